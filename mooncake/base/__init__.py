@@ -106,6 +106,8 @@ from mooncake.base.request import (
     RequestState,
     TokenLogprobs,
     TokensEvent,
+    packed_logprobs,
+    unpacked_logprobs,
 )
 from mooncake.base.sampling import (
     SamplingParams,
@@ -192,8 +194,10 @@ __all__ = [
     "extend_chain",
     "format_bytes",
     "pack_tokens",
+    "packed_logprobs",
     "packed_places",
     "parse_bytes",
     "unpack_tokens",
+    "unpacked_logprobs",
     "yarn_mscale",
 ]

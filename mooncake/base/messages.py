@@ -18,6 +18,7 @@ from mooncake.base.kv_layout import BlockPlaces
 from mooncake.base.kv_parts import KvPart
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import (
+    NO_LOGPROBS,
     Failure,
     FinishReason,
     GenerateRequest,
@@ -206,7 +207,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Output position of the first token of `tokens`."""
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: msgspec.Raw = NO_LOGPROBS
+    """By `packed_logprobs`."""
     num_cached_tokens: int | None = None
     """With the first output of an attempt: prompt tokens whose KV was reused."""
     finish: FinishInfo | None = None
@@ -217,6 +219,37 @@ class StepOutputs(Message, frozen=True, tag="outputs"):
 
     worker: WorkerRef
     outputs: list[RequestOutput]
+
+    def smaller(self) -> list[StepOutputs]:
+        """Return messages to send instead of this one, which is longer than a message may be: its
+        halves. One output that is too long by itself ends its request, and says what to do.
+        """
+        if len(self.outputs) > 1:
+            middle = len(self.outputs) // 2
+            parts = [self.outputs[:middle], self.outputs[middle:]]
+        else:
+            parts = [
+                [_ended_too_long(each)] for each in self.outputs if each.finish is not _TOO_LONG
+            ]
+        return [StepOutputs(worker=self.worker, outputs=part) for part in parts]
+
+
+def _ended_too_long(output: RequestOutput) -> RequestOutput:
+    return RequestOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        start=output.start,
+        finish=_TOO_LONG,
+    )
+
+
+_TOO_LONG = FinishInfo(
+    reason=FinishReason.ERROR,
+    failure=Failure.invalid(
+        "what this request returns for one step is longer than a message between processes may "
+        "be: ask for fewer log-probabilities, or send a shorter prompt"
+    ),
+)
 
 
 class DoubtPeers(Message, frozen=True, tag="doubt"):

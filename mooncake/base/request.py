@@ -67,6 +67,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def prompt_tokens(self) -> memoryview[int]:
         return unpack_tokens(self.prompt)
 
+    @property
+    def prompt_price(self) -> int:
+        """What the prompt counts in tokens where tenants and keys share: with log-probabilities it
+        is computed without a cache, and each of them counts as one more."""
+        wanted = self.sampling.num_prompt_logprobs
+        return len(self.prompt_tokens) * (1 if wanted is None else wanted + 2)
+
     def tokens_with(self, output_tokens: Sequence[int]) -> memoryview[int]:
         """Return the tokens of the prompt followed by its output so far."""
         return unpack_tokens(self.prompt + pack_tokens(output_tokens))
@@ -117,6 +124,27 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """(token id, logprob) of the most likely tokens, best first."""
 
 
+PromptLogprobs = list[TokenLogprobs | None]
+"""One entry per prompt token, None for the first."""
+NO_LOGPROBS = msgspec.Raw()
+
+
+def packed_logprobs(entries: PromptLogprobs | None) -> msgspec.Raw:
+    """Return `entries` as they travel: encoded, so that the gateway's event loop passes them on
+    without reading up to a hundred thousand of them. None = `NO_LOGPROBS`.
+    """
+    return NO_LOGPROBS if entries is None else msgspec.Raw(_ENCODER.encode(entries))
+
+
+def unpacked_logprobs(packed: msgspec.Raw) -> PromptLogprobs:
+    """Return what `packed_logprobs` was given."""
+    return _DECODER.decode(packed)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(PromptLogprobs)
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a request did not succeed, in the terms of `base.errors`."""
 
@@ -149,8 +177,8 @@ class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     start: int
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the first tokens only: one entry per prompt token, None for the first."""
+    prompt_logprobs: msgspec.Raw | None = None
+    """With the first tokens only; `unpacked_logprobs` reads them."""
 
 
 class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):

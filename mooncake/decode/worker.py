@@ -29,7 +29,7 @@ from mooncake.base.messages import (
     Welcome,
     WorkerRef,
 )
-from mooncake.base.request import Failure
+from mooncake.base.request import Failure, packed_logprobs
 from mooncake.decode.admission import (
     MAX_WAITING_LOOKED_AT,
     can_ever_fit,
@@ -348,7 +348,7 @@ class DecodeWorker:
                 start=num_outputs - len(tokens),
                 tokens=tokens,
                 logprobs=output.logprobs,
-                prompt_logprobs=output.prompt_logprobs,
+                prompt_logprobs=packed_logprobs(output.prompt_logprobs),
                 num_cached_tokens=output.sequence.num_cached_tokens if first else None,
                 finish=finish,
             ),

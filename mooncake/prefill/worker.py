@@ -26,7 +26,7 @@ from mooncake.base.messages import (
     Welcome,
     WorkerRef,
 )
-from mooncake.base.request import Failure, request_finish
+from mooncake.base.request import Failure, packed_logprobs, request_finish
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput
 from mooncake.instance import Destination, Instance, PrefixReuse
@@ -271,7 +271,7 @@ class PrefillWorker:
                 start=position,
                 tokens=[token],
                 logprobs=output.logprobs,
-                prompt_logprobs=output.prompt_logprobs,
+                prompt_logprobs=packed_logprobs(output.prompt_logprobs),
                 num_cached_tokens=job.num_cached_tokens,
                 finish=finish,
             ),

@@ -14,6 +14,7 @@ from msgspec import inspect
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.messages import OLDEST_PROTOCOL_VERSION
+from mooncake.base.request import PromptLogprobs
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
 
 RECORD = Path(__file__).parents[1] / "arch" / "wire_messages.txt"
@@ -43,6 +44,8 @@ def present() -> Schema:
                 return f"tuple[{', '.join(map(name_of, kind.item_types))}]"
             case inspect.DictType():
                 return f"dict[{name_of(kind.key_type)}, {name_of(kind.value_type)}]"
+            case inspect.RawType():  # RequestOutput.prompt_logprobs, read later
+                return name_of(inspect.type_info(PromptLogprobs | None))
             case inspect.LiteralType():
                 return f"one of {sorted(map(str, kind.values))}"
             case _:

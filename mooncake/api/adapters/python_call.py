@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 from mooncake.api.adapters.chat_call import new_chat_call
@@ -23,7 +24,8 @@ async def answer(api_server: ApiServer, request: PythonRequest) -> RequestOutput
     builder = await _start(api_server, request)
     with api_server.running(builder.call):
         async with builder.call as call:
-            builder.add(await call.finish())
+            deltas = await call.finish()
+            await asyncio.to_thread(builder.add, deltas)  # prompt log-probabilities may be many
     return builder.output()
 
 
@@ -43,7 +45,10 @@ async def answers(
                 yield builder.output()
                 return
             while (deltas := await call.deltas()) is not None:
-                builder.add(deltas)
+                if any(delta.prompt_logprobs is not None for delta in deltas):
+                    await asyncio.to_thread(builder.add, deltas)
+                else:
+                    builder.add(deltas)
                 if deltas:
                     yield builder.output()
 

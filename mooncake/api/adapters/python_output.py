@@ -16,6 +16,7 @@ from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.schema.replies import ChatText, Logprob
 from mooncake.api.text.message_parser import Piece, join_pieces
+from mooncake.base import unpacked_logprobs
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -170,7 +171,8 @@ class OutputBuilder:
             if self._request.wants_logprobs:
                 self._logprobs[delta.index] += self._speller.by_id(delta.tokens, delta.logprobs)
             if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-                spelled = self._speller.by_id(self._prompt_tokens, delta.prompt_logprobs)
+                entries = unpacked_logprobs(delta.prompt_logprobs)
+                spelled = self._speller.by_id(self._prompt_tokens, entries)
                 self._prompt_logprobs = tuple(spelled)
             self._answers[delta.index] = self._answer(delta)
 

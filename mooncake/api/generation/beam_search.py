@@ -178,7 +178,7 @@ class BeamStream:
         self._searches = [
             BeamSearch(group[0].sampling, width, length_penalty) for group in self._groups
         ]
-        self._prompt_logprobs: dict[int, list[TokenLogprobs | None] | None] = {}
+        self._prompt_logprobs: dict[int, msgspec.Raw] = {}
         self._num_cached: dict[int, int] = {}
         self._step = 0
         self._running: EventStream | None = None

@@ -8,6 +8,9 @@ from mooncake.api.schema.replies import SchemaError
 from mooncake.api.text.message_parser import Piece, TextDelta, ToolCallDelta
 from mooncake.base import TokenLogprobs
 
+_ENTRY_BYTES = 16
+"""Of one log-probability of a prompt, encoded."""
+
 
 class Delta(msgspec.Struct, kw_only=True):
     """What was added to one choice since its last `Delta`."""
@@ -21,7 +24,8 @@ class Delta(msgspec.Struct, kw_only=True):
     runs: list[int | None]
     """For each of `logprobs` the number of the run of text that its token belongs to
     (`TextDelta.run`); None = reasoning, part of a call, a marker or the end."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: msgspec.Raw | None = None
+    """With the first `Delta` of a prompt's first choice; `unpacked_logprobs` reads them."""
     finish_reason: str | None = None
     """"stop", "length" or "tool_calls" with the last one."""
     stop_reason: int | str | None = None
@@ -29,6 +33,16 @@ class Delta(msgspec.Struct, kw_only=True):
     schema_errors: list[SchemaError] = []
     """With the last one: where the answer is not valid against a schema that its grammar does not
     follow as a whole."""
+
+    @property
+    def size(self) -> int:
+        """About how many tokens and log-probabilities it has: what writing it costs."""
+        num = len(self.tokens)
+        if self.logprobs:
+            num += len(self.logprobs) * (1 + len(self.logprobs[0].top))
+        if self.prompt_logprobs is not None:
+            num += len(memoryview(self.prompt_logprobs)) // _ENTRY_BYTES
+        return num
 
     @property
     def text(self) -> str:

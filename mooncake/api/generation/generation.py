@@ -84,7 +84,7 @@ class Choice:
         self._tokens: list[int] = []
         self._runs: list[int | None] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._prompt_logprobs: msgspec.Raw | None = None
 
     @property
     def finished(self) -> bool:
@@ -299,9 +299,13 @@ class Call:
         requests: list[GenerateRequest] = []
         for first in range(0, len(deltas), self._num_per_prompt):
             group = deltas[first : first + self._num_per_prompt]
+            prompt_logprobs = group[0].prompt_logprobs
             for delta in sorted(group, key=_mean_logprob, reverse=True)[: self._num_kept]:
                 requests.append(self.requests[delta.index])
-                kept.append(msgspec.structs.replace(delta, index=len(kept)))
+                kept.append(
+                    msgspec.structs.replace(delta, index=len(kept), prompt_logprobs=prompt_logprobs)
+                )
+                prompt_logprobs = None  # they are the prompt's: the first answer carries them
         self.requests = requests
         return kept
 
@@ -329,9 +333,19 @@ class Call:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def prompt_price(self) -> int:
+        """What all prompts are charged, in tokens; each once, however many choices it has."""
+        return sum(request.prompt_price for request in self._firsts)
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Output tokens that no answer shows: the other beams of a search."""
+        return self._stream.num_dropped_tokens
+
+    @property
     def num_charged_tokens(self) -> int:
-        """Output tokens with those that no answer shows: the other beams of a search."""
-        return self.num_output_tokens + self._stream.num_dropped_tokens
+        """Output tokens with those that no answer shows."""
+        return self.num_output_tokens + self.num_dropped_tokens
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec import Raw
+
 from mooncake.api.schema.replies import (
     ChatLogprob,
     ChatLogprobs,
@@ -12,9 +14,13 @@ from mooncake.api.schema.replies import (
     Logprob,
     PromptLogprobs,
     TokenLogprob,
+    encode,
 )
 from mooncake.api.text.tokenizer import Tokenizer
-from mooncake.base import TokenLogprobs
+from mooncake.base import TokenLogprobs, unpacked_logprobs
+
+_PIECE = 512
+"""Prompt tokens that are written in one go."""
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON has no number for."""
@@ -71,6 +77,17 @@ class LogprobSpeller:
             None if entry is None else self._candidates(token_id, entry)
             for token_id, entry in zip(tokens, logprobs, strict=True)
         ]
+
+    def prompt(self, tokens: Sequence[int], packed: Raw) -> Raw:
+        """Return the same of a whole prompt as JSON, written in pieces: a single one of many
+        megabytes would keep all other threads waiting for Python's lock.
+        """
+        logprobs = unpacked_logprobs(packed)
+        pieces = [
+            encode(self.by_id(tokens[at : at + _PIECE], logprobs[at : at + _PIECE]))[1:-1]
+            for at in range(0, len(logprobs), _PIECE)
+        ]
+        return Raw(b"[%b]" % b",".join(pieces))
 
     def _chat_one(self, token_id: int, entry: TokenLogprobs) -> ChatLogprob:
         return ChatLogprob(

@@ -34,6 +34,9 @@ Made = TypeVar("Made")
 
 DONE = b"data: [DONE]\n\n"
 
+MAX_SIZE_HERE = 2048
+"""The most tokens and log-probabilities that are written in the event loop: a few milliseconds."""
+
 
 class ClientGone(MooncakeError):
     """The client closed the connection: there is nothing to answer any more."""
@@ -89,7 +92,8 @@ class CallResponse(Response):
 
     The headers of a stream wait for the first token, so that a refusal still has its own status.
     The tokens of the prompts are charged to the API key before they run, and given back when an
-    error is sent instead of an answer.
+    error is sent instead of an answer; the steps that a beam search has made are not. What takes
+    the event loop more than a moment to write is written in a thread.
     """
 
     def __init__(
@@ -110,12 +114,16 @@ class CallResponse(Response):
             await ErrorResponse(refusal)(scope, receive, send)
             return
         charge = state.get("charge", _free)
-        charge(call.num_prompt_tokens)
+        charge(call.prompt_price)
         watcher = asyncio.create_task(_watch_disconnect(receive, call))
         try:
             with self._api_server.running(call):
                 refused = await self._run(scope, receive, send)
-                charge(call.num_charged_tokens if refused is None else -call.num_prompt_tokens)
+                charge(
+                    call.num_charged_tokens
+                    if refused is None
+                    else call.num_dropped_tokens - call.prompt_price
+                )
                 if refused is not None:
                     await ErrorResponse(refused)(scope, receive, send)
         finally:
@@ -139,7 +147,12 @@ class CallResponse(Response):
         if self._stream:
             await self._send_stream(send, await self._call.deltas())
         else:
-            body = self._renderer.whole(self._call, await self._call.finish())
+            deltas = await self._call.finish()
+            size = sum(delta.size for delta in deltas) + self._call.num_prompt_tokens
+            if size <= MAX_SIZE_HERE:
+                body = self._renderer.whole(self._call, deltas)
+            else:
+                body = await asyncio.to_thread(self._renderer.whole, self._call, deltas)
             await json_response(body)(scope, receive, send)
 
     async def _send_stream(self, send: Send, deltas: list[Delta] | None) -> None:
@@ -148,7 +161,11 @@ class CallResponse(Response):
             events = self._renderer.begin(self._call)
             while deltas is not None:
                 for delta in deltas:
-                    events += self._renderer.chunk(self._call, delta)
+                    if delta.size <= MAX_SIZE_HERE:
+                        events += self._renderer.chunk(self._call, delta)
+                    else:
+                        chunk = self._renderer.chunk
+                        events += await asyncio.to_thread(chunk, self._call, delta)
                 if events:
                     body = b"".join(events)
                     await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -88,7 +88,7 @@ class ChatRenderer(OpenAiRenderer[ChatRequest]):
             prompt_token_ids=prompt_tokens.tolist() if body.return_token_ids else UNSET,
         )
         if prompt_logprobs is not None:
-            reply.prompt_logprobs = self._speller.by_id(prompt_tokens, prompt_logprobs)
+            reply.prompt_logprobs = self._speller.prompt(prompt_tokens, prompt_logprobs)
         return encode(reply)
 
     def begin(self, call: Call) -> list[bytes]:

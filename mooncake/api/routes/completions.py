@@ -33,7 +33,7 @@ from mooncake.api.schema.replies import (
     Usage,
     encode,
 )
-from mooncake.base import TokenLogprobs
+from mooncake.base import TokenLogprobs, unpacked_logprobs
 
 
 def completion_routes(api_server: ApiServer) -> APIRouter:
@@ -98,30 +98,41 @@ class CompletionRenderer(OpenAiRenderer[CompletionRequest]):
         choice = CompletionChoice(
             index=delta.index,
             text=echo + text,
-            logprobs=self._logprobs(delta, prompt_tokens, tokens, first=first),
+            logprobs=self._logprobs(delta, prompt_tokens, tokens, len(echo), first=first),
             finish_reason=delta.finish_reason
             and ("length" if self._prompt_only else delta.finish_reason),
             stop_reason=None if self._prompt_only else delta.stop_reason,
             token_ids=tokens if self._body.return_token_ids else UNSET,
             prompt_token_ids=prompt_tokens.tolist()
-            if first and self._body.return_token_ids
+            if first and self._body.return_token_ids and self._is_first(delta)
             else UNSET,
             schema_errors=delta.schema_errors or UNSET,
         )
         if self._body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._speller.by_id(prompt_tokens, delta.prompt_logprobs)
+            choice.prompt_logprobs = self._speller.prompt(prompt_tokens, delta.prompt_logprobs)
         return choice
 
+    def _is_first(self, delta: Delta) -> bool:
+        """Return whether this choice carries what is the prompt's own: the first of each does."""
+        return delta.index % self._num_per_prompt == 0
+
     def _logprobs(
-        self, delta: Delta, prompt_tokens: memoryview[int], tokens: list[int], *, first: bool
+        self,
+        delta: Delta,
+        prompt_tokens: memoryview[int],
+        tokens: list[int],
+        num_echoed: int,
+        *,
+        first: bool,
     ) -> CompletionLogprobs | None:
-        offset = self._offsets.setdefault(delta.index, 0)
+        has_prompt = first and self._body.echo and delta.prompt_logprobs is not None
+        offset = self._offsets.setdefault(delta.index, 0 if has_prompt else num_echoed)
         if self._body.logprobs is None:
             return None
         entries: list[TokenLogprobs | None] = list(delta.logprobs) if tokens else []
-        if first and self._body.echo and delta.prompt_logprobs is not None:
+        if has_prompt and delta.prompt_logprobs is not None:
             tokens = prompt_tokens.tolist() + tokens
-            entries = delta.prompt_logprobs + entries
+            entries = unpacked_logprobs(delta.prompt_logprobs) + entries
         columns = self._speller.completion(tokens, entries, offset)
         if tokens:
             self._offsets[delta.index] = columns.text_offset[-1] + len(columns.tokens[-1])

@@ -82,6 +82,7 @@ class OutputOrder:
         logprobs: list[TokenLogprobs] | None = None
         if output.logprobs is not None:
             logprobs = output.logprobs[known:stop]
+        has_prompt = bool(memoryview(output.prompt_logprobs))
         self.tokens.extend(fresh)
         events.append(
             TokensEvent(
@@ -89,7 +90,7 @@ class OutputOrder:
                 start=start,
                 tokens=fresh,
                 logprobs=logprobs,
-                prompt_logprobs=output.prompt_logprobs if start == 0 else None,
+                prompt_logprobs=output.prompt_logprobs if start == 0 and has_prompt else None,
             )
         )
         return events

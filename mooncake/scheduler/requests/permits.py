@@ -70,8 +70,9 @@ class AdmissionPermits:
 
     def confirm(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
         """Accept the request: its tenant's next turn begins after it."""
-        num_tokens = len(request.prompt_tokens)
-        self._turns.add(request.priority, request.tenant, queue_position.order[1], num_tokens)
+        self._turns.add(
+            request.priority, request.tenant, queue_position.order[1], request.prompt_price
+        )
 
     def on_first_token(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
         """Record that the turn of this request has been served."""
@@ -80,8 +81,9 @@ class AdmissionPermits:
     def release(self, request: GenerateRequest, num_output_tokens: int) -> None:
         """Give back the permit of a request that has ended."""
         self.cancel(request)
-        num_prompt = len(request.prompt_tokens)
-        self._turns.remove(request.priority, request.tenant, num_prompt, num_output_tokens)
+        self._turns.remove(
+            request.priority, request.tenant, request.prompt_price, num_output_tokens
+        )
 
     def check_integrity(self, requests: Collection[GenerateRequest]) -> None:
         """Raise AssertionError unless exactly these requests hold a permit."""

@@ -179,6 +179,70 @@ def test_prompt_logprobs_in_the_shape_of_vllm() -> None:
     run(says(TEXT), test)
 
 
+def test_what_is_the_prompts_own_comes_with_its_first_choice() -> None:
+    """Its log-probabilities are computed for one sequence only, whatever `n` is."""
+
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        extra = {"prompt_logprobs": 1, "return_token_ids": True}
+        ask = {"model": "tiny", "prompt": ["ab", "cde"], "n": 3, "max_tokens": 4}
+        reply = await client.completions.create(**ask, extra_body=extra)
+        asked = [request.sampling.num_prompt_logprobs for request in backend.requests]
+        assert asked == [1, None, None] * 2
+        dumps = [choice.model_dump() for choice in reply.choices]
+        assert [each.get("prompt_token_ids") for each in dumps] == [
+            [97, 98], None, None, [99, 100, 101], None, None,
+        ]  # fmt: skip
+        numbers = [len(each.get("prompt_logprobs") or []) for each in dumps]
+        assert numbers == [2, 0, 0, 3, 0, 0]
+        best = await client.completions.create(**ask | {"n": 1}, extra_body=extra | {"best_of": 3})
+        numbers = [len(each.model_dump()["prompt_logprobs"]) for each in best.choices]
+        assert numbers == [2, 3]
+        echoed = await client.completions.create(**ask, logprobs=1, echo=True)
+        for choice in echoed.choices:
+            prompt = ["ab", "cde"][choice.index // 3]
+            columns = choice.logprobs
+            text = "".join(columns.tokens)
+            assert choice.text.endswith(text)
+            assert columns.text_offset[0] == (0 if choice.index % 3 == 0 else len(prompt))
+            assert text.startswith(prompt) == (choice.index % 3 == 0)
+
+    run(says(TEXT), test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_replies_are_the_same_from_a_thread(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        ask: dict[str, Any] = {
+            "model": "tiny", "prompt": "ab" * 40, "echo": True, "logprobs": 2, "n": 2, "seed": 1,
+        }  # fmt: skip
+
+        async def told() -> list[Any]:
+            reply = await client.completions.create(**ask, stream=stream)
+            chunks = [chunk async for chunk in reply] if stream else [reply]
+            shown = [choice.model_dump() for chunk in chunks for choice in chunk.choices]
+            return [
+                (
+                    "".join(each["text"] for each in shown if each["index"] == index),
+                    [
+                        column
+                        for each in shown
+                        if each["index"] == index and each["logprobs"]
+                        for column in zip(*each["logprobs"].values(), strict=True)
+                    ],
+                )
+                for index in range(2)
+            ]
+
+        here = await told()
+        assert [len(columns) for _, columns in here] == [92, 12]
+        monkeypatch.setattr("mooncake.api.http.response.MAX_SIZE_HERE", 0)
+        assert await told() == here
+
+    run(says(TEXT), test)
+
+
 def test_stop_string_is_the_stop_reason() -> None:
     async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
         reply = await client.completions.create(model="tiny", prompt="a", stop=["in the"])

@@ -22,7 +22,17 @@ from zmq.utils import z85
 from mooncake import __version__
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ConfigError
-from mooncake.base.messages import AbortTask, Drain, Message, PutStart, Refused, WorkerRef
+from mooncake.base.messages import (
+    AbortTask,
+    Drain,
+    Message,
+    PutStart,
+    Refused,
+    RequestOutput,
+    StepOutputs,
+    WorkerRef,
+)
+from mooncake.base.request import TokenLogprobs, packed_logprobs
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.rpc.codec import encode, head_of
@@ -236,6 +246,43 @@ def test_a_message_over_the_bound_is_dropped_by_the_sender(
     a.send(b.address, Drain())
     assert receive(b, 1) == [Drain()]
     assert a.counters.num_dropped == 1
+
+
+def test_outputs_too_long_for_one_message_arrive_in_several(open_channel: Open) -> None:
+    """One that is too long alone ends its request and says what to do; all others pass."""
+    limits = ZmqLimits(message_bytes=10_000, linger_ms=50)
+    a, b = open_channel(limits=limits), open_channel(limits=limits)
+
+    def output(number: int, num_tokens: int) -> RequestOutput:
+        entries = [None, *[TokenLogprobs(-0.5, 1, [(number, -0.5)])] * num_tokens]
+        return RequestOutput(
+            request_id=f"r{number}", attempt=2, start=3, tokens=[number],
+            prompt_logprobs=packed_logprobs(entries),
+        )  # fmt: skip
+
+    long = {7, 12, 13}
+    outputs = [output(number, 1_000 if number in long else 30) for number in range(40)]
+    worker = WorkerRef("w", "e", a.address)
+    a.send(b.address, StepOutputs(worker=worker, outputs=outputs))
+    arrived: list[RequestOutput] = []
+    while len(arrived) < len(outputs):
+        for message in receive(b, 1):
+            assert isinstance(message, StepOutputs)
+            assert message.worker == worker
+            arrived += message.outputs
+    assert [each.request_id for each in arrived] == [each.request_id for each in outputs]
+    for number, (sent, got) in enumerate(zip(outputs, arrived, strict=True)):
+        if number not in long:
+            assert (got.tokens, bytes(got.prompt_logprobs)) == (
+                sent.tokens, bytes(sent.prompt_logprobs),
+            )  # fmt: skip
+            continue
+        assert (got.attempt, got.start, got.tokens) == (2, 3, [])
+        assert got.finish is not None
+        assert got.finish.failure is not None
+        assert got.finish.failure.status == 400
+        assert "ask for fewer log-probabilities" in got.finish.failure.message
+    assert a.counters.num_dropped == 0
 
 
 def test_the_receiver_cuts_off_a_sender_over_its_bound(open_channel: Open) -> None:

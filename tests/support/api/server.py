@@ -22,6 +22,7 @@ from mooncake.base import (
     OutputEvent,
     TokenLogprobs,
     TokensEvent,
+    packed_logprobs,
 )
 
 SPECIAL_NAMES = {
@@ -122,10 +123,12 @@ def answer(
                 else [logprobs_for(token, sampling.num_logprobs) for token in part],
                 prompt_logprobs=None
                 if sampling.num_prompt_logprobs is None or start
-                else [
-                    logprobs_for(token, sampling.num_prompt_logprobs) if at else None
-                    for at, token in enumerate(request.prompt_tokens)
-                ],
+                else packed_logprobs(
+                    [
+                        logprobs_for(token, sampling.num_prompt_logprobs) if at else None
+                        for at, token in enumerate(request.prompt_tokens)
+                    ]
+                ),
             )
         )
     events.append(

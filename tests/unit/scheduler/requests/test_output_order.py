@@ -4,7 +4,13 @@ from random import Random
 
 import pytest
 
-from mooncake.base import FinishReason, RequestOutput, TokenLogprobs
+from mooncake.base import (
+    FinishReason,
+    RequestOutput,
+    TokenLogprobs,
+    packed_logprobs,
+    unpacked_logprobs,
+)
 from mooncake.base.messages import FinishInfo
 from mooncake.base.request import Failure
 from mooncake.scheduler.requests.output_order import OutputOrder
@@ -59,8 +65,9 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
     given(order, out(0, [5]))
     probs = [TokenLogprobs(-0.1 * i, 1, []) for i in range(3)]
     output = RequestOutput(
-        request_id="r", attempt=1, start=0, tokens=[5, 6, 7], logprobs=probs, prompt_logprobs=[None]
-    )
+        request_id="r", attempt=1, start=0, tokens=[5, 6, 7], logprobs=probs,
+        prompt_logprobs=packed_logprobs([None]),
+    )  # fmt: skip
     (event,) = order.add(output)
     assert event.logprobs == probs[1:]
     assert event.prompt_logprobs is None
@@ -68,10 +75,14 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
 
 def test_prompt_logprobs_come_with_the_first_token() -> None:
     order = OutputOrder("r", 10)
+    entries = [None, TokenLogprobs(-0.5, 2, [(7, -0.25)])]
     output = RequestOutput(
-        request_id="r", attempt=1, start=0, tokens=[5], prompt_logprobs=[None, None]
+        request_id="r", attempt=1, start=0, tokens=[5], prompt_logprobs=packed_logprobs(entries)
     )
-    assert order.add(output)[0].prompt_logprobs == [None, None]
+    packed = order.add(output)[0].prompt_logprobs
+    assert packed is not None
+    assert unpacked_logprobs(packed) == entries
+    assert OutputOrder("r", 10).add(out(0, [5]))[0].prompt_logprobs is None
 
 
 def test_nothing_beyond_max_tokens_leaves() -> None:

@@ -42,6 +42,25 @@ def test_a_cancelled_permit_takes_no_turn() -> None:
     permits.check_integrity([])
 
 
+def test_log_probabilities_of_a_prompt_delay_the_tenants_next_turn() -> None:
+    """They are computed without a cache: each counts as one more token of the prompt."""
+    turns: list[float] = []
+    for wanted in (None, 0, 3):
+        permits = AdmissionPermits(9)
+        scored = request("scored", num_prompt_logprobs=wanted)
+        position = permits.acquire(scored, 0.0)
+        assert isinstance(position, QueuePosition)
+        permits.confirm(scored, position)
+        after = permits.acquire(request("after"), 0.0)
+        assert isinstance(after, QueuePosition)
+        turns.append(after.order[1])
+        permits.cancel(request("after"))
+        permits.release(scored, 5)
+        permits.check_integrity([])
+    num_tokens = len(A.prompt_tokens)
+    assert turns == [num_tokens, 2 * num_tokens, 5 * num_tokens]
+
+
 def test_a_permit_cannot_be_given_back_twice() -> None:
     permits = AdmissionPermits(2)
     permits.acquire(A, 0.0)
