@@ -67,7 +67,7 @@ def test_prompts_are_continued_as_http_does(llm: LLM, server: Server) -> None:
         assert (output.prompt, output.finished) == (prompt, True)
         assert output.num_prompt_tokens == reply["usage"]["prompt_tokens"]
         for mine, theirs in zip(output.outputs, reply["choices"], strict=True):
-            assert list(output.prompt_token_ids) == theirs["prompt_token_ids"]
+            assert list(output.prompt_token_ids) == reply["choices"][0]["prompt_token_ids"]
             assert list(mine.token_ids) == theirs["token_ids"]
             assert (mine.text, mine.finish_reason) == (theirs["text"], theirs["finish_reason"])
             assert mine.logprobs is not None

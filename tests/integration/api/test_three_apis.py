@@ -242,16 +242,21 @@ def test_logprobs_prompt_logprobs_echo_and_n_are_those_of_transformers(
         tokens = prompt + choice["token_ids"]
         expected = true_logprobs(truth, tokens)
         columns = choice["logprobs"]
-        spelled = [f"token_id:{token}" for token in tokens]
-        assert columns["tokens"] == spelled
+        first = 0 if number == 0 else len(prompt)  # the first choice carries those of the prompt
+        assert columns["tokens"] == [f"token_id:{token}" for token in tokens[first:]]
         assert choice["text"].startswith(tokenizer.decode(prompt))
-        assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
-        for at in range(1, len(tokens)):
+        for at in range(max(1, first), len(tokens)):
             row = expected[at - 1]
-            own = columns["token_logprobs"][at]
+            own = columns["token_logprobs"][at - first]
             assert own == pytest.approx(row[tokens[at]].item(), abs=TOLERANCE), at
-            top = sorted(columns["top_logprobs"][at].values(), reverse=True)[:4]
+            top = sorted(columns["top_logprobs"][at - first].values(), reverse=True)[:4]
             assert top == pytest.approx(row.topk(4).values.tolist(), abs=TOLERANCE), at
+        alone = server.complete(prompt, **fields | {"n": 1, "seed": 11 + number})
+        assert alone["choices"][0]["token_ids"] == choice["token_ids"]
+        if number:
+            assert "prompt_logprobs" not in choice
+            continue
+        assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
         assert choice["prompt_logprobs"][0] is None
         for at in range(1, len(prompt)):
             candidates = choice["prompt_logprobs"][at]
@@ -263,8 +268,6 @@ def test_logprobs_prompt_logprobs_echo_and_n_are_those_of_transformers(
             assert rank <= own["rank"] <= lowest
             for token, entry in candidates.items():
                 assert entry["logprob"] == pytest.approx(row[int(token)].item(), abs=TOLERANCE)
-        alone = server.complete(prompt, **fields | {"n": 1, "seed": 11 + number})
-        assert alone["choices"][0]["token_ids"] == choice["token_ids"]
 
 
 @pytest.mark.parametrize(("width", "penalty", "ends"), [(4, 1.0, 0), (3, 2.0, 0), (4, 0.0, 3)])
