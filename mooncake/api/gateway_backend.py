@@ -149,20 +149,27 @@ class GatewayBackend:
         if self._loop is None:
             return
         # A channel's descriptor may be edge-triggered, so it is read until nothing is left.
-        for _ in range(MAX_READS_A_TURN):
-            events = self._inbox.receive()
-            if not events:
-                break
-            for event in events:
-                self._handle(event)
-        else:
-            self._schedule_turn()
+        retry_s: float | None = None
+        try:
+            for _ in range(MAX_READS_A_TURN):
+                events = self._inbox.receive()
+                if not events:
+                    break
+                for event in events:
+                    self._handle(event)
+            else:
+                self._schedule_turn()
+        except Exception:  # ticks must go on: they end requests that nobody answers
+            _log.exception("the gateway cannot read its channel")
+            retry_s = self._clock.now() + RETRY_TICK_S
         now = self._clock.now()
         try:
             wake_s = self._gateway.tick(now)
         except Exception:  # as below: the other requests must go on
             _log.exception("the gateway failed on a tick")
             wake_s = now + RETRY_TICK_S
+        if retry_s is not None:
+            wake_s = retry_s if wake_s is None else min(wake_s, retry_s)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

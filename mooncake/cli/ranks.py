@@ -46,6 +46,7 @@ def run(wanted: Ranks) -> int:
         ConfigError: there is no secret, or the address cannot be used.
     """
     from mooncake.identity import own_credential
+    from mooncake.launch.host.vital_threads import end_with_vital_threads
     from mooncake.launch.worker.rank_host import RankHost
     from mooncake.telemetry.log import configure_logging
 
@@ -60,6 +61,7 @@ def run(wanted: Ranks) -> int:
             f"{wanted.bind_host}; give one address"
         )
     configure_logging("ranks", sys.stderr)
+    end_with_vital_threads()
     credential = own_credential(wanted.cluster_secret, CredentialRole.WORKER, name="ranks")
     host = RankHost(wanted.bind_host, wanted.port, credential)
 

@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from mooncake.base import MooncakeError, PageArray
+from mooncake.base.vital_thread import VitalThread
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.rank_moves import (
@@ -352,7 +353,7 @@ def run(
         say(msgspec.msgpack.encode(Loaded(error.message)))
         return
     say(msgspec.msgpack.encode(Loaded()))
-    signs = threading.Thread(target=_give_signs, args=(say, settings.sign_s), daemon=True)
+    signs = VitalThread(_give_signs, "signs", say, settings.sign_s)
     signs.start()
     follower = Follower(
         model,

@@ -19,6 +19,7 @@ import torch
 from mooncake.base import Failure, Grammar, InternalError, TokenLogprobs
 from mooncake.base.mailbox import Mailbox
 from mooncake.base.parallel import stage_layers
+from mooncake.base.vital_thread import VitalThread
 from mooncake.engine.plan import (
     Counted,
     LayerDone,
@@ -154,13 +155,13 @@ class ModelRunner:
                 self._events.ring,
                 lambda: self._emit(Counted(counters=dict(peers.counters))),
             )
-        self._threads = [threading.Thread(target=self._run, name="model-runner", daemon=True)]
+        self._threads = [VitalThread(self._run, "model-runner")]
         if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
             self._untold = queue.SimpleQueue()
             assert lead is not None
             layers = stage_layers(model.spec.num_hidden_layers, lead.num_stages)
             self._stages = StageTimes([len(each) for each in layers])
-            self._threads.append(threading.Thread(target=self._tell_ahead, name="step-log"))
+            self._threads.append(VitalThread(self._tell_ahead, "step-log"))
         for thread in self._threads:
             thread.start()
 

@@ -49,7 +49,7 @@ COMPLAINTS = {
     "dead-thread": Complaint(
         words="requests hang without an error because a background thread died",
         issues=("sglang#34343", "vllm#50719"),
-        tests=("tests/unit/launch/host/test_health.py", "tests/sim/test_hung_steps.py"),
+        tests=("tests/conformance/test_dead_threads.py", "tests/sim/test_hung_steps.py"),
     ),
     "blacklist": Complaint(
         words="one passing failure blacklists a pair of workers for ever",

@@ -25,6 +25,7 @@ import numpy as np
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.base.mailbox import Mailbox
+from mooncake.base.vital_thread import VitalThread
 from mooncake.crypto.keys import KeyRing
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
@@ -193,10 +194,7 @@ class _Threads:
         self._ready = threading.Condition()
         self._jobs: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
-            for n in range(num_threads)
-        ]
+        self._threads = [VitalThread(self._run, f"{name}-{n}") for n in range(num_threads)]
         self._started = False
 
     def put(self, job: Callable[[], None], *, urgent: bool = False) -> None:

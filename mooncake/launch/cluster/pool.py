@@ -30,6 +30,7 @@ from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
@@ -103,6 +104,7 @@ def serve_alone(config: ServeConfig) -> int:
 
 
 def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> None:
+    end_with_vital_threads()
     secret, host = str(config.cluster_secret), machine_facts.host_name()
     [settings] = cluster_workers(config, plan, gateway_address, secret, host)
     settings = msgspec.structs.replace(settings, worker_id=f"kvstore-{settings.node_id}")

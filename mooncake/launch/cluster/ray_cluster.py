@@ -44,6 +44,7 @@ from mooncake.launch.host.credentials import (
     unseal,
 )
 from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.scheduler.config import SchedulerConfig
@@ -148,6 +149,7 @@ class WorkerActor:
         configure_logging(
             settings.worker_id, sys.stderr, level=settings.log_level, form=settings.log_format
         )
+        end_with_vital_threads()
         try:
             secret, file = _secret_here(Path(secret_file))
             process.run(

@@ -143,15 +143,16 @@ class RayWorkers:
         ]
 
     def gone(self) -> str:
-        return ""  # they end with us
+        """Return why nobody looks after the workers any more; otherwise they end with us."""
+        if self._stopping.is_set() or not self._started.done() or self._started.exception():
+            return ""
+        alive = self._thread is not None and self._thread.is_alive()
+        return "" if alive else "the workers' supervisor has ended; its log says why"
 
     def vitals(self) -> list[Vitals]:
         if not self._started.done():
             return [Vitals(starting="the workers start")]
-        looked_after = self._stopping.is_set() or (
-            self._thread is not None and self._thread.is_alive()
-        )
-        return [Vitals(failure="" if looked_after else "the workers' supervisor has ended")]
+        return [Vitals(failure=self.gone())]
 
     @property
     def join_address(self) -> str | None:

@@ -32,6 +32,7 @@ from mooncake.launch.cluster.workers import health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.log import configure_logging
 
@@ -136,6 +137,7 @@ def _run(
     """Take the port, open the API server in front of the workers, serve; no port without an API
     server.
     """
+    end_with_vital_threads()
     with contextlib.ExitStack() as opened:
         api_server: ApiServer | None = None
         if not config.headless:

@@ -14,6 +14,7 @@ from http import HTTPStatus
 import msgspec
 
 from mooncake.base import Clock, MonotonicClock
+from mooncake.base.vital_thread import VitalThread
 from mooncake.launch.host.http_server import (
     PROMETHEUS,
     Answer,
@@ -138,7 +139,7 @@ class Watchdog:
         self._parts = parts
         self._stuck = stuck
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread = VitalThread(self._run, "watchdog")
         self._thread.start()
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from mooncake.base import ConfigError
+from mooncake.base.vital_thread import VitalThread
 
 IDLE_S = 10.0
 """Time after which an idle connection is closed."""
@@ -115,9 +116,7 @@ class HttpServer:
                 f"stop what uses it or take another with --{flag}"
             ) from error
         self.host, self.port = str(self._server.server_address[0]), self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name=flag, args=(0.1,), daemon=True
-        )
+        self._thread = VitalThread(self._server.serve_forever, flag, 0.1)
         self._thread.start()
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
+from mooncake.base.vital_thread import VitalThread
 from mooncake.launch.host.credentials import read_secret
 
 LOOK_S = 2.0
@@ -31,10 +32,7 @@ class SecretFollower:
         self._look_s = look_s
         self._stop = threading.Event()
         if file is not None:
-            threading.Thread(
-                target=self._follow, args=(Path(file), _read(Path(file))),
-                name="cluster secret", daemon=True,
-            ).start()  # fmt: skip
+            VitalThread(self._follow, "cluster secret", Path(file), _read(Path(file))).start()
 
     def close(self) -> None:
         """End it. From any thread, any number of times."""

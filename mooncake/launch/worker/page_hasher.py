@@ -63,6 +63,8 @@ class PageHasher:
             found[first::NUM_THREADS] = [self.checksum(page) for page in share]
         except TransferError as error:  # of a device; 0 is no checksum that a peer would agree with
             _log.warning("pages cannot be hashed: %s", error.message)
+        except Exception:  # whoever waits for the operation has to hear of its end
+            _log.exception("pages cannot be hashed")
         with self._lock:
             left[0] -= 1
             if left[0] == 0:

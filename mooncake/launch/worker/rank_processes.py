@@ -21,6 +21,7 @@ from mooncake.crypto.keys import KeyRing, KeySource
 from mooncake.engine.ranks import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
 from mooncake.launch.host.key_source import read_keys
+from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.rank_moves import RankMoves
 from mooncake.model.follower import FollowerSettings, run
@@ -160,6 +161,7 @@ def main() -> None:
     memory, shared = (*files, None, None)[:2]
     host, ahead_s = (far[0], float(far[1])) if far else (None, 0.0)
     configure_logging("rank", sys.stderr)
+    end_with_vital_threads()
 
     def joined(settings: FollowerSettings) -> Group:
         size, timeout_s = settings.options.shape.num_ranks, settings.timeout_s

@@ -11,13 +11,13 @@ import ctypes
 import functools
 import logging
 import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mooncake.base import TransferError
+from mooncake.base.vital_thread import VitalThread
 from mooncake.model.copies import Mark
 from mooncake.model.device.cuda import CudaCopies
 from mooncake.model.device.cuda_driver import Gpu
@@ -134,7 +134,7 @@ class _Ends:
         self._waiting: queue.SimpleQueue[tuple[Callable[[], None], CopyDone, str | None]] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        VitalThread(self._run, name).start()
 
     def tell(self, wait: Callable[[], None], done: CopyDone, error: str | None = None) -> None:
         """Call `done` with the outcome after `wait` returns; `error` is a failure known

@@ -8,10 +8,10 @@ once. On the host a layer is done when it is reported.
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from mooncake.base.vital_thread import VitalThread
 from mooncake.model.copies import Mark
 
 Report = TypeVar("Report")
@@ -23,7 +23,7 @@ class LayerReports(Generic[Report]):
     def __init__(self, emit: Callable[[Report], None]) -> None:
         self._emit = emit
         self._waiting: queue.Queue[tuple[Report, Mark] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._thread: VitalThread | None = None
 
     def add(self, event: Report, mark: Mark | None) -> None:
         """Emit `event` when `mark` is reached; at once when `mark` is None."""
@@ -31,7 +31,7 @@ class LayerReports(Generic[Report]):
             self._emit(event)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="layer-reports", daemon=True)
+            self._thread = VitalThread(self._run, "layer-reports")
             self._thread.start()
         self._waiting.put((event, mark))
 

@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from mooncake.base import CheckpointError, InternalError
+from mooncake.base.vital_thread import VitalThread
 from mooncake.engine.plan import LayerDone, StepSlot
 from mooncake.engine.rank_moves import (
     Alive,
@@ -98,7 +99,7 @@ class Lead:
         for each in self._sockets:
             each.settimeout(timeout_s)
         self._watch, self._bell = socket.socketpair()
-        self._watcher = threading.Thread(target=self._watch_all, name="rank-watch", daemon=True)
+        self._watcher = VitalThread(self._watch_all, "rank-watch")
 
     @property
     def num_stages(self) -> int:

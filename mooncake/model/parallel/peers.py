@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mooncake.base import InternalError
+from mooncake.base.vital_thread import VitalThread
 from mooncake.model.parallel.group import Group, GroupError
 
 _MESSAGE = struct.Struct("<q")
@@ -82,7 +83,7 @@ class Peers:
         self._on_silent: Callable[[], None] = lambda: None
         self._closed = False
         self._watch, self._bell = socket.socketpair()
-        self._watcher = threading.Thread(target=self._watch_all, name="peer-watch", daemon=True)
+        self._watcher = VitalThread(self._watch_all, "peer-watch")
         self._watcher.start()
 
     def use(self, group: Group) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.base.vital_thread import VitalThread
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op
 from mooncake.transfer.plan import Slice, SliceLimits
@@ -142,10 +143,7 @@ class CopyPool:
         self._ready = threading.Condition()
         self._parts: deque[CopyPart] = deque()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
+        self._threads = [VitalThread(self._run, f"{name}-{index}") for index in range(num_threads)]
         for thread in self._threads:
             thread.start()
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from mooncake.base.mailbox import Mailbox
+from mooncake.base.vital_thread import VitalThread
 from mooncake.transfer.regions import Gates
 
 _LOG = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class IoLoop:
         self._order = itertools.count()
         self._lock = threading.Lock()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = VitalThread(self._run, name)
         self._thread.start()
 
     @property

@@ -16,8 +16,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import ConfigError, Role
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
-from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.worker import process
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.metrics import GAUGES
 from mooncake.launch.worker.process import Worker, WorkerSettings, no_progress
-from mooncake.rpc.zmq_channel import ZmqChannel
 from tests.support.certificates import Host
 from tests.support.model.checkpoints import write_config_only
-from tests.support.serve.local_world import HashModel, LocalWorld, request
+from tests.support.serve.local_world import HashModel, request
+from tests.support.serve.local_world import SocketWorld as World
 
 WAIT_S = 60.0
 
@@ -62,34 +58,6 @@ def until(holds: Callable[[], Any]) -> Any:
             return found
         assert time.monotonic() < deadline, "it did not come about"
         pause.wait(0.02)
-
-
-class World(LocalWorld):
-    """A gateway that worker processes reach over sockets."""
-
-    def __init__(self, model_path: str, **settings: Any) -> None:
-        super().__init__(model_path, **settings)
-        channel = ZmqChannel("127.0.0.1", credential=own_credential("s", CredentialRole.GATEWAY))
-        self.gateway_process = GatewayProcess(self.plan, channel, "hash-model")
-        address = self.gateway_process.channel.address
-        self.workers = cluster_workers(self.config, self.plan, address, "s", "here")
-
-    def settings_of(self, role: Role) -> WorkerSettings:
-        [settings] = [each for each in self.workers if each.role is role]
-        return settings
-
-    def health_urls(self) -> dict[str, str]:
-        """Return what `mooncake status` says of each worker's health port."""
-        return {each.id: each.health_url for each in self.gateway_process.status().workers}
-
-    @asynccontextmanager
-    async def driven(self) -> AsyncIterator[None]:
-        """Have the gateway answer."""
-        self.gateway_process.backend.start()
-        try:
-            yield
-        finally:
-            self.gateway_process.backend.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -15,12 +16,15 @@ from mooncake.base import (
     Grammar,
     KvLayout,
     OutputEvent,
+    Role,
     SamplingParams,
     TokensEvent,
     pack_tokens,
 )
+from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import RunnerEvent, StepPlan
+from mooncake.identity import own_credential
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
@@ -28,6 +32,7 @@ from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.worker.local import LocalCluster
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from tests.support.engine.fake_runner import FakeRunner
 
@@ -177,6 +182,34 @@ class LocalWorld:
         """Return the counters of a worker's load report."""
         load = self.cluster.call(worker_id, lambda machine, _: machine.instance.load())
         return dict(msgspec.to_builtins(load.counters))
+
+
+class SocketWorld(LocalWorld):
+    """A gateway that worker processes reach over sockets."""
+
+    def __init__(self, model_path: str, **settings: Any) -> None:
+        super().__init__(model_path, **settings)
+        channel = ZmqChannel("127.0.0.1", credential=own_credential("s", CredentialRole.GATEWAY))
+        self.gateway_process = GatewayProcess(self.plan, channel, "hash-model")
+        address = self.gateway_process.channel.address
+        self.workers = cluster_workers(self.config, self.plan, address, "s", "here")
+
+    def settings_of(self, role: Role) -> WorkerSettings:
+        [settings] = [each for each in self.workers if each.role is role]
+        return settings
+
+    def health_urls(self) -> dict[str, str]:
+        """Return what `mooncake status` says of each worker's health port."""
+        return {each.id: each.health_url for each in self.gateway_process.status().workers}
+
+    @asynccontextmanager
+    async def driven(self) -> AsyncIterator[None]:
+        """Have the gateway answer."""
+        self.gateway_process.backend.start()
+        try:
+            yield
+        finally:
+            self.gateway_process.backend.stop()
 
 
 def request(number: int, prompt: list[int], max_tokens: int = 12, **more: Any) -> GenerateRequest:

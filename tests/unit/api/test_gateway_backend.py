@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 import pytest
@@ -199,6 +199,32 @@ def test_one_broken_message_does_not_silence_the_gateway(caplog: pytest.LogCaptu
 
     run(test)
     assert "failed on a Note" in caplog.text
+
+
+def test_ticks_go_on_while_the_channel_cannot_be_read(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_backend, "RETRY_TICK_S", 0.001)
+
+    async def test(machine: RecordingMachine, inbox: PipeInbox, backend: GatewayBackend) -> None:
+        del backend
+        receive, broken = inbox.receive, [True, True]
+
+        def fails() -> Sequence[msgspec.Struct]:
+            if broken:
+                broken.pop()
+                raise OSError("no descriptors")
+            return receive()
+
+        monkeypatch.setattr(inbox, "receive", fails)
+        inbox.put("said meanwhile")
+        while "said meanwhile" not in machine.told:
+            machine.ticked.clear()
+            await machine.ticked.wait()
+        assert not broken
+
+    run(test)
+    assert "the gateway cannot read its channel" in caplog.text
 
 
 def test_one_broken_tick_does_not_stop_the_timer(
