@@ -34,6 +34,7 @@ COMPLAINTS = {
         words="a stale or forged handle gives garbage, or another prompt's answer, with status 200",
         issues=("vllm#52234",),
         tests=(
+            "tests/conformance/test_handles.py",
             "tests/integration/pool/test_roles.py",
             "tests/integration/transfer/test_processes.py",
         ),
@@ -63,6 +64,7 @@ COMPLAINTS = {
         words="a replaced prefill worker crashes decode, or leaves its memory there",
         issues=("vllm#49238", "vllm#58063"),
         tests=(
+            "tests/conformance/test_replacements.py",
             "tests/integration/serve/test_real_processes.py",
         ),
     ),

@@ -109,7 +109,9 @@ class HashModel:
 class LocalWorld:
     """Gateway in the running event loop, workers in threads. Use as an async context."""
 
-    def __init__(self, model_path: str, **settings: Any) -> None:
+    def __init__(
+        self, model_path: str, *, protocols: Sequence[str] = ("inproc",), **settings: Any
+    ) -> None:
         wanted = {"model": model_path, "num_gpu_blocks_override": 64, "max_model_len": 64 * 8}
         wanted |= {"self_profile": False, "kvstore_dram_bytes": "1MiB", **settings}
         self.config = resolve(wanted, None, {})
@@ -121,7 +123,9 @@ class LocalWorld:
             self.plan, InprocChannel(self.network, GATEWAY_ID), "hash-model"
         )
         self.lost: list[str] = []
-        self.cluster = LocalCluster(self.network, self.model, lost=self._on_lost)
+        self.cluster = LocalCluster(
+            self.network, self.model, lost=self._on_lost, protocols=protocols
+        )
         self.workers: list[WorkerSettings] = cluster_workers(
             self.config, self.plan, GATEWAY_ID, "secret", "here"
         )
