@@ -62,6 +62,7 @@ ONE = "only what it serves, one connection or one question, ends"
 NOTHING = "nothing waits for it"
 THREADS = {
     "api/constrained/checker.py:ThreadPoolExecutor": TOLD,
+    "api/lane.py:ThreadPoolExecutor": TOLD,
     "base/deep_stack.py:Thread": TOLD,
     "base/deep_stack.py:start_deep_thread": TOLD,
     "kvstore/storage/disk_files.py:VitalThread": VITAL,
@@ -304,7 +305,7 @@ def test_disks(faults: Faults, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     [done] = [event for event in events if isinstance(event, DiskDone)]
     assert done.outcomes == [Outcome.FAILED]
     assert not faults.threads
-    monkeypatch.setattr(disks, "_post", die)
+    monkeypatch.setattr(disks._events, "put", die)
     disks.checksum([0])
     faults.of("")
     disks.close()
