@@ -25,6 +25,7 @@ PORTS_TO_THE_SYSTEM = {
     "mooncake/base/deep_stack.py": {"threading"},
     "mooncake/base/ids.py": {"random"},
     "mooncake/base/mailbox.py": {"threading"},
+    "mooncake/base/vital_thread.py": {"threading"},
     "mooncake/kvstore/storage/disk_files.py": {"threading", "time"},
     "mooncake/kvstore/storage/segment_files.py": {"threading"},
 }
