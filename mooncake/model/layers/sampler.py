@@ -39,6 +39,8 @@ from mooncake.model.layers.sampling_math import (
 )
 
 DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
+_MASK_RATIO = 8
+"""Rows that hide more than this part of the vocabulary hide it by a mask, not one by one."""
 MAX_SHARED = 64
 """Settings of calls that are kept as tensors."""
 
@@ -346,8 +348,16 @@ class Sampler:
         if not hidden:
             return
         guarded = [row for row, _ in hidden if sequences[row].may_lose_all]
+        few: list[tuple[int, torch.Tensor]] = []
         with self._unless_empty(logits, guarded):
-            logits.view(-1).index_fill_(0, self._places(hidden), -torch.inf)
+            for ids, rows in _grouped(hidden):
+                if len(ids) * _MASK_RATIO < self._vocab_size or len(rows) == 1:
+                    few += [(row, ids) for row in rows]
+                else:
+                    mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+                    self._mask(logits, rows, mask.index_fill_(0, ids, True))
+            if few:
+                logits.view(-1).index_fill_(0, self._places(few), -torch.inf)
 
     @contextmanager
     def _unless_empty(self, logits: torch.Tensor, rows: list[int]) -> Iterator[None]:
