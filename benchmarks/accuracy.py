@@ -134,8 +134,8 @@ def scores_of(url: str, model: str, samples: Mapping[str, Sequence[Sample]]) -> 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows in Markdown: all tasks together, then the tasks that have thresholds."""
-    shown = [score.task for score in rows[0].scores if score.task in THRESHOLDS]
+    """Return the rows in Markdown: all tasks together, then each."""
+    shown = [score.task for score in rows[0].scores]
     lines = [
         f"| form | right | standard error | {' | '.join(shown)} |",
         f"|---|---|---|{'---|' * len(shown)}",
