@@ -253,7 +253,7 @@ def connect(address: str | None, bind_host: str, *, bare_lines: bool) -> None:
     options: dict[str, Any] = {}
     keep_ray_token_private()
     if address is not None:
-        _reach(address)  # Ray itself would go on asking for minutes
+        reach(address)  # Ray itself would go on asking for minutes
     else:
         options = {
             "_temp_dir": str(private_dir()),  # its logs and sockets are open to all otherwise
@@ -351,7 +351,7 @@ def facts_at(address: str, trust: Trust) -> ClusterFacts:
             secret.
     """
     keep_ray_token_private()
-    _reach(address)
+    reach(address)
     try:
         client = _raylet.GcsClient(address=address)
         found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
@@ -371,7 +371,7 @@ def cluster_secret(address: str, given: str | None) -> str:
         return given
     file = secret_file(address)
     if not file.exists():
-        _reach(address)
+        reach(address)
         raise ConfigError(
             f"cluster-secret: give that of the cluster at {address}: --cluster-secret-file or "
             "MOONCAKE_CLUSTER_SECRET (only its own user on its own machine needs none)"
@@ -379,7 +379,7 @@ def cluster_secret(address: str, given: str | None) -> str:
     return read_secret(file)
 
 
-def _reach(address: str) -> None:
+def reach(address: str) -> None:
     """Raise ConfigError when `address` refuses connections, or one of us speaks TLS and the other
     does not, or does not trust the other.
     """

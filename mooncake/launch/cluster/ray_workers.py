@@ -17,7 +17,7 @@ from rich.console import Console
 from mooncake.base import MooncakeError, Role, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
-from mooncake.launch.cluster import ray_cluster, report
+from mooncake.launch.cluster import own_raylet, ray_cluster, report
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import (
     admin_settings,
@@ -174,6 +174,7 @@ def join(config: ServeConfig) -> int:
     credential = own_credential(secret, CredentialRole.WORKER)
     following: SecretFollower | None = None
     own_file = secret_file(f"{config.join}-{os.getpid()}")
+    raylet: own_raylet.OwnRaylet | None = None
 
     def on_signal(number: int, _: object) -> None:
         if asked_to_stop.is_set():
@@ -188,6 +189,12 @@ def join(config: ServeConfig) -> int:
 
     try:
         signal.signal(signal.SIGTERM, on_signal)
+        address = config.join
+        ray_cluster.when_up(
+            lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop
+        )
+        if not own_raylet.is_here(config.join):
+            raylet = own_raylet.OwnRaylet(config.join, config.bind_host)
         ray_cluster.connect(config.join, config.bind_host, bare_lines=config.log_format == "json")
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, on_signal)
@@ -215,6 +222,8 @@ def join(config: ServeConfig) -> int:
             following.close()
         own_file.unlink(missing_ok=True)
         ray_cluster.disconnect()
+        if raylet is not None:
+            raylet.close()
     return 0
 
 

@@ -86,8 +86,12 @@ def boot_id() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = host_name()
-    namespace = os.stat("/dev/shm").st_ino if os.path.isdir("/dev/shm") else 0
-    return f"{boot}-{namespace}"
+    try:
+        found = os.stat("/dev/shm")
+    except OSError:
+        return f"{boot}-0"
+    # Every tmpfs has the same number for its root: only the device tells two containers apart.
+    return f"{boot}-{found.st_dev}-{found.st_ino}"
 
 
 def num_gpus() -> int:

@@ -8,10 +8,12 @@ import ipaddress
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tests.support import namespaces
+from tests.support.namespaces import ip, sweep
 
 PREFIX = "mk"
 """Of the names of bridges and namespaces; the pid of who made them follows."""
@@ -19,25 +21,9 @@ _LISTEN = "0A"
 """A socket's state in proc(5)'s tables of TCP."""
 
 
-def _ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout
-
-
 def why_not() -> str:
     """Return why this machine cannot have pods; empty: it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    name = f"{PREFIX}probe{os.getpid()}"
-    try:
-        _ip("netns", "add", name)
-        _ip("netns", "delete", name)
-        subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"no namespaces here: {error}"
-    return ""
+    return namespaces.why_not(PREFIX)
 
 
 class PodNetwork:
@@ -47,19 +33,19 @@ class PodNetwork:
         self._tag = f"{PREFIX}{os.getpid()}"
         with Path(tempfile.gettempdir(), f"{PREFIX}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two clusters that begin at once would take one N
-            _sweep()
+            sweep(PREFIX)
             used = {
                 address["local"].split(".")[1]
-                for link in json.loads(_ip("-json", "address", "show"))
+                for link in json.loads(ip("-json", "address", "show"))
                 for address in link["addr_info"]
                 if address.get("local", "").startswith("10.")
             }
             self._net = next(f"10.{n}" for n in range(200, 250) if str(n) not in used)
-            _ip("link", "add", self._tag, "type", "bridge")
-            _ip("address", "add", f"{self.gateway}/16", "dev", self._tag)
+            ip("link", "add", self._tag, "type", "bridge")
+            ip("address", "add", f"{self.gateway}/16", "dev", self._tag)
         self._numbers = itertools.count(1)
         self._services = itertools.count(1)
-        _ip("link", "set", self._tag, "up")
+        ip("link", "set", self._tag, "up")
 
     @property
     def gateway(self) -> str:
@@ -70,29 +56,29 @@ class PodNetwork:
         number = next(self._numbers)
         name, link = f"{self._tag}-{number}", f"{self._tag}v{number}"
         address = f"{self._net}.{1 + number // 250}.{1 + number % 250}"
-        _ip("netns", "add", name)
-        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _ip("link", "set", link, "master", self._tag, "up")
+        ip("netns", "add", name)
+        ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("link", "set", link, "master", self._tag, "up")
         inside = ("-netns", name)
-        _ip(*inside, "link", "set", "lo", "up")
-        _ip(*inside, "address", "add", f"{address}/16", "dev", "eth0")
-        _ip(*inside, "link", "set", "eth0", "up")
-        _ip(*inside, "route", "add", "default", "via", self.gateway)
+        ip(*inside, "link", "set", "lo", "up")
+        ip(*inside, "address", "add", f"{address}/16", "dev", "eth0")
+        ip(*inside, "link", "set", "eth0", "up")
+        ip(*inside, "route", "add", "default", "via", self.gateway)
         return name, address
 
     def detach(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            _ip("netns", "delete", name)
+            ip("netns", "delete", name)
 
     def service_address(self) -> str:
         """Return a fresh address of this machine for a Service."""
         address = f"{self._net}.255.{next(self._services)}"
-        _ip("address", "add", f"{address}/32", "dev", self._tag)
+        ip("address", "add", f"{address}/32", "dev", self._tag)
         return address
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            _ip("link", "delete", self._tag)
+            ip("link", "delete", self._tag)
 
 
 def listening(pid: int) -> set[int]:
@@ -114,18 +100,3 @@ def _is_loopback(words: str) -> bool:
     address = ipaddress.ip_address(packed)
     inner = getattr(address, "ipv4_mapped", None)
     return (inner or address).is_loopback
-
-
-def _sweep() -> None:
-    """Take away what processes left that were killed."""
-    for name in [line.split()[0] for line in _ip("netns", "list").splitlines() if line]:
-        if _is_left(name.partition("-")[0]):
-            _ip("netns", "delete", name)
-    for link in json.loads(_ip("-json", "link", "show", "type", "bridge")):
-        if _is_left(link.get("ifname", "")):
-            _ip("link", "delete", link["ifname"])
-
-
-def _is_left(tag: str) -> bool:
-    pid = tag.removeprefix(PREFIX)
-    return tag != pid and pid.isdigit() and not Path(f"/proc/{pid}").exists()

@@ -121,7 +121,7 @@ def test_a_joining_process_must_have_the_secret_or_be_of_the_same_user_here(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del private
-    monkeypatch.setattr(ray_cluster, "_reach", lambda _: None)
+    monkeypatch.setattr(ray_cluster, "reach", lambda _: None)
     with pytest.raises(ConfigError, match="cluster-secret: give that of the cluster at h:1"):
         ray_cluster.cluster_secret("h:1", None)
     assert ray_cluster.cluster_secret("h:1", "given") == "given"

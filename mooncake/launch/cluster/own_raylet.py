@@ -1,0 +1,99 @@
+"""Ray's processes of a machine that joins a cluster, where it has none of that cluster yet.
+
+Ray attaches a process only to a *raylet* of its own machine. This module starts one, as `ray start`
+does for a person, and ends it with the process that joined. Imports no ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mooncake.base import ConfigError
+from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.credentials import private_dir
+
+START_S = 60.0
+"""`ray start` has as long to say that it runs."""
+STOP_S = 10.0
+POLL_S = 0.05
+STARTED = "Ray runtime started"
+OBJECT_STORE_BYTES = 100 * 2**20
+SHOWN_LINES = 3
+
+_log = logging.getLogger(__name__)
+
+
+def is_here(address: str) -> bool:
+    """Whether a raylet of the cluster at `address` runs on this machine."""
+    wanted = f"--gcs-address={address}".encode()
+    for place in Path("/proc").iterdir():
+        try:
+            if place.name.isdigit() and wanted in (place / "cmdline").read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue  # it has ended
+    return False
+
+
+class OwnRaylet:
+    """The raylet of this machine, started for one process that joins."""
+
+    def __init__(self, address: str, bind_host: str) -> None:
+        """Start it for the cluster at `address`; `bind_host` is this machine's address there.
+
+        Raises:
+            ConfigError: others cannot reach `bind_host`, or Ray does not start.
+        """
+        if environment.is_loopback(bind_host):
+            here = machine_facts.address_towards(address)
+            raise ConfigError(
+                f"bind-host: the cluster at {address} is on another machine, which cannot reach "
+                f"{bind_host}: give this machine's address there, such as --bind-host {here}"
+            )
+        log = private_dir() / f"raylet-{os.getpid()}.log"
+        words = [
+            "start", "--block", "--disable-usage-stats", "--num-cpus=0",
+            f"--num-gpus={machine_facts.num_gpus()}", f"--address={address}",
+            f"--node-ip-address={bind_host}", f"--object-store-memory={OBJECT_STORE_BYTES}",
+        ]  # fmt: skip
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self._log = log
+        try:
+            self._await_start(address)
+        except BaseException:
+            self.close()
+            raise
+        _log.info("Ray runs on this machine, as part of the cluster at %s", address)
+
+    def _await_start(self, address: str) -> None:
+        deadline_s = time.monotonic() + START_S
+        while STARTED not in (said := self._log.read_text(errors="replace")):
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                lines = [line.strip() for line in said.splitlines() if line.strip()]
+                raise ConfigError(
+                    f"join: Ray does not start on this machine for the cluster at {address}: "
+                    f"{' / '.join(lines[-SHOWN_LINES:]) or 'it says nothing'}. Both machines need "
+                    "the same version of Ray and the same token in ~/.ray/auth_token"
+                )
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.unlink(missing_ok=True)
