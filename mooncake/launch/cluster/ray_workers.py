@@ -190,9 +190,7 @@ def join(config: ServeConfig) -> int:
     try:
         signal.signal(signal.SIGTERM, on_signal)
         address = config.join
-        ray_cluster.when_up(
-            lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop
-        )
+        ray_cluster.when_up(lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop)
         if not own_raylet.is_here(config.join):
             raylet = own_raylet.OwnRaylet(config.join, config.bind_host)
         ray_cluster.connect(config.join, config.bind_host, bare_lines=config.log_format == "json")
