@@ -16,8 +16,11 @@ from typing import Any, get_args
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from mooncake.api.api_server import LANE_PLACES
 from mooncake.api.app import create_app
+from mooncake.api.bounds import PRICES
 from mooncake.api.config import ApiConfig
+from mooncake.api.generation.sampling import MAX_COUNTED_CONTEXTS
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.messages import MessagesRequest
@@ -312,8 +315,50 @@ def chart() -> list[str]:
     return [*lines, *table(["value", "default", "what it is"], rows)]
 
 
+def prices() -> list[str]:
+    """Return what each field of a request may ask for, and what it pays."""
+    lines = [
+        "# Bounds and prices of request fields",
+        "",
+        "A request pays one permit, the tokens of its prompt and those of its answer. What these "
+        "fields may ask for is bounded; more gets 400 with an error that names the field and the "
+        "limit. [HTTP](http.md) has the range of each number.",
+        "",
+    ]
+    rows = [
+        [
+            code(field),
+            "; ".join(f"{bound.limit:,} {bound.unit}" for bound in price.bounds),
+            price.pays,
+        ]
+        for field, price in PRICES.items()
+    ]
+    lines += table(["field", "bound", "what it pays besides"], rows)
+    config = ApiConfig()
+    doors = [
+        ["bytes of one body", f"{config.max_body_bytes:,}", "413"],
+        ["cost of the values in one body", f"{config.max_body_cost:,}", "413"],
+        ["bytes of the bodies of running requests", f"{config.max_inflight_body_bytes:,}", "429"],
+        ["requests with a body at a time", f"{config.max_concurrent:,}", "429"],
+        ["pieces of work that wait in a lane", f"{LANE_PLACES:,}", "503"],
+        [
+            "tokens of a text for `/tokenize` or `count_tokens`",
+            f"{MAX_COUNTED_CONTEXTS} contexts of the model", "400",
+        ],
+        ["token ids for `/detokenize`", "1 context of the model", "400"],
+        [
+            "open connections", f"{config.max_connections:,}",
+            "the oldest that has proven no key is closed",
+        ],
+    ]  # fmt: skip
+    lines += ["", "These hold for whole requests; one key has at most half of what the others "
+              "leave of bodies, requests and lanes.", ""]  # fmt: skip
+    return [*lines, *table(["what", "bound", "above it"], doors)]
+
+
 PAGES_BY_NAME: dict[str, Callable[[], list[str]]] = {
     "flags.md": flags, "metrics.md": metrics, "messages.md": wire, "http.md": http,
+    "prices.md": prices,
     "../../charts/mooncake/README.md": chart,
 }  # fmt: skip
 
