@@ -33,6 +33,8 @@ STREAMS = 2
 KINDS = ("tcp", "mac", "encrypt", "shm")
 """Of our engines: TCP with each protection, and shared memory; each moves blocks both ways."""
 Way = Callable[[list[int]], float]
+Place = tuple[SegmentRef, int, int]
+"""Memory at the other end: where, its region, and the grant by which it may be written to."""
 
 
 def plain_buffer() -> memoryview:
@@ -115,9 +117,10 @@ def receive_blocks(listener: socket.socket, lane: int, width: int, target: memor
 class Ours:
     """Our transfer engine, one batch after the other."""
 
-    def __init__(self, transfer: RoutedTransfer, peer: tuple[SegmentRef, int], op: Op) -> None:
+    def __init__(self, transfer: RoutedTransfer, peer: Place, op: Op) -> None:
         self._transfer = transfer
-        self._segment, self._remote = peer
+        self._segment, self._remote, grant = peer
+        self._grant = grant if op is Op.WRITE else 0
         self._region = transfer.allocate(BUFFER_BYTES, "benchmark").region_id
         self._op = op
 
@@ -126,7 +129,8 @@ class Ours:
         begun = time.perf_counter()
         for starts in plan:
             ops = [TransferOp(self._region, at, self._remote, at, size) for at in starts]
-            self._transfer.submit(TransferBatch(op=self._op, peer=self._segment, ops=ops))
+            batch = TransferBatch(op=self._op, peer=self._segment, ops=ops, grant=self._grant)
+            self._transfer.submit(batch)
             [done] = self._transfer.wait()
             if done.error is not None:
                 raise RuntimeError(done.error)
@@ -168,9 +172,10 @@ def serve(pipe: Connection) -> None:
         place = (0, 1) if index == 0 else (index - 1, STREAMS)
         work = (listener, *place, target)
         threading.Thread(target=receive_blocks, args=work, daemon=True).start()
-    peers = [
-        (engine.segment, region.region_id) for engine, region in zip(engines, regions, strict=True)
-    ]
+    peers: list[Place] = []
+    for engine, region in zip(engines, regions, strict=True):
+        engine.guard(region)
+        peers.append((engine.segment, region.region_id, engine.grant()))
     pipe.send((peers, [listener.getsockname()[1] for listener in listeners]))
     pipe.recv()
     for engine in engines:

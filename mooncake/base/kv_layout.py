@@ -96,6 +96,8 @@ class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
     region: int
     layer_stride: int
     offsets: list[int]
+    grant: int = 0
+    """By which they may be written to; 0: they are to be read."""
 
 
 class PageArray(msgspec.Struct, frozen=True):
@@ -164,11 +166,12 @@ class PageArray(msgspec.Struct, frozen=True):
         before = home if self.home is None else 0
         return before * self.home_bytes + within * self.layout.slice_bytes
 
-    def places(self, segment: SegmentRef, region: int, pages: Sequence[int]) -> BlockPlaces:
+    def places(
+        self, segment: SegmentRef, region: int, pages: Sequence[int], grant: int = 0
+    ) -> BlockPlaces:
         """Return the places of `pages` for peers."""
-        return BlockPlaces(
-            segment, region, self.layer_stride, [self.offset(page) for page in pages]
-        )
+        offsets = [self.offset(page) for page in pages]
+        return BlockPlaces(segment, region, self.layer_stride, offsets, grant)
 
 
 class Home(msgspec.Struct, frozen=True):
@@ -184,7 +187,7 @@ ALL_PAGES = Home(0, 1)
 
 
 def packed_places(
-    layout: KvLayout, segment: SegmentRef, region: int, offsets: list[int]
+    layout: KvLayout, segment: SegmentRef, region: int, offsets: list[int], grant: int = 0
 ) -> BlockPlaces:
     """Return the places of whole blocks that start at the byte `offsets` of a pool region."""
-    return BlockPlaces(segment, region, layout.slice_bytes, offsets)
+    return BlockPlaces(segment, region, layout.slice_bytes, offsets, grant)

@@ -51,13 +51,18 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 def part_of(
-    array: PageArray, segment: SegmentRef, region: int, pages: Sequence[int], first_index: int
+    array: PageArray,
+    segment: SegmentRef,
+    region: int,
+    pages: Sequence[int],
+    first_index: int,
+    grant: int = 0,
 ) -> KvPart:
-    """Return where peers may write what `array`, in that region, holds of `pages`, which take the
-    blocks of a sequence from `first_index` on.
+    """Return where peers may write, by `grant`, what `array`, in that region, holds of `pages`,
+    which take the blocks of a sequence from `first_index` on.
     """
     held = [number for number, page in enumerate(pages) if array.holds(page)]
-    places = array.places(segment, region, [pages[number] for number in held])
+    places = array.places(segment, region, [pages[number] for number in held], grant)
     indexes = [first_index + number for number in held]
     return KvPart(places, indexes, array.layers.start, array.layers.stop)
 

@@ -3,7 +3,7 @@
 WAITING ──► RESERVED ──► COMPARING ──► RUNNING ──► gone      KV pushed by a prefill worker
    │           │             │ (with checksums)
    │           │             └──► GATHERING                  (what was pushed is not what was sent)
-   │           └───────► ABORTED ──► gone        (pages rest until prefill has stopped writing)
+   │           └───────► ABORTED ──► gone        (pages are kept until prefill has stopped writing)
    └──────► GATHERING ─► RUNNING ──► gone        whole request here, or KV left in the pool
 """
 
@@ -42,6 +42,8 @@ class DecodeJob(Job[DecodeTask]):
         """Held for the KV to come: blocks of this worker's cache first, then reserved pages."""
         self.num_passed = 0
         """Later requests that were given room before this one."""
+        self.grant: int | None = None
+        """By which prefill may write to those that were reserved, while it may."""
         self.num_matched = 0
         """The number of leading `pages` that came from this worker's cache."""
         self.comparison = Comparison()

@@ -4,7 +4,7 @@ arrived.
 Queues: tasks without room wait in `_waiting`, by class and turn (bound `max_reservations`; a full
 queue turns the task away). Others go past one that waits for resting pages only. Pages that a
 prefill worker may be writing to are not freed before its `PushEnded` or `KVReady` has come, or it
-was lost and the pages have rested in quarantine.
+was lost and is fenced (`instance.reservations`).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class DecodeWorker:
         return may_be_passed(
             instance.layout.num_blocks(job.num_tokens),
             pool.num_available,
-            instance.quarantine.num_pages,
+            instance.reservations.num_resting,
             instance.engine.num_running,
             pool.num_blocks,
             job.num_passed,
@@ -169,8 +169,9 @@ class DecodeWorker:
             return False
         instance.pool.hold(matched)
         pages = instance.pool.allocate(num_new)
-        if pages is None:
-            instance.pool.release(matched)
+        job.grant = instance.reservations.open(pages) if pages is not None else None
+        if pages is None or job.grant is None:
+            instance.pool.release(matched + (pages or []))
             return False
         job.pages, job.num_matched, job.stage = matched + pages, len(matched), Stage.RESERVED
         self._send_reserved(job, now)
@@ -181,6 +182,7 @@ class DecodeWorker:
         `PushEnded` when it is done with the request.
         """
         assert job.task.prefill is not None
+        assert job.grant is not None
         job.asked_s = now
         self.instance.send(
             job.task.prefill,
@@ -188,7 +190,9 @@ class DecodeWorker:
                 request_id=job.request_id,
                 attempt=job.attempt,
                 decode=self.instance.worker,
-                parts=self.instance.mover.parts(job.pages[job.num_matched :], job.num_matched),
+                parts=self.instance.mover.parts(
+                    job.pages[job.num_matched :], job.num_matched, job.grant
+                ),
             ),
         )
 
@@ -245,6 +249,7 @@ class DecodeWorker:
                 self._gather(job, now)
             return
         job.stage = Stage.COMPARING
+        self._end_reservation(job)
         self._compare(job, range(job.num_matched, len(job.pages)), message.checksums)
         self._join(job, now)
 
@@ -407,7 +412,14 @@ class DecodeWorker:
         start = len(job.task.output_tokens)
         self.instance.fail(job.task.gateway, job.request_id, job.attempt, failure, start)
 
+    def _end_reservation(self, job: DecodeJob) -> None:
+        """Let nobody write to the pages of a job any more; prefill has said that it does not."""
+        if job.grant is not None:
+            self.instance.reservations.end(job.grant)
+            job.grant = None
+
     def _unreserve(self, job: DecodeJob) -> None:
+        self._end_reservation(job)
         pages, job.pages = job.pages, []
         if pages:
             self.instance.pool.release(pages)
@@ -430,8 +442,8 @@ class DecodeWorker:
             self._fail(job, Failure.unavailable("the prefill worker does not know this request"))
 
     def _on_peer_lost(self, message: PeerLost, now: float) -> None:
-        """Fail the jobs that waited for a lost prefill worker. It may still write for a moment, so
-        their pages rest in quarantine.
+        """Fail the jobs that waited for a lost prefill worker, and give back their pages as soon as
+        it cannot write to them any more.
         """
         for job in [j for j in self._jobs if j.task.prefill == message.worker]:
             if job.stage in (Stage.WAITING, Stage.RESERVED) and not job.local:
@@ -452,4 +464,6 @@ class DecodeWorker:
 
     def _rest(self, job: DecodeJob, now: float) -> None:
         pages, job.pages = job.pages, []
-        self.instance.quarantine.add(pages, now)
+        if job.grant is not None:
+            self.instance.reservations.fence(job.grant, pages, now)
+            job.grant = None

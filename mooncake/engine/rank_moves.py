@@ -12,6 +12,7 @@ import msgspec
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.kv_parts import Move
 from mooncake.transfer.engine import Op
+from mooncake.transfer.grants import Fence
 
 Progress = tuple[int, int]
 """(steps begun since the pages were named, layers of the last that are written)"""
@@ -47,6 +48,18 @@ class HashPages(msgspec.Struct, frozen=True, tag="hash", array_like=True):
     after: Progress
 
 
+class Revoke(msgspec.Struct, frozen=True, tag="revoke", array_like=True):
+    """Refuse what peers write into this rank's pages by a grant."""
+
+    grant: int
+
+
+class AskFence(msgspec.Struct, frozen=True, tag="fence", array_like=True):
+    """Say when nothing more is written by a revoked grant; `Fenced` answers."""
+
+    grant: int
+
+
 class Opened(msgspec.Struct, frozen=True, tag="opened", array_like=True):
     """A follower has the memory for its pages, or why it has not."""
 
@@ -78,6 +91,13 @@ class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):
     checksums: list[int]
 
 
+class Fenced(msgspec.Struct, frozen=True, tag="fenced", array_like=True):
+    """Nothing is written by a revoked grant any more, or nobody can tell when that will be."""
+
+    grant: int
+    fence: Fence
+
+
 class Written(msgspec.Struct, frozen=True, tag="written", array_like=True):
     """So much of a step lies in the pages of all stages up to that of this rank, the first of its
     stage; said of steps whose layers are reported (see `step_log.RankStep`).
@@ -92,15 +112,15 @@ class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
     """A follower's sign of life, which its process gives every `ranks.SIGN_S` by itself."""
 
 
-RankWord = StartMove | StopMove | HashPages
-RankAnswer = Opened | Moved | Hashed | Written | Alive
+RankWord = StartMove | StopMove | HashPages | Revoke | AskFence
+RankAnswer = Opened | Moved | Hashed | Fenced | Written | Alive
 
 
 class OfRank(msgspec.Struct, frozen=True):
     """An event of an instance: a follower's answer."""
 
     rank: int
-    answer: Moved | Hashed
+    answer: Moved | Hashed | Fenced
 
 
 _ENCODER = msgspec.msgpack.Encoder()

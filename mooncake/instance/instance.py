@@ -38,7 +38,7 @@ from mooncake.base.messages import (
 from mooncake.base.request import Failure, FinishReason
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import Counted, LayerDone, StepResult
-from mooncake.engine.rank_moves import Hashed, Moved, OfRank
+from mooncake.engine.rank_moves import Fenced, Hashed, Moved, OfRank
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
 from mooncake.instance.config import InstanceConfig
@@ -46,9 +46,9 @@ from mooncake.instance.fetch import Fetcher, PageReads
 from mooncake.instance.kept_settings import KeptSettings, TaskT
 from mooncake.instance.mover import OwnPages, RankPages, SliceMover
 from mooncake.instance.page_pins import PagePins
-from mooncake.instance.pages import Quarantine
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
+from mooncake.instance.reservations import Reservations
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.client.block_writer import BlockWriter
 from mooncake.rpc.channel import Channel
@@ -109,7 +109,7 @@ class Instance:
             config.ask_again_s,
         )  # fmt: skip
         self.write_through = WriteThrough(self._writer, layout.num_layers, config.push_timeout_s)
-        self.quarantine = Quarantine(self.pool, config.quarantine_s)
+        self.reservations = Reservations(ports.transfer, self.mover, self.pool, config.quarantine_s)
         self.draining = False
         """The worker wants to leave."""
         self.next_role: Role | None = None
@@ -157,6 +157,8 @@ class Instance:
                     rank,
                     moved.checksums,
                 )
+            case OfRank(rank=rank, answer=Fenced() as fenced):
+                self.mover.on_fenced(rank, fenced.grant, fenced.fence)
             case OfRank(rank=rank, answer=Hashed() as hashed):
                 self.checksums.on_done(HashDone(hashed.number, hashed.checksums), now, rank)
             case PutGranted():
@@ -198,7 +200,7 @@ class Instance:
 
     def tick(self, now: float) -> float:
         """Give up overdue transfers, send outputs and reports; return when to come again."""
-        wakes = [self._reader.tick(now), self._writer.tick(now), self.quarantine.tick(now)]
+        wakes = [self._reader.tick(now), self._writer.tick(now), self.reservations.tick(now)]
         readers, wake_s = self.page_pins.tick(now)
         self.ask_about(readers)
         wakes.append(wake_s)
@@ -362,7 +364,7 @@ class Instance:
             and self._reader.num_open == 0
             and self._writer.num_open == 0
             and self.page_pins.num_open == 0
-            and self.quarantine.num_pages == 0
+            and self.reservations.num_resting == 0
             and self.mover.num_in_flight == 0
         )
 

@@ -22,6 +22,7 @@ from mooncake.transfer.engine import (
     TransferDone,
     TransferOp,
 )
+from mooncake.transfer.grants import Fence
 
 Ended = Callable[[TransferDone, float], None]
 """(how a move ended, now); the id is that of the move."""
@@ -49,6 +50,15 @@ class RankPages(Protocol):
     def hash(self, pages: Sequence[int]) -> int:
         """Begin to hash the blocks in pages that lie here; return the number that its end names."""
 
+    def revoke(self, grant: int) -> None:
+        """Refuse what peers write into pages that lie here by a grant."""
+
+    def fence(self, grant: int) -> Fence:
+        """Return whether something may still be written here by a revoked grant."""
+
+    def on_fenced(self, grant: int, fence: Fence) -> None:
+        """Take what the rank itself says of a revoked grant."""
+
 
 class OwnPages:
     """The pages in this process's memory: a `RankPages`."""
@@ -60,6 +70,7 @@ class OwnPages:
         self.hasher = hasher
         self._transfer = transfer
         self.region_id = region.region_id
+        transfer.guard(region)
         self._blocks = BlockMemory.strided(region, array.layout, array.layer_stride, array.layers)
 
     @property
@@ -80,11 +91,22 @@ class OwnPages:
             for mine, theirs in steps
         ]
         return self._transfer.submit(
-            TransferBatch(op=op, peer=there.segment, ops=ops, deadline_s=deadline_s)
+            TransferBatch(
+                op=op, peer=there.segment, ops=ops, deadline_s=deadline_s, grant=there.grant
+            )
         )
 
     def cancel(self, number: int) -> None:
         self._transfer.cancel(number)
+
+    def revoke(self, grant: int) -> None:
+        self._transfer.revoke(grant)
+
+    def fence(self, grant: int) -> Fence:
+        return self._transfer.fence(grant)
+
+    def on_fenced(self, grant: int, fence: Fence) -> None:
+        """Do nothing: this process asks its transfer engine."""
 
     @property
     def has_whole_blocks(self) -> bool:
@@ -139,14 +161,27 @@ class SliceMover:
     def num_in_flight(self) -> int:
         return len(self._moving)
 
-    def parts(self, pages: Sequence[int], first_index: int) -> list[KvPart]:
-        """Return where peers may write the blocks from `first_index` on, which go to `pages`: to
-        each memory what it holds.
+    def parts(self, pages: Sequence[int], first_index: int, grant: int) -> list[KvPart]:
+        """Return where a peer may write, by `grant`, the blocks from `first_index` on, which go to
+        `pages`: to each memory what it holds.
         """
         return [
-            part_of(rank.array, rank.segment, rank.region_id, pages, first_index)
+            part_of(rank.array, rank.segment, rank.region_id, pages, first_index, grant)
             for rank in self._ranks
         ]
+
+    def revoke(self, grant: int) -> None:
+        """Refuse, in every memory, what is written by a grant from now on."""
+        for rank in self._ranks:
+            rank.revoke(grant)
+
+    def on_fenced(self, rank: int, grant: int, fence: Fence) -> None:
+        """Take what a rank says of a revoked grant."""
+        self._ranks[rank].on_fenced(grant, fence)
+
+    def fence(self, grant: int) -> Fence:
+        """Return whether something may still be written, in any memory, by a revoked grant."""
+        return max(rank.fence(grant) for rank in self._ranks)
 
     def write(
         self,

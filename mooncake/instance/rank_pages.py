@@ -15,18 +15,23 @@ import msgspec
 from mooncake.base.kv_layout import PageArray, SegmentRef
 from mooncake.base.kv_parts import Move
 from mooncake.engine.rank_moves import (
+    AskFence,
+    Fenced,
     Hashed,
     HashPages,
     Moved,
     Progress,
     RankAnswer,
     RankWord,
+    Revoke,
     StartMove,
     StopMove,
 )
 from mooncake.instance.checksums import HashDone
 from mooncake.instance.mover import RankPages
 from mooncake.transfer.engine import Op, TransferDone
+from mooncake.transfer.grants import Fence
+from mooncake.transfer.resting import FIRST_LOOK_S, LOOK_AGAIN_S
 
 
 class RankLink(Protocol):
@@ -60,6 +65,8 @@ class FollowerPages:
         self._link = link
         self._verify = verify
         self._last_number = 0
+        self._fences: dict[int, Fence] = {}
+        """Of the grants that the follower was asked about; OPEN until it answers."""
 
     def start(self, op: Op, move: Move, deadline_s: float) -> int:
         number, after = self._next(), self._link.progress_of(self._rank)
@@ -75,6 +82,21 @@ class FollowerPages:
         after = self._link.progress_of(self._rank)
         self._link.tell_rank(self._rank, HashPages(number, list(pages), after))
         return number
+
+    def revoke(self, grant: int) -> None:
+        self._link.tell_rank(self._rank, Revoke(grant))
+
+    def on_fenced(self, grant: int, fence: Fence) -> None:
+        self._fences[grant] = fence
+
+    def fence(self, grant: int) -> Fence:
+        found = self._fences.get(grant)
+        if found is None:
+            self._link.tell_rank(self._rank, AskFence(grant))
+            found = self._fences[grant] = Fence.OPEN
+        elif found is not Fence.OPEN:
+            del self._fences[grant]
+        return found
 
     def _next(self) -> int:
         self._last_number += 1
@@ -103,19 +125,25 @@ class FollowerMoves:
         """By number here."""
         self._hashes: dict[int, tuple[int, Moved | None]] = {}
         """By number here -> the lead's number, and the end of the move whose blocks these are."""
+        self._fences: dict[int, float] = {}
+        """Revoked grants that the lead has asked about -> when to look at each."""
 
     @property
     def quiet(self) -> bool:
         """Whether nothing waits or is under way."""
         return not (self.waiting or self._moves or self._hashes)
 
-    def handle(self, event: msgspec.Struct, _now: float) -> None:
+    def handle(self, event: msgspec.Struct, now: float) -> None:
         match event:
             case StartMove() | HashPages():
                 self.waiting.append(event)
                 self._start_due()
             case StopMove():
                 self._stop(event.number)
+            case Revoke():
+                self._pages.revoke(event.grant)
+            case AskFence():
+                self._fences[event.grant] = now + FIRST_LOOK_S
             case Reached():
                 self._start_due()
             case TransferDone():
@@ -123,8 +151,15 @@ class FollowerMoves:
             case HashDone():
                 self._on_hashed(event)
 
-    def tick(self, _now: float) -> float | None:
-        return None
+    def tick(self, now: float) -> float | None:
+        for grant in [grant for grant, look_s in self._fences.items() if look_s <= now]:
+            fence = self._pages.fence(grant)
+            if fence is Fence.OPEN:
+                self._fences[grant] = now + LOOK_AGAIN_S
+            else:
+                del self._fences[grant]
+                self._answer(Fenced(grant, fence))
+        return min(self._fences.values(), default=None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when something waits that is due."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 
 
@@ -40,6 +41,11 @@ class Backend(Protocol):
 
     def stop_sent(self, job: Job) -> None:
         """Bring the parts of a stopped job to an end soon."""
+
+    def fence(self, grant: int) -> Fence:
+        """Return whether peers may still write by a revoked grant. All gates of this process were
+        passed since it was revoked.
+        """
 
     def pump(self) -> None:
         """Do what this backend does in the driver's own thread; called by every `poll`."""

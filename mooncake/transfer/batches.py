@@ -32,6 +32,7 @@ class Job:
         self.batch_id = batch_id
         self.op: Op = batch.op
         self.peer: SegmentRef = batch.peer
+        self.grant = batch.grant
         self.deadline_s = batch.deadline_s
         self.started_s = now
         self.ops: Sequence[TransferOp] = ()

@@ -17,6 +17,7 @@ import msgspec
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkSnapshot
 
 
@@ -45,6 +46,8 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     ops: list[TransferOp]
     deadline_s: float | None = None
     """Fail the batch at this time of the driver's clock."""
+    grant: int = 0
+    """WRITE: the number by which the owner lets us write, if it guards the memory."""
 
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +118,24 @@ class Transfer(Protocol):
 
     def take_back(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
         """End a loan: on return the client touches no piece that it was not lent again."""
+
+    def guard(self, region: Region) -> None:
+        """Let peers write to a region only by a grant that was not revoked."""
+
+    def grant(self) -> int:
+        """Return the number of a new grant, for one writer. Raises TransferError when too many are
+        open.
+        """
+
+    def revoke(self, grant: int) -> None:
+        """Refuse what is written by a grant from now on; it may be one that was issued elsewhere.
+        What was begun before may still land: see `fence`.
+        """
+
+    def fence(self, grant: int) -> Fence:
+        """Return whether something may still be written by a revoked grant. To be asked no sooner
+        than `resting.FIRST_LOOK_S` after `revoke`; waits for copies in hand of at most 4 MiB.
+        """
 
     def submit(self, batch: TransferBatch) -> int:
         """Start a batch and return its id; never blocks. An impossible batch fails through its

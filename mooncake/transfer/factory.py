@@ -11,7 +11,7 @@ from mooncake.base.ids import IdSource, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.transfer.local.backend import InprocBackend, InprocFabric
-from mooncake.transfer.local.copying import CopyPool
+from mooncake.transfer.local.copying import MAX_HANDS, CopyPool
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.protection import PROTECTIONS, Protection
@@ -167,3 +167,5 @@ def _check(config: TransferConfig) -> None:
     _check_protection(config.protection, config.protocols)
     if config.num_io_threads < 1 or config.num_copy_threads < 0:
         raise ConfigError("transfer needs at least one I/O thread")
+    if config.num_copy_threads >= MAX_HANDS:
+        raise ConfigError(f"transfer may have {MAX_HANDS - 1} threads that copy at most")

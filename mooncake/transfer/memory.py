@@ -47,6 +47,38 @@ def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
     return memory, fd
 
 
+class SharedWords:
+    """Words of 64 bits, 0 at first, that other processes can read, or also write."""
+
+    def __init__(self, num_words: int, *, theirs: bool = False) -> None:
+        """`theirs`: whoever gets the descriptor may write them."""
+        num_bytes = 8 * num_words
+        fd = os.memfd_create("mooncake-words", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            self._memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+            mode = os.O_RDWR if theirs else os.O_RDONLY
+            self.fd = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+        self.words = memoryview(self._memory).cast("Q")
+
+    def close(self) -> None:
+        """Close the descriptor; who has mapped the words, or refers to them, still has them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def map_words(fd: int, num_words: int, *, writable: bool = False) -> memoryview:
+    """Return the words behind a peer's descriptor. Raises TransferError when there are fewer."""
+    if os.fstat(fd).st_size < 8 * num_words:
+        raise TransferError(f"the peer's memory is shorter than {num_words} words")
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    memory = mmap.mmap(fd, 8 * num_words, flags=mmap.MAP_SHARED, prot=prot)
+    return memoryview(memory).cast("Q")
+
+
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
     """Return the memory behind `fd` that another process allocated, not yet populated.
 

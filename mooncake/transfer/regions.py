@@ -19,8 +19,9 @@ import numpy.typing as npt
 from mooncake.base.errors import TransferError
 from mooncake.transfer.device import HOST, CopyDone, DeviceMemory, Ranges, read_now
 from mooncake.transfer.engine import Region
+from mooncake.transfer.grants import NUM_SLOTS, Grants, Permit
 from mooncake.transfer.loans import Loan, Loans
-from mooncake.transfer.memory import allocate_shared
+from mooncake.transfer.memory import SharedWords, allocate_shared
 
 
 class RangeRefused(TransferError):
@@ -63,6 +64,8 @@ class _Region:
         self.label = label
         self.num_bytes = num_bytes
         self.alive = True
+        self.guarded = False
+        """Whether peers write to it by grants only."""
 
     @property
     def withdrawn(self) -> str | None:
@@ -163,7 +166,7 @@ AnyRegion = HostRegion | DeviceRegion
 
 
 class Withdrawable(Protocol):
-    """What a transfer under way needs: a region, or a loan of a piece of one."""
+    """What a transfer under way needs: a region, a loan of a piece of one, or a grant."""
 
     @property
     def withdrawn(self) -> str | None:
@@ -185,6 +188,9 @@ class RegionTable:
     def __init__(self, gates: Gates) -> None:
         self.gates = gates
         self.loans = Loans(gates.pass_all)
+        self.words = SharedWords(NUM_SLOTS)
+        """Of the grants, which peers of this host read."""
+        self.grants = Grants(self.words.words)
         self._lock = threading.Lock()
         self._regions: dict[int, AnyRegion] = {}
         self._next_id = 1
@@ -309,6 +315,20 @@ class RegionTable:
             )
         return loans
 
+    def permits(self, regions: Iterable[AnyRegion], grant: int) -> list[Permit]:
+        """Return what a peer's WRITE to `regions` needs besides them. Raises RangeRefused when the
+        grant was revoked, or none is given and one is needed.
+        """
+        if grant:
+            permit = self.grants.permit(grant)
+            if permit.withdrawn is not None:
+                raise RangeRefused(permit.withdrawn)
+            return [permit]
+        for region in regions:
+            if region.guarded:
+                raise RangeRefused(f"region {region.region_id} is written to by grants only")
+        return []
+
     def find_any(self, region_id: int, offset: int, num_bytes: int) -> AnyRegion:
         """Return the region that holds the range. Raises RangeRefused, saying why not."""
         region = self._regions.get(region_id)
@@ -334,6 +354,7 @@ class RegionTable:
             regions = list(self._regions.values())
         for region in regions:
             self.withdraw(region)
+        self.words.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a withdrawn region is still listed."""

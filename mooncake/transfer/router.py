@@ -18,6 +18,7 @@ from mooncake.transfer.backend import Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchTable, Job
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Op, Pieces, Region, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.regions import DeviceRegion, HostRegion, RangeRefused, RegionTable
@@ -136,6 +137,23 @@ class RoutedTransfer:
         """Pieces lent to pool clients now, counted as often as they were lent."""
         return self._regions.loans.num_open
 
+    def guard(self, region: Region) -> None:
+        known = self._regions.find_any(region.region_id, 0, 0)
+        known.guarded = True
+
+    def grant(self) -> int:
+        return self._regions.grants.issue()
+
+    def revoke(self, grant: int) -> None:
+        self._regions.grants.revoke(grant)
+
+    def fence(self, grant: int) -> Fence:
+        self._regions.gates.pass_all()
+        states = [backend.fence(grant) for backend in self._backends]
+        if self._staging is not None:
+            states.append(self._staging.fence(grant))
+        return max(states, default=Fence.CLOSED)
+
     def submit(self, batch: TransferBatch) -> int:
         """Start a batch and return its id; an impossible one fails through its event."""
         job = self._batches.open(batch)
@@ -181,9 +199,11 @@ class RoutedTransfer:
         ops: Sequence[TransferOp],
         on_end: Callable[[Job], None],
         only: str | None = None,
+        grant: int = 0,
     ) -> Job:
         """Move checked `ops` by the protocols, or by `only`, as a part of a batch."""
-        job = Job(0, TransferBatch(op=op, peer=peer, ops=list(ops)), self._clock.now(), on_end)
+        batch = TransferBatch(op=op, peer=peer, ops=list(ops), grant=grant)
+        job = Job(0, batch, self._clock.now(), on_end)
         job.set_ops(ops)
         if only is None:
             self.go_on(job)

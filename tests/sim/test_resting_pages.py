@@ -1,10 +1,12 @@
-"""A decode worker whose pages rest, because a lost peer may still write to them: requests that fit
-go past one that waits for these pages, and it runs once they are back.
+"""A decode worker whose pages a lost peer might still write to. Where it is fenced they return at
+once; where they rest, requests that fit go past one that waits for them, and it runs once they are
+back.
 """
 
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from mooncake.base import WorkerRef
 from mooncake.base.messages import DecodeTask, PeerLost, Reserved
@@ -18,12 +20,13 @@ LIVING = WorkerRef("prefill-0", "e1", "living")
 GATEWAY = WorkerRef("gateway", "e0", "gateway")
 
 
-def test_requests_that_fit_go_past_one_that_waits_for_resting_pages() -> None:
+@pytest.mark.parametrize("by_hardware", [False, True], ids=["fenced", "resting"])
+def test_requests_that_fit_go_past_one_that_waits_for_resting_pages(by_hardware: bool) -> None:
     # 48 pages of 4 tokens: 38 for each long request, 3 for each short one.
     cluster = Cluster(
         specs(0, 1, kvstores=False),
         decode=engine_config(48),
-        network=NetworkConfig(),
+        network=NetworkConfig(writes_by_hardware=by_hardware),
         instance=InstanceConfig(quarantine_s=REST_S, ask_again_s=1000.0),
     )
     world = cluster.world
@@ -47,7 +50,7 @@ def test_requests_that_fit_go_past_one_that_waits_for_resting_pages() -> None:
     ask("long", 150, LIVING)
     ask("short", 10, LIVING)
     ask("other", 10, LIVING)
-    cluster.run(REST_S - 1)
+    cluster.run(REST_S - 1 if by_hardware else 0.01)
     assert reserved == ["first", "short", "other"]
     cluster.run(2)
     assert reserved == ["first", "short", "other", "long"]

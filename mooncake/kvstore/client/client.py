@@ -275,7 +275,8 @@ class PoolClient:
         offsets = [put.offsets[key] for key in granted]
         ops = put.memory.ops(offsets, there)
         put.batch_id = self._transfer.submit(TransferBatch(
-            op=Op.WRITE, peer=there.segment, ops=ops, deadline_s=put.at.deadline_s
+            op=Op.WRITE, peer=there.segment, ops=ops, deadline_s=put.at.deadline_s,
+            grant=there.grant,
         ))  # fmt: skip
         self._puts[put.batch_id] = put
         with contextlib.suppress(TransferError):  # of a device: the node hashes them itself

@@ -75,10 +75,10 @@ class NodeBlocks:
             self._membership.add_tier(Tier.SSD, self.tiering.ssd.stored_keys)
         disks.attach(ports.region)
 
-    def places(self, keys: list[BlockKey]) -> BlockPlaces:
-        """Return where blocks lie in the arena that DRAM knows."""
+    def places(self, keys: list[BlockKey], grant: int = 0) -> BlockPlaces:
+        """Return where blocks lie in the arena that DRAM knows; with a grant, to be written."""
         segment, region_id = self._ports.transfer.segment, self._ports.region.region_id
-        return packed_places(self._ports.layout, segment, region_id, self.dram.offsets(keys))
+        return packed_places(self._ports.layout, segment, region_id, self.dram.offsets(keys), grant)
 
     def lend(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
         """Let a peer touch blocks that it has been granted or has pinned. Workers need no loan."""

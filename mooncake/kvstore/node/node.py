@@ -70,6 +70,7 @@ class KvNode:
         self._config = config
         self.region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
         """The arena (its owner may release it once the machine is driven no more)."""
+        transfer.guard(self.region)
         dram = DramTier(config, num_blocks, layout.block_bytes)
         self._membership = Membership(
             hello, channel, gateway_address, Tier.DRAM, dram.stored_keys, config.report_interval_s
@@ -95,6 +96,10 @@ class KvNode:
     def stores(self, key: BlockKey) -> bool:
         """Return whether a whole block of that key lies in DRAM here."""
         return self.blocks.dram.has(key)
+
+    def may_be_written(self, grant: int) -> set[int]:
+        """Return the offsets of blocks that a write by this grant may land in (for checks)."""
+        return self._puts.may_be_written(grant)
 
     @property
     def joined(self) -> bool:
@@ -137,9 +142,9 @@ class KvNode:
             self._withdraw_if_drained()
 
     def tick(self, now: float) -> float | None:
-        """End quarantines, count overdue puts, evict to the watermark, report."""
+        """Use again what has rested, count overdue puts, evict to the watermark, report."""
         blocks = self.blocks
-        times = [blocks.dram.end_quarantine(now), self._puts.tick(now)]
+        times = [self._puts.tick(now)]
         times += [blocks.promotions.tick(now), blocks.replicator.tick(now)]
         blocks.hashing.start()
         blocks.tiering.start_writes(now)

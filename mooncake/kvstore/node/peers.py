@@ -24,9 +24,9 @@ def peer_of(worker: WorkerRef) -> Peer:
 class Grant:
     """A put between `PutStart` and its last `PutEnd`."""
 
-    __slots__ = ("before", "pending", "run")
+    __slots__ = ("before", "number", "pending", "run")
 
-    def __init__(self, message: PutStart, granted: Sequence[BlockKey]) -> None:
+    def __init__(self, message: PutStart, granted: Sequence[BlockKey], number: int) -> None:
         keys = set(message.keys)
         self.before = [key for key in message.head.keys if key not in keys]
         """The chain before the keys asked for: its use is known when the put begins."""
@@ -34,6 +34,8 @@ class Grant:
         """The whole chain, stored before or now: its order is given to eviction at the end."""
         self.pending = dict.fromkeys(granted)
         """Blocks that may still be written."""
+        self.number = number
+        """By which they are written."""
 
 
 class PeerState:

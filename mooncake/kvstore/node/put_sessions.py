@@ -2,17 +2,18 @@
 
 Pure; owned by the node. No other worker learns of a block before its writer said that it is whole.
 A grant ends by its `PutEnd` or by the loss of its writer, never by time: while a writer lives, what
-was granted to it may still be written. Memory of a lost writer rests in quarantine before it is
-used again.
+was granted to it may still be written. Memory of a lost writer rests until nothing can be written
+to it by its grant any more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from mooncake.base import PutEnd, PutGranted, PutStart, WorkerRef
+from mooncake.base import PutEnd, PutGranted, PutStart, TransferError, WorkerRef
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Grant, Peers, PeerState
+from mooncake.transfer.resting import Resting
 
 
 class PutSessions:
@@ -25,6 +26,10 @@ class PutSessions:
         self._counters = ports.counters
         self._overdue_at: OrderedDict[Grant, float] = OrderedDict()
         """When each open grant is overdue, the soonest first; those counted have left."""
+        self._resting: Resting[list[int]] = Resting(
+            ports.transfer.fence, ports.config.quarantine_s, blocks.dram.reuse
+        )
+        """Byte offsets."""
 
     def on_start(self, message: PutStart, now: float) -> None:
         """Grant memory for blocks that are not here, and answer with `PutGranted`."""
@@ -40,9 +45,13 @@ class PutSessions:
         dram, tiering = self._blocks.dram, self._blocks.tiering
         wanted = [key for key in message.keys if not tiering.can_load(key)]
         head = message.head
+        try:
+            number = self._ports.transfer.grant()
+        except TransferError:  # as where there is no room
+            wanted, number = [], 0
         granted, evicted = dram.reserve(wanted, message.tenant, head=head.keys)
         self._blocks.evicted(evicted)
-        grant = Grant(message, list(granted))
+        grant = Grant(message, list(granted), number)
         run = grant.before if granted else grant.run
         self._blocks.use(run, head.counted, message.writer, now)
         self._counters["puts"] += 1
@@ -50,6 +59,8 @@ class PutSessions:
         refused = sum(not (dram.is_known(key) or tiering.ssd.has(key)) for key in message.keys)
         self._counters["blocks_refused"] += refused
         if not granted:
+            if number:
+                self._ports.transfer.revoke(number)
             return None
         self._peers.state_of(message.writer, now).grants[message.ticket] = grant
         self._blocks.lend(message.writer, list(grant.pending), write=True)
@@ -59,7 +70,7 @@ class PutSessions:
     def answer(self, writer: WorkerRef, ticket: int, grant: Grant | None) -> None:
         """Tell a writer where the blocks lie that it may still write."""
         keys = list(grant.pending) if grant is not None else []
-        places = self._blocks.places(keys)
+        places = self._blocks.places(keys, grant.number if grant is not None else 0)
         granted = PutGranted(
             asker=writer, ticket=ticket, store=self._ports.worker, keys=keys, places=places
         )
@@ -87,7 +98,7 @@ class PutSessions:
         self._blocks.hashing.stored(written)
         for key in dropped:
             del grant.pending[key]
-            dram.abandon(key, None)
+            dram.abandon(key)
             self._counters["blocks_dropped"] += 1
         self._counters["blocks_put"] += len(written)
         self._counters["bytes_put"] += len(written) * dram.block_bytes
@@ -96,28 +107,44 @@ class PutSessions:
             self._blocks.use(grant.run, frozenset(grant.before), message.writer, now)
             grant.run = []
             self._overdue_at.pop(grant, None)
+            self._ports.transfer.revoke(grant.number)
             del self._peers.find(message.writer).grants[message.ticket]
             self._peers.remember_ended(message.writer, "put", message.ticket)
             self._peers.drop_if_idle(message.writer)
 
     def reclaim(self, state: PeerState, now: float) -> None:
-        """Put the memory granted to a lost writer into quarantine."""
-        reuse_at_s = now + self._ports.config.quarantine_s
+        """Take back the memory granted to a lost writer, for use once it is fenced."""
         for grant in state.grants.values():
             self._blocks.take_back(state.ref, list(grant.pending), write=True)
-            for key in grant.pending:
-                self._blocks.dram.abandon(key, reuse_at_s)
+            self._ports.transfer.revoke(grant.number)
+            offsets = [self._blocks.dram.abandon(key, rests=True) for key in grant.pending]
+            self._resting.add(grant.number, offsets, now)
             self._counters["grants_reclaimed"] += 1
             self._counters["blocks_quarantined"] += len(grant.pending)
             grant.pending, grant.run = {}, []
             self._overdue_at.pop(grant, None)
 
+    def may_be_written(self, grant: int) -> set[int]:
+        """Return the offsets of blocks that a write by this grant may land in (for checks)."""
+        dram = self._blocks.dram
+        pending = [
+            offset
+            for state in self._peers.states.values()
+            for each in state.grants.values()
+            if each.number == grant
+            for offset in dram.offsets(list(each.pending))
+        ]
+        return {*pending, *(offset for some in self._resting.held_by(grant) for offset in some)}
+
     def tick(self, now: float) -> float | None:
-        """Count the puts that have been open for too long; return when to be called again."""
+        """Count the puts that have been open for too long, and use again what has rested; return
+        when to be called again.
+        """
         while (at_s := next(iter(self._overdue_at.values()), None)) is not None and at_s <= now:
             self._overdue_at.popitem(last=False)
             self._counters["puts_overdue"] += 1
-        return at_s
+        look_s = self._resting.tick(now)
+        return min((time_s for time_s in (at_s, look_s) if time_s is not None), default=None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a put is watched that is over."""

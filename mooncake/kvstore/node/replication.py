@@ -175,7 +175,7 @@ class Replicator:
         self._copied(stored, [])
         for key in pull.keys:
             if key not in came or key in pull.unwanted:
-                self._dram.abandon(key, None)
+                self._dram.abandon(key)
         self._counters["replicas_failed"] += result.error is not None
         self._answer(pull.order, pull.here, is_full=pull.is_full)
 

@@ -1,13 +1,13 @@
 """The DRAM tier of one node: an arena of registered memory cut into blocks, and the state of each.
 
 Pure; owned by the node. It decides which block lies where, and whether it is being written, stored,
-pinned or in quarantine. It knows no workers, tickets or messages and never touches the bytes.
+pinned or resting. It knows no workers, tickets or messages and never touches the bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from mooncake.base import BlockKey, InternalError
@@ -103,7 +103,8 @@ class DramTier:
         self._num_pinned = 0
         self._num_lasting: Counter[LastingPin] = Counter()
         self._max_hard = math.floor(num_blocks * config.hard_pin_share)
-        self._quarantine: deque[tuple[float, int]] = deque()
+        self._resting: set[int] = set()
+        """Byte offsets of memory that a lost writer might still write to."""
         # Rounded up: a pool of a few blocks may be used to the last one.
         self._high_blocks = math.ceil(num_blocks * config.high_watermark)
         self._low_blocks = max(0, self._high_blocks - math.ceil(num_blocks * config.evict_fraction))
@@ -130,7 +131,7 @@ class DramTier:
 
     @property
     def num_quarantined(self) -> int:
-        return len(self._quarantine)
+        return len(self._resting)
 
     def tenant_use(self) -> dict[str, tuple[int, int]]:
         """Return each tenant with a quota: (blocks it has, most it may have)."""
@@ -204,19 +205,20 @@ class DramTier:
         self._num_lasting[LastingPin.NONE] += len(keys)
         self._eviction.release(keys)
 
-    def abandon(self, key: BlockKey, reuse_at_s: float | None) -> None:
-        """Give up a block that is being written. Its memory is free now, or at `reuse_at_s` when a
-        lost worker may still write to it.
+    def abandon(self, key: BlockKey, *, rests: bool = False) -> int:
+        """Give up a block that is being written; return where it lay. Its memory is free now, or
+        `rests` until it is passed to `reuse`, because a lost worker may still write to it.
         """
         block = self._blocks.pop(key)
         if block.whole:
             raise InternalError(f"block {key.hex()} is whole and cannot be abandoned")
         self._num_writing -= 1
         self._eviction.forget(key)
-        if reuse_at_s is None:
-            self._allocator.free(block.offset)
+        if rests:
+            self._resting.add(block.offset)
         else:
-            self._quarantine.append((reuse_at_s, block.offset))
+            self._allocator.free(block.offset)
+        return block.offset
 
     def discard(self, key: BlockKey) -> bool:
         """Give up a stored block that no reader has pinned; return False when it is not that.
@@ -246,11 +248,11 @@ class DramTier:
             return True
         return self.discard(key)
 
-    def end_quarantine(self, now: float) -> float | None:
-        """Free what has waited long enough; return when the next block will have."""
-        while self._quarantine and self._quarantine[0][0] <= now:
-            self._allocator.free(self._quarantine.popleft()[1])
-        return self._quarantine[0][0] if self._quarantine else None
+    def reuse(self, offsets: Sequence[int]) -> None:
+        """Free memory that has rested."""
+        for offset in offsets:
+            self._resting.remove(offset)
+            self._allocator.free(offset)
 
     # ------------------------------------------------------------------ reading
 
@@ -417,7 +419,7 @@ class DramTier:
         all apart.
         """
         held = [block.offset for block in self._blocks.values()]
-        held += [offset for _, offset in self._quarantine]
+        held += self._resting
         assert len(set(held)) == len(held), "two blocks share memory"
         assert self.num_free + len(held) == self.num_blocks, "memory was lost or freed twice"
         condemned = [block for block in self._blocks.values() if block.condemned]

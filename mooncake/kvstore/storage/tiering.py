@@ -374,7 +374,7 @@ class Tiering:
                 self.dram.learn_checksum(key, checksum)
                 whole.append(key)
                 continue
-            self.dram.abandon(key, None)
+            self.dram.abandon(key)
             lost.append(key)
             if not is_removed:
                 corrupt = outcome is Outcome.CORRUPT

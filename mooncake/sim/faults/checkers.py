@@ -11,8 +11,10 @@ from mooncake.base.messages import Tier
 from mooncake.decode.worker import DecodeWorker
 from mooncake.kvstore.node.node import KvNode
 from mooncake.prefill.worker import PrefillWorker
+from mooncake.sim.world.network import Endpoint
 from mooncake.sim.world.runner import sampled_token
 from mooncake.sim.world.world import Stream, World
+from mooncake.transfer.engine import TransferBatch
 
 SETTLED_S = 5.0
 """So long after the last fault gateways have heard again what they missed."""
@@ -25,6 +27,27 @@ def check_machine(machine: Machine) -> None:
     bounds.
     """
     machine.check_integrity()
+
+
+def check_write(world: World, receiver: Endpoint, batch: TransferBatch) -> None:
+    """As a WRITE lands: check that its receiver still keeps that memory for it, however late it is.
+    The receiver's own books say so, not what refuses writes.
+    """
+    [machine] = [
+        worker.machine
+        for worker in world.workers.values()
+        if worker.address == receiver.address and worker.machine is not None
+    ]
+    layout = world.config.layout
+    if isinstance(machine, KvNode):
+        kept = machine.may_be_written(batch.grant)
+        places = [op.remote_offset - op.remote_offset % layout.block_bytes for op in batch.ops]
+    else:
+        kept = machine.instance.reservations.may_be_written(batch.grant)
+        num_pages = machine.instance.engine.config.num_blocks
+        places = [op.remote_offset // layout.slice_bytes % num_pages for op in batch.ops]
+    used = sorted(set(places) - kept)
+    assert not used, f"{receiver.address}: written late by grant {batch.grant}, in use: {used}"
 
 
 def check_stream(stream: Stream, num_checked: int = 0) -> None:

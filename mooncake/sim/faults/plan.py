@@ -15,7 +15,7 @@ GATEWAY = "gateway"
 KINDS = {
     "kill": "the process of worker `target` dies; its supervisor notices and restarts it",
     "kill_node": "all workers of node `target` die at once; only missing heartbeats reveal it",
-    "hang": "worker `target` stands still for `seconds`",
+    "hang": "worker `target` stands still for `seconds`, and what it writes lands afterwards",
     "hang_step": "the running step of engine `target` never ends, though it is heard",
     "kill_rank": "the process of rank `target`, such as decode-0/1, of an instance of several dies",
     "hang_rank": "rank `target` stands still for `seconds`",

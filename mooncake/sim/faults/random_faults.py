@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -37,6 +38,7 @@ from mooncake.sim.faults.checkers import (
     check_machine,
     check_quiet,
     check_stream,
+    check_write,
     is_quiet,
 )
 from mooncake.sim.faults.injector import Injector
@@ -63,6 +65,10 @@ SEVERAL_RANKS = 0.5
 """Share of clusters some of whose instances have several ranks: of stages, or all of a role with
 experts in common, where that has several instances.
 """
+BY_HARDWARE = 0.3
+"""Share of clusters whose writes go on while their process stands still, and cannot be fenced."""
+LONG_STOPS = 0.5
+"""Share of clusters where some engines stand still until they are given up, and then go on."""
 START_S = 1.5
 SETTLE_S = 240.0
 """Long enough for every time-out to run out after the last fault."""
@@ -140,7 +146,9 @@ class Trial:
         self._experts = self._has_ranks and self._num_stages == 1
         """Whether instances of a role share them."""
         self._num_ranks: dict[str, int] = {}
+        self._stop_random = Random(f"stops of seed {seed}")
         self._calm = NetworkConfig(
+            writes_by_hardware=self._stop_random.random() < BY_HARDWARE,
             message_jitter_s=self._random.choice([0.0, 0.001, 0.02]),
             link_bytes_per_s=self._random.choice([1e4, 1e6, 50e9]),
         )
@@ -156,6 +164,7 @@ class Trial:
             self._gateways.append("gateway-1")
             self.world.start_gateway("gateway-1")
         self.world.network.listener = self._hear
+        self.world.network.on_write = partial(check_write, self.world)
         self._injector = Injector(self.world, self._trace.append, self._forget)
         self._given = faults
         if faults is not None:
@@ -213,6 +222,7 @@ class Trial:
                     random_fault(ranks, names, ranks.random() * duration_s, of_rank=True)
                     for _ in range(ranks.randrange(1, 4))
                 ]
+            faults += self._long_stops(duration_s)
         self._injector.schedule(faults, START_S)
         last_s = max((fault.at_s for fault in faults), default=0.0)
         self._settle(START_S + max(duration_s * 1.5, last_s) + 5.0)
@@ -222,6 +232,20 @@ class Trial:
                 check_ended(stream)
         check_quiet(world)
         check_index(world)
+
+    def _long_stops(self, duration_s: float) -> list[Fault]:
+        """Draw engines that stop for longer than a gateway waits for a sign of them."""
+        random, names = self._stop_random, self._injector.names
+        engines = [name for name in names.workers if name not in names.pools]
+        if random.random() >= LONG_STOPS:
+            return []
+        return [
+            Fault(
+                at_s=random.random() * duration_s, kind="hang", target=random.choice(engines),
+                seconds=random.choice([3.0, 6.0, 12.0]),
+            )
+            for _ in range(random.randrange(1, 4))
+        ]  # fmt: skip
 
     def _settle(self, after_s: float) -> None:
         """Run until the cluster is quiet, or until it should have been."""

@@ -7,6 +7,7 @@ messages and fail transfers after `failure_s`, as a broken connection does.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
@@ -17,6 +18,7 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.transfer.engine import Op, Pieces, Region, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.grants import Fence, Grants
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,11 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Until a transfer with a dead peer has failed."""
     corruption: float = 0.0
     """Share of READ copies of which one bit arrives wrong (worlds with bytes)."""
+    writes_by_hardware: bool = False
+    """Bytes go on while the process that writes them stands still, and know of no grants: so pages
+    of a lost writer rest for a time. Otherwise they stand still with it, and land, or are refused,
+    when it goes on.
+    """
     encode: bool = False
     """Pass messages through the real codec (slower, finds what cannot travel)."""
 
@@ -47,6 +54,7 @@ class SimRegion:
     def __init__(self, region_id: int, num_bytes: int, buffer: memoryview | None) -> None:
         self.region_id = region_id
         self.num_bytes = num_bytes
+        self.guarded = False
         self.num_copies = 1
         """Ranks that each hold all of it: what is written here, or read into it, comes to each."""
         self._buffer = buffer
@@ -83,6 +91,9 @@ class Endpoint:
         self.deliver = deliver
         self.regions: dict[int, SimRegion] = {}
         self.alive = True
+        self.grants = Grants(defaultdict(int))
+        self.still_until_s = 0.0
+        """The process stands still until then."""
         self.skew_s = 0.0
         """How far its clock is ahead."""
 
@@ -102,6 +113,10 @@ class Network:
         self.listener: Callable[[str, str, AnyMessage], None] | None = None
         """Hears of every message that sets out: (from, to, message)."""
         self.num_bytes_moved = 0
+        self.on_write: Callable[[Endpoint, TransferBatch], None] | None = None
+        """Hears of every WRITE as it lands, with its receiver."""
+        self.num_writes_refused = 0
+        """Because their grant had been revoked."""
 
     def attach(self, endpoint: Endpoint) -> None:
         """Connect a process under a new address."""
@@ -250,6 +265,20 @@ class SimTransfer:
     def unregister(self, region: Region) -> None:
         self._endpoint.regions.pop(region.region_id, None)
 
+    def guard(self, region: Region) -> None:
+        self._endpoint.regions[region.region_id].guarded = True
+
+    def grant(self) -> int:
+        return self._endpoint.grants.issue()
+
+    def revoke(self, grant: int) -> None:
+        self._endpoint.grants.revoke(grant)
+
+    def fence(self, grant: int) -> Fence:
+        del grant
+        by_hardware = self._network.config.writes_by_hardware
+        return Fence.UNKNOWN if by_hardware else Fence.CLOSED
+
     def submit(self, batch: TransferBatch) -> int:
         self._last_batch += 1
         batch_id = self._last_batch
@@ -264,7 +293,7 @@ class SimTransfer:
             fails_s = heap.now() + network.config.failure_s
             if deadline_s is not None:
                 fails_s = min(fails_s, deadline_s)
-            heap.at(fails_s, lambda: self._finish(batch_id, "the peer does not answer", 0))
+            heap.at(fails_s, lambda: self._fail(batch_id, "the peer does not answer"))
             return batch_id
         num_bytes = sum(op.num_bytes for op in batch.ops)
         carried = sum(op.num_bytes * self._num_copies(batch.op, op, peer) for op in batch.ops)
@@ -272,7 +301,7 @@ class SimTransfer:
         source, target = (here, there) if batch.op is Op.WRITE else (there, here)
         done_s = network.reserve(source, target, carried)
         if deadline_s is not None and done_s > deadline_s:
-            heap.at(deadline_s, lambda: self._finish(batch_id, "deadline", 0))
+            heap.at(deadline_s, lambda: self._fail(batch_id, "deadline"))
         else:
             heap.at(done_s, lambda: self._apply(batch_id, batch, peer, num_bytes))
         return batch_id
@@ -289,12 +318,14 @@ class SimTransfer:
         """Have a batch end soon, and copy nothing."""
         network = self._network
         self._cancelled.add(batch_id)
-        network.heap.after(network.config.failure_s, lambda: self._finish(batch_id, "cancelled", 0))
+        network.heap.after(network.config.failure_s, lambda: self._fail(batch_id, "cancelled"))
 
     def counters(self) -> Mapping[str, float]:
         return {}
 
     def _apply(self, batch_id: int, batch: TransferBatch, peer: Endpoint, num_bytes: int) -> None:
+        if self._stands_still(lambda: self._apply(batch_id, batch, peer, num_bytes)):
+            return
         if batch_id in self._cancelled or batch_id not in self._started_s:
             self._finish(batch_id, "cancelled", 0)
             return
@@ -303,8 +334,33 @@ class SimTransfer:
         if not peer.alive or self._network.is_cut(self._endpoint, peer):
             self._finish(batch_id, "the peer was lost", 0)
             return
-        error = next((e for op in batch.ops if (e := self._copy(batch.op, op, peer))), None)
+        error = self._refusal(batch, peer)
+        if error is None:
+            if batch.op is Op.WRITE and self._network.on_write is not None:
+                self._network.on_write(peer, batch)
+            error = next((e for op in batch.ops if (e := self._copy(batch.op, op, peer))), None)
         self._finish(batch_id, error, 0 if error else num_bytes)
+
+    def _stands_still(self, again: Callable[[], None]) -> bool:
+        """Whether this process stands still, and so do its bytes: then `again` is called when it
+        goes on.
+        """
+        heap, until_s = self._network.heap, self._endpoint.still_until_s
+        if self._network.config.writes_by_hardware or heap.now() >= until_s:
+            return False
+        heap.at(until_s, again)
+        return True
+
+    def _refusal(self, batch: TransferBatch, peer: Endpoint) -> str | None:
+        """Return why a WRITE may not land, as its receiver says; hardware does not ask it."""
+        if batch.op is Op.READ or self._network.config.writes_by_hardware:
+            return None
+        if batch.grant:
+            refusal = peer.grants.permit(batch.grant).withdrawn
+            self._network.num_writes_refused += refusal is not None
+            return refusal
+        guarded = any(peer.regions[op.remote_region].guarded for op in batch.ops)
+        return "the peer refuses: it is written to by grants only" if guarded else None
 
     def _copy(self, kind: Op, op: TransferOp, peer: Endpoint) -> str | None:
         local = self._endpoint.regions.get(op.local_region)
@@ -324,6 +380,16 @@ class SimTransfer:
             if self._network.corrupts():
                 here[0] ^= 1
         return None
+
+    def _fail(self, batch_id: int, error: str) -> None:
+        """End a batch whose deadline has passed, or that was cancelled, unless this process stands
+        still: then what is on its way comes first.
+        """
+        if not self._stands_still(lambda: self._fail_soon(batch_id, error)):
+            self._finish(batch_id, error, 0)
+
+    def _fail_soon(self, batch_id: int, error: str) -> None:
+        self._network.heap.after(0.0, lambda: self._finish(batch_id, error, 0))
 
     def _finish(self, batch_id: int, error: str | None, num_bytes: int) -> None:
         """End a batch, unless it has ended; one that was cancelled may have done so before."""

@@ -51,6 +51,11 @@ class SimProcess:
     def alive(self) -> bool:
         return self._machine is not None
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether it hangs now."""
+        return self._missed is not None
+
     def now(self) -> float:
         """Return the time on this process' own clock."""
         return self._heap.now() + self.skew_s

@@ -42,7 +42,7 @@ from mooncake.sim.world.network import (
     SimRegion,
     SimTransfer,
 )
-from mooncake.sim.world.process import AfterEvent, SimProcess
+from mooncake.sim.world.process import MIN_PAUSE_S, AfterEvent, SimProcess
 from mooncake.sim.world.ranks import LEAD, RankedRunner, RanksLost
 from mooncake.sim.world.runner import SimRunner
 from mooncake.telemetry.events import Recorder
@@ -308,9 +308,15 @@ class World:
         process.start(worker.machine)
 
     def hang(self, worker_id: str, seconds: float) -> None:
-        """Pause a process for a while."""
-        process = self.workers[worker_id].process
-        if process is not None:
+        """Pause a process for a while. What it was writing stands still with it, and lands, or is
+        refused, just before it handles anything again.
+        """
+        worker = self.workers[worker_id]
+        process = worker.process
+        if process is not None and worker.address is not None and not process.stands_still:
+            endpoint = self.network.find(worker.address)
+            if endpoint is not None:
+                endpoint.still_until_s = self.heap.now() + seconds - MIN_PAUSE_S
             process.hang(seconds)
             ranked = self.ranked(worker_id)
             if ranked is not None:

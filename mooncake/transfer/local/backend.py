@@ -6,14 +6,24 @@ With a pool without threads it is deterministic: bytes move, and batches end, in
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job
+from mooncake.transfer.engine import Op
+from mooncake.transfer.grants import Fence, Permit
 from mooncake.transfer.link_stats import MEMORY, LinkStats
 from mooncake.transfer.local.copying import COPY_LIMITS, CopyPool, copy_parts, local_regions
 from mooncake.transfer.plan import plan_slices
-from mooncake.transfer.regions import Gates, HostRegion, RangeRefused, RegionTable, withdrawn
+from mooncake.transfer.regions import (
+    Gates,
+    HostRegion,
+    RangeRefused,
+    RegionTable,
+    Withdrawable,
+    withdrawn,
+)
 
 
 class InprocFabric:
@@ -77,17 +87,20 @@ class InprocBackend:
             self._router.decline(job, f"engine {job.peer.engine_id} has left this process")
             return
         regions: dict[int, HostRegion] = {}
+        permits: list[Permit] = []
         try:
             for op in job.ops:
                 region = remote.find(op.remote_region, op.remote_offset, op.num_bytes)
                 regions[op.remote_region] = region
+            if job.op is Op.WRITE:
+                permits = remote.permits(regions.values(), job.grant)
         except RangeRefused as error:
             job.stop(f"{job.peer.engine_id} refused: {error.message}")
             return
         slices = plan_slices(job.ops, self._pool.num_connections, COPY_LIMITS)
         try:
             local = local_regions(job, self._table)
-            held = [*regions.values(), *local.values()]
+            held: list[Withdrawable] = [*regions.values(), *local.values(), *permits]
             guard = RegionGuard(held, self.stats, job.peer.engine_id)
             parts = copy_parts(job, slices, local, regions, guard)
         except RangeRefused as error:
@@ -101,20 +114,29 @@ class InprocBackend:
     def pump(self) -> None:
         self._pool.pump()
 
+    def fence(self, grant: int) -> Fence:
+        """Return CLOSED: whatever was in hand, the gates were passed since."""
+        del grant
+        return Fence.CLOSED
+
     def close(self) -> None:
         self._fabric.detach(self._engine_id)
 
 
 class RegionGuard:
-    """The `Guard` of copies between regions of this process."""
+    """The `Guard` of copies between regions of this process: all of it is behind its gates."""
 
-    def __init__(self, regions: list[HostRegion], stats: LinkStats, peer: str) -> None:
-        self._regions = regions
+    def __init__(self, needed: Sequence[Withdrawable], stats: LinkStats, peer: str) -> None:
+        self._needed = needed
         self._stats = stats
         self._peer = peer
 
-    def refusal(self) -> str | None:
-        return withdrawn(self._regions)
+    def enter(self, hand: int) -> str | None:
+        del hand
+        return withdrawn(self._needed)
+
+    def leave(self, hand: int) -> None:
+        """Do nothing: the gate shows what is in hand."""
 
     def confirm(self) -> str | None:
         return None

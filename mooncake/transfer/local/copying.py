@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -26,6 +27,9 @@ STEP_BYTES = 4 * 2**20
 """Longest copy between two checks whether the job goes on (some 200 us). A check costs 7 us, for it
 finds the caches full of copied bytes."""
 
+MAX_HANDS = 512
+"""Threads that may copy for one engine, and one for its callers."""
+
 COPY_LIMITS = SliceLimits(target_bytes=16 * 2**20, min_bytes=4 * 2**20, max_pieces=1024)
 INLINE_BYTES = 4 * 2**20
 """A job up to this size is copied by the thread that submits it (some 200 us, without the
@@ -42,8 +46,13 @@ class Mapped(Protocol):
 class Guard(Protocol):
     """Decides whether the memory at both ends may (still) be touched."""
 
-    def refusal(self) -> str | None:
-        """Return why not, or None. Called inside the gate before each step: cheap."""
+    def enter(self, hand: int) -> str | None:
+        """Return why not, or None. Called inside the gate before each step: cheap. The step is in
+        `hand` until `leave`: of each hand there is one at a time.
+        """
+
+    def leave(self, hand: int) -> None:
+        """Note that a step is over: its hand touches nothing any more."""
 
     def confirm(self) -> str | None:
         """Return why bytes just copied do not count as arrived, or None. Called once a part."""
@@ -62,18 +71,21 @@ class CopyPart(msgspec.Struct, frozen=True, eq=False):
     posted_s: float
 
 
-def copy_part(part: CopyPart, gate: threading.Lock) -> None:
-    """Do one part, in steps; ends it in its job whatever happens."""
+def copy_part(part: CopyPart, gate: threading.Lock, hand: int) -> None:
+    """Do one part, in steps; ends it in its job whatever happens. Each hand has one gate."""
     job, guard = part.job, part.guard
     if not job.begin():
         return
     for step in [part.pairs] if part.num_bytes <= STEP_BYTES else steps(part.pairs):
         with gate:
-            refusal = guard.refusal()
-            if refusal is None and not job.stopped:
-                for target, source in step:
-                    np.copyto(target, source)
-                continue
+            refusal = guard.enter(hand)
+            try:
+                if refusal is None and not job.stopped:
+                    for target, source in step:
+                        np.copyto(target, source)
+                    continue
+            finally:
+                guard.leave(hand)
         if refusal is not None:
             job.finish(refusal)
         else:
@@ -143,7 +155,10 @@ class CopyPool:
         self._ready = threading.Condition()
         self._parts: deque[CopyPart] = deque()
         self._closed = False
-        self._threads = [VitalThread(self._run, f"{name}-{index}") for index in range(num_threads)]
+        self._threads = [
+            VitalThread(partial(self._run, index + 1), f"{name}-{index}")
+            for index in range(num_threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -152,7 +167,7 @@ class CopyPool:
         job.expect(len(parts))
         if self._threads and job.num_bytes <= INLINE_BYTES:
             for part in parts:
-                copy_part(part, self._own_gate)
+                copy_part(part, self._own_gate, 0)
             return
         with self._ready:
             if self._closed:
@@ -170,14 +185,14 @@ class CopyPool:
                 if not self._parts:
                     return
                 part = self._parts.popleft()
-            copy_part(part, self._own_gate)
+            copy_part(part, self._own_gate, 0)
 
     @property
     def num_connections(self) -> int:
         """How many parts are copied at the same time."""
         return max(1, len(self._threads))
 
-    def _run(self) -> None:
+    def _run(self, hand: int) -> None:
         gate = self._gates.new()
         try:
             while True:
@@ -187,7 +202,7 @@ class CopyPool:
                     if self._closed:
                         return
                     part = self._parts.popleft()
-                copy_part(part, gate)
+                copy_part(part, gate, hand)
         finally:
             self._gates.forget(gate)
 

@@ -17,6 +17,7 @@ from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job, Part
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
 from mooncake.transfer.net.endpoint import ListenAddress
@@ -157,6 +158,13 @@ class RdmaBackend:
         peer = self.peers.find(job.peer)
         if peer is not None:
             peer.stop_sent(job)
+
+    def fence(self, grant: int) -> Fence:
+        """Return UNKNOWN while a peer has a queue pair with us: NICs know of no grants, and which
+        peer has this one is not known here.
+        """
+        del grant
+        return Fence.UNKNOWN if self.num_served_pairs else Fence.CLOSED
 
     def pump(self) -> None:
         """Do nothing: the loop does all work."""

@@ -10,6 +10,7 @@ import functools
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.directory import PeerDirectory, PeerKey, PeerUnreachable
@@ -73,6 +74,12 @@ class ShmBackend:
 
     def stop_sent(self, job: Job) -> None:
         """Do nothing: the copying threads look at the job between steps."""
+
+    def fence(self, grant: int) -> Fence:
+        """Return OPEN while a peer that has mapped our memory copies by a revoked grant, or has
+        stopped within a copy. It begins no other, and its hand is seen empty when it dies.
+        """
+        return Fence.OPEN if self._owner.is_held(grant) else Fence.CLOSED
 
     def pump(self) -> None:
         self.pool.pump()

@@ -1,6 +1,7 @@
 """The owner's side of shared memory: hands our regions to proven clients on this host.
 
-Lives in one I/O loop; only the state page is also touched by threads that withdraw a region.
+Lives in one I/O loop; only its pages are also touched by threads that withdraw a region, or ask
+whether a grant is in a client's hands.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class ShmOwner:
         self._loop = loop
         self._lock = threading.Lock()
         self._page = wire.StatePage()
+        self._hands: dict[int, wire.Hands] = {}
+        """Of the clients that may copy, by our end of their pipe."""
         self._closed = False
         name = f"mooncake-{credentials.ids.hex(8)}"
         self.endpoint = f"@{name}"
@@ -50,10 +53,31 @@ class ShmOwner:
                 self._page.withdraw(region_id)
 
     def welcome(self, sock: socket.socket, answer: bytes) -> None:
-        """Send the end of a handshake and the state page."""
+        """Send the end of a handshake, and the pages by which we are understood; in the loop."""
         with self._lock:
-            if not self._closed:
-                socket.send_fds(sock, [answer], [self._page.fd])
+            if self._closed:
+                return
+            hands = wire.Hands()
+            fds = [self._page.fd, self._table.words.fd, hands.fd, hands.pipe]
+            # Watched before they are sent: when that fails, the pipe hangs up at once.
+            self._hands[hands.heard] = hands
+            self._loop.add(hands.heard, 0, lambda _events: self._let_go(hands))
+            try:
+                socket.send_fds(sock, [answer], fds)
+            finally:
+                hands.given()
+
+    def _let_go(self, hands: wire.Hands) -> None:
+        """Forget a client that can copy no more; in the loop."""
+        self._loop.remove(hands.heard)
+        with self._lock:
+            self._hands.pop(hands.heard, None)
+        hands.close()
+
+    def is_held(self, grant: int) -> bool:
+        """Whether a client copies by a grant, or stands still in the middle of that."""
+        with self._lock:
+            return any(hands.hold(grant) for hands in self._hands.values())
 
     def hand_out(self, sock: socket.socket, ask: wire.OpenRegion) -> None:
         """Answer a client that asks for a region."""
@@ -67,7 +91,9 @@ class ShmOwner:
             else:
                 slot = self._page.slot_of(ask.region_id)
                 if slot is not None:
-                    opened = wire.RegionOpened(ask.region_id, region.num_bytes, slot)
+                    opened = wire.RegionOpened(
+                        ask.region_id, region.num_bytes, slot, region.guarded
+                    )
                     socket.send_fds(sock, [wire.CODEC.encode(opened)], [region.fd])
                     return
                 reason, unshared = "too many regions are shared", True
@@ -83,6 +109,8 @@ class ShmOwner:
     def _hang_up(self) -> None:
         for session in self.listener.close():
             session.close()
+        for hands in list(self._hands.values()):
+            self._let_go(hands)
 
 
 class ShmSession:

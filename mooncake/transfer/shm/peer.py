@@ -1,7 +1,8 @@
 """One peer on this host, from the client's side: its memory mapped here, and jobs that wait for it.
 
-The connection shows that the owner lives; the owner's state page shows which regions are still
-registered. Both are looked at between the steps of every copy.
+The connection shows that the owner lives; the owner's pages show which regions are still
+registered and which grants were revoked. All are looked at between the steps of every copy, and
+while a step writes by a grant, the owner sees it in our hands.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job
+from mooncake.transfer.engine import Op
+from mooncake.transfer.grants import Permit
 from mooncake.transfer.link_stats import MEMORY, LinkStats
 from mooncake.transfer.local.copying import (
     COPY_LIMITS,
@@ -49,6 +52,7 @@ class MappedRegion:
     region_id: int
     slot: int
     array: Bytes
+    guarded: bool
 
     def check(self, engine_id: str, offset: int, num_bytes: int) -> None:
         """Raise RangeRefused unless the range lies inside what the owner handed out."""
@@ -85,7 +89,7 @@ class ShmPeer:
         self._sock: socket.socket | None = None
         self._poller = select.poll()
         self._handshake: ConnectingSide | None = None
-        self._state: memoryview | None = None
+        self._pages: wire.OwnerPages | None = None
         self._regions: dict[int, MappedRegion] = {}
         self._asked: set[int] = set()
         self._waiting: list[Job] = []
@@ -119,7 +123,7 @@ class ShmPeer:
             data, fds = wire.receive_packet(sock)
             if not data:
                 raise ConnectionResetError("the peer has gone")
-            if self._state is None:
+            if self._pages is None:
                 self._on_handshake(sock, data, fds)
             else:
                 self._on_answer(data, fds)
@@ -138,9 +142,9 @@ class ShmPeer:
         if answer is not None:
             sock.send(answer)
             return
-        if len(fds) != 1:
-            raise HandshakeRefused("the peer sent no state page")
-        self._state = wire.map_state(fds[0])
+        if len(fds) != wire.NUM_PAGES:
+            raise HandshakeRefused("the peer did not send its pages")
+        self._pages = wire.OwnerPages(fds)
         self._hub.peers.reached(self._key)
         self._forget_timer()
         self._serve_waiting()
@@ -168,7 +172,7 @@ class ShmPeer:
                 self._live_region(region_id)  # what the owner has let go, so do we
             memory = map_shared(fds[0], answer.num_bytes)
             array = np.frombuffer(memory, dtype=np.uint8, count=answer.num_bytes)
-            region = MappedRegion(answer.region_id, answer.slot, array)
+            region = MappedRegion(answer.region_id, answer.slot, array, answer.guarded)
             self._regions[region.region_id] = region
             self._populate(memory, 0)
         self._serve_waiting()
@@ -204,7 +208,7 @@ class ShmPeer:
             self._hub.router.decline(job, self.gone)
             return
         self._waiting.append(job)
-        if self._state is not None:
+        if self._pages is not None:
             self._serve_waiting()
 
     def _serve_waiting(self) -> None:
@@ -221,18 +225,18 @@ class ShmPeer:
     def _live_region(self, region_id: int) -> MappedRegion | None:
         """Return a region if it is mapped and still registered; let go of one that is not."""
         region = self._regions.get(region_id)
-        state = self._state
-        if region is None or state is None:
+        pages = self._pages
+        if region is None or pages is None:
             return None
-        if state[region.slot] != region_id:
+        if pages.state[region.slot] != region_id:
             self._regions.pop(region_id, None)
             return None
         return region
 
     def _try_start(self, job: Job) -> bool:
         """Start `job` if all its regions are mapped; a bad range ends it."""
-        state = self._state
-        if state is None or self.gone is not None:
+        pages = self._pages
+        if pages is None or self.gone is not None:
             return False
         regions: dict[int, MappedRegion] = {}
         try:
@@ -241,12 +245,18 @@ class ShmPeer:
                 if region is None:
                     return False
                 region.check(self.engine_id, op.remote_offset, op.num_bytes)
+                if region.guarded and job.op is Op.WRITE and not job.grant:
+                    raise RangeRefused(
+                        f"{self.engine_id} refused: region {op.remote_region} is written to by "
+                        "grants only"
+                    )
                 regions[op.remote_region] = region
             local = local_regions(job, self._hub.table)
         except RangeRefused as error:
             job.stop(error.message)
             return True
-        guard = _ShmGuard(self, state, regions.values(), local.values())
+        grant = job.grant if job.op is Op.WRITE else 0
+        guard = _ShmGuard(self, pages, grant, regions.values(), local.values())
         slices = plan_slices(job.ops, self._hub.pool.num_connections, COPY_LIMITS)
         self._hub.pool.run(job, copy_parts(job, slices, local, regions, guard))
         return True
@@ -280,10 +290,10 @@ class ShmPeer:
             self._loop.remove(sock.fileno())
             sock.close()
         self._forget_timer()
-        self._hub.peers.ended(self._key, reason if self._state is None else None)
+        self._hub.peers.ended(self._key, reason if self._pages is None else None)
         # Copies in hand hold on to the mappings they use; all others go now.
         self._regions = {}
-        self._state = None
+        self._pages = None
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             if not job.stopped:
@@ -297,23 +307,36 @@ class _ShmGuard(Guard):
     def __init__(
         self,
         peer: ShmPeer,
-        state: memoryview,
+        pages: wire.OwnerPages,
+        grant: int,
         theirs: Collection[MappedRegion],
         ours: Collection[HostRegion],
     ) -> None:
         self._peer = peer
-        self._state = state
+        self._pages = pages
+        self._permit = Permit(pages.grants, grant) if grant else None
         self._theirs = theirs
         self._ours = ours
 
-    def refusal(self) -> str | None:
+    def enter(self, hand: int) -> str | None:
+        permit = self._permit
+        if permit is not None:
+            # Shown before it is looked at: either we see that the grant was revoked, or the owner
+            # sees our hand (`resting.FIRST_LOOK_S` later, when all cores have seen both).
+            self._pages.hands[hand] = permit.number
+            if permit.withdrawn is not None:
+                return f"{self._peer.engine_id} refused: {permit.withdrawn}"
         if self._peer.gone is not None:
             self._peer.stats.failed(MEMORY, self._peer.engine_id)
             return f"{self._peer.engine_id}: {self._peer.gone}"
         for theirs in self._theirs:
-            if self._state[theirs.slot] != theirs.region_id:
+            if self._pages.state[theirs.slot] != theirs.region_id:
                 return f"{self._peer.engine_id} refused: region {theirs.region_id} was unregistered"
         return withdrawn(self._ours)
+
+    def leave(self, hand: int) -> None:
+        if self._permit is not None:
+            self._pages.hands[hand] = 0
 
     def confirm(self) -> str | None:
         reason = self._peer.look()

@@ -1,23 +1,29 @@
-"""The messages of shared memory over a Unix socket, and the owner's state page.
+"""The messages of shared memory over a Unix socket, and the pages that an owner hands out.
 
 After the handshake a client asks for regions by id and gets their memory as a descriptor. The state
-page has one word a region, which shows clients that it is still registered: only the owner writes
-it.
+page has one word a region, which shows clients that it is still registered; another page shows
+which grants were revoked: only the owner writes these. In a third page, which is the client's
+alone, each of its hands shows the grant by which it copies, so that the owner knows what may still
+land. The client holds a pipe for as long as it may copy, and the kernel lets go of it when it dies.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
+from collections.abc import Sequence
 
 import msgspec
 
+from mooncake.transfer.grants import NUM_SLOTS
+from mooncake.transfer.local.copying import MAX_HANDS
+from mooncake.transfer.memory import SharedWords, map_words
 from mooncake.transfer.net.codec import Codec
 
 MAX_MESSAGE_BYTES = 16384
 STATE_SLOTS = 8192
-STATE_BYTES = STATE_SLOTS * 8
+NUM_PAGES = 4
+"""Descriptors that come with the end of a handshake: state, grants, hands, pipe."""
 
 
 class OpenRegion(msgspec.Struct, frozen=True, tag="open"):
@@ -33,6 +39,8 @@ class RegionOpened(msgspec.Struct, frozen=True, tag="opened"):
     num_bytes: int
     slot: int
     """Word of the state page that holds `region_id` while it is registered."""
+    guarded: bool = False
+    """Whether it is written to by grants only."""
 
 
 class RegionRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -50,7 +58,7 @@ CODEC: Codec[OpenRegion, Answer] = Codec(OpenRegion, Answer, "shared memory")
 def receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
     """Return one packet and the descriptors that came with it; the caller owns them."""
     data, fds, _flags, _address = socket.recv_fds(
-        sock, MAX_MESSAGE_BYTES, 2, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        sock, MAX_MESSAGE_BYTES, NUM_PAGES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     )
     return data, fds
 
@@ -59,15 +67,10 @@ class StatePage:
     """The owner's page; slots are used again, but never for the same region id."""
 
     def __init__(self) -> None:
-        fd = os.memfd_create("mooncake-state", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, STATE_BYTES)
-            self._memory = mmap.mmap(fd, STATE_BYTES, flags=mmap.MAP_SHARED)
-            # Clients get a descriptor they cannot write through.
-            self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(fd)
-        self._words = memoryview(self._memory).cast("Q")
+        self._shared = SharedWords(STATE_SLOTS)
+        self.fd = self._shared.fd
+        """Clients cannot write through it."""
+        self._words = self._shared.words
         self._slots: dict[int, int] = {}
         self._free = list(range(STATE_SLOTS - 1, -1, -1))
 
@@ -87,15 +90,50 @@ class StatePage:
             self._free.append(slot)
 
     def close(self) -> None:
-        """Mark all regions as gone and free the page."""
+        """Mark all regions as gone."""
         for region_id in list(self._slots):
             self.withdraw(region_id)
-        self._words.release()
-        self._memory.close()
-        os.close(self.fd)
+        self._shared.close()
 
 
-def map_state(fd: int) -> memoryview:
-    """Return an owner's state page, read-only words."""
-    memory = mmap.mmap(fd, STATE_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    return memoryview(memory).cast("Q")
+class OwnerPages:
+    """What an owner has handed out at the handshake, on the client's side.
+
+    Whoever may still copy refers to it: when nobody does, the owner hears it by the pipe.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        """Take over the last of the descriptors; map the others. Raises TransferError."""
+        state, grants, hands, pipe = fds
+        self.state = map_words(state, STATE_SLOTS)
+        self.grants = map_words(grants, NUM_SLOTS)
+        self.hands = map_words(hands, MAX_HANDS, writable=True)
+        self._pipe = os.dup(pipe)
+
+    def __del__(self) -> None:
+        pipe = getattr(self, "_pipe", None)
+        if pipe is not None:
+            os.close(pipe)
+
+
+class Hands:
+    """The owner's view of one client's hands."""
+
+    def __init__(self) -> None:
+        self._words = SharedWords(MAX_HANDS, theirs=True)
+        self.fd = self._words.fd
+        self.heard, self.pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """Its ends: ours hangs up when the client can copy no more; the client's."""
+
+    def given(self) -> None:
+        """Close what was sent to the client."""
+        self._words.close()
+        os.close(self.pipe)
+
+    def hold(self, grant: int) -> bool:
+        """Whether the client copies by a grant."""
+        return grant in self._words.words.tolist()
+
+    def close(self) -> None:
+        """Close our end of the pipe, after `given`."""
+        os.close(self.heard)

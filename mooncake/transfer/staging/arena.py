@@ -31,7 +31,7 @@ class StagingLimits:
     fence_s: float = 5.0
     """An owner that has not answered so long after a batch was stopped counts as lost."""
     rest_s: float = 10.0
-    """A window whose client was lost rests for so long: late bytes may still arrive."""
+    """A window whose client was lost rests for so long where late bytes cannot be fenced."""
 
 
 @dataclass(slots=True)
@@ -57,6 +57,7 @@ class Arena:
             if self._region is None:
                 num_slots = limits.num_slots + limits.num_windows
                 self._region = self.table.allocate(num_slots * limits.slot_bytes, "staging")
+                self._region.guarded = True
             if memory.device not in self._pinned_by:
                 memory.pin(self._region.buffer)
                 self._pinned_by[memory.device] = memory

@@ -16,6 +16,7 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Op, TransferOp
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.regions import DeviceRegion
 from mooncake.transfer.staging import wire
 from mooncake.transfer.staging.flow import Flow
@@ -41,11 +42,15 @@ class Carrier(Protocol):
         ops: Sequence[TransferOp],
         on_end: Callable[[Job], None],
         only: str | None = None,
+        grant: int = 0,
     ) -> Job:
         """Move `ops` as a batch of their own; `on_end` is called once, from any thread."""
 
     def stop(self, job: Job, reason: str) -> None:
         """Ask a batch to end."""
+
+    def fence(self, grant: int) -> Fence:
+        """Return whether something may still be written by a revoked grant."""
 
     def reaches(self, peer: SegmentRef, protocol: str) -> bool:
         """Return whether a protocol is worth trying."""
@@ -150,8 +155,9 @@ class DirectMoves:
             return
         moved = functools.partial(self._on_moved, flow, ours, theirs)
         flow.direct = self._carrier.carry(
-            job.op, job.peer, job.ops, lambda inner: self._post(lambda: moved(inner)), only=DIRECT
-        )
+            job.op, job.peer, job.ops, lambda inner: self._post(lambda: moved(inner)),
+            only=DIRECT, grant=job.grant,
+        )  # fmt: skip
 
     def _on_moved(
         self, flow: Flow, ours: Sequence[DeviceRegion], theirs: Sequence[int], inner: Job

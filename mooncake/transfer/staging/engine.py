@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from mooncake.transfer.batches import Job
 from mooncake.transfer.device import HOST, DeviceMemory
 from mooncake.transfer.engine import Op
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
 from mooncake.transfer.net.endpoint import ListenAddress
@@ -108,8 +109,9 @@ class StagingEngine:
         with self._lock:
             if self._owner is None:
                 self._owner = StagingOwner(
-                    self._listen, self._credentials, self._table, self._arena, loop
-                )
+                    self._listen, self._credentials, self._table, self._arena, loop,
+                    self._carrier.fence,
+                )  # fmt: skip
 
     def takes(self, job: Job) -> bool:
         """Return whether device memory may be at one end of `job`; from any thread."""
@@ -121,6 +123,11 @@ class StagingEngine:
     def start(self, job: Job) -> None:
         """Move a checked batch; from any thread, never waits."""
         self.loop.post(functools.partial(self._begin, job))
+
+    def fence(self, grant: int) -> Fence:
+        """Return OPEN while a window is copied to the device by this grant; from any thread."""
+        owner = self._owner
+        return Fence.OPEN if owner is not None and owner.is_landing(grant) else Fence.CLOSED
 
     def stop(self, job: Job) -> None:
         """Bring a stopped job to its end; from any thread."""
@@ -262,7 +269,7 @@ class StagingEngine:
         transfer.step = Step.WINDOW
         transfer.ticket = flow.peer.ask(
             lambda ticket: wire.Open(
-                ticket, remote, load.remote_ranges, flow.job.op is Op.WRITE, settled
+                ticket, remote, load.remote_ranges, flow.job.op is Op.WRITE, settled, flow.job.grant
             ),
             functools.partial(self._on_answer, transfer),
         )
@@ -298,8 +305,9 @@ class StagingEngine:
         ops = transfer.load.host_ops(slot, there)
         ended = functools.partial(self._on_carried, transfer)
         transfer.inner = self._carrier.carry(
-            job.op, job.peer, ops, lambda inner: self.post(lambda: ended(inner))
-        )
+            job.op, job.peer, ops, lambda inner: self.post(lambda: ended(inner)),
+            grant=job.grant if window is None else window.grant,
+        )  # fmt: skip
 
     def _on_carried(self, transfer: SliceTransfer, inner: Job) -> None:
         peer = transfer.flow.peer

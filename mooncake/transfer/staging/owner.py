@@ -1,26 +1,32 @@
 """The owner's side: lends windows to proven clients, and copies between them and the device.
 
 All of it lives in the staging loop but for the copies, whose ends are posted to it. What a client
-has opened ends with its session; windows it may still be writing to rest first.
+has opened ends with its session; windows it may still touch rest first. A window is filled by a
+grant of its own, and lands only while the grant of the device's memory is not revoked.
 """
 
 from __future__ import annotations
 
 import functools
 import socket
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.device import HOST
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
-from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.net.listener import Listener, tcp_listener
 from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.session import OwnerStream
 from mooncake.transfer.regions import DeviceRegion, RangeRefused, RegionTable
+from mooncake.transfer.resting import Resting
 from mooncake.transfer.staging import wire
 from mooncake.transfer.staging.arena import Arena
 from mooncake.transfer.staging.slots import FairSlots
@@ -42,7 +48,11 @@ class Window:
     region: DeviceRegion
     ranges: Sequence[tuple[int, int]]
     is_write: bool
+    memory_grant: int = 0
+    """By which the device's memory is written to."""
     slot: int | None = None
+    grant: int = 0
+    """By which the client fills the window."""
     state: State = State.WAITING
     dropped: bool = False
     """Whether the client has given it back."""
@@ -63,6 +73,7 @@ class StagingOwner:
         table: RegionTable,
         arena: Arena,
         loop: IoLoop,
+        fence: Callable[[int], Fence],
     ) -> None:
         """Raises ConfigError when no port of `listen` can be bound."""
         self.table = table
@@ -72,6 +83,11 @@ class StagingOwner:
         """Whether what passes through windows is compared: protocols may not protect it."""
         self.windows = FairSlots(arena.limits.num_windows)
         self.num_copying = 0
+        self._landing: Counter[int] = Counter()
+        """Copies to devices in hand, by grant of their memory."""
+        self._lock = threading.Lock()
+        self._resting: Resting[list[int]] = Resting(fence, arena.limits.rest_s, self._wake)
+        self._timer: Timer | None = None
         sock = tcp_listener(listen)
         self.port: int = sock.getsockname()[1]
         self.listener: Listener[StagingSession] = Listener(
@@ -100,6 +116,43 @@ class StagingOwner:
             session.on_idle = look
         if not left:
             then()
+
+    def is_landing(self, grant: int) -> bool:
+        """Whether a window is copied to a device by this grant; from any thread."""
+        with self._lock:
+            return self._landing[grant] > 0
+
+    def count_landing(self, grant: int, change: int) -> None:
+        """Note that a copy to a device is in hand (1), or has ended (-1)."""
+        with self._lock:
+            self._landing[grant] += change
+            if not self._landing[grant]:
+                del self._landing[grant]
+
+    def rest(self, window: Window) -> None:
+        """Keep a granted window of a client that is gone out of use while it may be touched."""
+        assert window.slot is not None
+        self.windows.rest(window.slot)
+        if window.is_write:
+            self.table.grants.revoke(window.grant)
+            self._resting.add(window.grant, [window.slot], time.monotonic())
+            self._look()
+        else:  # what it reads late is worth nothing, and it must not take it for something else
+            wake = functools.partial(self.windows.wake, window.slot)
+            self.loop.call_later(self.arena.limits.rest_s, wake)
+
+    def _look(self) -> None:
+        """Put windows back into use that nobody can write to any more."""
+        now = time.monotonic()
+        look_s = self._resting.tick(now)
+        if self._timer is not None:
+            self._timer.cancel()
+        if look_s is not None:
+            self._timer = self.loop.call_later(look_s - now, self._look)
+
+    def _wake(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.windows.wake(slot)
 
     def close(self) -> None:
         """Refuse clients and end what they have opened; copies in hand still end."""
@@ -182,10 +235,12 @@ class StagingSession:
             raise ProtocolError("a client asks for too many windows")
         try:
             region = self._device(ask.region_id, ask.ranges)
+            if ask.is_write:
+                self._owner.table.permits([region], ask.grant)
         except RangeRefused as error:
             self._send(wire.Refused(ask.ticket, error.message))
             return
-        window = Window(ask.ticket, region, ask.ranges, ask.is_write)
+        window = Window(ask.ticket, region, ask.ranges, ask.is_write, ask.grant)
         if window.num_bytes > limits.slot_bytes:
             self._send(wire.Refused(ask.ticket, f"a window has {limits.slot_bytes} bytes"))
             return
@@ -243,7 +298,14 @@ class StagingSession:
         arena = self._owner.arena
         offset = arena.offset(window.slot, is_window=True)
         checksum = 0 if window.is_write or not self._owner.compares else self._checksum(window)
-        self._send(wire.Granted(window.ticket, arena.region.region_id, offset, checksum))
+        if window.is_write:
+            try:
+                window.grant = self._owner.table.grants.issue()
+            except TransferError as error:
+                self._filled(window, error.message)
+                return
+        region_id = arena.region.region_id
+        self._send(wire.Granted(window.ticket, region_id, offset, checksum, window.grant))
 
     def _checksum(self, window: Window) -> int:
         assert window.slot is not None
@@ -264,12 +326,20 @@ class StagingSession:
         window = self._windows.get(ask.ticket)
         if window is None or not window.is_write or window.state is not State.GRANTED:
             raise ProtocolError("a client lands what it does not have")
-        if ask.checksum and ask.checksum != self._checksum(window):
-            self._landed(window, wire.ALTERED)
+        self._owner.table.grants.revoke(window.grant)
+        # Counted before it is looked at: whoever revokes the memory's grant sees one or the other.
+        self._owner.count_landing(window.memory_grant, 1)
+        try:
+            if ask.checksum and ask.checksum != self._checksum(window):
+                raise RangeRefused(wire.ALTERED)
+            self._owner.table.permits([window.region], window.memory_grant)
+        except RangeRefused as error:
+            self._landed(window, error.message)
         else:
             self._copy(window, self._landed)
 
     def _landed(self, window: Window, error: str | None) -> None:
+        self._owner.count_landing(window.memory_grant, -1)
         self._free(window)
         if error is not None:
             self._send(wire.Refused(window.ticket, error))
@@ -286,6 +356,8 @@ class StagingSession:
 
     def _free(self, window: Window) -> None:
         assert window.slot is not None
+        if window.grant:
+            self._owner.table.grants.revoke(window.grant)
         del self._windows[window.ticket]
         self._owner.windows.release(window.slot)
 
@@ -306,7 +378,7 @@ class StagingSession:
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Hang up. Windows the client has rest a while; those being copied end with the copy."""
+        """Hang up. Windows that the client may touch rest; those being copied end with the copy."""
         self._stream.close()
         slots = self._owner.windows
         slots.forget(self)
@@ -315,8 +387,6 @@ class StagingSession:
                 continue
             del self._windows[window.ticket]
             if window.slot is not None:
-                slots.rest(window.slot)
-                wake = functools.partial(slots.wake, window.slot)
-                self.loop.call_later(self._owner.arena.limits.rest_s, wake)
+                self._owner.rest(window)
         if not self.num_copying:
             self._owner.listener.forget(self)

@@ -56,6 +56,8 @@ class Open(msgspec.Struct, frozen=True, tag="open", array_like=True):
     is_write: bool
     settled: bool
     """Whether the owner need not wait for the device's own work again."""
+    grant: int = 0
+    """To write: by which the device's memory may be written to."""
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted", array_like=True):
@@ -66,6 +68,8 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", array_like=True):
     offset: int
     checksum: int = 0
     """To read: xxh3-64 of the bytes in the window; 0: not to be compared."""
+    grant: int = 0
+    """To write: by which the window may be filled."""
 
 
 class Land(msgspec.Struct, frozen=True, tag="land", array_like=True):

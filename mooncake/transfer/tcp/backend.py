@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
 from mooncake.transfer.net.endpoint import ListenAddress
@@ -80,6 +81,11 @@ class TcpBackend:
         peer = self._peers.find(job.peer)
         if peer is not None:
             peer.stop_sent(job)
+
+    def fence(self, grant: int) -> Fence:
+        """Return CLOSED: bytes land behind the gates, where the grant is looked at."""
+        del grant
+        return Fence.CLOSED
 
     def pump(self) -> None:
         """Do nothing: the I/O loops do all work."""

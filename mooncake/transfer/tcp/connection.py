@@ -290,7 +290,7 @@ class Connection:
         is_read = part.job.op is Op.READ
         num_bytes = part.slice.num_bytes
         kind = wire.READ if is_read else wire.WRITE
-        head = wire.pack_request(kind, self._next_id, part.slice.pieces, num_bytes)
+        head = wire.pack_request(kind, self._next_id, part.slice.pieces, num_bytes, part.job.grant)
         assert self._channel is not None
         request = Request(
             request_id=self._next_id,

@@ -1,8 +1,9 @@
 """The owner's side of TCP: answers peers' READs and WRITEs straight from and to registered memory.
 
 Each connection lives in one I/O loop. A client that has not proven to know the cluster secret gets
-nothing; every range is checked against our own table; a connection that its client gave up (it hung
-up, or fenced it in a later hello) applies no further byte.
+nothing; every range and grant is checked against our own table, a grant again before each piece of
+a payload lands; a connection that its client gave up (it hung up, or fenced it in a later hello)
+applies no further byte.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class ServerConnection:
         self._nic = sock.getsockname()[0]
         self._refusal: str | None = None
         self._needed: list[Withdrawable] = []
-        """The regions that the request in hand touches, and a pool client's loans of them."""
+        """The regions that the request in hand touches, its grant, and a pool client's loans."""
         self._incoming: Incoming | None = None
         self._outgoing: Outgoing | None = None
 
@@ -280,6 +281,8 @@ class ServerConnection:
                 needed += self._server.table.borrowed(borrower, ranges, write=is_write)
             views, regions = self._server.table.views(ranges)
             needed += regions
+            if request.kind == wire.WRITE:
+                needed += self._server.table.permits(regions, request.grant)
         except RangeRefused as error:
             self._refusal = error.message
         self._needed = needed

@@ -7,8 +7,9 @@ After the handshake the client sends requests and the owner answers them in orde
 
 Both are sealed (`frames`): a tag follows each head (header and ranges), each chunk of a payload and
 each reason.
-A header is kind (1 byte), version (1), number of ranges (2), request id (8), payload bytes (8). A
-range is region, offset, length (8 each). Handshake messages go as their length (4) and body.
+A header is kind (1 byte), version (1), number of ranges (2), request id (8), payload bytes (8),
+grant (8; of a WRITE, else 0). A range is region, offset, length (8 each). Handshake messages go as
+their length (4) and body.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import msgspec
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.engine import TransferOp
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 WRITE, READ, DONE, DATA, REFUSED = 1, 2, 3, 4, 5
 _KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED))
-_HEADER = struct.Struct("<BBHQQ")
+_HEADER = struct.Struct("<BBHQQQ")
 HEADER_BYTES = _HEADER.size
-_HEAD = struct.Struct("<BBHQQQQQ")
+_HEAD = struct.Struct("<BBHQQQQQQ")
 RANGE_BYTES = 24
 HEAD_BYTES = HEADER_BYTES + RANGE_BYTES
 """Header and first range, which are read in one go: no request is shorter."""
@@ -44,18 +45,21 @@ class Header(msgspec.Struct, frozen=True):
     request_id: int
     num_bytes: int
     """Of payload (WRITE, DATA), of memory asked for (READ), of the reason (REFUSED)."""
+    grant: int = 0
+    """By which a WRITE may be made."""
 
 
 def pack_header(header: Header) -> bytes:
     """Return the bytes of a header."""
     return _HEADER.pack(
-        header.kind, WIRE_VERSION, header.num_ranges, header.request_id, header.num_bytes
-    )
+        header.kind, WIRE_VERSION, header.num_ranges, header.request_id, header.num_bytes,
+        header.grant,
+    )  # fmt: skip
 
 
 def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
     """Return the header in `data`. Raises ProtocolError unless it is of `kinds` and in bounds."""
-    kind, version, num_ranges, request_id, num_bytes = _HEADER.unpack(data)
+    kind, version, num_ranges, request_id, num_bytes, grant = _HEADER.unpack(data)
     if kind not in _KINDS or version != WIRE_VERSION:
         raise ProtocolError(f"not a transfer frame: kind {kind}, version {version}")
     if kind not in kinds:
@@ -64,7 +68,7 @@ def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
         raise ProtocolError(f"transfer frame too large: {num_ranges} ranges, {num_bytes} bytes")
     if kind == REFUSED and num_bytes > MAX_REASON_BYTES:
         raise ProtocolError(f"refusal of {num_bytes} bytes is too long")
-    return Header(kind, num_ranges, request_id, num_bytes)
+    return Header(kind, num_ranges, request_id, num_bytes, grant)
 
 
 def pack_ranges(pieces: Sequence[TransferOp]) -> bytes:
@@ -81,13 +85,16 @@ def parse_ranges(data: memoryview) -> list[tuple[int, int, int]]:
     return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
 
 
-def pack_request(kind: int, request_id: int, pieces: Sequence[TransferOp], num_bytes: int) -> bytes:
+def pack_request(
+    kind: int, request_id: int, pieces: Sequence[TransferOp], num_bytes: int, grant: int = 0
+) -> bytes:
     """Return header and ranges of a READ or WRITE; a WRITE's payload follows."""
     if len(pieces) == 1:
         op = pieces[0]
         place = op.remote_region, op.remote_offset, op.num_bytes
-        return _HEAD.pack(kind, WIRE_VERSION, 1, request_id, num_bytes, *place)
-    return pack_header(Header(kind, len(pieces), request_id, num_bytes)) + pack_ranges(pieces)
+        return _HEAD.pack(kind, WIRE_VERSION, 1, request_id, num_bytes, grant, *place)
+    header = Header(kind, len(pieces), request_id, num_bytes, grant)
+    return pack_header(header) + pack_ranges(pieces)
 
 
 def pack_refusal(request_id: int, reason: str) -> tuple[bytes, bytes]:

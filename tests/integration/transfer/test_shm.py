@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
-from mooncake.transfer.memory import map_shared
+from mooncake.transfer.grants import Fence
+from mooncake.transfer.local.copying import MAX_HANDS
+from mooncake.transfer.memory import map_shared, map_words
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.shm import wire
@@ -41,6 +44,14 @@ def connect(owner: RoutedTransfer) -> socket.socket:
 
 def write_from(owner: RoutedTransfer) -> tuple[socket.socket, int]:
     """Shake hands; return the connection and the descriptor of the state page."""
+    sock, (state, *others) = shake_hands(owner)
+    for fd in others:
+        os.close(fd)
+    return sock, state
+
+
+def shake_hands(owner: RoutedTransfer) -> tuple[socket.socket, list[int]]:
+    """Return the connection, and the descriptors of state, grants, hands and pipe."""
     sock = connect(owner)
     side = Credentials(
         engine_id="client",
@@ -51,15 +62,14 @@ def write_from(owner: RoutedTransfer) -> tuple[socket.socket, int]:
     fds: list[int] = []
     while message is not None:
         sock.send(message)
-        data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, 2)
+        data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, wire.NUM_PAGES)
         message = side.step(data)
-    (fd,) = fds
-    return sock, fd
+    return sock, fds
 
 
 def ask(sock: socket.socket, region_id: int) -> tuple[wire.Answer, list[int]]:
     sock.send(wire.CODEC.encode(wire.OpenRegion(region_id)))
-    data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, 2)
+    data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, wire.NUM_PAGES)
     return wire.CODEC.decode_answer(data), fds
 
 
@@ -86,7 +96,7 @@ def test_the_state_page_tells_of_withdrawal_and_cannot_be_written(owner: RoutedT
     sock, state_fd = write_from(owner)
     answer, fds = ask(sock, region.region_id)
     assert isinstance(answer, wire.RegionOpened)
-    words = wire.map_state(state_fd)
+    words = map_words(state_fd, wire.STATE_SLOTS)
     assert words[answer.slot] == region.region_id
     owner.unregister(region)
     assert words[answer.slot] == 0
@@ -114,7 +124,7 @@ def test_without_a_handshake_there_is_no_descriptor(owner: RoutedTransfer, data:
         got: list[int] = []
         with contextlib.suppress(ConnectionError):
             while True:
-                reply, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, 2)
+                reply, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, wire.NUM_PAGES)
                 got += fds
                 if not reply:
                     break
@@ -200,3 +210,28 @@ def test_memory_the_owner_has_let_go_is_not_kept_by_its_clients(owner: RoutedTra
         write_new_region()
     assert num_mapped() < 8
     us.close()
+
+
+def test_the_owner_sees_by_which_grants_a_client_copies(owner: RoutedTransfer) -> None:
+    grant = owner.grant()
+    sock, (state, grants, hands, pipe) = shake_hands(owner)
+    words = map_words(hands, MAX_HANDS, writable=True)
+    words[7] = grant
+    owner.revoke(grant)
+    assert owner.fence(grant) is Fence.OPEN
+    sock.close()
+    os.close(hands)
+    assert owner.fence(grant) is Fence.OPEN, "it has hung up, and may still copy"
+    assert owner.fence(owner.grant()) is Fence.CLOSED, "another grant is not in its hands"
+    words[7] = 0
+    assert owner.fence(grant) is Fence.CLOSED
+    words[7] = grant
+    assert owner.fence(grant) is Fence.OPEN
+    os.close(pipe)  # as the kernel does when a process dies
+    end_s = time.monotonic() + WAIT_S
+    while owner.fence(grant) is not Fence.CLOSED:
+        assert time.monotonic() < end_s
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(grants, bytes(8), 0)
+    for fd in (state, grants):
+        os.close(fd)

@@ -105,14 +105,14 @@ def test_bytes_that_change_on_their_way_to_or_from_a_window_are_found(
         assert content(target)[here : here + size] == content(source)[there : there + size]
     copy = copying.copy_part
 
-    def spoiling(part: copying.CopyPart, gate: threading.Lock) -> None:
+    def spoiling(part: copying.CopyPart, gate: threading.Lock, hand: int) -> None:
         def spoil() -> None:
             part.pairs[-1][0][-1] ^= 1
 
         confirm = part.guard.confirm
         guard = mock.Mock(wraps=part.guard)
         guard.confirm = lambda: (spoil(), confirm())[1]
-        copy(msgspec.structs.replace(part, guard=guard), gate)
+        copy(msgspec.structs.replace(part, guard=guard), gate, hand)
 
     monkeypatch.setattr(copying, "copy_part", spoiling)
     before = content(target)

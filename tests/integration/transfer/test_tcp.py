@@ -335,7 +335,7 @@ def read_message(sock: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (b"\xff" * 20, "not a transfer frame"),
+        (b"\xff" * wire.HEADER_BYTES, "not a transfer frame"),
         (wire.pack_header(wire.Header(wire.READ, 0, 1, 0)), "unexpected transfer frame"),
         (wire.pack_header(wire.Header(wire.DATA, 0, 7, 8)), "request that was not made"),
         (wire.pack_header(wire.Header(wire.DONE, 0, 1, 0)), "of the wrong kind"),

@@ -34,6 +34,8 @@ from mooncake.base import (
 )
 from mooncake.base.pool_messages import BlocksRemoved, LastingPin, PinsSet, RemoveBlocks, SetPins
 from mooncake.kvstore.eviction import POLICIES
+from mooncake.transfer.grants import Fence
+from mooncake.transfer.resting import FIRST_LOOK_S
 from tests.support.examples import examples
 from tests.support.kvstore.node_world import GATEWAY, STORE, NodeWorld, key, worker
 
@@ -69,13 +71,21 @@ class NodeAgainstModel(RuleBasedStateMachine):
 
     messages: Bundle[AnyMessage] = Bundle("messages")
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), num_blocks=st.integers(1, 10))
-    def begin(self, policy: str, num_blocks: int) -> None:
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        num_blocks=st.integers(1, 10),
+        fence=st.sampled_from([Fence.CLOSED, Fence.UNKNOWN]),
+    )
+    def begin(self, policy: str, num_blocks: int, fence: Fence) -> None:
         self.num_blocks = num_blocks
         self.world = NodeWorld(
             num_blocks, eviction=policy, quarantine_s=QUARANTINE_S, high_watermark=0.9,
             tenant_quota_bytes=QUOTAS, max_tickets_per_worker=6, put_timeout_s=4.0,
         )  # fmt: skip
+        self.world.transfer.usual_fence = fence
+        self.rest_s = QUARANTINE_S if fence is Fence.UNKNOWN else FIRST_LOOK_S
+        self.fenced: list[Grant] = []
+        """Of lost writers that were fenced: what they write late is refused."""
         self.epochs = dict.fromkeys(NAMES, 1)
         self.grants: dict[tuple[WorkerRef, int], Grant] = {}
         self.pins: dict[tuple[WorkerRef, int], tuple[list[bytes], PinGranted]] = {}
@@ -183,6 +193,9 @@ class NodeAgainstModel(RuleBasedStateMachine):
         for grant in granted:
             for block in sorted(grant.open):
                 self.world.write(grant.granted.places, grant.places[block], b"garbage".ljust(16))
+        for grant in self.fenced:
+            permit = self.world.transfer.grants.permit(grant.granted.places.grant)
+            assert permit.withdrawn is not None
 
     # ------------------------------------------------------------------ readers
 
@@ -272,11 +285,13 @@ class NodeAgainstModel(RuleBasedStateMachine):
 
     @rule(name=a_name)
     def lose(self, name: str) -> None:
-        """A worker is lost; its writes may go on until the quarantine ends."""
+        """A worker is lost; its writes may go on until the quarantine ends, or are refused."""
         lost = self.ref(name)
         self.epochs[name] += 1
         for at in [at for at in self.grants if at[0] == lost]:
-            self.zombies.append((self.world.now + QUARANTINE_S, self.grants.pop(at)))
+            grant = self.grants.pop(at)
+            self.zombies.append((self.world.now + self.rest_s, grant))
+            self.fenced.append(grant)
         for at in [at for at in self.pins if at[0] == lost]:
             del self.pins[at]
         self.forget_condemned()

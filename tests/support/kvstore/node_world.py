@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -34,6 +34,7 @@ from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
 from mooncake.transfer.engine import Pieces, Region, TransferBatch
+from mooncake.transfer.grants import Fence, Grants
 
 LAYOUT = KvLayout(num_layers=2, block_tokens=4, kv_width=4, dtype="float16", fingerprint="test")
 BLOCK = LAYOUT.block_bytes
@@ -87,6 +88,9 @@ class LocalTransfer:
         self.regions: list[SimRegion] = []
         self.lent: Counter[tuple[str, int, bool]] = Counter()
         """By client, offset and whether it is to be written."""
+        self.grants = Grants(defaultdict(int))
+        self.usual_fence = Fence.CLOSED
+        self.fences: dict[int, Fence] = {}
 
     def allocate(self, num_bytes: int, label: str) -> Region:
         buffer = memoryview(bytearray(num_bytes))
@@ -106,6 +110,20 @@ class LocalTransfer:
         for offset in pieces.offsets:
             assert self.lent[holder, offset, write] > 0, "it was lent"
         self.lent -= Counter((holder, offset, write) for offset in pieces.offsets)
+
+    def guard(self, region: Region) -> None:
+        assert isinstance(region, SimRegion)
+        region.guarded = True
+
+    def grant(self) -> int:
+        return self.grants.issue()
+
+    def revoke(self, grant: int) -> None:
+        self.grants.revoke(grant)
+
+    def fence(self, grant: int) -> Fence:
+        assert self.grants.permit(grant).withdrawn is not None, "it was revoked first"
+        return self.fences.get(grant, self.usual_fence)
 
     def submit(self, batch: TransferBatch) -> int:
         raise NotImplementedError

@@ -5,6 +5,7 @@ gives wrong tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -23,6 +24,7 @@ from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.kvstore.node.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.sim.faults.checkers import check_write
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import NetworkConfig
 from mooncake.sim.world.world import SupervisorConfig, WorkerSpec, World, WorldConfig
@@ -144,6 +146,7 @@ class Cluster:
             self._make_runner,
             self.events,
         )
+        self.world.network.on_write = partial(check_write, self.world)
         self.world.heap.run_until(1.5)
 
     @staticmethod

@@ -58,8 +58,9 @@ def move(
     peer: SegmentRef,
     ops: list[TransferOp],
     deadline_s: float | None = None,
+    grant: int = 0,
 ) -> TransferDone:
     """Do one batch to its end."""
-    batch = TransferBatch(op=op, peer=peer, ops=ops, deadline_s=deadline_s)
+    batch = TransferBatch(op=op, peer=peer, ops=ops, deadline_s=deadline_s, grant=grant)
     batch_id = transfer.submit(batch)
     return wait_for(transfer, [batch_id])[batch_id]

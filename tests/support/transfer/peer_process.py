@@ -11,13 +11,14 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from mooncake.base.clock import MonotonicClock
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.engine import Region
+from mooncake.transfer.engine import Op, Region, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -111,6 +112,9 @@ class _Server:
         logging.getLogger("mooncake").addHandler(keeper)
         self.transfer = open_transfer(config, engine_id, MonotonicClock())
         self._regions: dict[int, Region] = {}
+        self._source: Region | None = None
+        self._num_written = 0
+        self._error: str | None = None
 
     def segment(self) -> SegmentRef:
         return self.transfer.segment
@@ -127,6 +131,27 @@ class _Server:
     def _keep(self, region: Region) -> int:
         self._regions[region.region_id] = region
         return region.region_id
+
+    def keep_writing(self, segment: SegmentRef, remote: int, num_bytes: int, grant: int) -> None:
+        """Write 0xff bytes to another's memory again and again, until that fails."""
+        if self._source is None:
+            self._source = self.transfer.allocate(num_bytes, "source")
+            self._source.buffer[:] = b"\xff" * num_bytes
+        self._num_written, self._error = 0, None
+        ops = [TransferOp(self._source.region_id, 0, remote, 0, num_bytes)]
+        batch = TransferBatch(op=Op.WRITE, peer=segment, ops=ops, grant=grant)
+        threading.Thread(target=self._write_on, args=(batch,), daemon=True).start()
+
+    def _write_on(self, batch: TransferBatch) -> None:
+        while self._error is None:
+            self.transfer.submit(batch)
+            [done] = self.transfer.wait()
+            self._num_written += done.error is None
+            self._error = done.error
+
+    def written(self) -> tuple[int, str | None]:
+        """Return how often that went well, and why it failed at last."""
+        return self._num_written, self._error
 
     def unregister(self, region: int) -> None:
         self.transfer.unregister(self._regions[region])

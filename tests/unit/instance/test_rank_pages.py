@@ -5,6 +5,7 @@ what it has computed, and copies that differ count as no block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import msgspec
 import pytest
@@ -13,14 +14,19 @@ from mooncake.base import BlockPlaces, PageArray, SegmentRef
 from mooncake.base.kv_parts import KvPart, Move
 from mooncake.engine.rank_moves import (
     ALL_LAYERS,
+    AskFence,
+    Fenced,
     Hashed,
     HashPages,
     Moved,
     Progress,
     RankAnswer,
     RankWord,
+    Revoke,
     StartMove,
     StopMove,
+    decode_answer,
+    encode_answer,
 )
 from mooncake.engine.step_log import decode, encode
 from mooncake.instance.checksums import BlockChecksums, HashDone
@@ -28,6 +34,8 @@ from mooncake.instance.fetch import PageReads
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.rank_pages import FollowerMoves, FollowerPages, Reached
 from mooncake.transfer.engine import Op, TransferDone
+from mooncake.transfer.grants import Fence
+from mooncake.transfer.resting import FIRST_LOOK_S, LOOK_AGAIN_S
 from tests.support.engine.engine_pair import LAYOUT
 
 ARRAY = PageArray(LAYOUT, 8)
@@ -46,6 +54,8 @@ class Memory:
         self.moves: list[Move] = []
         self.hashes: list[list[int]] = []
         self.cancelled: list[int] = []
+        self.revoked: list[int] = []
+        self.fences: dict[int, Fence] = {}
         self._checksum = checksum
 
     def start(self, op: Op, move: Move, deadline_s: float) -> int:
@@ -61,6 +71,15 @@ class Memory:
 
     def checksum(self, page: int) -> int:
         return self._checksum
+
+    def revoke(self, grant: int) -> None:
+        self.revoked.append(grant)
+
+    def fence(self, grant: int) -> Fence:
+        return self.fences[grant]
+
+    def on_fenced(self, grant: int, fence: Fence) -> None:
+        raise NotImplementedError
 
 
 def ranks(count: int, num_homes: int = 1) -> list[Memory]:
@@ -103,9 +122,22 @@ class TestLead:
 
     def test_every_memory_is_told_to_peers_with_what_it_holds(self) -> None:
         mover = SliceMover(ranks(4, num_homes=2))
-        assert [each.indexes for each in mover.parts([0, 5, 1], 10)] == [
-            [10, 12], [11], [10, 12], [11],
-        ]  # fmt: skip
+        parts = mover.parts([0, 5, 1], 10, 77)
+        assert [each.indexes for each in parts] == [[10, 12], [11], [10, 12], [11]]
+        assert {each.places.grant for each in parts} == {77}
+
+    def test_a_grant_is_over_when_it_is_over_in_every_memory(self) -> None:
+        memories = ranks(3)
+        mover = SliceMover(memories)
+        mover.revoke(77)
+        assert [memory.revoked for memory in memories] == [[77]] * 3
+        for memory, fence in zip(memories, [Fence.CLOSED, Fence.UNKNOWN, Fence.OPEN], strict=True):
+            memory.fences[77] = fence
+        assert mover.fence(77) is Fence.UNKNOWN
+        memories[1].fences[77] = Fence.CLOSED
+        assert mover.fence(77) is Fence.OPEN
+        memories[2].fences[77] = Fence.CLOSED
+        assert mover.fence(77) is Fence.CLOSED
 
     @pytest.mark.parametrize(("other", "right"), [(7, True), (8, False)])
     def test_a_block_read_into_copies_is_right_where_all_are(self, other: int, right: bool) -> None:
@@ -182,6 +214,21 @@ class TestLead:
         for _, word in told:
             assert decode(encode(word)) == word
 
+    def test_a_follower_is_asked_about_a_grant_until_nothing_is_open(self) -> None:
+        told: list[RankWord] = []
+        link = mock.Mock(tell_rank=lambda _, word: told.append(word))
+        pages = FollowerPages(2, ARRAY.of_rank(2), SEGMENT, 0, link, verify=True)
+        pages.revoke(77)
+        assert [pages.fence(77), pages.fence(77)] == [Fence.OPEN] * 2
+        assert told == [Revoke(77), AskFence(77)]
+        pages.on_fenced(77, Fence.UNKNOWN)
+        assert pages.fence(77) is Fence.UNKNOWN
+        assert pages.fence(77) is Fence.OPEN, "it may have changed"
+        pages.on_fenced(77, Fence.CLOSED)
+        assert pages.fence(77) is Fence.CLOSED
+        for word in told:
+            assert decode(encode(word)) == word
+
 
 class Rank:
     """A follower's machine over a memory that ends nothing by itself."""
@@ -231,6 +278,20 @@ class TestFollower:
         rank.handle(HashDone(1, [77]))
         assert rank.answers[2:] == [Moved(5, None, 8, 2.0, [77])]
         assert rank.machine.quiet
+
+    def test_a_grant_that_was_revoked_is_answered_for_when_nothing_is_open(self) -> None:
+        rank = Rank()
+        rank.handle(Revoke(77))
+        assert rank.memory.revoked == [77]
+        rank.handle(AskFence(77))
+        rank.memory.fences[77] = Fence.OPEN
+        assert rank.machine.tick(0.0) == FIRST_LOOK_S
+        assert rank.machine.tick(FIRST_LOOK_S) == FIRST_LOOK_S + LOOK_AGAIN_S
+        assert rank.answers == []
+        rank.memory.fences[77] = Fence.CLOSED
+        assert rank.machine.tick(1.0) is None
+        assert rank.answers == [Fenced(77, Fence.CLOSED)]
+        assert decode_answer(encode_answer(rank.answers[0])) == rank.answers[0]
 
     def test_a_move_that_is_stopped_still_ends(self) -> None:
         rank = Rank()

@@ -131,8 +131,9 @@ def test_withdrawal_waits_until_no_thread_is_inside(table: RegionTable) -> None:
     table.gates.forget(gate)
 
 
-def test_after_close_nothing_is_taken(table: RegionTable) -> None:
+def test_after_close_nothing_is_taken() -> None:
     before = len(os.listdir("/proc/self/fd"))
+    table = RegionTable(Gates())
     region = table.allocate(10, "early")
     table.close()
     assert not region.alive
@@ -140,7 +141,7 @@ def test_after_close_nothing_is_taken(table: RegionTable) -> None:
         table.allocate(10, "late")
     with pytest.raises(TransferError, match="closed"):
         table.register(memoryview(bytearray(4)), "late")
-    del region
+    del region, table
     assert len(os.listdir("/proc/self/fd")) == before
 
 

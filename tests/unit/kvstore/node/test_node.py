@@ -25,6 +25,8 @@ from mooncake.base.messages import DoubtPeers, WhoAreYou
 from mooncake.base.pool_messages import BlocksFound, FindBlocks
 from mooncake.kvstore.node.counters import COUNTERS
 from mooncake.kvstore.node.peers import MAX_REMEMBERED
+from mooncake.transfer.grants import Fence
+from mooncake.transfer.resting import LOOK_AGAIN_S
 from tests.support.kvstore.node_world import (
     BLOCK,
     GATEWAY,
@@ -301,6 +303,7 @@ def test_one_worker_can_open_so_many_tickets_and_no_more() -> None:
 
 def test_memory_of_a_lost_writer_rests_before_it_is_used_again() -> None:
     world = NodeWorld(num_blocks=2, quarantine_s=5.0)
+    world.transfer.usual_fence = Fence.UNKNOWN
     grant = world.start(WRITER, keys(1, 2))
     world.handle(PeerLost(worker=WRITER))
     assert world.start(OTHER, keys(1, 2)).keys == []
@@ -314,6 +317,31 @@ def test_memory_of_a_lost_writer_rests_before_it_is_used_again() -> None:
     assert world.inventory == set(), "what a lost writer says of its put counts no more"
     assert world.node.counters["blocks_quarantined"] == 2
     assert world.node.counters["grants_reclaimed"] == 1
+
+
+def test_fenced_memory_of_a_lost_writer_is_used_again_at_once() -> None:
+    world = NodeWorld(num_blocks=2, quarantine_s=1000.0)
+    grant = world.start(WRITER, keys(1, 2))
+    world.transfer.fences[grant.places.grant] = Fence.OPEN
+    world.handle(PeerLost(worker=WRITER))
+    world.tick(900.0)
+    assert world.start(OTHER, keys(1, 2)).keys == [], "the writer has a copy in hand"
+    world.transfer.fences[grant.places.grant] = Fence.CLOSED
+    world.tick(900.0 + LOOK_AGAIN_S)
+    again = world.start(OTHER, keys(1, 2))
+    assert again.keys == keys(1, 2)
+    assert again.places.grant != grant.places.grant
+
+
+def test_a_grant_is_good_until_its_put_has_ended() -> None:
+    world = NodeWorld()
+    grant = world.start(WRITER, keys(1, 2))
+    permit = world.transfer.grants.permit(grant.places.grant)
+    world.end(WRITER, grant, written=keys(1), dropped=[])
+    assert permit.withdrawn is None
+    world.end(WRITER, grant, written=keys(2))
+    assert permit.withdrawn is not None
+    assert world.transfer.grants.num_open == 0
 
 
 def test_what_a_lost_writer_had_finished_stays() -> None:
@@ -414,6 +442,7 @@ def test_a_snapshot_leaves_out_what_is_not_whole() -> None:
 
 def test_the_load_report_adds_up() -> None:
     world = NodeWorld(num_blocks=8, quarantine_s=100.0)
+    world.transfer.usual_fence = Fence.UNKNOWN
     world.put(WRITER, keys(1, 2, 3))
     world.pin(READER, keys(1, 2))
     world.start(WRITER, keys(4))

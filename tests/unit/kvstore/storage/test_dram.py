@@ -50,14 +50,14 @@ def test_a_block_goes_from_free_to_writing_to_stored_to_evicted() -> None:
     tier.check_integrity()
 
 
-def test_quarantined_memory_counts_as_held_until_its_time() -> None:
+def test_memory_that_rests_counts_as_held_until_it_is_used_again() -> None:
     tier = tier_of(2)
     tier.reserve(keys(1, 2), "")
-    tier.abandon(key(1), 5.0)
-    tier.abandon(key(2), None)
+    offset = tier.abandon(key(1), rests=True)
+    tier.abandon(key(2))
     assert (tier.num_free, tier.num_quarantined) == (1, 1)
-    assert tier.end_quarantine(4.0) == 5.0
-    assert tier.end_quarantine(5.0) is None
+    tier.check_integrity()
+    tier.reuse([offset])
     assert (tier.num_free, tier.num_quarantined) == (2, 0)
     tier.check_integrity()
 
@@ -69,7 +69,7 @@ def test_whole_blocks_are_neither_committed_again_nor_abandoned() -> None:
     with pytest.raises(InternalError, match="committed twice"):
         tier.commit(keys(1))
     with pytest.raises(InternalError, match="cannot be abandoned"):
-        tier.abandon(key(1), None)
+        tier.abandon(key(1))
 
 
 def test_a_key_twice_in_one_pin_is_pinned_twice() -> None:

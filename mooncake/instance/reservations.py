@@ -1,0 +1,68 @@
+"""Pages that peers may write to, each reservation by a grant of its own, and those that rest
+because a lost peer might still write to them.
+
+The pages stay held until their reservation ends. It ends at once when its writer has said that it
+writes no more, and as soon as that is certain when the writer was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.base.errors import TransferError
+from mooncake.instance.mover import SliceMover
+from mooncake.instance.pages import PagePool
+from mooncake.transfer.engine import Transfer
+from mooncake.transfer.resting import Resting
+
+
+class Reservations:
+    """All reservations of one instance."""
+
+    def __init__(
+        self, transfer: Transfer, mover: SliceMover, pool: PagePool, rest_s: float
+    ) -> None:
+        """`rest_s`: how long pages of a lost writer rest where nobody can tell whether it still
+        writes.
+        """
+        self._transfer = transfer
+        self._mover = mover
+        self._open: dict[int, list[int]] = {}
+        self._resting: Resting[list[int]] = Resting(mover.fence, rest_s, pool.release)
+
+    @property
+    def num_resting(self) -> int:
+        """Pages that may not be used yet, although nobody uses them."""
+        return self._resting.num_held
+
+    def open(self, pages: Sequence[int]) -> int | None:
+        """Return the grant by which one peer may write to `pages`, which the caller holds; None
+        when too many are open.
+        """
+        try:
+            grant = self._transfer.grant()
+        except TransferError:
+            return None
+        self._open[grant] = list(pages)
+        return grant
+
+    def end(self, grant: int) -> None:
+        """End a reservation whose writer writes no more. The caller goes on holding the pages."""
+        del self._open[grant]
+        self._mover.revoke(grant)
+
+    def fence(self, grant: int, held: list[int], now: float) -> None:
+        """End a reservation whose writer was lost, and take over the caller's hold on pages, which
+        is released once nothing can be written to them.
+        """
+        self.end(grant)
+        self._resting.add(grant, held, now)
+
+    def may_be_written(self, grant: int) -> set[int]:
+        """Return the pages that a write by this grant may land in (for checks)."""
+        pages = [self._open.get(grant, []), *self._resting.held_by(grant)]
+        return {page for some in pages for page in some}
+
+    def tick(self, now: float) -> float | None:
+        """Release pages that rest no more; return when to come again."""
+        return self._resting.tick(now)
