@@ -69,6 +69,15 @@ def test_without_nics_there_is_nothing_to_choose() -> None:
           2: (v4(10, 0, 0, 1), "RoCE v2")}, 2),
         ({0: (LINK_LOCAL, "RoCE v2"), 5: (GLOBAL_V6, "RoCE v2")}, 5),
         ({3: (LINK_LOCAL, "RoCE v2")}, 3),
+        # A bond: its port has the link-local GIDs of both kinds before the address of the bond.
+        ({0: (LINK_LOCAL, "IB/RoCE v1"), 1: (LINK_LOCAL, "RoCE v2"),
+          2: (v4(10, 0, 0, 7), "IB/RoCE v1"), 3: (v4(10, 0, 0, 7), "RoCE v2")}, 3),
+        # IPv6 only.
+        ({0: (LINK_LOCAL, "IB/RoCE v1"), 1: (LINK_LOCAL, "RoCE v2"),
+          2: (GLOBAL_V6, "IB/RoCE v1"), 3: (GLOBAL_V6, "RoCE v2")}, 3),
+        # Two addresses of version 2: the first, whatever their order in the table.
+        ({5: (v4(10, 0, 1, 1), "RoCE v2"), 3: (v4(10, 0, 0, 1), "RoCE v2")}, 3),
+        ({2: (GLOBAL_V6, "RoCE v2"), 7: (v4(10, 0, 0, 1), "RoCE v2")}, 7),
         ({1: (v4(10, 0, 0, 1), "IB/RoCE v1")}, None),
         ({}, None),
     ],
