@@ -168,10 +168,14 @@ class HttpClient:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
+        opening = asyncio.ensure_future(
+            loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        )
         try:
-            _, connection = await loop.create_connection(
-                _Connection, self._host, self._port, ssl=self._tls
-            )
+            _, connection = await asyncio.shield(opening)
+        except asyncio.CancelledError:  # who asked has left: nobody else would close it
+            opening.add_done_callback(_close_when_made)
+            raise
         except OSError as error:
             raise RequestFailed(f"{self._netloc}: {error.strerror or error}") from error
         return connection
@@ -181,6 +185,13 @@ class HttpClient:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
+
+
+def _close_when_made(
+    opening: asyncio.Future[tuple[asyncio.Transport, _Connection]],
+) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[1].close()
 
 
 def _tls(insecure: bool) -> ssl.SSLContext:

@@ -4,6 +4,7 @@ work is done by `bench.conformance`; here are the lines and the exit code.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import sys
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from mooncake.bench.conformance.endpoint import Endpoint
     from mooncake.bench.conformance.processes import Processes
     from mooncake.bench.conformance.verdict import Verdict
+
+
+CLOSING_S = 0.1
+"""For connections that were broken off to be closed."""
 
 
 def run(wanted: Conformance) -> int:
@@ -80,6 +85,7 @@ async def _run(wanted: Conformance, processes: Processes | None) -> int:
         for endpoint in (main, prefill, other):
             if endpoint is not None:
                 endpoint.close()
+        await asyncio.sleep(CLOSING_S)
     if wanted.json:
         json.dump(_document(wanted.base_url, main.model, seed, verdicts), sys.stdout, indent=1)
         print()
