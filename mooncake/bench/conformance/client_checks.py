@@ -195,9 +195,9 @@ async def _judged(target: Target, what: str, prompt: list[int], handle: dict[str
             )
     except TimeoutError:
         raise Failed(f"{what}: no end within {target.deadline_s:g} s") from None
-    if found.error:
-        return "refused"
     clean = await target.whole(prompt, PROBE_TOKENS, cache_salt=f"s{target.draw.random()}")
+    if found.error:  # and the server lives on, as the clean answer shows
+        return "refused"
     _same(clean, found, f"{what}: status 200")
     return "computed anew"
 
