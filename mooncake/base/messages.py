@@ -309,6 +309,8 @@ class GatewayNews(Message, frozen=True, tag="gateway"):
     send_all: bool = False
     """The sender does not know the receiver's bookings and asks for all of them."""
     release: Release = UNNAMED_RELEASE
+    turn: float = 0.0
+    """The latest turn that it knows to be served: turns of all gateways are compared by engines."""
 
 
 class PeersHeard(Message, frozen=True, tag="heard"):
@@ -396,7 +398,7 @@ class RequestTask(Message, frozen=True, kw_only=True):
     sources: list[BlockSource] = []
     """Where blocks of the prompt lie, for the worker that computes it."""
     turn: float = 0.0
-    """Place among the requests of its class: smaller goes first."""
+    """Place in the order: smaller goes first."""
     named: dict[str, SettingName] = {}
     """Field of `SamplingParams` -> the setting that belongs there."""
     settings: LargeSettings | None = None

@@ -13,7 +13,7 @@ transitions).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -24,7 +24,9 @@ from mooncake.base.sampling import SamplingParams
 
 
 class Priority(str, Enum):
-    """The class of service: premium before interactive before batch."""
+    """The class of service. A class is a weight: where classes compete for something, each gets its
+    part of it, and none waits for ever.
+    """
 
     PREMIUM = "premium"
     INTERACTIVE = "interactive"
@@ -32,12 +34,34 @@ class Priority(str, Enum):
 
     @property
     def order(self) -> int:
-        """The rank of the class; 0 goes first."""
+        """The rank of the class among those whose turns are equal; 0 goes first."""
         return _CLASS_ORDER[self]
+
+    @property
+    def weight(self) -> int:
+        """How many times the share of a batch request it has."""
+        return _CLASS_WEIGHT[self]
 
 
 _CLASS_ORDER = {priority: order for order, priority in enumerate(Priority)}
 """In the order of their definition."""
+_CLASS_WEIGHT = {Priority.PREMIUM: 16, Priority.INTERACTIVE: 4, Priority.BATCH: 1}
+
+Flow = tuple[Priority, str]
+"""(class, tenant): who shares with whom."""
+
+
+def fair_shares(flows: Iterable[Flow]) -> dict[Flow, float]:
+    """Return each flow's part of a whole that all of them want, by the weights of their classes. A
+    tenant that uses premium and interactive has one share, which it divides between them.
+    """
+    weights = {(priority, tenant): float(priority.weight) for priority, tenant in flows}
+    for tenant in [tenant for priority, tenant in weights if priority is Priority.PREMIUM]:
+        if (Priority.INTERACTIVE, tenant) in weights:
+            weights[Priority.PREMIUM, tenant] /= 2
+            weights[Priority.INTERACTIVE, tenant] /= 2
+    total = sum(weights.values())
+    return {flow: weight / total for flow, weight in weights.items()}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,6 +97,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         is computed without a cache, and each of them counts as one more."""
         wanted = self.sampling.num_prompt_logprobs
         return len(self.prompt_tokens) * (1 if wanted is None else wanted + 2)
+
+    @property
+    def flow(self) -> Flow:
+        return self.priority, self.tenant
 
     def tokens_with(self, output_tokens: Sequence[int]) -> memoryview[int]:
         """Return the tokens of the prompt followed by its output so far."""

@@ -56,6 +56,6 @@ class DecodeJob(Job[DecodeTask]):
         and lie in the pool of prefill's node.
         """
 
-    def rank(self) -> tuple[int, float]:
+    def rank(self) -> tuple[float, int]:
         """Return the sort key of the queue for room: smaller goes first."""
-        return self.task.request.priority.order, self.task.turn
+        return self.task.turn, self.task.request.priority.order

@@ -1,7 +1,7 @@
 """The decode worker: a state machine that joins requests to a running batch once their KV has
 arrived.
 
-Queues: tasks without room wait in `_waiting`, by class and turn (bound `max_reservations`; a full
+Queues: tasks without room wait in `_waiting`, by turn and class (bound `max_reservations`; a full
 queue turns the task away). Others go past one that waits for resting pages only. Pages that a
 prefill worker may be writing to are not freed before its `PushEnded` or `KVReady` has come, or it
 was lost and is fenced (`instance.reservations`).
@@ -29,7 +29,7 @@ from mooncake.base.messages import (
     Welcome,
     WorkerRef,
 )
-from mooncake.base.request import Failure, packed_logprobs
+from mooncake.base.request import Failure, Flow, packed_logprobs
 from mooncake.decode.admission import (
     MAX_WAITING_LOOKED_AT,
     can_ever_fit,
@@ -86,6 +86,8 @@ class DecodeWorker:
         for gateway in self.instance.lost_gateways():
             self._on_gateway_lost(gateway, now)
         self._admit_waiting(now)
+        if self._waiting:
+            self._admit_due(now)
         self._take(self.instance.start_steps(now), now)
         return min(self._ask_again(now), self.instance.tick(now))
 
@@ -176,6 +178,23 @@ class DecodeWorker:
         job.pages, job.num_matched, job.stage = matched + pages, len(matched), Stage.RESERVED
         self._send_reserved(job, now)
         return True
+
+    def _admit_due(self, now: float) -> None:
+        """Start the first waiting job of each tenant and class that is below its share of the
+        pages, where others run with more than theirs: it does not wait until these end.
+        """
+        layout, engine = self.instance.layout, self.instance.engine
+        tried: set[Flow] = set()
+        for job in list(self._waiting):
+            flow = job.task.request.flow
+            if flow in tried:
+                continue
+            tried.add(flow)
+            num_pages = layout.num_blocks(job.num_tokens)
+            num_own = sum(len(one.pages) for one in self._jobs if one.task.request.flow == flow)
+            room = engine.reclaim(flow, num_pages + engine.num_running, num_own + num_pages)
+            if room and self._admit(job, now):
+                self._waiting.remove(job)
 
     def _send_reserved(self, job: DecodeJob, now: float) -> None:
         """Tell prefill where to push. A repeat changes nothing, but prefill answers it with

@@ -5,12 +5,14 @@ Rules, in the order they apply:
   1. Running sequences first; among them those that lack one token only (a stream waits for it),
      then prompts in chunks, each kind in rank order (`policy`), within the step's token budget.
   2. A sequence that needs a page takes it from the last in order that holds any; when all others go
-     before it, it keeps its pages and is left out of the step.
+     before it, it keeps its pages and is left out of the step. Where flows (tenants in classes)
+     share the engine, those above their share yield first, and take only from such.
   3. Then waiting sequences, in rank order, while the sequence limit, tokens and pages last. A
      sequence is admitted with pages for all its known tokens, so only newly sampled ones can lack
-     one later. A page for each running sequence that will grow is left free. Only sequences of a
-     lower class are preempted for a new one. When the front of the queue waits for pages, those
-     behind it that have theirs already (KV received from elsewhere) may pass it.
+     one later. A page for each running sequence that will grow is left free. When the front of the
+     queue waits for pages, those behind it that have theirs already (KV received from elsewhere)
+     may pass it. Then flows below their share of seats and pages take what others hold above
+     theirs; who gives up only its seat keeps its pages.
   4. Nothing to compute and nothing in flight: the front of the queue takes the pages it needs from
      all behind it, running or waiting.
   5. What is left of the budget takes drafts of sequences that lack one token (`speculation`). They
@@ -30,12 +32,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mooncake.base.errors import ContextTooLong
-from mooncake.base.request import Failure
+from mooncake.base.request import Failure, Flow
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.policy import last_in_order, priority_class, rank
+from mooncake.engine.policy import Standing, last_in_order, rank
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.speculation import Speculation
 
@@ -92,14 +94,23 @@ class Batcher:
         """In rank order. Some hold pages, because their KV came from elsewhere."""
         self.running: list[Sequence] = []
         """In rank order."""
+        self._flows: Counter[Flow] = Counter()
+        """Of the sequences of both."""
 
     def enqueue(self, sequence: Sequence) -> None:
         """Add `sequence` to the waiting queue."""
+        self._flows[sequence.flow] += 1
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove `sequence` from queue or batch; its pages stay held."""
+        self._flows[sequence.flow] -= 1
+        if not self._flows[sequence.flow]:
+            del self._flows[sequence.flow]
         line = self.waiting if sequence.state is SequenceState.WAITING else self.running
         line.remove(sequence)
         sequence.state = SequenceState.ENDED
@@ -111,6 +122,8 @@ class Batcher:
             batch.num_running_streams = sum(each.num_missing == 1 for each in self.running)
         self._continue_running(batch)
         self._admit_waiting(batch)
+        if self.waiting and len(self._flows) > 1:
+            self._admit_due(batch)
         if not batch.shares and not any(sequence.steps for sequence in self.running):
             self._admit_by_force(batch)
         if self._speculation is not None:
@@ -155,9 +168,7 @@ class Batcher:
             if pages is not None:
                 sequence.pages += pages
                 break
-            victim = last_in_order(
-                other for other in self._holders() if rank(other) > rank(sequence)
-            )
+            victim = self._yielding_to(sequence, num_pages)
             if victim is None:
                 return False
             self._preempt(victim, batch)
@@ -174,10 +185,56 @@ class Batcher:
                 continue
             if self._fail_if_too_long(sequence, batch):
                 continue
-            own_class = priority_class(sequence)
-            victims = [other for other in self._holders() if priority_class(other) > own_class]
-            if not self._admit(sequence, victims, batch, allocate=not blocked):
+            if not self._admit(sequence, [], batch, allocate=not blocked):
                 blocked = True
+
+    def _admit_due(self, batch: Batch) -> None:
+        """Admit sequences of flows below their share at the cost of what others hold above theirs,
+        the last in order first.
+        """
+        standing = self._standing()
+        refused: set[Flow] = set()
+        for sequence in list(self.waiting):
+            flow = sequence.flow
+            if flow in refused or batch.budget == 0 or self._fail_if_too_long(sequence, batch):
+                continue
+            num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+            victims, seat = [], None
+            if standing.is_within(flow, 1, max(0, num_pages)):
+                victims = standing.above(self._holders(), flow)
+                seat = next((one for one in victims if one.state is SequenceState.RUNNING), None)
+            is_full = len(self.running) >= self._config.max_num_seqs
+            if not victims or (is_full and seat is None):
+                refused.add(flow)
+            elif self._admit(sequence, victims, batch, allocate=True, seat=seat):
+                standing = self._standing()
+            else:
+                refused.add(flow)
+
+    def reclaim(self, flow: Flow, num_pages: int, num_own: int) -> list[Sequence] | None:
+        """See that `num_pages` can be allocated for a flow that is below its share, if need be by
+        preempting what others hold above theirs. Returns what was preempted; None = nothing was
+        done. `num_own`: pages that the flow would hold outside of this batcher.
+        """
+        standing = self._standing(flow)
+        if not standing.is_within(flow, 0, num_own):
+            return None
+        victims = standing.above(self._holders(), flow)
+        batch = Batch(budget=0)
+        if self._pool.num_available + self._num_freed_by(victims) < num_pages:
+            return None
+        for victim in victims:
+            if self._pool.num_available >= num_pages:
+                break
+            self._preempt(victim, batch)
+        return batch.preempted
+
+    def is_shared_with(self, flow: Flow) -> bool:
+        """Return whether sequences of other flows are here."""
+        return len(self._flows) > (flow in self._flows)
+
+    def _standing(self, flow: Flow | None = None) -> Standing:
+        return Standing(self._config, (*self.running, *self.waiting), flow)
 
     def _admit_by_force(self, batch: Batch) -> None:
         """Run the front of the queue at the cost of all sequences behind it (rule 4)."""
@@ -194,11 +251,18 @@ class Batcher:
         self._admit(front, victims, batch, allocate=True)
 
     def _admit(
-        self, sequence: Sequence, victims: list[Sequence], batch: Batch, *, allocate: bool
+        self,
+        sequence: Sequence,
+        victims: list[Sequence],
+        batch: Batch,
+        *,
+        allocate: bool,
+        seat: Sequence | None = None,
     ) -> bool:
         """Move `sequence` to the running batch with pages for its known tokens, from the cache, the
         pool, or `victims` (last first). Returns False, with nothing changed, when that is not
-        possible now. Without `allocate` it is moved only if it needs no page.
+        possible now. Without `allocate` it is moved only if it needs no page. `seat`: gives up its
+        seat where all are taken.
         """
         config = self._config
         matched = self._match(sequence)
@@ -220,6 +284,8 @@ class Batcher:
             if sequence.num_preemptions == 0:
                 reused = min(sequence.num_computed, len(sequence.prompt_tokens))
                 sequence.num_cached_tokens = reused
+        if seat is not None and len(self.running) >= config.max_num_seqs:
+            self._unseat(seat, batch)
         self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=rank)
@@ -298,6 +364,23 @@ class Batcher:
 
     # ------------------------------------------------------------ giving way
 
+    def _yielding_to(self, sequence: Sequence, num_pages: int) -> Sequence | None:
+        """Return the sequence that gives pages to a running one which needs so many, or None.
+
+        Whatever the shares, the first in order finds one while others hold pages: there is always
+        progress.
+        """
+        later = [other for other in self._holders() if rank(other) > rank(sequence)]
+        if len(self._flows) == 1:
+            return last_in_order(later)
+        standing, flow = self._standing(), sequence.flow
+        if standing.is_within(flow, 0, num_pages):
+            above = standing.above(self._holders(), flow)
+            return above[0] if above else last_in_order(later)
+        alike = [one for one in later if one.flow == flow or not standing.is_within(one.flow)]
+        is_first = all(one.flow != flow or rank(one) >= rank(sequence) for one in self.running)
+        return last_in_order(alike or (later if is_first else []))
+
     def _holders(self) -> Iterable[Sequence]:
         """Yield the sequences whose pages could be taken back now."""
         for sequence in self.running:
@@ -319,7 +402,14 @@ class Batcher:
         batch.preempted.append(victim)
         if victim.state is SequenceState.RUNNING:
             self.running.remove(victim)
-            self.enqueue(victim)
+            self._wait(victim)
+
+    def _unseat(self, victim: Sequence, batch: Batch) -> None:
+        """Move a running sequence to the waiting queue; it keeps its pages."""
+        batch.take_back(victim)
+        batch.preempted.append(victim)
+        self.running.remove(victim)
+        self._wait(victim)
 
     def _fail_if_too_long(self, sequence: Sequence, batch: Batch) -> bool:
         """Fail a sequence that would never fit, however long it waited; True if it failed."""

@@ -23,6 +23,7 @@ from mooncake.base.messages import CostSample, WorkerLoad
 from mooncake.base.request import (
     Failure,
     FinishReason,
+    Flow,
     GenerateRequest,
     TokenLogprobs,
     request_finish,
@@ -170,6 +171,17 @@ class Engine:
         del self._unreleased[sequence.sequence_id]
         self.pool.release(sequence.drop_kv())
 
+    def reclaim(self, flow: Flow, num_pages: int, num_own: int) -> bool:
+        """Return whether `num_pages` can be allocated for a flow (a tenant in a class) that would
+        hold `num_own` pages outside of the engine and no more than its share in all. What other
+        flows hold above their shares is preempted for it; where there are none, nothing is done.
+        """
+        if not self._batcher.is_shared_with(flow):
+            return False
+        preempted = self._batcher.reclaim(flow, num_pages, num_own)
+        self._count_preempted(preempted or [])
+        return preempted is not None
+
     # ------------------------------------------------------------ steps
 
     def tick(self, now: float) -> list[SequenceOutput]:
@@ -186,9 +198,7 @@ class Engine:
         outputs: list[SequenceOutput] = []
         while len(self._in_flight) < self.config.max_steps_in_flight:
             batch = self._batcher.plan()
-            for sequence in batch.preempted:
-                self.counters["preemptions"] += 1
-                self._forget_in_runner(sequence)
+            self._count_preempted(batch.preempted)
             for sequence, failure in batch.failed:
                 self._end(sequence)
                 outputs.append(
@@ -505,6 +515,11 @@ class Engine:
         self._forget_in_runner(sequence)
         del self._sequences[sequence.sequence_id]
         self.pool.release(sequence.drop_kv())
+
+    def _count_preempted(self, preempted: list[Sequence]) -> None:
+        self.counters["preemptions"] += len(preempted)
+        for sequence in preempted:
+            self._forget_in_runner(sequence)
 
     def _forget_in_runner(self, sequence: Sequence) -> None:
         if sequence.known_to_runner:

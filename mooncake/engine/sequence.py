@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mooncake.base.blocks import BlockKey, chain_root, extend_chain
-from mooncake.base.request import Failure, FinishReason, GenerateRequest, TokenLogprobs
+from mooncake.base.request import Failure, FinishReason, Flow, GenerateRequest, TokenLogprobs
 
 
 class SequenceState(str, Enum):
@@ -63,7 +63,8 @@ class Sequence:
     prompt_tokens: memoryview[int] = field(init=False)
     attempt: int = 0
     turn: float = 0.0
-    """Its place within its class: smaller goes first."""
+    """Its place in the order: smaller goes first."""
+    flow: Flow = field(init=False)
     output_tokens: list[int] = field(default_factory=list)
     max_new_tokens: int = 0
     """The engine ends the sequence at this many output tokens, including those it came with; 0
@@ -103,6 +104,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.request.prompt_tokens
+        self.flow = self.request.flow
         if self.max_new_tokens == 0:
             self.max_new_tokens = self.request.sampling.max_tokens
         wanted = self.request.sampling.num_prompt_logprobs is not None

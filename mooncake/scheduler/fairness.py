@@ -1,10 +1,13 @@
-"""Fairness: the order between classes of service, and between tenants within one class.
+"""Fairness: the order between requests of classes of service and of tenants.
 
-Pure. `Turns` is owned by the admission permits, `WorkerQueues` by the Conductor. Classes are
-strict: premium before interactive before batch. Within a class tenants take turns by tokens, as in
-start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996): a request's turn begins where its
-tenant's last one ended, but never before the turn that is being served now. So a flood of requests
-queues behind itself, and unused turns cannot be saved up. Turns travel with the tasks: engines
+Pure. `Turns` is owned by the admission permits, `WorkerQueues` by the Conductor. Requests take
+turns by tokens, as in self-clocked fair queuing (Golestani, INFOCOM 1994): a request's turn ends as
+many tokens, divided by its weight, after its tenant's last one, or after the turn that is being
+served now, if that is later. So a flood of requests queues behind itself, unused turns cannot be
+saved up, and a premium flood leaves interactive requests their part: a tenant gets 16 tokens of
+premium for 4 of interactive. One that uses both has one share, which it divides. Batch requests
+are patient: behind all others, where capacity is idle. While they wait, the tokens of others earn
+them some (`BatchCredit`), for which the first goes in at once. Turns travel with the tasks: engines
 serve their queues in this order.
 """
 
@@ -12,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mooncake.base import Priority
+from mooncake.base import Flow, Priority
 
 LATELY_S = 60.0
 """A tenant or class seen within this time counts as present, and capacity is kept free for it."""
@@ -23,15 +26,18 @@ OVER_SHARE = 0.85
 BELOW_PREMIUM_SHARE = 0.9
 """The share of every limit for interactive requests while premium ones are present."""
 BATCH_SHARE = 0.7
-"""The share of every limit for batch requests: they fill idle capacity only."""
+"""The share of every limit for batch requests: they fill idle capacity."""
 MAX_IDLE_FLOWS = 256
 RATE_WINDOW_S = 30.0
 """The work of a class is averaged over this time."""
-MOST_OVERTAKEN = 0.9
-"""At most this share of the workers' time is expected to go to higher classes."""
 
-Order = tuple[int, float]
-"""(class, turn): smaller goes first."""
+PATIENT_TURN = 1e15
+"""Turns of batch requests begin here, behind all others."""
+MAX_CREDIT_TOKENS = 32_768.0
+"""A batch request with a longer prompt goes in for as much."""
+
+Order = tuple[float, int]
+"""(turn, class): smaller goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,58 +47,123 @@ class QueuePosition:
     order: Order
     share: float = 1.0
     """The share of limits and permits that the request may use."""
+    is_patient: bool = False
+    """Whether it goes only where it fills idle capacity, and yields to others."""
+
+
+class BatchCredit:
+    """The tokens that batch work has earned while it waits: what others compute, by the weights of
+    the classes.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+
+    def earn(self, priority: Priority, num_tokens: int) -> None:
+        """Count tokens of a request of another class."""
+        earned = num_tokens * Priority.BATCH.weight / priority.weight
+        self._tokens = min(MAX_CREDIT_TOKENS, self._tokens + earned)
+
+    def spend(self, num_tokens: int) -> bool:
+        """Take the tokens of a batch request's prompt; False: there are not as many."""
+        cost = min(MAX_CREDIT_TOKENS, num_tokens)
+        if self._tokens < cost:
+            return False
+        self._tokens -= cost
+        return True
 
 
 class Turns:
-    """The turns of all tenants, by class, and what each tenant has accepted."""
+    """The turns of all tenants in all classes, and what each tenant has accepted."""
 
     def __init__(self) -> None:
-        self._clocks = dict.fromkeys(Priority, 0.0)
-        """Class -> the latest turn that has been served."""
-        self._next: dict[tuple[Priority, str], float] = {}
+        self.clock = 0.0
+        """The latest turn that has been served, but for batch."""
+        self._batch_clock = PATIENT_TURN
+        self._credit = BatchCredit()
+        self._next: dict[Flow, float] = {}
         """(class, tenant) -> where its next turn begins."""
-        self._open: Counter[tuple[Priority, str]] = Counter()
+        self._open: Counter[Flow] = Counter()
         self._tokens: Counter[str] = Counter()
         """Tenant -> prompt tokens of its accepted requests."""
         self._seen_s: dict[str, float] = {}
         """Tenant -> when it was last seen, the earliest first."""
         self._premium_s: float | None = None
 
-    def queue_position(self, priority: Priority, tenant: str, now: float) -> QueuePosition:
-        """Return the queue position of a request that has just arrived; nothing is recorded yet."""
-        turn = max(self._next.get((priority, tenant), 0.0), self._clocks[priority])
-        return QueuePosition((priority.order, turn), self._share(priority, tenant, now))
+    def queue_position(self, flow: Flow, num_tokens: int, now: float) -> QueuePosition:
+        """Return the queue position of a request that has just arrived, with so many tokens in its
+        prompt; nothing is recorded yet.
+        """
+        start = max(self._next.get(flow, 0.0), self._clock_of(flow))
+        order = start + self._length(flow, num_tokens), flow[0].order
+        return QueuePosition(order, self._share(*flow, now), flow[0] is Priority.BATCH)
 
-    def add(self, priority: Priority, tenant: str, turn: float, num_tokens: int) -> None:
+    def add(self, flow: Flow, position: QueuePosition, num_tokens: int) -> None:
         """Record an accepted request of `num_tokens` prompt tokens; `remove` must follow."""
-        self._next[priority, tenant] = turn + num_tokens
-        self._open[priority, tenant] += 1
-        self._tokens[tenant] += num_tokens
+        self._next[flow] = position.order[0]
+        self._open[flow] += 1
+        self._tokens[flow[1]] += num_tokens
 
-    def on_first_token(self, priority: Priority, turn: float) -> None:
-        """Record that this turn was served: requests that arrive from now on come after it."""
-        self._clocks[priority] = max(self._clocks[priority], turn)
+    def on_served(self, turn: float) -> None:
+        """Record that this turn was served, here or by another gateway: requests that arrive from
+        now on come after it.
+        """
+        if turn < PATIENT_TURN:
+            self.clock = max(self.clock, turn)
+        else:
+            self._batch_clock = max(self._batch_clock, turn)
 
-    def remove(self, priority: Priority, tenant: str, num_prompt: int, num_output: int) -> None:
-        """Record the end of a request; its output tokens delay its tenant's next turn as well."""
-        flow = (priority, tenant)
-        self._next[flow] += num_output
+    def on_first_token(self, flow: Flow, position: QueuePosition, num_tokens: int) -> None:
+        """Record that a request's prompt of `num_tokens` tokens was computed."""
+        self.on_served(position.order[0])
+        self._earn(flow, num_tokens)
+
+    def due(self, position: QueuePosition, num_tokens: int) -> QueuePosition | None:
+        """Return the position of a batch request that need not be patient any more, because others
+        have computed enough while batch work waited; None: it has to be.
+        """
+        if not position.is_patient or not self._credit.spend(num_tokens):
+            return None
+        return replace(position, order=(self.clock, position.order[1]), is_patient=False)
+
+    def remove(self, flow: Flow, num_prompt: int, num_output: int) -> None:
+        """Record the end of a request; its output tokens delay its flow's next turn as well."""
+        tenant = flow[1]
+        self._earn(flow, num_output)
+        self._next[flow] += self._length(flow, num_output)
         self._open[flow] -= 1
         self._tokens[tenant] -= num_prompt
         if not self._tokens[tenant]:
             del self._tokens[tenant]
         if not self._open[flow]:
             del self._open[flow]
-            self._forget_idle(priority)
+            self._forget_idle()
 
-    def note_arrival(self, priority: Priority, tenant: str, now: float) -> None:
+    def note_arrival(self, flow: Flow, now: float) -> None:
         """Record that a tenant has sent a request, whether or not it will be accepted."""
+        priority, tenant = flow
         self._seen_s.pop(tenant, None)
         self._seen_s[tenant] = now
         for name in [name for name, at_s in self._seen_s.items() if now - at_s > LATELY_S]:
             del self._seen_s[name]
         if priority is Priority.PREMIUM:
             self._premium_s = now
+
+    def _clock_of(self, flow: Flow) -> float:
+        return self._batch_clock if flow[0] is Priority.BATCH else self.clock
+
+    def _earn(self, flow: Flow, num_tokens: int) -> None:
+        if flow[0] is not Priority.BATCH and any(one[0] is Priority.BATCH for one in self._open):
+            self._credit.earn(flow[0], num_tokens)
+
+    def _length(self, flow: Flow, num_tokens: int) -> float:
+        """Return how far so many tokens move the next turn of a flow."""
+        priority, tenant = flow
+        other = {
+            Priority.PREMIUM: Priority.INTERACTIVE, Priority.INTERACTIVE: Priority.PREMIUM,
+        }.get(priority)  # fmt: skip
+        uses_both = other is not None and (other, tenant) in self._open
+        return num_tokens * (2 if uses_both else 1) / priority.weight
 
     def _share(self, priority: Priority, tenant: str, now: float) -> float:
         """Return the share of the limits that a request of this class and tenant may use now."""
@@ -104,7 +175,7 @@ class Turns:
             share = BELOW_PREMIUM_SHARE if now - self._premium_s <= LATELY_S else 1.0
         return share * (OVER_SHARE if self._is_over(tenant, now) else 1.0)
 
-    def check_integrity(self, holders: Counter[tuple[Priority, str]]) -> None:
+    def check_integrity(self, holders: Counter[Flow]) -> None:
         """Raise AssertionError unless exactly these (class, tenant) counts are accepted."""
         assert self._open == holders, "turns were given to others than the requests here"
         assert set(self._tokens) == {tenant for _, tenant in holders}
@@ -115,17 +186,18 @@ class Turns:
         num_present = len(recent | self._tokens.keys())
         return self._tokens[tenant] * num_present > self._tokens.total()
 
-    def _forget_idle(self, priority: Priority) -> None:
-        """Drop flows that make no difference any more; the clock of an idle class moves to the
-        latest of its turns.
+    def _forget_idle(self) -> None:
+        """Drop flows that make no difference any more; the clock of idle classes moves to the
+        latest of their turns.
         """
-        flows = [flow for flow in self._next if flow[0] is priority]
-        if not any(flow in self._open for flow in flows):
-            self._clocks[priority] = max(self._next[flow] for flow in flows)
-        idle = [flow for flow in flows if flow not in self._open]
-        passed = [flow for flow in idle if self._next[flow] <= self._clocks[priority]]
-        too_many = max(0, len(idle) - MAX_IDLE_FLOWS // len(Priority))
-        for flow in passed or idle[:too_many]:
+        for is_batch in (False, True):
+            if not any((flow[0] is Priority.BATCH) == is_batch for flow in self._open):
+                for flow, turn in self._next.items():
+                    if (flow[0] is Priority.BATCH) == is_batch:
+                        self.on_served(turn)
+        idle = [flow for flow in self._next if flow not in self._open]
+        passed = [flow for flow in idle if self._next[flow] <= self._clock_of(flow)]
+        for flow in passed or idle[: max(0, len(idle) - MAX_IDLE_FLOWS)]:
             del self._next[flow]
 
 
@@ -144,9 +216,9 @@ class WorkerQueues:
         self, worker_id: str, request_id: str, order: Order, seconds: float, now: float
     ) -> None:
         """Add a placed request whose prompt takes `seconds` to compute."""
-        rate, at_s = self._rates.get(order[0], (0.0, now))
+        rate, at_s = self._rates.get(order[1], (0.0, now))
         rate = rate * math.exp((at_s - now) / RATE_WINDOW_S) + seconds / RATE_WINDOW_S
-        self._rates[order[0]] = rate, now
+        self._rates[order[1]] = rate, now
         self._queues.setdefault(worker_id, {})[request_id] = order, seconds
         self._worker_of[request_id] = worker_id
 
@@ -166,11 +238,15 @@ class WorkerQueues:
 
     def slowdown(self, order: Order, num_workers: int, now: float) -> float:
         """Return the factor by which a wait becomes longer because requests of higher classes that
-        are still to arrive overtake it, at the rate they arrived lately.
+        are still to arrive overtake it, at the rate they arrived lately, and at most by what their
+        weights give them.
         """
-        found = [(rate, at_s) for level, (rate, at_s) in self._rates.items() if level < order[0]]
-        rate = sum(rate * math.exp((at_s - now) / RATE_WINDOW_S) for rate, at_s in found)
-        return 1 / (1 - min(rate / max(1, num_workers), MOST_OVERTAKEN))
+        found = {level: known for level, known in self._rates.items() if level < order[1]}
+        rate = sum(rate * math.exp((at_s - now) / RATE_WINDOW_S) for rate, at_s in found.values())
+        weights = {priority.order: priority.weight for priority in Priority}
+        higher = sum(weights[level] for level in found)
+        most = higher / (higher + weights[order[1]])
+        return 1 / (1 - min(rate / max(1, num_workers), most))
 
     def check_integrity(self, placed: set[str]) -> None:
         """Raise AssertionError when a queued request is placed nowhere."""

@@ -27,6 +27,7 @@ from mooncake.base.messages import DoubtPeers, GatewayNews, PeersHeard
 from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.balance import RoleChange
 from mooncake.scheduler.gateway.loss_agreement import LossAgreement
 from mooncake.scheduler.gateway.peer_gateways import PeerGateways
@@ -84,12 +85,13 @@ class Gateway:
         self._channel = channel
         self._recorder = recorder
         self._membership = MembershipTable(worker, channel, config.heartbeat_timeout_s)
+        turns = Turns()
         self._peers = PeerGateways(
-            worker, channel, conductor.bookings, peers, config.heartbeat_timeout_s
+            worker, channel, conductor.bookings, peers, config.heartbeat_timeout_s, turns
         )
         self._losses = LossAgreement(worker, channel)
         ports = GatewayPorts(worker=worker, channel=channel, ids=ids, recorder=recorder)
-        self._request_manager = RequestManager(config, ports, conductor, self._membership)
+        self._request_manager = RequestManager(config, ports, conductor, self._membership, turns)
         self._switching = RoleSwitching(
             config, channel, self._membership, conductor, self._request_manager
         )

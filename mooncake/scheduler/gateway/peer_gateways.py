@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mooncake.base import AnyMessage, WorkerRef
 from mooncake.base.messages import OWN_RELEASE, GatewayNews, Release
 from mooncake.rpc.channel import Channel
+from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.status import GatewayStatus, shown_address
 from mooncake.scheduler.placement.booking_table import BookingTable, BookingUpdate
 
@@ -46,7 +47,10 @@ class PeerGateways:
         bookings: BookingTable,
         addresses: Sequence[str],
         timeout_s: float,
+        turns: Turns | None = None,
     ) -> None:
+        """`turns` are kept in step with those of the other gateways."""
+        self._turns = turns or Turns()
         self._gateway = gateway
         self._channel = channel
         self._bookings = bookings
@@ -120,6 +124,7 @@ class PeerGateways:
         peer.ref, peer.heard_s, peer.silent = ref, now, False
         peer.ask_bookings = peer.ask_bookings or is_new
         self._untried.pop(ref.address, None)
+        self._turns.on_served(event.turn)
         for other in event.gateways:
             if other.worker_id not in self._peers and other.worker_id != self._gateway.worker_id:
                 self._untried[other.address] = now + FORGET_S
@@ -194,6 +199,7 @@ class PeerGateways:
             open=self._bookings.own_ids() if whole else None,
             send_all=ask_bookings,
             release=OWN_RELEASE,
+            turn=self._turns.clock,
         )
 
     def _check_silence(self, now: float) -> None:

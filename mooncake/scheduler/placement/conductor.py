@@ -244,11 +244,13 @@ class Conductor:
 
         `keys` name the full blocks of prompt and output so far. `exclude` is None for a new
         request. For a request that was accepted before, and has no limits any more, it names the
-        workers it failed on, which are used only when there is no other. Batch work, new or not, is
-        placed only where it fills idle capacity.
+        workers it failed on, which are used only when there is no other. Batch work before its
+        turn, new or not, is placed only where it fills idle capacity.
         """
         admit, exclude = exclude is None, exclude or ()
-        queue_position = queue_position or QueuePosition((request.priority.order, 0.0))
+        queue_position = queue_position or QueuePosition(
+            (0.0, request.priority.order), is_patient=request.priority is Priority.BATCH
+        )
         if not len(self._decodes):
             return no_decode()
         query = self._query(request, keys, num_output_so_far, exclude)
@@ -258,7 +260,7 @@ class Conductor:
         prefill, decode = chosen
         ttft_s = self._ttft_s(prefill, queue_position, now)
         if admit or request.priority is Priority.BATCH:
-            rejection = self._check(request, query, chosen, queue_position.share, ttft_s, now)
+            rejection = self._check(request, query, chosen, queue_position, ttft_s, now)
             if rejection is not None:
                 return rejection
         self._queues.add(
@@ -381,19 +383,19 @@ class Conductor:
         request: GenerateRequest,
         query: PairQuery,
         pair: Pair,
-        share: float,
+        position: QueuePosition,
         ttft_s: float,
         now: float,
     ) -> Rejection | None:
-        """Return a rejection when the request may use only this share of its limits and would
-        miss them, or is batch work that would not fill idle capacity.
+        """Return a rejection when the request would miss the share of its limits that it may use,
+        or is patient and would not fill idle capacity.
         """
         prefill, decode = pair
         tbt_s = self._admission_tbt_s(prefill, decode, query.decode, now)
-        if request.priority is Priority.BATCH:
-            return check_idle(self._config, prefill, decode, tbt_s, share)
+        if position.is_patient:
+            return check_idle(self._config, prefill, decode, tbt_s, position.share)
         return check_room(self._config, request, decode) or check_limits(
-            self._config, request, ttft_s, tbt_s, share
+            self._config, request, ttft_s, tbt_s, position.share
         )
 
     def _admission_tbt_s(

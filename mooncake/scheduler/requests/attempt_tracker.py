@@ -84,11 +84,12 @@ class AttemptTracker:
         self._batch.pop(record.request_id, None)
         record.placement = None
 
-    def latest_batch(self, decode: WorkerRef | None) -> RequestRecord | None:
-        """Return the batch request that was placed last (on this decode worker), or None."""
+    def latest_patient(self, decode: WorkerRef | None) -> RequestRecord | None:
+        """Return the patient request that was placed last (on this decode worker), or None."""
         for record in reversed(self._batch.values()):
             assert record.placement is not None, "a pending request would yield"
-            if decode is None or record.placement.decode == decode:
+            is_there = decode in (None, record.placement.decode)
+            if is_there and record.queue_position.is_patient:
                 return record
         return None
 

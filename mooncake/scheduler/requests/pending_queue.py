@@ -1,8 +1,8 @@
 """The pending queue: accepted requests that are placed on no worker.
 
 Owned by the request manager. It holds requests whose worker was lost or full while no other had
-room (bound `max_queue`; one more fails with 503), and batch work until capacity is idle (bounded by
-the permits). They are retried in the order of their turns.
+room (bound `max_queue`; one more fails with 503), and batch work until capacity is idle or it is
+due (bounded by the permits). They are retried in the order of their turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RETRY_WAITING_S = 0.25
 
 
 class PendingQueue:
-    """Requests by id, ordered by class, turn and arrival."""
+    """Requests by id, ordered by turn, class and arrival."""
 
     def __init__(self, bound: int, read_ahead: ReadAhead) -> None:
         self._bound = bound
@@ -43,8 +43,8 @@ class PendingQueue:
 
     @property
     def has_batch(self) -> bool:
-        """Whether batch work waits here; it is always at the end of the queue."""
-        return bool(self._queue) and _is_batch(self._queue[-1][0])
+        """Whether batch work waits here."""
+        return len(self._queue) > self._num_bounded
 
     def add(self, record: RequestRecord, now: float) -> bool:
         """Add a request. Returns False when the queue is full; batch work always has room."""
@@ -90,4 +90,4 @@ class PendingQueue:
 
 
 def _is_batch(order: Order) -> bool:
-    return order[0] == Priority.BATCH.order
+    return order[1] == Priority.BATCH.order

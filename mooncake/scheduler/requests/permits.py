@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 
-from mooncake.base import GenerateRequest, Overloaded, Priority
+from mooncake.base import Flow, GenerateRequest, Overloaded, Priority
 from mooncake.scheduler.fairness import QueuePosition, Turns
 from mooncake.scheduler.placement.admission import Rejection, reject
 
@@ -28,24 +28,24 @@ class AdmissionPermits:
     sequence, by request id so that none is released twice; and the turns of those that hold one.
     """
 
-    def __init__(self, max_inflight: int) -> None:
+    def __init__(self, max_inflight: int, turns: Turns | None = None) -> None:
         self._max_inflight = max_inflight
         self._held: set[str] = set()
-        self._held_by: Counter[tuple[Priority, str]] = Counter()
+        self._held_by: Counter[Flow] = Counter()
         """(class, tenant) -> permits."""
-        self._turns = Turns()
+        self.turns = turns or Turns()
 
     def acquire(self, request: GenerateRequest, now: float) -> QueuePosition | Rejection:
         """Take a permit; `confirm` or `cancel` must follow. Returns the request's queue position,
         or a rejection when its tenant has one of its class already and may use no more.
         """
-        self._turns.note_arrival(request.priority, request.tenant, now)
-        queue_position = self._turns.queue_position(request.priority, request.tenant, now)
+        flow = request.flow
+        self.turns.note_arrival(flow, now)
+        queue_position = self.turns.queue_position(flow, request.prompt_price, now)
         num_held = len(self._held)
         num_own = sum(self._held_by[priority, request.tenant] for priority in Priority)
         none_left = num_held >= math.ceil(self._max_inflight * queue_position.share)
         none_for_it = num_own >= TENANT_RATIO * (self._max_inflight - num_held)
-        flow = request.priority, request.tenant
         if self._held_by[flow] and (none_left or none_for_it):
             return reject(
                 Overloaded,
@@ -63,33 +63,24 @@ class AdmissionPermits:
         """Give back the permit of a request that was refused after all."""
         assert request.request_id in self._held, "a permit was given back twice"
         self._held.remove(request.request_id)
-        flow = request.priority, request.tenant
-        self._held_by[flow] -= 1
-        if not self._held_by[flow]:
-            del self._held_by[flow]
+        self._held_by[request.flow] -= 1
+        if not self._held_by[request.flow]:
+            del self._held_by[request.flow]
 
     def confirm(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
         """Accept the request: its tenant's next turn begins after it."""
-        self._turns.add(
-            request.priority, request.tenant, queue_position.order[1], request.prompt_price
-        )
-
-    def on_first_token(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
-        """Record that the turn of this request has been served."""
-        self._turns.on_first_token(request.priority, queue_position.order[1])
+        self.turns.add(request.flow, queue_position, request.prompt_price)
 
     def release(self, request: GenerateRequest, num_output_tokens: int) -> None:
         """Give back the permit of a request that has ended."""
         self.cancel(request)
-        self._turns.remove(
-            request.priority, request.tenant, request.prompt_price, num_output_tokens
-        )
+        self.turns.remove(request.flow, request.prompt_price, num_output_tokens)
 
     def check_integrity(self, requests: Collection[GenerateRequest]) -> None:
         """Raise AssertionError unless exactly these requests hold a permit."""
         holders = {request.request_id for request in requests}
         assert self._held == holders, "permits and requests disagree"
-        flows = Counter((request.priority, request.tenant) for request in requests)
+        flows = Counter(request.flow for request in requests)
         assert self._held_by == flows
         assert len(self._held) <= self._max_inflight + max(0, len(flows) - 1)
-        self._turns.check_integrity(flows)
+        self.turns.check_integrity(flows)

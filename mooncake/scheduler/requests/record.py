@@ -136,7 +136,7 @@ class RequestRecord:
             prefill=prefill,
             output_tokens=output_tokens,
             sources=sources if prefill is None else [],
-            turn=self.queue_position.order[1],
+            turn=self.queue_position.order[0],
         )
         if prefill is None:
             return [(decode, decode_task)]
@@ -147,7 +147,7 @@ class RequestRecord:
             decode=decode,
             output_tokens=output_tokens,
             sources=sources,
-            turn=self.queue_position.order[1],
+            turn=self.queue_position.order[0],
             num_replicate_blocks=placement.num_replicate_blocks,
         )
         return [(decode, decode_task), (prefill, prefill_task)]

@@ -9,9 +9,9 @@ in here.
                 │         │ ▲                        │
               refused   refused └── pending queue ◄──┘ worker lost, full, failed or stalled
 
-Pending are requests whose worker was lost or full, and batch work until capacity is idle. Batch
-work yields: where another request finds no room on decode, a batch request goes back to the pending
-queue and keeps its tokens so far.
+Pending are requests whose worker was lost or full, and batch work until capacity is idle, or others
+have computed so much that it is due. Batch work that fills idle capacity yields: where another
+request finds no room on decode, it goes back to the pending queue and keeps its tokens so far.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.fairness import QueuePosition
+from mooncake.scheduler.fairness import QueuePosition, Turns
 from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import (
     NO_ROOM_REASONS,
@@ -86,12 +86,13 @@ class RequestManager:
         ports: GatewayPorts,
         conductor: Conductor,
         membership: MembershipTable,
+        turns: Turns | None = None,
     ) -> None:
         self._config = config
         self._ports = ports
         self._conductor = conductor
         self._membership = membership
-        self._permits = AdmissionPermits(config.max_inflight)
+        self._permits = AdmissionPermits(config.max_inflight, turns)
         self._requests: dict[str, RequestRecord] = {}
         self._attempts = AttemptTracker(ports, membership)
         read_ahead = ReadAhead(config, ports.worker, ports.channel, conductor)
@@ -297,8 +298,8 @@ class RequestManager:
     def _find_yielding(self, result: Placement | Rejection) -> RequestRecord | None:
         """Return the batch request that was placed last among those in the way, or None."""
         if isinstance(result, Placement):
-            return self._attempts.latest_batch(result.decode) if result.must_wait else None
-        return self._attempts.latest_batch(None) if result.reason in NO_ROOM_REASONS else None
+            return self._attempts.latest_patient(result.decode) if result.must_wait else None
+        return self._attempts.latest_patient(None) if result.reason in NO_ROOM_REASONS else None
 
     def _end_attempt(
         self, record: RequestRecord, reason: str, now: float, failed_on: str | None = None
@@ -371,20 +372,27 @@ class RequestManager:
     def _place_pending(self, now: float) -> None:
         """Try each pending request once, in order of turns; of batch work as much as fits."""
         self._pending.on_retried(now)
+        batch_waits = False
         for request_id in list(self._pending):
             record = self._requests.get(request_id)
             if record is None:
                 continue  # ended by the sink of another one meanwhile
+            is_batch = record.request.priority is Priority.BATCH
             if now < record.retry_s or self._finish_if_ended(record, now):
                 continue
+            if is_batch and batch_waits:
+                continue
+            num_tokens = record.request.prompt_price
+            due = self._permits.turns.due(record.queue_position, num_tokens)
+            record.queue_position = due or record.queue_position
             result = self._place(record, now)
             if isinstance(result, Placement):
                 self._pending.remove(request_id, gone=False)
                 self._attempts.begin(record, result, now)
             elif result.permanent:
                 self._finish(record, FinishReason.ERROR, now, failure=result.failure())
-            elif record.request.priority is Priority.BATCH:
-                break  # all that follow are batch too
+            elif is_batch:
+                batch_waits = True  # and what comes after it: none overtakes it
             elif now >= record.wait_until_s:
                 text = (
                     f"Its worker was lost and none could take over within "
@@ -435,7 +443,9 @@ class RequestManager:
         record.last_progress_s = now
         if record.state is RequestState.PREFILLING:
             record.move(RequestState.DECODING)
-            self._permits.on_first_token(record.request, record.queue_position)
+            request = record.request
+            num_tokens = request.prompt_price
+            self._permits.turns.on_first_token(request.flow, record.queue_position, num_tokens)
             rejection = self._conductor.on_prefilled(record.request, now)
             if rejection is not None and record.num_attempts == 1:
                 self.counters["requests_shed"] += 1

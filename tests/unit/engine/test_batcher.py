@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -212,27 +213,38 @@ def test_a_preempted_sequence_comes_back_first_and_finds_its_blocks() -> None:
     assert last.num_cached_tokens == 0
 
 
-def test_a_newcomer_displaces_a_lower_class_only() -> None:
-    planner = Planner(num_blocks=4, max_batched_tokens=20)
+def test_a_newcomer_takes_pages_that_another_flow_has_above_its_share() -> None:
+    planner = Planner(num_blocks=5, max_batched_tokens=20)
+    planner.add(2, max_tokens=2)
     usual = planner.add(10, max_tokens=9)
     planner.plan()
     planner.add(7)
-    assert planner.plan() == {1: 1}
-    batch_usual = planner.batcher.plan()
-    assert batch_usual.preempted == []
+    assert planner.plan() == {1: 1, 2: 1}
+    assert planner.batcher.plan().preempted == [], "its own flow gives nothing"
     planner.add(7, priority=Priority.PREMIUM)
     batch = planner.batcher.plan()
     assert batch.preempted == [usual]
-    assert batch.budget == 20 - 7  # the share of the displaced one was given back
-    assert planner.commit(batch) == {3: 7}
+    assert batch.budget == 20 - 7 - 1  # the share of the displaced one was given back
+    assert planner.commit(batch) == {1: 1, 4: 7}
+
+
+def test_the_first_sequence_of_a_flow_comes_to_its_end() -> None:
+    """However large it is: others would take it back and forth for ever."""
+    planner = Planner(num_blocks=4)
+    large = planner.add(14, max_tokens=2, tenant="large")
+    planner.plan()
+    planner.add(7, priority=Priority.PREMIUM)
+    assert planner.plan() == {1: 1}
+    assert large.num_preemptions == 0
 
 
 def test_no_page_is_left_for_sequences_that_would_yield_anyway() -> None:
-    planner = Planner(num_blocks=4)
+    planner = Planner(num_blocks=5)
+    planner.add(2, max_tokens=2, priority=Priority.BATCH)
     low = planner.add(3, max_tokens=9, priority=Priority.BATCH)
     planner.plan()
     planner.add(12, priority=Priority.PREMIUM)
-    assert planner.plan() == {1: 1, 2: 12}
+    assert planner.plan() == {1: 1, 2: 1, 3: 12}
     assert low.num_preemptions == 0
 
 
@@ -247,13 +259,61 @@ def test_no_sequence_is_displaced_in_vain() -> None:
 
 
 def test_pages_shared_with_others_do_not_count_as_room() -> None:
-    planner = Planner(num_blocks=4)
+    planner = Planner(num_blocks=5)
+    planner.add(2, max_tokens=2, priority=Priority.BATCH)
     low = planner.add(12, priority=Priority.BATCH)
     planner.plan()
     planner.pool.hold(low.pages)  # a role still moves them
-    planner.add(5, priority=Priority.PREMIUM)
-    assert 2 not in planner.plan()
+    planner.add(9, priority=Priority.PREMIUM)
+    assert 3 not in planner.plan()
     assert low.num_preemptions == 0
+
+
+def test_a_newcomer_takes_a_seat_and_its_owner_keeps_its_pages() -> None:
+    planner = Planner(max_num_seqs=4)
+    flood = [planner.add(3, max_tokens=90, tenant="flood") for _ in range(8)]
+    planner.plan()
+    mine = planner.add(3, max_tokens=90, tenant="other")
+    batch = planner.batcher.plan()
+    assert batch.preempted == [flood[3]], "the last in order"
+    assert len(flood[3].pages) == 1
+    assert list(planner.commit(batch)) == [1, 2, 3, 9]
+    more = planner.add(3, max_tokens=90, tenant="other")
+    assert list(planner.plan()) == [1, 2, 9, 10]
+    planner.add(3, tenant="other")
+    assert list(planner.plan()) == [1, 2, 9, 10], "no more than its share"
+    planner.finish(mine)
+    planner.finish(more)
+    assert list(planner.plan()) == [1, 2, 3, 11], "one seat for each"
+    assert flood[2].num_computed == 5, "nothing is computed again"
+
+
+def test_seats_are_shared_by_the_weights_of_classes() -> None:
+    planner = Planner(max_num_seqs=20)
+    for priority in Priority:
+        for _ in range(40):
+            planner.add(1, max_tokens=90, priority=priority)
+    for _ in range(3):
+        planner.plan()
+    seats = Counter(sequence.flow[0] for sequence in planner.batcher.running)
+    assert seats == {Priority.PREMIUM: 16, Priority.INTERACTIVE: 3, Priority.BATCH: 1}
+
+
+def test_a_flow_below_its_share_keeps_its_pages_when_others_grow() -> None:
+    planner = Planner(num_blocks=8)
+    flood = [planner.add(4, max_tokens=20, tenant="flood") for _ in range(4)]
+    mine = planner.add(4, max_tokens=12, tenant="mine")
+    for step in range(40):
+        planner.plan()
+        assert mine.num_computed > 0 or step < 2, "it waits until the flood has grown at most"
+        for sequence in list(planner.batcher.running):
+            if len(sequence.output_tokens) == sequence.max_new_tokens:
+                planner.finish(sequence)
+        if mine.state is ENDED:
+            break
+    assert mine.num_preemptions == 0
+    assert mine.state is ENDED, "it never waited for the flood"
+    assert any(sequence.num_preemptions for sequence in flood)
 
 
 def test_sequences_in_flight_are_neither_planned_nor_displaced() -> None:

@@ -98,18 +98,20 @@ def test_a_sequence_that_is_back_in_the_step_that_preempted_it_starts_anew() -> 
 
 
 def displaced(bench: Bench, **settings: Any) -> Sequence:
-    """Return a batch sequence that lost all its pages to a premium one in mid-prompt."""
+    """Return a batch sequence that lost its pages to a premium one in mid-prompt."""
+    bench.add([7], max_tokens=3, priority=Priority.BATCH)
+    bench.step()
     low = bench.add(PROMPT, priority=Priority.BATCH, **settings)
     bench.step()
     assert low.num_computed == bench.config.max_chunk_tokens
-    bench.add([8] * 16, max_tokens=1, priority=Priority.PREMIUM)
+    bench.add([8] * 20, max_tokens=1, priority=Priority.PREMIUM)
     bench.step()
     assert (low.num_preemptions, low.pages) == (1, [])
     return low
 
 
 def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt() -> None:
-    bench = Bench(num_blocks=4, max_chunk_tokens=5)
+    bench = Bench(num_blocks=6, max_chunk_tokens=5)
     low = displaced(bench, num_prompt_logprobs=0)
     outputs: list[SequenceOutput] = []
     while not bench.engine.idle:
@@ -120,7 +122,7 @@ def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt() -> None:
 
 
 def test_blocks_computed_again_are_published_again() -> None:
-    bench = Bench(num_blocks=4, max_chunk_tokens=5)
+    bench = Bench(num_blocks=6, max_chunk_tokens=5)
     displaced(bench)
     keys = block_keys("fake", PROMPT, 4)
     assert bench.engine.pool.match(keys) == []

@@ -1,4 +1,4 @@
-"""Premium before interactive before batch, and no tenant in another's way: step by step, at the
+"""Classes have weights, batch is patient, and no tenant is in another's way: step by step, at the
 gateway.
 """
 
@@ -42,6 +42,23 @@ def test_batch_waits_while_prompts_queue_and_is_taken_up_after() -> None:
         harness.output(harness.p0, f"b{number}", 0, [1], FinishReason.LENGTH)
     assert [client.final.reason for client in batch] == [FinishReason.LENGTH] * 3
     harness.close()
+
+
+def test_batch_that_finds_nothing_idle_goes_in_when_others_have_computed_enough() -> None:
+    harness = Pair()
+    harness.submit(request("r0", 1000, max_tokens=1))
+    batch = [harness.submit(request(f"b{number}", 400, 1, priority=BATCH)) for number in range(2)]
+    for number in range(8):  # never idle: the next comes before the last has ended
+        harness.submit(request(f"r{number + 1}", 1000, max_tokens=1))
+        harness.output(harness.p0, f"r{number}", 0, [1], FinishReason.LENGTH)
+        harness.tick(RETRY_WAITING_S)
+        placed = [len(harness.attempts(f"b{one}")) for one in range(2)]
+        assert placed == [number >= 1, number >= 3], "400 tokens for each 1,600 of others"
+    tasks = {task.request.request_id: task.turn for task in harness.tasks(harness.p0)}
+    assert tasks["b0"] < tasks["r3"], "its turn is now"
+    for number in range(2):
+        harness.output(harness.p0, f"b{number}", 0, [1], FinishReason.LENGTH)
+    assert [client.final.reason for client in batch] == [FinishReason.LENGTH] * 2
 
 
 def test_batch_does_not_overtake_batch_that_waits() -> None:
@@ -125,7 +142,9 @@ def test_under_a_limit_premium_goes_in_before_interactive() -> None:
         harness.submit(request(f"premium{number}", 500, priority=Priority.PREMIUM))
         for number in range(6)
     ]
-    assert [bool(client.finals) for client in premium] == [False] * 4 + [True] * 2
+    assert [bool(client.finals) for client in premium] == [False] * 3 + [True] * 3, (
+        "premium overtakes all but the first, whose turn comes before that of the fourth"
+    )
     assert reason(harness.submit(request("r", 500))) == 429
     assert harness.tasks(harness.p0)[-1].request.priority is Priority.PREMIUM
 

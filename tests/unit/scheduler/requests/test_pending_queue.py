@@ -2,7 +2,7 @@
 
 from mooncake.base import Priority, SeededIds
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.fairness import QueuePosition
+from mooncake.scheduler.fairness import PATIENT_TURN, QueuePosition
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.requests.output_order import OutputOrder
 from mooncake.scheduler.requests.pending_queue import RETRY_WAITING_S, PendingQueue
@@ -24,17 +24,17 @@ def record(name: str, priority: Priority, turn: float) -> RequestRecord:
         sink=Client(),
         accepted_s=0.0,
         order=OutputOrder(name, 4),
-        queue_position=QueuePosition((priority.order, turn)),
+        queue_position=QueuePosition((turn, priority.order)),
     )
 
 
-def test_the_line_is_in_order_of_class_turn_and_coming() -> None:
+def test_the_line_is_in_order_of_turn_class_and_coming() -> None:
     queue = queue_of(8)
     for name, priority, turn in [
-        ("batch", Priority.BATCH, 0.0),
+        ("batch", Priority.BATCH, PATIENT_TURN),
         ("late", Priority.INTERACTIVE, 9.0),
         ("early", Priority.INTERACTIVE, 1.0),
-        ("first", Priority.PREMIUM, 50.0),
+        ("first", Priority.PREMIUM, 1.0),
         ("early, too", Priority.INTERACTIVE, 1.0),
     ]:
         assert queue.add(record(name, priority, turn), 2.0)

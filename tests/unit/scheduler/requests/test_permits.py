@@ -53,7 +53,7 @@ def test_log_probabilities_of_a_prompt_delay_the_tenants_next_turn() -> None:
         permits.confirm(scored, position)
         after = permits.acquire(request("after"), 0.0)
         assert isinstance(after, QueuePosition)
-        turns.append(after.order[1])
+        turns.append(after.order[0] * Priority.INTERACTIVE.weight - len(A.prompt_tokens))
         permits.cancel(request("after"))
         permits.release(scored, 5)
         permits.check_integrity([])
