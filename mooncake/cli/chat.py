@@ -12,7 +12,7 @@ from mooncake.base import MooncakeError
 from mooncake.cli.command import Command
 from mooncake.cli.status import ServerAddress
 from mooncake.launch.config.options import count, number, setting, text
-from mooncake.launch.pool_client.http_client import Client
+from mooncake.launch.host.http_client import Client
 
 ANSWERS = "answers"
 

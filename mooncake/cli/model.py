@@ -14,9 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mooncake.base import format_bytes
 from mooncake.cli.command import Command
 from mooncake.crypto.keys import HOW, KeyRing
-from mooncake.launch.config.options import count, same_as, setting, text
+from mooncake.launch.config.options import count, same_as, setting, text, truth
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import checkpoint
+from mooncake.launch.host.file_digests import check, digests_of, read_list
 from mooncake.launch.host.key_source import key_source, needed_keys
 
 OUT = "output"
@@ -90,6 +91,26 @@ class Rekey(WeightsKey):
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint whose weights are encrypted",
         positional=True, required=True)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Digests:
+    """Settings of `mooncake model digests`."""
+
+    model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Settings of `mooncake model verify`."""
+
+    # fmt: off
+    model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
+    digests: str = setting("", text, OUT, "FILE",
+        "what each file must be, as `sha256sum` prints it", required=True)
+    without_weights: bool = setting(False, truth, OUT, "", "files of weights may be away",
+        switch=True)
     # fmt: on
 
 
@@ -178,6 +199,30 @@ def rekey(wanted: Rekey) -> int:
     return 0
 
 
+def digests(wanted: Digests) -> int:
+    """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for name, digest in digests_of(Path(wanted.model)).items():
+        print(f"{digest}  {name}")
+    return 0
+
+
+def verify(wanted: Verify) -> int:
+    """Compare all files of a checkpoint with a list.
+
+    Raises:
+        ConfigError: there is no such list.
+        CheckpointError: a file is missing, is not listed, or holds something else.
+    """
+    listed = read_list(Path(wanted.digests))
+    count = check(Path(wanted.model), listed, weights=not wanted.without_weights)
+    print(f"{wanted.model}: {count} files are what {wanted.digests} says")
+    return 0
+
+
 def _write(what: str, out: str, write: Callable[[Callable[[int, int], None]], Path]) -> int:
     """Show a bar while `write` works, then what was written."""
     console = Console(stderr=True)
@@ -240,5 +285,18 @@ COMMANDS = (
         notes="The file holds the new key on its first line and the old one on the next. Weights "
         "are\nnot written again: who has the old key and the old encryption.json can read them "
         "as before.\nWhere others may have both, decrypt and encrypt instead.",
+    ),
+    Command(
+        words="model digests", summary="list what each file of a checkpoint is", settings=Digests,
+        run=digests,
+        examples="mooncake model digests checkpoints/k2 > k2.sha256",
+        notes="Make the list where you trust the files, and keep it apart from them.",
+    ),
+    Command(
+        words="model verify", summary="compare a checkpoint with a list of digests",
+        settings=Verify, run=verify,
+        examples="hf download moonshotai/Kimi-K2-Instruct --revision COMMIT --local-dir k2\n"
+        "mooncake model verify k2 --digests k2.sha256",
+        notes="A file that is missing, altered, or not in the list is an error.",
     ),
 )  # fmt: skip

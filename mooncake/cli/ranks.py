@@ -46,6 +46,7 @@ def run(wanted: Ranks) -> int:
         ConfigError: there is no secret, or the address cannot be used.
     """
     from mooncake.identity import own_credential
+    from mooncake.launch.host.secret_file import SecretFollower
     from mooncake.launch.host.vital_threads import end_with_vital_threads
     from mooncake.launch.worker.rank_host import RankHost
     from mooncake.telemetry.log import configure_logging
@@ -64,6 +65,7 @@ def run(wanted: Ranks) -> int:
     end_with_vital_threads()
     credential = own_credential(wanted.cluster_secret, CredentialRole.WORKER, name="ranks")
     host = RankHost(wanted.bind_host, wanted.port, credential)
+    following = SecretFollower(wanted.cluster_secret_file, credential.renew)
 
     def on_signal(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
@@ -73,6 +75,7 @@ def run(wanted: Ranks) -> int:
     print(f"ranks are started at {wanted.bind_host}:{host.port}", flush=True)
     host.run()
     host.finish(wanted.shutdown_timeout)
+    following.close()
     return 0
 
 

@@ -27,6 +27,8 @@ SUMMARIES = {
     "chat": "talk to a server in the terminal",
     "pool": "look at a pool node, put and get",
     "credential": "make a credential of fewer rights than the cluster secret",
+    "signer": "give processes credentials and certificates of their role",
+    "enrol": "get this process' credential and certificate from a signer",
     "certificates": "make certificates for TLS between hosts",
     "bench": "measure a server or an engine",
     "eval": "count right answers of an OpenAI endpoint",

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import setting, text, truth
-from mooncake.launch.pool_client.http_client import Client
+from mooncake.launch.host.http_client import Client
 
 STATUS_PATH = "/v1/cluster/status"
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -62,27 +62,57 @@ def make_authority(name: str, days: float) -> Pem:
             x509.KeyUsage(**{**_USE, "key_cert_sign": True, "crl_sign": True}), critical=True
         )
     )
-    return _signed(builder, key, key)
+    return Pem(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
 
 
 def make_host_certificate(authority: Pem, names: Sequence[str], days: float | None) -> Pem:
-    """Return a certificate by which a host proves itself at both ends of a connection, under its
-    `names` and addresses, and under `LOOPBACK`. `days`: from now on that it counts; None: as long
-    as the authority's.
+    """Return a certificate as of `sign_host_key`, with a fresh key. Raises the same."""
+    key = HostKey()
+    return Pem(sign_host_key(authority, names, days, key.public), key.pem)
+
+
+class HostKey:
+    """The private key of a host, drawn for one certificate."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+
+    @property
+    def public(self) -> bytes:
+        """Its public key, as X.509 encodes it (DER)."""
+        return self._key.public_key().public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+
+    @property
+    def pem(self) -> str:
+        """The private key, which is a secret."""
+        return _key_pem(self._key)
+
+
+def sign_host_key(authority: Pem, names: Sequence[str], days: float | None, public: bytes) -> str:
+    """Return a certificate in PEM by which a host proves itself at both ends of a connection, under
+    its `names` and addresses, and under `LOOPBACK`. `days`: from now on that it counts; None: as
+    long as the authority's. `public`: of its elliptic key, as X.509 encodes it (DER).
 
     Raises:
-        ConfigError: `authority` is none, or would expire before, or a name cannot stand in a
-            certificate.
+        ConfigError: `authority` is none, or would expire before, a name cannot stand in a
+            certificate, or `public` is no such key.
     """
     own, own_key = _read_authority(authority)
+    try:
+        key = serialization.load_der_public_key(public)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"key: no public key: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ConfigError("key: a host's key is elliptic")
     end = own.not_valid_after_utc if days is None else _after(days)
     if end > own.not_valid_after_utc:
         raise ConfigError(
             f"days: the authority itself counts until {own.not_valid_after_utc:%Y-%m-%d} only"
         )
-    key = ec.generate_private_key(ec.SECP256R1())
     builder = (
-        _builder(_name(names[0]), own.subject, key.public_key(), end)
+        _builder(_name(names[0]), own.subject, key, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.KeyUsage(**{**_USE, "digital_signature": True}), critical=True)
         .add_extension(
@@ -101,7 +131,7 @@ def make_host_certificate(authority: Pem, names: Sequence[str], days: float | No
             x509.AuthorityKeyIdentifier.from_issuer_public_key(own_key.public_key()), critical=False
         )
     )
-    return _signed(builder, key, own_key)
+    return _pem(builder.sign(own_key, hashes.SHA256()))
 
 
 def expiry(pem: Pem) -> datetime.datetime:
@@ -154,18 +184,16 @@ def _builder(
     )
 
 
-def _signed(
-    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, by: _SigningKey
-) -> Pem:
-    certificate = builder.sign(by, hashes.SHA256())
-    return Pem(
-        certificate.public_bytes(serialization.Encoding.PEM).decode(),
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ).decode(),
-    )
+def _pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ).decode()
 
 
 def _read_authority(pem: Pem) -> tuple[x509.Certificate, _SigningKey]:

@@ -69,6 +69,13 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True):
         _verify(self.signing_key, signature, data, f"the credential {self.name!r} did not sign it")
 
 
+class PublicKeys(msgspec.Struct, frozen=True, array_like=True):
+    """The two keys that a certificate is of."""
+
+    channel: bytes
+    signing: bytes
+
+
 class Trust(Protocol):
     """Whose signatures count."""
 
@@ -128,6 +135,39 @@ def cluster_keys(secret: str) -> ClusterKeys:
     return _Secret(secrets_in(secret)[0]).public
 
 
+class Keys:
+    """The private keys of one process, made of a seed, which is a secret."""
+
+    def __init__(self, seed: bytes) -> None:
+        self.seed = seed
+        self.channel_seed = _derive(seed, b"channel key")
+        self.signing = Ed25519PrivateKey.from_private_bytes(_derive(seed, b"signing key"))
+
+    @classmethod
+    def drawn(cls, ids: IdSource | None = None) -> Keys:
+        """Return fresh ones."""
+        return cls(bytes.fromhex((ids or SystemIds()).hex(KEY_BYTES)))
+
+    def __repr__(self) -> str:
+        """Return nothing of them."""
+        return "Keys()"
+
+    @property
+    def public(self) -> PublicKeys:
+        channel = X25519PrivateKey.from_private_bytes(self.channel_seed)
+        return PublicKeys(_public(channel), _public(self.signing))
+
+
+class Issued(msgspec.Struct, frozen=True, array_like=True):
+    """What a holder of the cluster secret gives to the owner of keys; nothing of it is secret."""
+
+    signed: bytes
+    """The certificate with its signature."""
+    cluster: ClusterKeys
+    others: Sequence[ClusterKeys] = ()
+    """Clusters whose certificates count, too, while the secret is replaced."""
+
+
 class Credential:
     """What one process proves itself with. `text` and the private keys are secrets."""
 
@@ -148,10 +188,7 @@ class Credential:
         self.cluster = cluster
         self.clusters: Sequence[ClusterKeys] = (cluster, *others)
         """Those whose certificates count, its own first. A new object after each change."""
-        self._seed = seed
-        self._signing = Ed25519PrivateKey.from_private_bytes(_derive(seed, b"signing key"))
-        self.channel_seed = _derive(seed, b"channel key")
-        """Private X25519 key of its control connections."""
+        self.keys = Keys(seed)
         self._secret = secret
 
     def __repr__(self) -> str:
@@ -159,18 +196,35 @@ class Credential:
         return f"Credential({self.certificate.name!r})"
 
     def renew(self, given: str) -> None:
-        """Prove the first secret in `given` from now on, with the same keys and rights, and accept
-        what any of them has signed. From any thread.
+        """Prove what `given` says from now on, with the same keys: the first of its secrets, where
+        this was made from a secret; else a certificate that was issued anew for these keys. Accept
+        what any cluster in it has signed. From any thread.
 
         Raises:
-            ConfigError: `given` is no cluster secret, or this was not made from one.
+            ConfigError: `given` is of the other kind, is damaged, or has other keys.
         """
-        if self._secret is None or given.startswith(PREFIX):
-            raise ConfigError("a credential is not renewed by a cluster secret: restart with one")
-        secret, *others = map(_Secret, secrets_in(given))
-        self._secret, self.cluster = secret, secret.public
-        self.clusters = (secret.public, *(other.public for other in others))
-        self.signed = _sign(self.certificate, secret)
+        if given.startswith(PREFIX) != (self._secret is None):
+            raise ConfigError(
+                "a process that was given the cluster secret goes on with one, and one that was "
+                "given a credential with that: restart it with the other"
+            )
+        if self._secret is None:
+            new = _read(given)
+            if new.keys.seed != self.keys.seed:
+                raise ConfigError(
+                    f"the credential {new.certificate.name!r} has other keys than this process "
+                    "uses: restart the process with it"
+                )
+            self.certificate, self.cluster, clusters = new.certificate, new.cluster, new.clusters
+            signed = new.signed
+        else:
+            secret, *others = map(_Secret, secrets_in(given))
+            self._secret, self.cluster = secret, secret.public
+            clusters = (secret.public, *(other.public for other in others))
+            signed = _sign(self.certificate, secret)
+        if tuple(clusters) != tuple(self.clusters):
+            self.clusters = clusters
+        self.signed = signed
 
     @property
     def listening_seed(self) -> bytes | None:
@@ -181,20 +235,19 @@ class Credential:
             return None
         return self._secret.channel_seed
 
+    @property
+    def channel_seed(self) -> bytes:
+        """Private X25519 key of its control connections."""
+        return self.keys.channel_seed
+
     def sign(self, data: bytes) -> bytes:
         """Return the holder's signature of `data`."""
-        return self._signing.sign(data)
-
-    def sign_for_cluster(self, data: bytes) -> bytes:
-        """Return the cluster's own signature. Raises Forbidden: that takes the cluster secret."""
-        if self._secret is None:
-            raise Forbidden("this takes the cluster secret, a credential is not enough")
-        return self._secret.signing.sign(data)
+        return self.keys.signing.sign(data)
 
     @property
     def text(self) -> str:
         """The credential as one line of text, for a private file."""
-        written = _Written(self._seed, self.signed, self.cluster, self.clusters[1:])
+        written = _Written(self.keys.seed, self.signed, self.cluster, self.clusters[1:])
         return PREFIX + base64.b64encode(_ENCODER.encode(written)).decode()
 
 
@@ -225,11 +278,6 @@ def check_certificate(signed: bytes, trust: Trust) -> Certificate:
         return _CERTIFICATE.decode(encoded)
     except (Forbidden, ValueError) as error:
         raise ProtocolError(f"no certificate of this cluster: {error}") from error
-
-
-def check_cluster_signature(trust: Trust, signature: bytes, data: bytes) -> None:
-    """Raise Forbidden unless a holder of a cluster secret that is trusted has signed `data`."""
-    _verify_any(trust, signature, data, "signed with another secret, or altered")
 
 
 def _verify_any(trust: Trust, signature: bytes, data: bytes, problem: str) -> None:
@@ -284,18 +332,30 @@ def issue(
     """Return a new credential with keys of its own, signed with the first line of `secret`. Raises
     ConfigError: there is none.
     """
-    keys, *others = map(_Secret, secrets_in(secret))
-    seed = bytes.fromhex((ids or SystemIds()).hex(KEY_BYTES))
+    keys = Keys.drawn(ids)
+    issued = certify(secret, name, roles, keys.public, tenant=tenant, expires_s=expires_s)
+    own = _Secret(secrets_in(secret)[0])
+    return Credential(keys.seed, issued.signed, issued.cluster, own, issued.others)
+
+
+def certify(
+    secret: str,
+    name: str,
+    roles: Iterable[CredentialRole],
+    keys: PublicKeys,
+    *,
+    tenant: str | None = None,
+    expires_s: float = 0.0,
+) -> Issued:
+    """Return a certificate of keys that another process has, signed with the first line of
+    `secret`. Raises ConfigError: there is none.
+    """
+    own, *others = map(_Secret, secrets_in(secret))
     certificate = Certificate(
-        name=name,
-        roles=sorted(set(roles)),
-        tenant=tenant,
-        expires_s=expires_s,
-        channel_key=_public(X25519PrivateKey.from_private_bytes(_derive(seed, b"channel key"))),
-        signing_key=_public(Ed25519PrivateKey.from_private_bytes(_derive(seed, b"signing key"))),
-    )
-    trusted = [other.public for other in others]
-    return Credential(seed, _sign(certificate, keys), keys.public, keys, trusted)
+        name=name, roles=sorted(set(roles)), tenant=tenant, expires_s=expires_s,
+        channel_key=keys.channel, signing_key=keys.signing,
+    )  # fmt: skip
+    return Issued(_sign(certificate, own), own.public, [other.public for other in others])
 
 
 def own_credential(
@@ -310,11 +370,7 @@ def own_credential(
     if not given.startswith(PREFIX):
         words = name or "-".join(role.value for role in roles)
         return issue(given, words, roles, ids=ids)
-    try:
-        written = _WRITTEN.decode(base64.b64decode(given.removeprefix(PREFIX), validate=True))
-        credential = Credential(written.seed, written.signed, written.cluster, None, written.others)
-    except (binascii.Error, ValueError, ProtocolError) as error:
-        raise ConfigError("the credential is damaged: copy its file whole") from error
+    credential = _read(given)
     certificate = credential.certificate
     if not {*roles} & {*certificate.roles}:
         has, wants = (
@@ -325,3 +381,17 @@ def own_credential(
             f"`mooncake credential --role {wants}`, or the cluster secret"
         )
     return credential
+
+
+def _read(text: str) -> Credential:
+    """Return the credential that a text is. Raises ConfigError: it is damaged."""
+    try:
+        written = _WRITTEN.decode(base64.b64decode(text.removeprefix(PREFIX), validate=True))
+        return Credential(written.seed, written.signed, written.cluster, None, written.others)
+    except (binascii.Error, ValueError, ProtocolError) as error:
+        raise ConfigError("the credential is damaged: copy its file whole") from error
+
+
+def keys_in(text: str) -> Keys:
+    """Return the keys of the credential that a text is. Raises ConfigError: it is damaged."""
+    return _read(text).keys

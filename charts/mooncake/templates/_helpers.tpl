@@ -27,10 +27,22 @@
 {{- fail (printf "secret.apiKeys: the Secret %s has no `keys.yaml`" $name) }}
 {{- end }}
 {{- end }}
+{{- with .Values.secret.existing }}
+{{- $data := (lookup "v1" "Secret" $.Release.Namespace .).data }}
+{{- if $data }}
+{{- range list "cluster-secret" "ray-token" "token-head" "token-gateway" "token-prefill" "token-decode" "token-kvstore" }}
+{{- if not (hasKey $data .) }}
+{{- fail (printf "secret.existing: the Secret %s has no `%s`" $.Values.secret.existing .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $keys := .Values.secret.apiKeys }}
 {{- $keyless := not (or .Values.secret.apiKeys .Values.gateway.allowKeyless) }}
 {{- range .Values.gateway.args }}
 {{- if regexMatch "^--api-keys?(-file)?(=|$)" (toString .) }}
 {{- $keyless = false }}
+{{- $keys = true }}
 {{- end }}
 {{- if regexMatch "^--ssl-(certfile|keyfile)" (toString .) }}
 {{- fail (printf "gateway.args: %s: name the Secret of the certificate in gateway.tlsSecret" .) }}
@@ -44,6 +56,15 @@
 {{- fail (printf "%s.args: %s: name the authority of all pods in tls.authority; probes have no client certificate" $role .) }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- if and $keys (not (or .Values.gateway.tlsSecret .Values.gateway.allowClear)) }}
+{{- fail "gateway.tlsSecret: API keys would travel in plain HTTP; name the Secret of a certificate, or give gateway.allowClear=true where a proxy before the gateways speaks HTTPS" }}
+{{- end }}
+{{- if and .Values.tls.allowClear .Values.tls.authority }}
+{{- fail "tls.allowClear: with an authority nothing speaks in clear; leave one of the two out" }}
+{{- end }}
+{{- if gt (mul 4 (.Values.signer.renewSeconds | int)) (mul 3600 (.Values.signer.credentialHours | int)) }}
+{{- fail "signer.renewSeconds: a credential must be renewed at least four times before it expires; make signer.credentialHours longer" }}
 {{- end }}
 {{- if $keyless }}
 {{- fail "gateway.allowKeyless: all who reach the API could use it; give secret.apiKeys=true and secret.existing=NAME, or gateway.allowKeyless=true" }}
@@ -92,14 +113,33 @@ app.kubernetes.io/component: {{ .role }}
 "{{ required "image.repository: an image with mooncake in it" .Values.image.repository }}{{ with .Values.image.tag }}:{{ . }}{{ end }}"
 {{- end -}}
 
-{{/* Where a pod keeps the certificate that it signed itself. */}}
-{{- define "mooncake.podTls" -}}
-/etc/mooncake-pod-tls
+{{/* Where a pod keeps its own credential and certificate. */}}
+{{- define "mooncake.own" -}}
+/etc/mooncake-own
+{{- end -}}
+
+{{/* Whether Ray, health and admin ports speak TLS: "true" or nothing. */}}
+{{- define "mooncake.tls" -}}
+{{- if not .Values.tls.allowClear }}true{{ end -}}
+{{- end -}}
+
+{{/* The Secret of the authority: one that is named, or the one that is made. */}}
+{{- define "mooncake.authority" -}}
+{{- .Values.tls.authority | default (printf "%s-authority" (include "mooncake.name" .)) -}}
+{{- end -}}
+
+{{- define "mooncake.signer" -}}
+{{ include "mooncake.name" . }}-signer
+{{- end -}}
+
+{{/* A command that asks the signer for a pod's credential, without its end. */}}
+{{- define "mooncake.enrol" -}}
+mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --place {{ .role }} --token-file /etc/mooncake-token/token --address "$POD_IP" --out {{ include "mooncake.own" . }}
 {{- end -}}
 
 {{/* The flags of a port's HTTPS: (dict "root" $ "port" "health"). */}}
 {{- define "mooncake.portTls" -}}
-{{- if .root.Values.tls.authority }} --{{ .port }}-ssl-certfile {{ include "mooncake.podTls" . }}/cert.pem --{{ .port }}-ssl-keyfile {{ include "mooncake.podTls" . }}/key.pem
+{{- if include "mooncake.tls" .root }} --{{ .port }}-ssl-certfile {{ include "mooncake.own" . }}/cert.pem --{{ .port }}-ssl-keyfile {{ include "mooncake.own" . }}/key.pem
 {{- end }}
 {{- end -}}
 
@@ -113,7 +153,7 @@ app.kubernetes.io/component: {{ .role }}
 {{- $found := dict }}
 {{- range compact (list .root.Values.tls.authority .root.Values.secret.existing) }}
 {{- $data := (lookup "v1" "Secret" $.root.Release.Namespace .).data | default dict }}
-{{- $_ := set $found . (omit $data "keys.yaml" "cluster-secret") }}
+{{- $_ := set $found . (omit $data "keys.yaml" "cluster-secret" "token-head" "token-gateway" "token-prefill" "token-decode" "token-kvstore") }}
 {{- end }}
 {{- toYaml (merge (deepCopy .values.podAnnotations) (dict "checksum/secrets" (toJson $found | sha256sum))) }}
 {{- end -}}
@@ -122,21 +162,34 @@ app.kubernetes.io/component: {{ .role }}
 {{- define "mooncake.volumes" -}}
 {{- $model := ternary .root.Values.model.volume (.root.Values.model.smallVolume | default .root.Values.model.volume)
     (or (has .role (list "prefill" "decode")) (not .root.Values.model.smallVolume)) }}
-{{- if .root.Values.model.download.source }}
-{{- $model = $model | default (dict "emptyDir" dict) }}
+{{- with .root.Values.model.download }}
+{{- if and .source (not $model) }}
+{{- $weights := has $.role (list "prefill" "decode") }}
+{{- if and $weights (not .size) }}
+{{- fail "model.download.size: without model.volume each pod that reads weights has a copy: how large it may become, such as 1200Gi" }}
+{{- end }}
+{{- $model = dict "emptyDir" (dict "sizeLimit" (ternary .size "1Gi" $weights)) }}
+{{- end }}
 {{- end }}
 {{- if not $model }}{{ fail "model.volume: where the checkpoint is" }}{{ end }}
 - {{ toYaml (merge (dict "name" "model") ($model | default dict)) | nindent 2 | trim }}
+{{- if and .root.Values.model.download.source .root.Values.model.download.digests }}
+- name: digests
+  configMap: {name: {{ .root.Values.model.download.digests }}, items: [{key: digests, path: digests}]}
+{{- end }}
 {{- if ne .role "gateway" }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .values.shm }}}
 {{- end }}
 - name: tmp
-  emptyDir: {}
-- name: cluster-secret
+  emptyDir: {sizeLimit: {{ .values.tmp }}}
+{{- /* What proves the role to the signer, and what comes of it. */}}
+- name: token
   secret:
     secretName: {{ include "mooncake.secret" .root }}
-    items: [{key: cluster-secret, path: cluster-secret}]
+    items: [{key: token-{{ .role }}, path: token}]
+- name: own
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
 {{- if and (eq .role "gateway") .root.Values.secret.apiKeys }}
 - name: keys
   secret:
@@ -146,12 +199,6 @@ app.kubernetes.io/component: {{ .role }}
 {{- if and (eq .role "gateway") .values.tlsSecret }}
 - name: tls
   secret: {secretName: {{ .values.tlsSecret }}}
-{{- end }}
-{{- with .root.Values.tls.authority }}
-- name: authority
-  secret: {secretName: {{ . }}, items: [{key: tls.crt, path: ca.pem}, {key: tls.key, path: ca-key.pem}]}
-- name: pod-tls
-  emptyDir: {medium: Memory, sizeLimit: 1Mi}
 {{- end }}
 {{- with .values.extraVolumes }}
 {{ toYaml . }}
@@ -164,15 +211,13 @@ app.kubernetes.io/component: {{ .role }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
 - {name: tmp, mountPath: /tmp}
-- {name: cluster-secret, mountPath: /etc/mooncake-secret, readOnly: true}
+- {name: token, mountPath: /etc/mooncake-token, readOnly: true}
+- {name: own, mountPath: {{ include "mooncake.own" . }}}
 {{- if and (eq .role "gateway") .root.Values.secret.apiKeys }}
 - {name: keys, mountPath: /etc/mooncake, readOnly: true}
 {{- end }}
 {{- if and (eq .role "gateway") .values.tlsSecret }}
 - {name: tls, mountPath: /etc/mooncake-tls, readOnly: true}
-{{- end }}
-{{- if .root.Values.tls.authority }}
-- {name: pod-tls, mountPath: {{ include "mooncake.podTls" . }}}
 {{- end }}
 {{- range $at, $disk := .values.ssd }}
 - {name: ssd-{{ $at }}, mountPath: /ssd/{{ $at }}}
@@ -198,40 +243,68 @@ app.kubernetes.io/component: {{ .role }}
   envFrom:
     - secretRef: {name: {{ . }}}
   {{- end }}
+  resources: {{- toYaml .resources | nindent 4 }}
   {{- $weights := has $.role (list "prefill" "decode") }}
+  {{- /* What has been fetched whole: of this source alone. */}}
+  {{- $mark := printf "%s/.complete-%s%s" $.root.Values.model.path (list .source .revision .digests | toJson | sha256sum | trunc 12) (ternary "" "-small" $weights) }}
   command: [/bin/sh, -ec]
   args:
     - |
-      [ ! -e {{ $.root.Values.model.path }}/.complete{{ ternary "" "-small" $weights }} ] || exit 0
+      [ ! -e {{ $mark | squote }} ] || exit 0
       {{- if hasPrefix "hf://" .source }}
-      hf download {{ trimPrefix "hf://" .source | squote }} --local-dir {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
+      hf download {{ trimPrefix "hf://" .source | squote }} --revision {{ required "model.download.revision: the commit of the hub to fetch, 40 hexadecimal digits: a branch may change" .revision }} --local-dir {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
       {{- else if hasPrefix "s3://" .source }}
+      {{- if not .digests }}
+      {{- fail "model.download.digests: a bucket may change: name a ConfigMap of what each file must be" }}
+      {{- end }}
       aws s3 cp --recursive {{ .source | squote }} {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
       {{- else }}
       {{- fail (printf "model.download.source: %s: hf://ORGANISATION/NAME or s3://BUCKET/PATH; a claim is model.volume.persistentVolumeClaim" .source) }}
       {{- end }}
-      touch {{ $.root.Values.model.path }}/.complete{{ ternary "" "-small" $weights }}
+      {{- if not .digests }}
+      touch {{ $mark | squote }}
+      {{- end }}
   volumeMounts:
     - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
     - {name: tmp, mountPath: /tmp}
+{{- if .digests }}
+- name: verify
+  image: {{ include "mooncake.image" $.root }}
+  imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
+  {{- with $.root.Values.securityContext }}
+  securityContext: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  resources: {{- toYaml .resources | nindent 4 }}
+  command: [/bin/sh, -ec]
+  args:
+    - |
+      [ ! -e {{ $mark | squote }} ] || exit 0
+      mooncake model verify {{ $.root.Values.model.path | squote }} --digests /etc/mooncake-digests/digests{{ if not $weights }} --without-weights{{ end }}
+      touch {{ $mark | squote }}
+  volumeMounts:
+    - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
+    - {name: tmp, mountPath: /tmp}
+    - {name: digests, mountPath: /etc/mooncake-digests, readOnly: true}
 {{- end }}
 {{- end }}
-{{- if .root.Values.tls.authority }}
-- name: certificate
+{{- end }}
+- name: enrol
   image: {{ include "mooncake.image" .root }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   {{- with .root.Values.securityContext }}
   securityContext: {{- toYaml . | nindent 4 }}
   {{- end }}
+  resources: {{- toYaml .root.Values.smallResources | nindent 4 }}
   env:
+    - {name: HOME, value: /tmp}
     - name: POD_IP
       valueFrom: {fieldRef: {fieldPath: status.podIP}}
-  command: [mooncake, certificates, host, --authority, /etc/mooncake-authority, --name, $(POD_IP),
-    --name, {{ .name }}, --out, {{ include "mooncake.podTls" . }}]
+  command: [/bin/sh, -ec]
+  args: [{{ printf "exec %s --wait 1800" (include "mooncake.enrol" .) | quote }}]
   volumeMounts:
-    - {name: authority, mountPath: /etc/mooncake-authority, readOnly: true}
-    - {name: pod-tls, mountPath: {{ include "mooncake.podTls" . }}}
-{{- end }}
+    - {name: token, mountPath: /etc/mooncake-token, readOnly: true}
+    - {name: own, mountPath: {{ include "mooncake.own" . }}}
+    - {name: tmp, mountPath: /tmp}
 {{- with .values.initContainers }}
 {{ toYaml . }}
 {{- end }}
@@ -304,20 +377,28 @@ env:
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
   - name: NODE_NAME
     valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
-  - {name: MOONCAKE_CLUSTER_SECRET_FILE, value: /etc/mooncake-secret/cluster-secret}
-{{- if .root.Values.tls.authority }}
+  - {name: MOONCAKE_CLUSTER_SECRET_FILE, value: {{ include "mooncake.own" . }}/credential}
+{{- if eq .role "gateway" }}
+{{- if .values.allowClear }}
+  - {name: MOONCAKE_HTTP_WITHOUT_TLS, value: "true"}
+{{- end }}
+{{- else if not (include "mooncake.tls" .root) }}
+  - {name: MOONCAKE_RAY_WITHOUT_TLS, value: "true"}
+  - {name: MOONCAKE_HTTP_WITHOUT_TLS, value: "true"}
+{{- end }}
+{{- /* Who takes part in Ray: its token runs programs in all pods that do. */}}
+{{- if not (or (eq .role "gateway") .ofStage) }}
+{{- if include "mooncake.tls" .root }}
   - {name: RAY_USE_TLS, value: "1"}
-  - {name: RAY_TLS_SERVER_CERT, value: {{ include "mooncake.podTls" . }}/cert.pem}
-  - {name: RAY_TLS_SERVER_KEY, value: {{ include "mooncake.podTls" . }}/key.pem}
-  - {name: RAY_TLS_CA_CERT, value: {{ include "mooncake.podTls" . }}/ca.pem}
-{{- else }}
-  - {name: MOONCAKE_RAY_WITHOUT_TLS, value: {{ .root.Values.tls.allowClear | quote }}}
-  - {name: MOONCAKE_HTTP_WITHOUT_TLS, value: {{ .root.Values.tls.allowClear | quote }}}
+  - {name: RAY_TLS_SERVER_CERT, value: {{ include "mooncake.own" . }}/cert.pem}
+  - {name: RAY_TLS_SERVER_KEY, value: {{ include "mooncake.own" . }}/key.pem}
+  - {name: RAY_TLS_CA_CERT, value: {{ include "mooncake.own" . }}/ca.pem}
 {{- end }}
   - name: RAY_AUTH_MODE
     value: token
   - name: RAY_AUTH_TOKEN
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: ray-token}}
+{{- end }}
 {{- /* What encrypts disks: only those who read them have it. */}}
 {{- $keys := dict "head" "weights-key" "prefill" "weights-key" "decode" "weights-key" "kvstore" "ssd-key" }}
 {{- with get $keys .role }}
@@ -339,6 +420,7 @@ name: {{ .role }}
 {{ include "mooncake.basics" . }}
 args:
   - |
+    {{- include "mooncake.renew" . | nindent 4 }}
     {{- include (printf "mooncake.%s" (ternary .role "worker" (has .role (list "head" "gateway")))) . | nindent 4 }}{{ include "mooncake.words" .values.args }}
 {{- if eq .role "gateway" }}
 # New requests still come until the Service has heard that this pod goes.
@@ -351,11 +433,11 @@ lifecycle:
       command:
         - /bin/sh
         - -c
-        - mooncake pool drain --wait {{ .values.drainSeconds }} {{ if .root.Values.tls.authority }}--ssl-ca-certs {{ include "mooncake.podTls" . }}/ca.pem --url "https://$POD_IP:8100"{{ else }}--url "http://$POD_IP:8100"{{ end }} || true
+        - mooncake pool drain --wait {{ .values.drainSeconds }} {{ if include "mooncake.tls" .root }}--ssl-ca-certs {{ include "mooncake.own" . }}/ca.pem --url "https://$POD_IP:8100"{{ else }}--url "http://$POD_IP:8100"{{ end }} || true
 {{- end }}
 ports: {{- include "mooncake.ports" . | nindent 2 }}
 {{- $port := ternary "http" "health" (eq .role "gateway") }}
-{{- $tls := ternary .root.Values.gateway.tlsSecret .root.Values.tls.authority (eq .role "gateway") }}
+{{- $tls := ternary .root.Values.gateway.tlsSecret (include "mooncake.tls" .root) (eq .role "gateway") }}
 {{- range $kind, $path := dict "startup" "startup" "liveness" "live" "readiness" "ready" }}
 {{ $kind }}Probe:
   httpGet: {path: /health/{{ $path }}, port: {{ $port }}, scheme: {{ ternary "HTTPS" "HTTP" (not (empty $tls)) }}}
@@ -366,12 +448,18 @@ ports: {{- include "mooncake.ports" . | nindent 2 }}
 volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end -}}
 
+{{/* Prolongs the credential for as long as the container runs; a signer that is away is asked again. */}}
+{{- define "mooncake.renew" -}}
+( while sleep {{ .root.Values.signer.renewSeconds }}; do {{ include "mooncake.enrol" . }} --renew >/dev/null || true; done ) &
+{{- end -}}
+
 {{/* Computes a stage that the group's leader asks for. It serves on until that one has left. */}}
 {{- define "mooncake.ranks" -}}
 name: ranks
 {{ include "mooncake.basics" . }}
 args:
   - |
+    {{- include "mooncake.renew" . | nindent 4 }}
     exec mooncake ranks --bind-host "$POD_IP" --port {{ include "mooncake.ranksPort" . }} --shutdown-timeout {{ .values.drainSeconds }}
 ports: {{- include "mooncake.stagePorts" . | nindent 2 }}
 {{- range $kind := list "startup" "liveness" "readiness" }}
@@ -455,7 +543,8 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
 
 {{- define "mooncake.gateway" -}}
 exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
-  --join {{ .head }}:6379 --join-timeout 1800 --bind-host "$POD_IP" --bind-ports 7000-7099 --node-id "$NODE_NAME" \
+  --join {{ if include "mooncake.tls" .root }}https://{{ .head }}:8200 --join-ca-certs {{ include "mooncake.own" . }}/ca.pem{{ else }}http://{{ .head }}:8200{{ end }} \
+  --join-timeout 1800 --bind-host "$POD_IP" --bind-ports 7000-7099 --node-id "$NODE_NAME" \
   --host 0.0.0.0 --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
 {{- if .root.Values.secret.apiKeys }} \
   --api-keys-file /etc/mooncake/keys.yaml

@@ -1,7 +1,9 @@
 """Compiles this folder's C++ for the machine at hand and loads it. Needs no torch.
 
-Kept as `native-DIGEST.so` in a folder where one is given; compiling takes a few seconds. Calls go
-by ctypes, so neither torch's headers nor Python's are needed.
+Kept as `native-DIGEST.so` in a folder where one is given; compiling takes a few seconds. Where
+there is no compiler, what `python -m mooncake_kernels.native.build` made before, for all
+instructions, is loaded from `compiled`. Calls go by ctypes: neither torch's headers
+nor Python's are needed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _HEADERS = ("lanes.h", "rows.h", "tiles.h")
 _SOURCES = ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp")
 _COMPILE_S = 120.0
+COMPILED = Path(__file__).with_name("compiled")
+"""Of an image: as trusted as the sources beside it."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,8 @@ def unlikely(kept_in: Path | None = None) -> str | None:
     goes by. `kept_in`: where it may lie from an earlier start.
     """
     try:
-        if kept_in is None or not _kept(kept_in, isa()).exists():
-            isa()
+        places = (COMPILED, kept_in) if kept_in is not None else (COMPILED,)
+        if not any(_kept(place, isa()).exists() for place in places):
             _compiler()
     except CannotBuild as error:
         return str(error)
@@ -147,6 +151,8 @@ def _tried(wanted: Isa) -> ctypes.CDLL | CannotBuild:
 
 def _loaded(wanted: Isa) -> ctypes.CDLL:
     try:
+        if (shipped := _kept(COMPILED, wanted)).exists():
+            return ctypes.CDLL(str(shipped))
         with tempfile.TemporaryDirectory() as passing:
             kept = _kept(_checked(_kept_in[0]) if _kept_in else Path(passing), wanted)
             if not kept.exists():
@@ -239,3 +245,22 @@ def _compile(target: Path, wanted: Isa) -> None:
         raise CannotBuild(f"{compiler} took more than {_COMPILE_S:.0f} s") from error
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def compile_all(folder: Path) -> list[Path]:
+    """Compile for all instructions that there is code for, whatever this CPU has; return the files.
+
+    Raises:
+        CannotBuild: there is no compiler, or it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [_kept(folder, wanted) for wanted in (AVX512, AVX2)]
+    for target, wanted in zip(made, (AVX512, AVX2), strict=True):
+        _compile(target, wanted)
+        target.chmod(0o755)
+    return made
+
+
+if __name__ == "__main__":
+    for path in compile_all(COMPILED):
+        print(path)

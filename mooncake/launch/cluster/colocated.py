@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from mooncake.base import SystemIds
 from mooncake.launch.cluster import report
@@ -13,6 +14,7 @@ from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.http_server import Route
 from mooncake.launch.worker.local import LocalCluster
 from mooncake.launch.worker.open_model import open_model
 from mooncake.launch.worker.process import Model
@@ -83,6 +85,9 @@ class ColocatedWorkers:
         if starting is not None or self._cluster is None:
             return [starting or Vitals(starting="starting", joined=False)]
         return self._cluster.vitals()
+
+    def routes(self) -> Mapping[str, Route]:
+        return {}
 
     @property
     def join_address(self) -> str | None:

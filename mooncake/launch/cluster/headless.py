@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from mooncake.base import Role
@@ -19,6 +19,7 @@ from mooncake.launch.host.health import (
     Watchdog,
     open_health_port,
 )
+from mooncake.launch.host.http_server import Route
 from mooncake.launch.worker.metrics import HealthFamilies, render
 from mooncake.telemetry.health import Vitals
 
@@ -37,8 +38,10 @@ class HeadlessPort:
         is_stopping: Callable[[], bool],
         workers: Callable[[], Sequence[Vitals]],
         series: Callable[[], bytes],
+        routes: Mapping[str, Route],
     ) -> None:
-        """`workers` says how those who look after the workers are, `series` are the gateway's.
+        """`workers` says how those who look after the workers are, `series` are the gateway's;
+        `routes` are answered besides.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -50,7 +53,7 @@ class HeadlessPort:
         self._series = series
         self._health = Health(limit_s)
         self._health.watch(self._ask)
-        self._server = open_health_port(settings, self.parts, self.metrics)
+        self._server = open_health_port(settings, self.parts, self.metrics, routes)
         self._watchdog = Watchdog(self.parts, self._on_stuck)
         _log.info("health at %s", self._server.url)
 

@@ -1,21 +1,26 @@
 """One more gateway of a cluster that others look after: `mooncake serve --role gateway --join`.
 
-Learns from Ray's store where the cluster is and how it places requests; from then on it needs only
-the workers and the other gateways, and takes no part in Ray. Owns no worker.
+Learns from the cluster's first process, by HTTP or from Ray's store, where the cluster is and how
+it places requests; from then on it needs only the workers and the other gateways, and takes no part
+in Ray. Owns no worker.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from functools import partial
 
 from mooncake.base import CheckpointError, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.cluster import ray_cluster, report
+from mooncake.launch.cluster import report
+from mooncake.launch.cluster.facts import facts_from, when_up
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.telemetry.health import Vitals
@@ -34,12 +39,19 @@ class JoinedCluster:
             MooncakeError: there is no cluster, or its model is not here.
         """
         assert config.join is not None
-        secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
-        self._credential = own_credential(secret, CredentialRole.GATEWAY)
-        address, credential = config.join, self._credential
-        self._facts = facts = ray_cluster.when_up(
-            lambda: ray_cluster.facts_at(address, credential), config.join_timeout
-        )
+        address = config.join
+        if config.joins_by_url:
+            self._credential = credential = own_credential(
+                str(config.cluster_secret), CredentialRole.GATEWAY
+            )
+            ask = partial(facts_from, address, credential, config.join_ca_certs)
+        else:
+            from mooncake.launch.cluster import ray_cluster
+
+            secret = ray_cluster.cluster_secret(address, config.cluster_secret)
+            self._credential = credential = own_credential(secret, CredentialRole.GATEWAY)
+            ask = partial(ray_cluster.facts_at, address, credential)
+        self._facts = facts = when_up(ask, config.join_timeout)
         self._following = SecretFollower(config.cluster_secret_file, credential.renew)
         worker = facts.worker
         self.config = dataclasses.replace(
@@ -100,6 +112,9 @@ class JoinedCluster:
 
     def vitals(self) -> list[Vitals]:
         return []  # it starts no worker
+
+    def routes(self) -> Mapping[str, Route]:
+        return {}
 
     @property
     def join_address(self) -> str | None:

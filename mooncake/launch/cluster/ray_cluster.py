@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import ray
@@ -33,21 +33,25 @@ from ray.util.scheduling_strategies import (
 )
 
 from mooncake.base import ConfigError, MooncakeError, Role
-from mooncake.identity import Credential, Trust
+from mooncake.identity import Trust
+from mooncake.launch.cluster.facts import (
+    ClusterFacts,
+    NotUp,
+    decode_facts,
+    without_secret,
+)
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
     keep_ray_token_private,
     private_dir,
     read_secret,
-    seal,
     secret_file,
-    unseal,
 )
 from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
-from mooncake.scheduler.config import SchedulerConfig
 from mooncake.telemetry.log import configure_logging
 
 _log = logging.getLogger(__name__)
@@ -61,12 +65,8 @@ _groups: Any = importlib.import_module("ray.util.placement_group")
 _logs: Any = importlib.import_module("ray._private.ray_logging")
 """Ray has no public way to print workers' lines without its prefix."""
 
-Result = TypeVar("Result")
-
 NAMESPACE = "mooncake"
 FACTS_KEY = b"mooncake/cluster"
-SEAL = "cluster facts"
-"""What the key of the seal on them is for."""
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray insists on one; nothing of ours is ever put there."""
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -75,8 +75,6 @@ SETTINGS_FRAME = 4
 """Kind of the frame with which HTTP/2 is answered."""
 CONNECT_S = 10.0
 """Ray's store must answer within so long."""
-ASK_AGAIN_S = 0.5
-"""So often a cluster that is not up yet is asked for."""
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
@@ -90,24 +88,6 @@ SAVE_S = 5.0
 """Of that, so long a pool node may take to write to its disks what is worth it."""
 MAX_EARLY_DEATHS = 3
 """Deaths in a row before a worker was ready that are taken as a fault no restart can cure."""
-
-
-class NotUp(ConfigError):
-    """There is no cluster at an address, or not yet."""
-
-
-class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a joining worker must know besides the cluster secret, by which it is sealed; kept in
-    Ray's own store for as long as the cluster runs.
-    """
-
-    gateway_address: str
-    worker: WorkerSettings
-    """Of any engine, without the secret: model, layout and limits are the same for all."""
-    scheduler: SchedulerConfig
-    """All gateways place requests alike."""
-    names: list[str]
-    """Of the model in the API."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
@@ -223,7 +203,7 @@ def _secret_here(file: Path) -> tuple[str, Path | None]:
     Raises:
         ConfigError: it was not given here.
     """
-    given = os.environ.get("MOONCAKE_CLUSTER_SECRET_FILE")
+    given = os.environ.get(SECRET_FILE)
     if file.exists() or given:
         file = file if file.exists() else Path(str(given))
         return read_secret(file), file
@@ -302,36 +282,9 @@ def address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def when_up(
-    ask: Callable[[], Result], limit_s: float, stop: threading.Event | None = None
-) -> Result:
-    """Return what `ask` does, called again while there is no cluster, for at most `limit_s` and
-    until `stop`.
-
-    Raises:
-        NotUp: there is none yet.
-    """
-    end_s = time.monotonic() + limit_s
-    stop = stop or threading.Event()
-    told = False
-    while True:
-        try:
-            return ask()
-        except NotUp as problem:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                raise
-            if not told:
-                _log.warning("%s; it is waited for, %.0f s at most", problem.message, limit_s)
-            told = True
-            if stop.wait(min(left_s, ASK_AGAIN_S)):
-                raise
-
-
-def write_facts(facts: ClusterFacts, credential: Credential) -> None:
-    """Store what workers and gateways that join must know, signed with the cluster secret."""
-    facts = msgspec.structs.replace(facts, worker=_without_secret(facts.worker))
-    kv_put(FACTS_KEY, seal(msgspec.msgpack.encode(facts), credential, SEAL), overwrite=True)
+def write_facts(sealed: bytes) -> None:
+    """Store what workers and gateways that join must know."""
+    kv_put(FACTS_KEY, sealed, overwrite=True)
 
 
 def read_facts(trust: Trust) -> ClusterFacts:
@@ -340,7 +293,7 @@ def read_facts(trust: Trust) -> ClusterFacts:
     Raises:
         ConfigError: no `mooncake serve` runs in this Ray cluster, or it has another secret.
     """
-    return _decode_facts(kv_get(FACTS_KEY), trust)
+    return decode_facts(kv_get(FACTS_KEY), trust)
 
 
 def facts_at(address: str, trust: Trust) -> ClusterFacts:
@@ -357,7 +310,7 @@ def facts_at(address: str, trust: Trust) -> ClusterFacts:
         found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
     except (OSError, RayError) as error:
         raise NotUp(f"no Ray cluster at {address}: {error}") from error
-    return _decode_facts(found, trust)
+    return decode_facts(found, trust)
 
 
 def cluster_secret(address: str, given: str | None) -> str:
@@ -433,18 +386,6 @@ def _greeted(connection: socket.socket) -> int | None:
     while len(head) < 9 and (more := connection.recv(9 - len(head))):
         head += more
     return head[3] if len(head) == 9 else None
-
-
-def _decode_facts(found: bytes | None, trust: Trust) -> ClusterFacts:
-    if found is None:
-        raise NotUp("no server in this Ray cluster; start `mooncake serve` there first")
-    try:
-        data = unseal(found, trust, SEAL)
-    except MooncakeError as error:
-        raise ConfigError(
-            "cluster-secret: it is not that of this cluster, or Ray's store was altered"
-        ) from error
-    return msgspec.msgpack.decode(data, type=ClusterFacts)
 
 
 class Supervisor:
@@ -677,8 +618,4 @@ def _set_aside(settings: WorkerSettings, *, here_only: bool) -> PlacementGroup:
 
 
 def _call_run(actor: Any, settings: WorkerSettings, secret_file: str) -> Any:
-    return actor.run.remote(msgspec.msgpack.encode(_without_secret(settings)), secret_file)
-
-
-def _without_secret(settings: WorkerSettings) -> WorkerSettings:
-    return msgspec.structs.replace(settings, cluster_secret="")
+    return actor.run.remote(msgspec.msgpack.encode(without_secret(settings)), secret_file)

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import msgspec
@@ -18,6 +19,13 @@ from mooncake.base import MooncakeError, Role, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.launch.cluster import own_raylet, ray_cluster, report
+from mooncake.launch.cluster.facts import (
+    ClusterFacts,
+    NotUp,
+    facts_routes,
+    sealed_facts,
+    when_up,
+)
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import (
     admin_settings,
@@ -32,6 +40,8 @@ from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
+from mooncake.launch.host.guard import Guard
+from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.process import WorkerSettings
@@ -56,6 +66,8 @@ class RayWorkers:
         self._supervisor: ray_cluster.Supervisor | None = None
         self._thread: threading.Thread | None = None
         self._join_address: str | None = None
+        self._sealed: bytes | None = None
+        """What those who join are told."""
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -114,20 +126,24 @@ class RayWorkers:
         own_address = gateway_process.channel.address
         settings = cluster_workers(config, plan, own_address, self._secret, host)
         any_engine = dataclasses.replace(plan, num_decodes=1)
-        facts = ray_cluster.ClusterFacts(
+        facts = ClusterFacts(
             gateway_address=own_address,
             worker=cluster_workers(config, any_engine, own_address, self._secret, host)[-1],
             scheduler=plan.scheduler,
             names=list(config.names),
         )
-        ray_cluster.write_facts(facts, self._credential)
         own_file = secret_file(self._join_address)
+
+        def tell() -> None:
+            self._sealed = sealed_facts(facts, self._credential)
+            ray_cluster.write_facts(self._sealed)
 
         def renew(secret: str) -> None:
             self._credential.renew(secret)
-            ray_cluster.write_facts(facts, self._credential)
+            tell()
             write_private(own_file, secret)
 
+        tell()
         self._following = SecretFollower(config.cluster_secret_file, renew)
         here_only = environment.is_loopback(config.bind_host)
         pids = supervisor.start(settings, show, here_only=here_only, secret_file=own_file)
@@ -153,6 +169,9 @@ class RayWorkers:
         if not self._started.done():
             return [Vitals(starting="the workers start")]
         return [Vitals(failure=self.gone())]
+
+    def routes(self) -> Mapping[str, Route]:
+        return facts_routes(lambda: self._sealed, Guard(self._credential))
 
     @property
     def join_address(self) -> str | None:
@@ -190,13 +209,13 @@ def join(config: ServeConfig) -> int:
     try:
         signal.signal(signal.SIGTERM, on_signal)
         address = config.join
-        ray_cluster.when_up(lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop)
+        when_up(lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop)
         if not own_raylet.is_here(config.join):
             raylet = own_raylet.OwnRaylet(config.join, config.bind_host)
         ray_cluster.connect(config.join, config.bind_host, bare_lines=config.log_format == "json")
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, on_signal)
-        facts = ray_cluster.when_up(
+        facts = when_up(
             lambda: ray_cluster.read_facts(credential), config.join_timeout, asked_to_stop
         )
         settings = _joining(config, facts, secret)
@@ -240,12 +259,12 @@ def _await_stages(
         try:
             far.greet()
         except OSError as error:
-            raise ray_cluster.NotUp(str(error)) from error
+            raise NotUp(str(error)) from error
 
-    ray_cluster.when_up(ask, limit_s, stop)
+    when_up(ask, limit_s, stop)
 
 
-def _joining(config: ServeConfig, facts: ray_cluster.ClusterFacts, secret: str) -> WorkerSettings:
+def _joining(config: ServeConfig, facts: ClusterFacts, secret: str) -> WorkerSettings:
     """Return the settings of a worker that joins: the cluster's model and limits, our machine."""
     assert config.role is not None
     template = facts.worker

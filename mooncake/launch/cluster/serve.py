@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from rich.console import Console
@@ -32,6 +32,7 @@ from mooncake.launch.cluster.workers import health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.log import configure_logging
@@ -66,6 +67,9 @@ class Workers(Protocol):
 
     def vitals(self) -> list[Vitals]:
         """Return how what this process starts is, for its probes; from any thread."""
+
+    def routes(self) -> Mapping[str, Route]:
+        """Return what the health port of a process without an API answers besides probes."""
 
     @property
     def join_address(self) -> str | None:
@@ -116,7 +120,8 @@ def serve(config: ServeConfig) -> int:
 
 def _serve_joined(config: ServeConfig) -> int:
     """Be one more gateway of a running cluster."""
-    environment.prepare_ray(config.bind_host, ray_environment(config))
+    if config.joins_by_ray:
+        environment.prepare_ray(config.bind_host, ray_environment(config))
     from mooncake.launch.cluster.joined_gateway import JoinedCluster
 
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
@@ -246,6 +251,7 @@ class _Serving:
             is_stopping=self._stop.is_set,
             workers=self._workers.vitals,
             series=self._gateway_process.backend.metrics,
+            routes=self._workers.routes(),
         )
 
     async def _until_stopped(self, starting: asyncio.Future[list[report.WorkerRow]]) -> None:

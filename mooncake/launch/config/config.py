@@ -97,7 +97,8 @@ def _written(
     written: dict[str, object] = {}
     for each in settings:
         written.update(each)
-        if secret_file := each.get("cluster_secret_file"):
+        secret_file = each.get("cluster_secret_file")
+        if secret_file and "cluster_secret" in options.options_of(kind):
             if "cluster_secret" in each:
                 raise ConfigError("cluster-secret and cluster-secret-file exclude each other")
             written["cluster_secret"] = read_secret(Path(str(secret_file)))
@@ -250,8 +251,21 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
     if (config.role is None) != (config.join is None) and not alone:
         missing = "join HOST:PORT" if config.join is None else "role prefill|decode|kvstore|gateway"
         raise ConfigError(f"role and join belong together: add --{missing}")
-    if config.role not in (None, "kvstore") and not config.joins_by_ray:
+    if config.joins_by_url:
+        if config.role != "gateway":
+            raise ConfigError(
+                f"join: {config.join}: only a gateway joins by URL; a worker takes part in Ray: "
+                "give --join HOST:PORT"
+            )
+        if config.cluster_secret is None:
+            raise ConfigError(
+                f"cluster-secret: {config.join} tells only holders of a credential or the secret "
+                "how to join: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+            )
+    elif config.role not in (None, "kvstore") and not config.joins_by_ray:
         raise ConfigError(f"join: {config.join} is a pool; only --role kvstore can join it")
+    if config.join_ca_certs and not str(config.join).startswith("https:"):
+        raise ConfigError("join-ca-certs: it is for --join https://HOST:PORT")
     if config.role == "gateway":
         _check_gateway(written)
 

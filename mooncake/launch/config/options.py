@@ -22,6 +22,8 @@ _PLACE = re.compile(r"^(anywhere|cpu:[0-9]+|gpu:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 DIRECT = "tcp://"
 """Before the address of a channel that is joined without Ray."""
+BY_URL = ("http://", "https://")
+"""Before the address of a cluster's first process, of which a gateway asks what it must know."""
 _WORDS = {
     "true": True, "yes": True, "on": True, "1": True,
     "false": False, "no": False, "off": False, "0": False,
@@ -397,6 +399,7 @@ def hosts_and_ports(name: str, value: object) -> tuple[str, ...]:
 
 
 def joinable(name: str, value: object) -> str:
-    """Read "HOST:PORT" or "tcp://HOST:PORT"."""
+    """Read "HOST:PORT", or "tcp://", "http://" or "https://HOST:PORT"."""
     written = str(value)
-    return DIRECT * written.startswith(DIRECT) + host_and_port(name, written.removeprefix(DIRECT))
+    scheme = next((each for each in (DIRECT, *BY_URL) if written.startswith(each)), "")
+    return scheme + host_and_port(name, written.removeprefix(scheme).rstrip("/" * bool(scheme)))

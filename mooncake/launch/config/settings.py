@@ -154,7 +154,10 @@ class ServeConfig:
     headless: bool = setting(False, truth, CLUSTER, "",
         "look after workers without an API: gateways come with --role gateway --join", switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
-        "Ray address of the cluster to join; tcp://HOST:PORT: of a pool standing alone")
+        "Ray address of the cluster to join; tcp://HOST:PORT: of a pool standing alone; for a "
+        "gateway also http:// or https://HOST:PORT, the health port of a --headless process")
+    join_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
+        "authorities of --join https://HOST:PORT (default: this machine's)")
     join_timeout: int = setting(0, count(0), CLUSTER, "S",
         "seconds that --join waits for a cluster that is not up yet")
     node_id: str | None = setting(None, text, CLUSTER, "NAME",
@@ -340,7 +343,12 @@ class ServeConfig:
     @property
     def joins_by_ray(self) -> bool:
         """Whether Ray places and supervises the one worker of `role`."""
-        return self.join is not None and not self.join.startswith(options.DIRECT)
+        return self.join is not None and not self.join.startswith((options.DIRECT, *options.BY_URL))
+
+    @property
+    def joins_by_url(self) -> bool:
+        """Whether a gateway asks the cluster's first process by HTTP what it must know."""
+        return self.join is not None and self.join.startswith(options.BY_URL)
 
     def shown(self) -> dict[str, Any]:
         """Return all settings for a person, secrets hidden."""

@@ -16,18 +16,20 @@ import logging
 import os
 import secrets
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
+from mooncake.base.errors import Forbidden, ProtocolError
+from mooncake.base.rights import CredentialRole
 from mooncake.identity import (
     Certificate,
     Credential,
     Trust,
     check_certificate,
-    check_cluster_signature,
 )
 from mooncake.identity.credential import SIGNATURE_BYTES
 
@@ -43,26 +45,39 @@ hold up nobody else.
 """
 
 _log = logging.getLogger(__name__)
+_LENGTH = struct.Struct("<H")
+"""Of a certificate, before what was sealed."""
 
 
 def seal(data: bytes, credential: Credential, purpose: str) -> bytes:
-    """Return `data` behind the cluster's signature; `unseal` then finds any change. It is not
-    encrypted.
+    """Return `data` behind its signer's certificate and signature; `unseal` then finds any change.
+    It is not encrypted.
+    """
+    signed = credential.signed
+    return _LENGTH.pack(len(signed)) + signed + credential.sign(_for(purpose, data)) + data
+
+
+def unseal(
+    sealed: bytes,
+    trust: Trust,
+    purpose: str,
+    role: CredentialRole,
+    unix_time: Callable[[], float] = time.time,
+) -> bytes:
+    """Return what one who may act in `role` has sealed.
 
     Raises:
-        Forbidden: `credential` was not made from the cluster secret here.
+        MooncakeError: it was sealed by another cluster, in another role, or was altered.
     """
-    return credential.sign_for_cluster(_for(purpose, data)) + data
-
-
-def unseal(sealed: bytes, trust: Trust, purpose: str) -> bytes:
-    """Return what was sealed.
-
-    Raises:
-        Forbidden: it was sealed with another secret, or was altered.
-    """
-    signature, data = sealed[:SIGNATURE_BYTES], sealed[SIGNATURE_BYTES:]
-    check_cluster_signature(trust, signature, _for(purpose, data))
+    if len(sealed) < _LENGTH.size:
+        raise ProtocolError("nothing that was sealed")
+    start = _LENGTH.size + _LENGTH.unpack_from(sealed)[0]
+    signer = check_certificate(sealed[_LENGTH.size : start], trust)
+    signer.check_time(unix_time())
+    if role not in signer.roles:
+        raise Forbidden(f"the credential {signer.name!r} is of no {role.value}")
+    signature, data = sealed[start : start + SIGNATURE_BYTES], sealed[start + SIGNATURE_BYTES :]
+    signer.check_signature(signature, _for(purpose, data))
     return data
 
 

@@ -7,7 +7,7 @@ Owns no worker: it asks the loop that drives one, and knows when no answer comes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from http import HTTPStatus
 
@@ -179,11 +179,12 @@ def open_health_port(
     settings: HealthSettings,
     parts: Callable[[], Sequence[Vitals]],
     metrics: Callable[[], bytes],
+    more: Mapping[str, Route] | None = None,
 ) -> HttpServer:
-    """Open the health port of a process: probes and metrics, nothing else, no credential.
+    """Open the health port of a process: probes and metrics without a credential, and `more`.
 
     Raises:
         ConfigError: the address cannot be bound, or a file of `tls` is wrong.
     """
-    routes = probe_routes(parts) | metrics_route(metrics)
+    routes = probe_routes(parts) | metrics_route(metrics) | dict(more or {})
     return HttpServer(settings.host, settings.port, routes, "health-port", settings.tls)

@@ -68,6 +68,9 @@ class Request:
     path: str
     """Without the query."""
     authorization: str
+    client: str = ""
+    """The address that it came from."""
+    body: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,13 +231,14 @@ def _handler(answer: Callable[[Request], Answer]) -> type[BaseHTTPRequestHandler
         def _reply(self, method: str) -> None:
             length = self.headers.get("Content-Length", "0")
             is_plain = length.isascii() and length.isdigit() and len(length) < 10
+            body = b""
             if "Transfer-Encoding" in self.headers or not is_plain or int(length) > MAX_BODY_BYTES:
                 self.close_connection = True  # where the body ends is not known
             else:
-                self.rfile.read(int(length))
+                body = self.rfile.read(int(length))
             path = self.path.partition("?")[0]
             given = self.headers.get("Authorization", "")
-            reply = answer(Request(method, path, given))
+            reply = answer(Request(method, path, given, str(self.client_address[0]), body))
             self.send_response(reply.status)
             self.send_header("Content-Type", reply.content_type)
             self.send_header("Content-Length", str(len(reply.body)))

@@ -16,6 +16,8 @@ LOOK_S = 2.0
 being written may end anywhere.
 """
 
+SECRET_FILE = "MOONCAKE_CLUSTER_SECRET_FILE"
+"""The variable that names the file of the cluster secret, or of a credential."""
 _log = logging.getLogger(__name__)
 
 

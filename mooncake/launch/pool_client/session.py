@@ -45,7 +45,7 @@ from mooncake.kvstore.client.failover import MAX_ATTEMPTS, FailoverClient
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.pool_client.http_client import Client
+from mooncake.launch.host.http_client import Client
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region

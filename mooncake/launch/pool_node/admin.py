@@ -5,10 +5,7 @@ It owns a server and reads the node only between two events of its driver.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from http import HTTPStatus
 from typing import Any
@@ -19,14 +16,13 @@ from mooncake.base import Drain
 from mooncake.base.pool_messages import PoolState
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Trust
-from mooncake.launch.host.credentials import SCHEME, RequestVerifier
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.health import Health, metrics_route, probe_routes
 from mooncake.launch.host.http_server import (
     Answer,
     HttpServer,
     Request,
-    Route,
     TlsFiles,
     document,
     error,
@@ -69,16 +65,15 @@ class PoolAdmin:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._token_digests = settings.token_digests
-        self._verifier = RequestVerifier(trust, time.monotonic)
+        self._guard = guard = Guard(trust, settings.token_digests)
         self._driver = driver
         self._about = about
         routes = {
             **probe_routes(lambda: [health.vitals()]),
             **metrics_route(metrics),
-            "/v1/pool/stats": Route("GET", self._guarded(self._stats, *CredentialRole)),
-            "/v1/pool/drain": Route(
-                "POST", self._guarded(self._begin_drain, CredentialRole.OPERATOR)
+            "/v1/pool/stats": guard.route("GET", _answering(self._stats), *CredentialRole),
+            "/v1/pool/drain": guard.route(
+                "POST", _answering(self._begin_drain), CredentialRole.OPERATOR
             ),
         }
         self._server = HttpServer(settings.host, settings.port, routes, "admin-port", settings.tls)
@@ -90,25 +85,7 @@ class PoolAdmin:
 
     def challenge(self) -> str:
         """Return the challenge that a signed request must answer."""
-        return self._verifier.challenge()
-
-    def _guarded(
-        self, act: Callable[[], Answer], *roles: CredentialRole
-    ) -> Callable[[Request], Answer]:
-        """Return what answers those who have an admin token, or sign with a credential of one of
-        `roles`.
-        """
-
-        def answer(request: Request) -> Answer:
-            refused = self._refusal(request, roles)
-            if refused is not None:
-                return refused
-            try:
-                return act()
-            except (CancelledError, TimeoutError):
-                return error(HTTPStatus.SERVICE_UNAVAILABLE, "the node does not answer")
-
-        return answer
+        return self._guard.verifier.challenge()
 
     def _state(self) -> PoolState:
         """Return the node's figures. Raises TimeoutError or CancelledError when its driver is stuck
@@ -125,33 +102,17 @@ class PoolAdmin:
         begin_drain(self._driver)
         return document(HTTPStatus.ACCEPTED, pool_metrics.document(self._state()))
 
-    def _refusal(self, request: Request, roles: Sequence[CredentialRole]) -> Answer | None:
-        """Return the answer to one who may not ask this; None: he may."""
-        signer = self._verifier.signer(request.authorization, request.method, request.path)
-        if signer is None and not self._has_token(request.authorization):
-            return error(
-                HTTPStatus.UNAUTHORIZED,
-                "send 'Authorization: Bearer TOKEN' with an --admin-token of the node, or sign "
-                "with the cluster secret or a credential, as `mooncake pool` does",
-                WWW_Authenticate=f"{SCHEME} {self.challenge()}",
-            )
-        if signer is not None and not set(roles).intersection(signer.roles):
-            wanted = " or ".join(sorted(role.value for role in roles))
-            return error(
-                HTTPStatus.FORBIDDEN,
-                f"the credential {signer.name!r} may not do this: it takes one of "
-                f"`mooncake credential --role {wanted}`",
-            )
-        return None
 
-    def _has_token(self, authorization: str) -> bool:
-        scheme, _, bearer = authorization.partition(" ")
-        if scheme.lower() != "bearer":
-            return False
-        given = hashlib.sha256(bearer.strip().encode("latin-1")).digest()  # as it came on the wire
-        # All tokens are compared, each in constant time, so that the time reveals nothing of any.
-        matches = [hmac.compare_digest(given, digest) for digest in self._token_digests]
-        return any(matches)
+def _answering(act: Callable[[], Answer]) -> Callable[[Request], Answer]:
+    """Return what answers by `act`, or says that the node does not."""
+
+    def answer(_: Request) -> Answer:
+        try:
+            return act()
+        except (CancelledError, TimeoutError):
+            return error(HTTPStatus.SERVICE_UNAVAILABLE, "the node does not answer")
+
+    return answer
 
 
 def begin_drain(driver: Driver) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -23,10 +24,13 @@ from mooncake.engine.rank_moves import (
     StartMove,
     encode_answer,
 )
+from mooncake.identity import Credential, own_credential
 from mooncake.instance.mover import OwnPages
 from mooncake.instance.rank_pages import FollowerMoves, Reached
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.secret_file import SECRET_FILE, SecretFollower
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region
@@ -46,7 +50,11 @@ class _Memory:
         answer: Callable[[RankAnswer], None],
         device: DeviceMemory | None,
     ) -> None:
-        self.transfer: RoutedTransfer = open_transfer(config, SystemIds().hex(8), MonotonicClock())
+        credential, file = _credential(config)
+        self.transfer: RoutedTransfer = open_transfer(
+            config, SystemIds().hex(8), MonotonicClock(), credential=credential
+        )
+        self._following = SecretFollower(file, credential.renew)
         try:
             self.region: Region
             if device is None:
@@ -54,6 +62,7 @@ class _Memory:
             else:
                 self.region = self.transfer.register_device(device, "kv-pages")
         except BaseException:
+            self._following.close()
             self.transfer.close()
             raise
         self._hasher = PageHasher(self.region, pages)
@@ -72,6 +81,7 @@ class _Memory:
 
     def close(self) -> None:
         """End all that moves; peers reach the memory no more."""
+        self._following.close()
         self._driver.stop()
         self._thread.join()
         self._hasher.close()
@@ -137,6 +147,15 @@ class RankMoves:
 
     def _answer(self, answer: RankAnswer) -> None:
         self._send(encode_answer(answer))
+
+
+def _credential(config: TransferConfig) -> tuple[Credential, Path | None]:
+    """Return what a rank proves, and the file that it follows: that of its own machine, where its
+    environment names one, since the lead's credential may expire; else what the lead has.
+    """
+    named = os.environ.get(SECRET_FILE)
+    file = Path(named) if named else None
+    return own_credential(read_secret(file) if file else config.secret, *config.roles), file
 
 
 def _on_this_machine(config: TransferConfig, host: str) -> TransferConfig:

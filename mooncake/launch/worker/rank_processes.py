@@ -21,6 +21,7 @@ from mooncake.crypto.keys import KeyRing, KeySource
 from mooncake.engine.ranks import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
 from mooncake.launch.host.key_source import read_keys
+from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.rank_moves import RankMoves
@@ -143,12 +144,12 @@ def _parent() -> ThreadPoolExecutor:
 
 def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str, str]:
     """Return the environment of a follower: ours, with our imports; of secrets, only the key of
-    encrypted weights, which it reads itself.
+    encrypted weights, and the file of the cluster secret or credential, which it reads itself.
     """
     kept = {
         name: value
         for name, value in environ.items()
-        if not name.startswith("MOONCAKE_") or name == weights_key.variable
+        if not name.startswith("MOONCAKE_") or name in (weights_key.variable, SECRET_FILE)
     }
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**environment.QUIET, **environment.COMPUTE, **kept, "PYTHONPATH": path}

@@ -7,6 +7,7 @@ against a stand-in for Kubernetes' API.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -20,15 +21,15 @@ import jsonschema
 import pytest
 import yaml
 
-from mooncake.base import ConfigError
 from mooncake.cli.main import make_parser
-from mooncake.cli.main import run as run_command
 from mooncake.crypto.keys import KeySource
 from mooncake.launch.config import options
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
+from mooncake.launch.host.enrol import Enrolment, enrol
 from mooncake.launch.host.health import PROBE_PATHS
+from mooncake.launch.host.signer import PLACES, Signer, SignerSettings
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 from tests.support.certificates import Host, make_host
 from tests.support.kubelet import api as kube_api
@@ -39,8 +40,11 @@ SETTINGS = (
     "kvstore.ssd[0].size=900GiB", "kvstore.ssd[0].storage=1Ti", "kvstore.ssd[1].size=5GiB",
     "kvstore.ssd[1].storage=6Gi", "prefill.replicas=3", "prefill.rdma=true",
     "prefill.shape.gpu=nvidia.com/gpu", "gateway.replicas=4", "secret.apiKeys=true",
-    "secret.existing=mine", "head.args={--slo-ttft-s,5}", "decode.args={--max-num-seqs,16}",
+    "secret.existing=mine", "gateway.allowClear=true", "head.args={--slo-ttft-s,5}",
+    "decode.args={--max-num-seqs,16}",
 )  # fmt: skip
+KEYS = {"cluster-secret", "ray-token", *(f"token-{place}" for place in PLACES)}
+"""Of the Secret."""
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
 
 
@@ -108,11 +112,16 @@ def rendered(*settings: str, release: str = "one") -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
+def is_signer(document: dict[str, Any]) -> bool:
+    labels = document["metadata"].get("labels", {})
+    return bool(labels.get("app.kubernetes.io/component") == "signer")
+
+
 def pods(documents: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Return the (workload, container) of each role."""
     found = {}
     for document in documents:
-        if document["kind"] in ("Deployment", "StatefulSet"):
+        if document["kind"] in ("Deployment", "StatefulSet") and not is_signer(document):
             [container] = document["spec"]["template"]["spec"]["containers"]
             found[container["name"]] = (document, container)
     return found
@@ -130,7 +139,8 @@ def served(container: dict[str, Any]) -> ServeConfig:
     environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     mounted = environ.pop("MOONCAKE_CLUSTER_SECRET_FILE")  # is read at once, and is not here
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    assert mounted == f"{mounts['cluster-secret']}/cluster-secret"
+    assert mounted == f"{mounts['own']}/credential"
+    environ["MOONCAKE_CLUSTER_SECRET"] = "what the signer gave"
     given = {name: value for name, value in arguments.items() if name in known}
     return resolve(given, None, environ)
 
@@ -147,7 +157,8 @@ def test_every_pod_runs_a_command_that_the_program_takes() -> None:
     [ray] = [d for d in documents if d["kind"] == "Service" and "head" in d["metadata"]["name"]]
     for role, config in configs.items():
         assert config.role == role
-        assert config.join == f"{ray['metadata']['name']}:6379"
+        address = "https://{}:8200" if role == "gateway" else "{}:6379"
+        assert config.join == address.format(ray["metadata"]["name"])
         assert config.bind_host == "10.1.2.3"
     assert configs["gateway"].api_keys_file == "/etc/mooncake/keys.yaml"
     assert configs["decode"].max_num_seqs == 16
@@ -194,10 +205,13 @@ def test_what_is_mounted_named_and_selected_is_there() -> None:
         for variable in container["env"]:
             source = variable.get("valueFrom", {}).get("secretKeyRef", {})
             assert source.get("name", "mine") == "mine"
-    services = [d for d in rendered(*SETTINGS) if d["kind"] == "Service"]
+    services = [d for d in rendered(*SETTINGS) if d["kind"] == "Service" and not is_signer(d)]
     selectors = [service["spec"]["selector"] for service in services]
     assert len({json.dumps(each) for each in selectors}) == len(selectors) == 5
-    assert not [d for d in rendered(*SETTINGS) if d["kind"] == "Secret"]
+    made = [d["metadata"]["name"] for d in rendered(*SETTINGS) if d["kind"] == "Secret"]
+    assert made == ["one-mooncake-authority"]
+    both = (*SETTINGS, "tls.authority=our-ca")
+    assert not [d for d in rendered(*both) if d["kind"] == "Secret"]
 
 
 @needs_helm
@@ -207,7 +221,7 @@ def test_keys_of_disks_are_with_those_who_read_them() -> None:
         sources = {
             variable["name"]: variable["valueFrom"]["secretKeyRef"]
             for variable in container["env"]
-            if variable["name"].endswith("_KEY")
+            if variable["name"].endswith("_KEY") and "valueFrom" in variable
         }
         assert all(source["optional"] for source in sources.values())
         found[role] = {name: source["key"] for name, source in sources.items()}
@@ -234,7 +248,8 @@ def test_probes_ask_what_the_program_answers_and_there_is_time_to_drain() -> Non
         assert role == "gateway" or config.health_host == "10.1.2.3"
         for kind, path in kinds.items():
             probe = container[f"{kind}Probe"]
-            asked = {"path": f"/health/{path}", "port": port, "scheme": "HTTP"}
+            scheme = "HTTP" if role == "gateway" else "HTTPS"
+            asked = {"path": f"/health/{path}", "port": port, "scheme": scheme}
             assert probe.pop("httpGet") == asked
             own = values()[role].get("probes", {}).get(kind, {})
             assert probe == values()["pods"]["probes"][kind] | own
@@ -273,11 +288,16 @@ def test_values_without_a_sensible_default_must_be_given() -> None:
     needed = "image.repository=r", "model.volume.hostPath.path=/m"
     with pytest.raises(ValueError, match=r"gateway\.allowKeyless: all who reach the API could use"):
         rendered(*needed)
-    assert rendered(*needed, "gateway.args={--api-key,k}")
+    with pytest.raises(
+        ValueError, match=r"gateway\.tlsSecret: API keys would travel in plain HTTP"
+    ):
+        rendered(*needed, "gateway.args={--api-key,k}")
+    assert rendered(*needed, "gateway.args={--api-key,k}", "gateway.tlsSecret=cert")
     documents = rendered(*needed, "gateway.allowKeyless=true")
-    [secret] = [document for document in documents if document["kind"] == "Secret"]
-    assert set(secret["data"]) == {"cluster-secret", "ray-token"}
-    assert len(set(secret["data"].values())) == 2
+    drawn = {d["metadata"]["name"]: d["data"] for d in documents if d["kind"] == "Secret"}
+    assert set(drawn["one-mooncake"]) == KEYS
+    assert len(set(drawn["one-mooncake"].values())) == len(KEYS)
+    assert set(drawn["one-mooncake-authority"]) == {"tls.crt", "tls.key"}
 
 
 @needs_helm
@@ -286,7 +306,10 @@ def test_pods_may_do_little_and_leave_in_order() -> None:
     for role, (document, container) in found.items():
         spec = document["spec"]["template"]["spec"]
         assert spec["automountServiceAccountToken"] is False
-        assert spec["securityContext"] == {"runAsUser": 7}
+        assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["fsGroup"]) == (
+            7,
+            1000,
+        )
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         added = ["IPC_LOCK"] if role == "prefill" else []
@@ -296,7 +319,7 @@ def test_pods_may_do_little_and_leave_in_order() -> None:
     words = shlex.split(drain.split("||")[0].replace("$POD_IP", "10.1.2.3"))
     arguments = make_parser().parse_args(words[1:])
     grace_s = found["kvstore"][0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert arguments.url == f"http://10.1.2.3:{served(found['kvstore'][1]).admin_port}"
+    assert arguments.url == f"https://10.1.2.3:{served(found['kvstore'][1]).admin_port}"
     assert float(arguments.wait) < grace_s
     gateway = found["gateway"]
     [pause, seconds] = gateway[1]["lifecycle"]["preStop"]["exec"]["command"]
@@ -342,11 +365,16 @@ def test_api_keys_need_a_secret_that_has_them() -> None:
         rendered(*needed, "secret.apiKeys=true")
     with kube_api.serving() as api:
         mine = {"metadata": {"name": "mine", "labels": {}}, "kind": "Secret", "apiVersion": "v1"}
-        api.objects["secrets", "mine"] = mine | {"data": {"cluster-secret": "eA=="}}
-        wanted = (*needed, "secret.apiKeys=true", "secret.existing=mine")
-        with pytest.raises(ValueError, match=r"the Secret mine has no `keys\.yaml`"):
-            helm(api, "install", *wanted)
-        api.objects["secrets", "mine"] = mine | {"data": {"keys.yaml": "eA=="}}
+        own = ("secret.apiKeys=true", "secret.existing=mine", "gateway.tlsSecret=cert")
+        wanted = (*needed, *own)
+        for missing in ("keys.yaml", "cluster-secret", "token-decode"):
+            has = dict.fromkeys({*KEYS, "keys.yaml"} - {missing}, "eA==")
+            api.objects["secrets", "mine"] = mine | {"data": has}
+            with pytest.raises(ValueError, match=f"the Secret mine has no `{missing}`"):
+                helm(api, "install", *wanted)
+        api.objects["secrets", "mine"] = mine | {
+            "data": dict.fromkeys({*KEYS, "keys.yaml"}, "eA==")
+        }
         helm(api, "install", *wanted)
 
 
@@ -368,13 +396,11 @@ def test_a_certificate_is_mounted_and_probes_use_https() -> None:
         if d["kind"] == "ServiceMonitor"
     }
     assert endpoints["one-mooncake-gateway"]["scheme"] == "https"
-    assert "scheme" not in endpoints["one-mooncake-kvstore"]
+    assert "insecureSkipVerify" not in endpoints["one-mooncake-kvstore"]["tlsConfig"]
 
 
 @needs_helm
-def test_with_an_authority_each_pod_makes_itself_a_certificate_and_its_ports_speak_tls(
-    tmp_path: Path,
-) -> None:
+def test_each_pod_gets_a_certificate_of_the_signer_and_its_ports_speak_tls(tmp_path: Path) -> None:
     documents = rendered(*SETTINGS, "tls.authority=our-ca", "monitoring.serviceMonitor=true")
     monitors = {
         d["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]: d["spec"]["endpoints"]
@@ -382,22 +408,36 @@ def test_with_an_authority_each_pod_makes_itself_a_certificate_and_its_ports_spe
         if d["kind"] == "ServiceMonitor"
     }
     ca = {"ca": {"secret": {"name": "our-ca", "key": "tls.crt"}}}
+    signer = opened_signer(documents, tmp_path)
     for role, (document, container) in pods(documents).items():
         spec = document["spec"]["template"]["spec"]
-        volumes = {each["name"]: each for each in spec["volumes"]}
-        assert volumes["authority"]["secret"]["secretName"] == "our-ca"
         places = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-        assert "authority" not in places, "the key that signs is with the one who signs"
-        host = certificate_of(spec["initContainers"], places["pod-tls"], tmp_path / role)
+        [asks] = spec["initContainers"]
+        given = asked_by(asks["args"][0])
+        assert (given.signer, given.place) == ("http://one-mooncake-signer:8300", role)
+        assert (given.out, given.address, given.renew) == (places["own"], "$POD_IP", False)
+        assert str(Path(given.token_file).parent) == places["token"]
+        renews = asked_by(re.findall(r"do (mooncake enrol .*?) >", container["args"][0])[0])
+        assert renews == dataclasses.replace(given, renew=True)
+        own = tmp_path / "own" / role
+        token = str(tmp_path / "tokens" / role)
+        enrol(
+            dataclasses.replace(
+                given, signer=signer.url, token_file=token, out=str(own), address="127.0.0.1"
+            )
+        )
+        host = Host(*(str(own / name) for name in ("cert.pem", "key.pem", "ca.pem")))
         host.trusting(proven=True)
         variables = {each["name"]: each.get("value", "") for each in container["env"]}
         ray = environment.ray_tls(
             {name: moved(text, places, host) for name, text in variables.items()}
         )
-        assert ray == (host.cert, host.key, host.ca)
-        if role == "gateway":
-            continue
         config = served(container)
+        if role == "gateway":
+            assert ray is None, "it takes no part in Ray"
+            assert moved(str(config.join_ca_certs), places, host) == host.ca
+            continue
+        assert ray == (host.cert, host.key, host.ca)
         ports = ["health", "admin"] if role == "kvstore" else ["health"]
         for port in ports:
             files = (getattr(config, f"{port}_ssl_{name}") for name in ("certfile", "keyfile"))
@@ -405,30 +445,102 @@ def test_with_an_authority_each_pod_makes_itself_a_certificate_and_its_ports_spe
         for kind in ("startup", "liveness", "readiness"):
             assert container[f"{kind}Probe"]["httpGet"]["scheme"] == "HTTPS"
         assert (monitors[role][0]["scheme"], monitors[role][0]["tlsConfig"]) == ("https", ca)
+    signer.close()
     drain = pods(documents)["kvstore"][1]["lifecycle"]["preStop"]["exec"]["command"][-1]
     arguments = make_parser().parse_args(shlex.split(drain.split("||")[0])[1:])
     assert (arguments.url, arguments.ssl_ca_certs) == (
-        "https://$POD_IP:8100", f"{places['pod-tls']}/ca.pem"
+        "https://$POD_IP:8100", f"{places['own']}/ca.pem"
     )  # fmt: skip
 
 
-def certificate_of(containers: list[dict[str, Any]], place: str, here: Path) -> Host:
-    """Run what a pod runs before its own container, with folders of this machine."""
-    [container] = containers
-    make_host(here)
+def opened_signer(documents: list[dict[str, Any]], here: Path) -> Signer:
+    """Start the signer that the chart's pod starts, on folders of this machine."""
+    [found] = [d for d in documents if d["kind"] == "Deployment" and is_signer(d)]
+    [container] = found["spec"]["template"]["spec"]["containers"]
+    words = container["command"]
+    given = make_parser().parse_args(words[words.index("mooncake") + 1 :])
+    assert given.host == "$(POD_IP)"
+    assert int(given.port) == container["ports"][0]["containerPort"]
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
-    assert mounts == {"/etc/mooncake-authority": "authority", place: "pod-tls"}
-    folders = {"/etc/mooncake-authority": str(here / "ca"), place: str(here / "host")}
-    words = [
-        folders.get(each, each.replace("$(POD_IP)", "10.1.2.3")) for each in container["command"]
-    ]
-    assert run_command(words[1:]) == 0
-    return Host(*(str(here / "host" / name) for name in ("cert.pem", "key.pem", "ca.pem")))
+    for place in (given.tokens, given.authority, str(Path(given.cluster_secret_file).parent)):
+        assert place in mounts
+    make_host(here)
+    (here / "secret").write_text("a secret")
+    (here / "tokens").mkdir()
+    for place in PLACES:
+        (here / "tokens" / place).write_text(place.ljust(40, "t"))
+    return Signer(
+        SignerSettings(
+            host="127.0.0.1", port=0, secret_file=str(here / "secret"),
+            tokens=str(here / "tokens"), authority=str(here / "ca"),
+            name_prefix=given.name_prefix, lifetime_s=3600 * float(given.hours),
+            certificate_days=None,
+        )
+    )  # fmt: skip
+
+
+def asked_by(script: str) -> Enrolment:
+    """Return what a shell command asks of the signer, as the command itself reads it."""
+    words = shlex.split(script.removeprefix("exec "))
+    given = vars(make_parser().parse_args(words[1:]))
+    names = {field.name for field in dataclasses.fields(Enrolment)}
+    return Enrolment(**{"renew": False, **{k: v for k, v in given.items() if k in names}})
 
 
 def moved(text: str, places: dict[str, str], host: Host) -> str:
     """Return a path of a pod as it is on this machine."""
-    return text.replace(places["pod-tls"].rstrip("/"), str(Path(host.cert).parent))
+    return text.replace(places["own"].rstrip("/"), str(Path(host.cert).parent))
+
+
+@needs_helm
+def test_what_a_pod_is_given_is_of_its_role_alone() -> None:
+    """The cluster secret and the authority's key are with the signer, Ray's token with those who
+    take part in Ray.
+    """
+    apart = ("prefill.shape.podPerStage=true", "prefill.shape.pipelineParallelSize=2")
+    documents = rendered(
+        *(each for each in SETTINGS if not each.startswith("prefill.")), *apart,
+        "gateway.tlsSecret=cert",
+    )  # fmt: skip
+    templates = {name: d["spec"]["template"] for name, (d, _) in pods(documents).items()}
+    for each in documents:
+        if each["kind"] == "LeaderWorkerSet":
+            group = each["spec"]["leaderWorkerTemplate"]
+            templates |= {"prefill": group["leaderTemplate"], "ranks": group["workerTemplate"]}
+        elif each["kind"] == "Deployment" and is_signer(each):
+            templates["signer"] = each["spec"]["template"]
+        elif each["kind"] == "Pod":
+            templates["test"] = each
+    found = {name: given_to(template["spec"]) for name, template in templates.items()}
+    signs = found.pop("signer")
+    tokens = {("mine", f"token-{place}") for place in PLACES}
+    authority = {("one-mooncake-authority", key) for key in ("tls.crt", "tls.key")}
+    assert signs == {("mine", "cluster-secret"), *tokens, *authority}
+    ray, weights = ("mine", "ray-token"), ("mine", "weights-key")
+    assert found == {
+        "head": {("mine", "token-head"), ray, weights},
+        "gateway": {("mine", "token-gateway"), ("mine", "keys.yaml"), ("cert", "*")},
+        "prefill": {("mine", "token-prefill"), ray, weights},
+        "ranks": {("mine", "token-prefill"), weights},
+        "decode": {("mine", "token-decode"), ray, weights},
+        "kvstore": {("mine", "token-kvstore"), ray, ("mine", "ssd-key")},
+        "test": set(),
+    }
+
+
+def given_to(spec: dict[str, Any]) -> set[tuple[str, str]]:
+    """Return the Secrets and their keys that a pod sees; "*": all."""
+    found = set()
+    for volume in spec.get("volumes", []):
+        if secret := volume.get("secret"):
+            items = [item["key"] for item in secret.get("items", [])] or ["*"]
+            found |= {(secret["secretName"], key) for key in items}
+    for container in (*spec.get("initContainers", []), *spec["containers"]):
+        assert not container.get("envFrom")
+        for variable in container.get("env", []):
+            if source := variable.get("valueFrom", {}).get("secretKeyRef"):
+                found.add((source["name"], source["key"]))
+    return found
 
 
 @needs_helm
@@ -447,15 +559,16 @@ def test_flags_that_no_probe_could_pass_are_refused(role: str, flag: str, cure: 
 
 
 @needs_helm
-def test_without_an_authority_pods_speak_in_clear_only_if_that_is_wanted() -> None:
-    [container] = [c for role, (_, c) in pods(rendered(*SETTINGS)).items() if role == "head"]
-    assert served(container).ray_without_tls
-    [container] = [
-        c for role, (_, c) in pods(rendered(*SETTINGS, "tls.allowClear=false")).items()
-        if role == "head"
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match="health-port would speak plain HTTP"):
-        served(container)
+def test_pods_speak_in_clear_only_if_that_is_wanted() -> None:
+    clear = (*SETTINGS, "tls.allowClear=true")
+    found = pods(rendered(*clear))
+    assert served(found["head"][1]).ray_without_tls
+    assert served(found["gateway"][1]).join == "http://one-mooncake-head:8200"
+    with pytest.raises(ValueError, match=r"tls\.allowClear: with an authority"):
+        rendered(*clear, "tls.authority=our-ca")
+    assert not served(pods(rendered(*SETTINGS))["head"][1]).ray_without_tls
+    with pytest.raises(ValueError, match=r"signer\.renewSeconds: a credential must be renewed"):
+        rendered(*SETTINGS, "signer.renewSeconds=7200", "signer.credentialHours=2")
 
 
 @needs_helm
@@ -480,11 +593,14 @@ def test_secrets_stay_over_upgrades_and_a_secret_of_ones_own_renders_the_same() 
     with kube_api.serving() as api:
         helm(api, "install", *needed)
         drawn = api.objects["secrets", "one-mooncake"]["data"]
-        assert set(drawn) == {"cluster-secret", "ray-token"}
+        authority = api.objects["secrets", "one-mooncake-authority"]["data"]
+        assert set(drawn) == KEYS
         helm(api, "upgrade", *needed, "gateway.replicas=3")
         assert api.objects["secrets", "one-mooncake"]["data"] == drawn
+        assert api.objects["secrets", "one-mooncake-authority"]["data"] == authority
         assert api.objects["deployments", "one-mooncake-gateway"]["spec"]["replicas"] == 3
-    assert rendered(*SETTINGS) == rendered(*SETTINGS)
+    both = (*SETTINGS, "tls.authority=our-ca")
+    assert rendered(*both) == rendered(*both)
     assert rendered(*needed) != rendered(*needed), "nothing says what was drawn before"
 
 

@@ -76,7 +76,7 @@ def test_a_leader_has_the_last_stage_and_asks_its_workers_for_the_others(tmp_pat
     names = {each["name"] for each in container["env"]}
     assert {"MOONCAKE_CLUSTER_SECRET_FILE", "MOONCAKE_WEIGHTS_KEY"} <= names
     mounts = {each["name"] for each in container["volumeMounts"]}
-    assert {"model", "cluster-secret"} <= mounts
+    assert {"model", "own"} <= mounts
 
 
 def test_the_service_gives_all_pods_of_a_group_their_names_at_once() -> None:
@@ -157,5 +157,9 @@ def test_all_else_of_a_pod_is_that_of_an_engine_in_one_pod(tmp_path: Path) -> No
         assert template["metadata"] == expected["metadata"]
         [own], [other] = template["spec"].pop("containers"), expected["spec"]["containers"]
         assert template["spec"] == {k: v for k, v in expected["spec"].items() if k != "containers"}
-        for field in ("image", "resources", "securityContext", "env", "volumeMounts"):
+        for field in ("image", "resources", "securityContext", "volumeMounts"):
             assert own[field] == other[field]
+        more = [each for each in other["env"] if each not in own["env"]]
+        assert all(each["name"].startswith("RAY_") for each in more)
+        assert bool(more) == name.endswith("-ranks"), "stages take no part in Ray"
+        assert all(each in other["env"] for each in own["env"])

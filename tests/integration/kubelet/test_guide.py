@@ -160,8 +160,8 @@ def assert_ports_are_as_declared(cluster: Cluster) -> None:
         each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: each
         for each in cluster.api.listed("networkpolicies")
     }
-    assert set(policies) == set(ROLES)
-    for role in ROLES:
+    assert set(policies) == {*ROLES, "signer"}
+    for role in (*ROLES, "signer"):
         pods = cluster.ready(role)
         assert pods, role
         inside, *_ = policies[role]["spec"]["ingress"]
@@ -337,9 +337,11 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
         "gateway": {"tlsSecret": "certificate", "allowKeyless": False},
         "tls": {"authority": "authority"},
         "secret": {"existing": "own", "apiKeys": True},
+        "signer": {"renewSeconds": 5},
     }
     with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, more=more) as cluster:
         secrets = {"cluster-secret": b"old secret", "ray-token": b"a token of forty characters"}
+        secrets |= {f"token-{role}": f"of {role}".ljust(40, "t").encode() for role in ROLES}
         cluster.api.put_secret("own", {**secrets, "keys.yaml": keys_file("sk-old").encode()})
         cluster.api.put_secret("certificate", certificate_of(outside))
         files = {"tls.crt": "ca.pem", "tls.key": "ca-key.pem"}

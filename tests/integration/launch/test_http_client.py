@@ -11,7 +11,7 @@ import pytest
 
 from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.cli import chat, status
-from mooncake.launch.pool_client.http_client import Client
+from mooncake.launch.host.http_client import Client
 from tests.support.api.http_server import Reply, TableServer
 
 MODELS = Reply(chunks=(b'{"data": [{"id": "k2"}, {"id": "other"}]}',))

@@ -43,14 +43,24 @@ class Image:
     environment: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, Path] = field(default_factory=dict)
     """By where they are in the container."""
+    programs: Sequence[Path] = ()
+    """Folders of this machine that every user of the container may reach."""
 
     def mounts(self) -> list[Mount]:
         return [Mount(source, target, read_only=True) for target, source in self.folders.items()]
 
 
+def _context(pod: Object, container: Object) -> Object:
+    """Return the security context of a container. ValueError: it would run as root against it."""
+    context = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
+    if context.get("runAsNonRoot") and not context.get("runAsUser"):
+        raise ValueError(f"{container['name']}: runAsNonRoot, and its user is root")
+    return context
+
+
 def _user(pod: Object, container: Object) -> list[str]:
     """Return the words that give up what the security contexts take away."""
-    context = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
+    context = _context(pod, container)
     words = ["setpriv"]
     if (user := context.get("runAsUser")) is not None:
         words += [f"--reuid={user}", f"--regid={context.get('runAsGroup', user)}"]
@@ -74,7 +84,7 @@ class Process:
         self._user = _user(pod, container)
         self._environment = {**image.environment, **environment}
         self._directory = container.get("workingDir", "/")
-        script = _script(pod, container, folder, mounts, [*self._user, *words], self._directory)
+        script = _script(pod, container, image, folder, mounts, [*self._user, *words])
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", namespace,
@@ -151,11 +161,14 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def _script(
-    pod: Object, container: Object, folder: Path, mounts: Sequence[Mount], words: Sequence[str],
-    directory: str,
+    pod: Object, container: Object, image: Image, folder: Path, mounts: Sequence[Mount],
+    words: Sequence[str],
 ) -> str:  # fmt: skip
     """Return the commands that make the root and become the container."""
     root, quote = f"{folder}/root", shlex.quote
+    directory = container.get("workingDir", "/")
+    parents = {parent for place in image.programs for parent in place.parents}
+    user = _context(pod, container).get("runAsUser", 0)
     read_only = container.get("securityContext", {}).get("readOnlyRootFilesystem", False)
     lines = [
         "trap 'exit 143' TERM",  # the root is made before there is a program that could be told
@@ -172,6 +185,9 @@ def _script(
         f"mount -t tmpfs -o size={SHM_BYTES},mode=1777 shm {root}/dev/shm",
         f"mount -t tmpfs -o mode=1777 tmp {root}/tmp",
         f"mount --rbind /sys {root}/sys",
+        *(f"chmod a+x {quote(f'{root}{parent}')}" for parent in sorted(parents)),
+        f"grep -q '^[^:]*:[^:]*:{user}:' {root}/etc/passwd || "
+        f"echo 'user:x:{user}:{user}::/tmp:/bin/sh' >> {root}/etc/passwd",
     ]
     for mount in sorted(mounts, key=lambda each: each.target):
         target = quote(f"{root}{mount.target}")

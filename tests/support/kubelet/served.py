@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from tests.support.serve.server_process import nano_checkpoint
 TOP = Path(__file__).parents[3]
 CHART = TOP / "charts" / "mooncake"
 CPU_VALUES = CHART / "ci" / "cpu-values.yaml"
+SITE = Path(sysconfig.get_path("purelib"))
 IMAGE, FORMER_IMAGE = "mooncake:test", "mooncake:former"
 RELEASE = "one"
 GATEWAY = f"{RELEASE}-mooncake-gateway"
@@ -36,6 +38,7 @@ def image(source: Path = TOP) -> Image:
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         {own: source},
+        (Path(sys.executable), Path(sys.base_prefix), SITE),
     )  # fmt: skip
 
 
@@ -51,9 +54,10 @@ def cluster_in(
     that in `of` with what `more` says of its sections.
     """
     nano_checkpoint(folder / "models")
+    for file in (folder / "models").rglob("*.*"):
+        file.chmod(0o644)  # pods are of a user of their own
     values = yaml.safe_load(of.read_text())
     values["model"]["volume"]["hostPath"]["path"] = f"{folder}/models"
-    values["networkPolicy"] = {"enabled": True}
     values["kvstore"]["ssd"] = [{"size": "64MiB", "storage": "64Mi"}]
     for section, changed in (more or {}).items():
         values[section] = {**values.get(section, {}), **changed}

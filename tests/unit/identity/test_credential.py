@@ -13,8 +13,9 @@ from mooncake.base import ConfigError, Forbidden, ProtocolError, SeededIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import (
     Credential,
+    Keys,
+    certify,
     check_certificate,
-    check_cluster_signature,
     cluster_keys,
     issue,
     own_credential,
@@ -40,8 +41,6 @@ def test_a_credential_travels_as_text_without_the_secret() -> None:
     assert SECRET.encode() not in written
     assert made.text not in repr(made)
     assert "etl" in repr(made)
-    with pytest.raises(Forbidden, match="takes the cluster secret"):
-        read.sign_for_cluster(b"facts")
 
 
 def test_who_knows_the_secret_makes_a_credential_of_its_own_each_time() -> None:
@@ -71,9 +70,6 @@ def test_while_a_secret_is_replaced_both_count_and_the_first_is_proven() -> None
     for made, by in ((new, old), (then, old), (first, new)):
         with pytest.raises(ProtocolError, match="of another cluster"):
             check_certificate(made.signed, by)
-    check_cluster_signature(first, new.sign_for_cluster(b"facts"), b"facts")
-    with pytest.raises(Forbidden, match="another secret"):
-        check_cluster_signature(old, new.sign_for_cluster(b"facts"), b"facts")
 
 
 def test_a_credential_is_renewed_with_the_keys_that_it_has() -> None:
@@ -92,6 +88,29 @@ def test_a_credential_is_renewed_with_the_keys_that_it_has() -> None:
     assert check_certificate(credential.signed, cluster_keys("new")), "it stays as it was"
     with pytest.raises(ConfigError, match="restart"):
         own_credential(before.text, WORKER).renew("new")
+
+
+def test_a_credential_that_was_given_goes_on_with_a_new_certificate_of_its_keys() -> None:
+    keys = Keys.drawn()
+
+    def given(secret: str, expires_s: float) -> str:
+        issued = certify(secret, "decode 1", [WORKER], keys.public, expires_s=expires_s)
+        return Credential(keys.seed, issued.signed, issued.cluster, None, issued.others).text
+
+    credential = own_credential(given("old", 10.0), WORKER)
+    clusters, key = credential.clusters, credential.channel_seed
+    credential.renew(given("old", 20.0))
+    assert credential.certificate.expires_s == 20.0
+    assert credential.clusters is clusters, "who remembers what it has checked need not forget"
+    assert credential.channel_seed == key == keys.channel_seed
+    credential.renew(given("new\nold", 30.0))
+    assert check_certificate(credential.signed, cluster_keys("new")) == credential.certificate
+    assert check_certificate(own_credential("old", WORKER).signed, credential)
+    other = issue("new", "decode 2", [WORKER]).text
+    for wrong, problem in ((other, "other keys"), (PREFIX + "!", "damaged"), ("new", "restart")):
+        with pytest.raises(ConfigError, match=problem):
+            credential.renew(wrong)
+    assert credential.certificate.expires_s == 30.0, "it stays as it was"
 
 
 def test_a_credential_made_of_two_secrets_trusts_both() -> None:
@@ -137,15 +156,12 @@ def test_a_certificate_counts_until_it_expires() -> None:
         certificate.check_time(100.0)
 
 
-def test_signatures_are_of_their_holder_and_of_the_cluster() -> None:
+def test_signatures_are_of_their_holder() -> None:
     made, other = own_credential(SECRET, WORKER), own_credential(SECRET, WORKER)
     made.certificate.check_signature(made.sign(b"this"), b"this")
     for signature, data in ((made.sign(b"this"), b"that"), (other.sign(b"this"), b"this")):
         with pytest.raises(Forbidden, match="did not sign it"):
             made.certificate.check_signature(signature, data)
-    check_cluster_signature(made.cluster, other.sign_for_cluster(b"this"), b"this")
-    with pytest.raises(Forbidden, match="signed with another secret"):
-        check_cluster_signature(made.cluster, made.sign(b"this"), b"this")
 
 
 def test_a_credential_of_another_role_says_what_to_do() -> None:

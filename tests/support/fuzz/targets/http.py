@@ -20,8 +20,8 @@ from mooncake.base.rights import CredentialRole
 from mooncake.bench.http_wire import EventSplitter, ResponseReader, WireError
 from mooncake.identity import cluster_keys
 from mooncake.launch.host.credentials import RequestVerifier
+from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_server import Answer, HttpServer, Route, _handler, document
-from mooncake.launch.pool_node import admin
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 from tests.support.fuzz.target import Shape, Target, pieces_of
 
@@ -211,7 +211,7 @@ class PoolAdminHttp(Target):
 
     name = "pool-admin"
     modules = (
-        "mooncake.launch.host.http_server", "mooncake.launch.pool_node.admin",
+        "mooncake.launch.host.http_server", "mooncake.launch.host.guard",
         "mooncake.launch.host.credentials",
     )  # fmt: skip
     max_bytes = 131_072
@@ -224,19 +224,16 @@ class PoolAdminHttp(Target):
     )
 
     def __init__(self) -> None:
-        made = admin.PoolAdmin.__new__(admin.PoolAdmin)
-        made._token_digests = []
-        made._verifier = RequestVerifier(cluster_keys("a secret"), lambda: 1.0)
+        guard = Guard(cluster_keys("a secret"))
+        guard.verifier = RequestVerifier(cluster_keys("a secret"), lambda: 1.0)
         self._opened: list[str] = []
 
         def guarded(name: str) -> Route:
-            def act() -> Answer:
+            def act(_: object) -> Answer:
                 self._opened.append(name)
                 return document(HTTPStatus.OK, {})
 
-            return Route(
-                "GET" if name == "stats" else "POST", made._guarded(act, CredentialRole.OPERATOR)
-            )
+            return guard.route("GET" if name == "stats" else "POST", act, CredentialRole.OPERATOR)
 
         server = HttpServer.__new__(HttpServer)
         server._routes = {

@@ -12,8 +12,8 @@ from mooncake.base import CheckpointError, ConfigError
 from mooncake.base.messages import OWN_RELEASE, GatewayNews
 from mooncake.identity import Trust, cluster_keys
 from mooncake.launch.cluster import joined_gateway, ray_cluster
+from mooncake.launch.cluster.facts import ClusterFacts
 from mooncake.launch.cluster.joined_gateway import MAX_ALONE, JoinedCluster
-from mooncake.launch.cluster.ray_cluster import ClusterFacts
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan

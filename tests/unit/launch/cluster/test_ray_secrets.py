@@ -13,8 +13,9 @@ import pytest
 from mooncake.base import ConfigError
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import cluster_keys, own_credential
+from mooncake.launch.cluster import facts as facts_module
 from mooncake.launch.cluster import ray_cluster
-from mooncake.launch.cluster.ray_cluster import ClusterFacts, NotUp
+from mooncake.launch.cluster.facts import ClusterFacts, NotUp, sealed_facts, when_up
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
@@ -51,13 +52,15 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_facts(settings: list[WorkerSettings]) -> None:
+def write_facts(
+    settings: list[WorkerSettings], role: CredentialRole = CredentialRole.GATEWAY
+) -> None:
     config = resolve({"model": settings[0].model}, None, {})
     facts = ClusterFacts(
         gateway_address="tcp://127.0.0.1:1", worker=settings[-1],
         scheduler=make_plan(config, 4).scheduler, names=["small"],
     )  # fmt: skip
-    ray_cluster.write_facts(facts, own_credential(SECRET, CredentialRole.GATEWAY))
+    ray_cluster.write_facts(sealed_facts(facts, own_credential(SECRET, role)))
 
 
 def test_facts_hold_no_secret_and_are_read_only_with_it(
@@ -69,6 +72,14 @@ def test_facts_hold_no_secret_and_are_read_only_with_it(
     assert (found.worker.cluster_secret, found.worker.model) == ("", settings[0].model)
     with pytest.raises(ConfigError, match="not that of this cluster"):
         ray_cluster.read_facts(cluster_keys("another"))
+
+
+def test_facts_of_a_workers_credential_do_not_count(
+    settings: list[WorkerSettings], store: dict[bytes, bytes]
+) -> None:
+    write_facts(settings, CredentialRole.WORKER)
+    with pytest.raises(ConfigError, match="is of no gateway"):
+        ray_cluster.read_facts(cluster_keys(SECRET))
 
 
 def test_settings_are_printed_without_secrets(settings: list[WorkerSettings]) -> None:
@@ -88,7 +99,7 @@ def test_altered_facts_are_refused(
     write_facts(settings)
     [(key, value)] = store.items()
     store[key] = value.replace(b"tcp://127.0.0.1:1", b"tcp://127.0.0.9:1")
-    with pytest.raises(ConfigError, match="or Ray's store was altered"):
+    with pytest.raises(ConfigError, match="or what its first process says was altered"):
         ray_cluster.read_facts(cluster_keys(SECRET))
 
 
@@ -148,7 +159,7 @@ def test_a_cluster_that_is_not_up_yet_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, store: dict[bytes, bytes], private: Path,
     settings: list[WorkerSettings],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ray_cluster, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(facts_module, "ASK_AGAIN_S", 0.0)
     cluster = cluster_keys(SECRET)
     asked = 0
 
@@ -159,15 +170,15 @@ def test_a_cluster_that_is_not_up_yet_is_waited_for(
             write_facts(settings)
         return ray_cluster.read_facts(cluster)
 
-    assert ray_cluster.when_up(ask, 600).names == ["small"]
+    assert when_up(ask, 600).names == ["small"]
     assert asked == 3
     store.clear()
     with pytest.raises(NotUp, match="no server in this Ray cluster"):
-        ray_cluster.when_up(lambda: ray_cluster.read_facts(cluster), 0)
+        when_up(lambda: ray_cluster.read_facts(cluster), 0)
     stop = threading.Event()
     stop.set()
     with pytest.raises(NotUp):
-        ray_cluster.when_up(lambda: ray_cluster.read_facts(cluster), 600, stop)
+        when_up(lambda: ray_cluster.read_facts(cluster), 600, stop)
 
 
 def test_another_clusters_secret_is_no_reason_to_wait(
@@ -175,5 +186,5 @@ def test_another_clusters_secret_is_no_reason_to_wait(
 ) -> None:
     write_facts(settings)
     with pytest.raises(ConfigError, match="it is not that of this cluster") as refusal:
-        ray_cluster.when_up(lambda: ray_cluster.read_facts(cluster_keys("another")), 600)
+        when_up(lambda: ray_cluster.read_facts(cluster_keys("another")), 600)
     assert not isinstance(refusal.value, NotUp)

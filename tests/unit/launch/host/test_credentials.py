@@ -163,17 +163,21 @@ def test_a_certificate_of_another_does_not_help() -> None:
 
 
 def test_sealed_data_cannot_be_altered_or_used_for_another_purpose() -> None:
+    role = CredentialRole.OPERATOR
     sealed = seal(b"facts", HELD, "one")
-    assert unseal(sealed, HELD.cluster, "one") == b"facts"
+    assert unseal(sealed, HELD.cluster, "one", role) == b"facts"
     altered = sealed[:-1] + b"x"
     for found, secret, purpose in (
         (altered, "secret", "one"), (sealed, "other", "one"), (sealed, "secret", "two"),
-        (b"", "secret", "one"), (b"facts", "secret", "one"),
+        (b"", "secret", "one"), (b"facts", "secret", "one"), (sealed[:3], "secret", "one"),
     ):  # fmt: skip
-        with pytest.raises(MooncakeError, match="another secret"):
-            unseal(found, cluster_keys(secret), purpose)
-    with pytest.raises(MooncakeError, match="takes the cluster secret"):
-        seal(b"facts", own_credential(HELD.text, CredentialRole.OPERATOR), "one")
+        with pytest.raises(MooncakeError):
+            unseal(found, cluster_keys(secret), purpose, role)
+    with pytest.raises(MooncakeError, match="is of no gateway"):
+        unseal(sealed, HELD.cluster, "one", CredentialRole.GATEWAY)
+    passing = issue("secret", "ops", [role], expires_s=NOW_S)
+    with pytest.raises(MooncakeError, match="has expired"):
+        unseal(seal(b"facts", passing, "one"), HELD.cluster, "one", role, lambda: NOW_S)
 
 
 def test_the_private_folder_and_its_files_are_this_users_alone(

@@ -1,0 +1,85 @@
+"""How a process gets a credential and a certificate of its own from a signer that knows the secret.
+
+Both sides know a token of the process' role, which never travels: each message carries a tag made
+with it. The process draws its own keys and sends the public ones; what comes back is no secret. A
+message that is repeated gives nothing to one who has not the private keys, and an answer counts for
+its own question alone. Pure: HTTP and files are the caller's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TypeVar
+
+import msgspec
+
+from mooncake.base.errors import ConfigError, Forbidden
+from mooncake.identity.credential import Issued, PublicKeys
+
+MIN_TOKEN_CHARACTERS = 32
+TAG_BYTES = 32
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """What a process asks for."""
+
+    nonce: bytes
+    keys: PublicKeys
+    """Of its credential."""
+    host_key: bytes
+    """Of its certificate for TLS, as X.509 encodes it (DER)."""
+
+
+class HostCertificate(msgspec.Struct, frozen=True, array_like=True):
+    """A certificate for TLS, and the authority's, in PEM."""
+
+    certificate: str
+    authority: str
+
+
+class Enrolled(msgspec.Struct, frozen=True, array_like=True):
+    """What a process gets."""
+
+    issued: Issued
+    host: HostCertificate | None
+    """None: the signer has no authority."""
+    address: str
+    """Of the process as the signer sees it; its certificate is of this address."""
+
+
+Message = TypeVar("Message", Question, Enrolled)
+
+
+def checked_token(token: str, name: str) -> bytes:
+    """Return a token for tags. ConfigError: it is so short that it could be guessed."""
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"{name}: a token has {MIN_TOKEN_CHARACTERS} characters at least, this has "
+            f"{len(token)}: `openssl rand -hex 32` makes one"
+        )
+    return token.encode()
+
+
+def encode(message: Question | Enrolled, token: bytes, asked: bytes = b"") -> bytes:
+    """Return a message behind its tag. `asked`: what an answer is the answer to."""
+    data = msgspec.msgpack.encode(message)
+    return _tag(token, type(message), asked, data) + data
+
+
+def decode(body: bytes, kind: type[Message], token: bytes, asked: bytes = b"") -> Message:
+    """Return the message in `body`. Forbidden: its tag was not made with this token."""
+    tag, data = body[:TAG_BYTES], body[TAG_BYTES:]
+    if not hmac.compare_digest(tag, _tag(token, kind, asked, data)):
+        raise Forbidden("it was not made with the token of this role, or was altered")
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise Forbidden(f"it is of another release: {error}") from error
+
+
+def _tag(token: bytes, kind: type, asked: bytes, data: bytes) -> bytes:
+    about = hashlib.sha256(asked).digest()
+    return hmac.digest(
+        token, b"mooncake enrolment 1 " + kind.__name__.encode() + about + data, "sha256"
+    )

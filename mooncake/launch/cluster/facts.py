@@ -1,0 +1,155 @@
+"""What a process must know to join a cluster, sealed by the cluster's first process, and how a
+gateway asks that process for it over HTTP. Ray keeps the same for workers (`ray_cluster`).
+
+Stateless. Nothing of Ray: a gateway that joins by URL needs neither Ray nor its token.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import TypeVar
+
+import msgspec
+
+from mooncake.base import ConfigError, MooncakeError, Unavailable
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import Credential, Trust
+from mooncake.launch.host.credentials import seal, sign_request, unseal
+from mooncake.launch.host.guard import Guard
+from mooncake.launch.host.http_client import Client
+from mooncake.launch.host.http_server import Answer, Route, document, error
+from mooncake.launch.worker.process import WorkerSettings
+from mooncake.scheduler.config import SchedulerConfig
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+SEAL = "cluster facts"
+"""What the seal on them is for."""
+FACTS_PATH = "/v1/cluster/facts"
+"""At the health port of a cluster's first process, where it has no API."""
+ASK_AGAIN_S = 0.5
+"""So often a cluster that is not up yet is asked for."""
+
+
+class NotUp(ConfigError):
+    """There is no cluster at an address, or not yet."""
+
+
+class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a joining process must know besides its own credential."""
+
+    gateway_address: str
+    worker: WorkerSettings
+    """Of any engine, without the secret: model, layout and limits are the same for all."""
+    scheduler: SchedulerConfig
+    """All gateways place requests alike."""
+    names: list[str]
+    """Of the model in the API."""
+
+
+def sealed_facts(facts: ClusterFacts, credential: Credential) -> bytes:
+    """Return the facts without the secret, signed by a gateway's credential."""
+    facts = msgspec.structs.replace(facts, worker=without_secret(facts.worker))
+    return seal(msgspec.msgpack.encode(facts), credential, SEAL)
+
+
+def without_secret(settings: WorkerSettings) -> WorkerSettings:
+    return msgspec.structs.replace(settings, cluster_secret="")
+
+
+def decode_facts(found: bytes | None, trust: Trust) -> ClusterFacts:
+    """Return what was sealed.
+
+    Raises:
+        ConfigError: there is nothing, it is of another cluster, or was altered.
+    """
+    if found is None:
+        raise NotUp("no server in this Ray cluster; start `mooncake serve` there first")
+    try:
+        data = unseal(found, trust, SEAL, CredentialRole.GATEWAY)
+    except MooncakeError as problem:
+        raise ConfigError(
+            "cluster-secret: it is not that of this cluster, or what its first process says was "
+            f"altered ({problem.message})"
+        ) from problem
+    return msgspec.msgpack.decode(data, type=ClusterFacts)
+
+
+def facts_routes(sealed: Callable[[], bytes | None], guard: Guard) -> Mapping[str, Route]:
+    """Return the route at which workers and gateways get the facts that `sealed` returns; None:
+    they are not known yet.
+    """
+
+    def act(_: object) -> Answer:
+        found = sealed()
+        if found is None:
+            return error(HTTPStatus.SERVICE_UNAVAILABLE, "the cluster is still starting")
+        return document(HTTPStatus.OK, {"facts": base64.b64encode(found).decode()})
+
+    return {FACTS_PATH: guard.route("GET", act, CredentialRole.GATEWAY, CredentialRole.WORKER)}
+
+
+def facts_from(url: str, credential: Credential, ca_certs: str | None) -> ClusterFacts:
+    """Ask the first process of a cluster for its facts; the request is signed. `ca_certs`: the file
+    of those whose certificates count over HTTPS; None: as this machine does.
+
+    Raises:
+        NotUp: nobody answers there, or the cluster is still starting.
+        ConfigError: it is of another cluster, or the file is wrong.
+        MooncakeError: it refuses.
+    """
+    try:
+        tls = ssl.create_default_context(cafile=ca_certs) if url.startswith("https:") else None
+    except OSError as problem:
+        raise ConfigError(f"join-ca-certs: {ca_certs}: {problem}") from problem
+
+    def sign(method: str, path: str, challenge: str) -> str:
+        return sign_request(credential, method, path, challenge)
+
+    try:
+        found = Client(url, sign=sign, tls=tls).get(FACTS_PATH)
+        sealed = base64.b64decode(found["facts"])
+    except Unavailable as problem:
+        raise NotUp(problem.message) from problem
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ConfigError(
+            f"join: {url} is no `mooncake serve --headless` of this kind"
+        ) from problem
+    except MooncakeError as problem:
+        if "answered 503" in problem.message:
+            raise NotUp(problem.message) from problem
+        raise
+    return decode_facts(sealed, credential)
+
+
+def when_up(
+    ask: Callable[[], Result], limit_s: float, stop: threading.Event | None = None
+) -> Result:
+    """Return what `ask` does, called again while there is no cluster, for at most `limit_s` and
+    until `stop`.
+
+    Raises:
+        NotUp: there is none yet.
+    """
+    end_s = time.monotonic() + limit_s
+    stop = stop or threading.Event()
+    told = False
+    while True:
+        try:
+            return ask()
+        except NotUp as problem:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            if not told:
+                _log.warning("%s; it is waited for, %.0f s at most", problem.message, limit_s)
+            told = True
+            if stop.wait(min(left_s, ASK_AGAIN_S)):
+                raise

@@ -1,0 +1,129 @@
+"""A process' side of enrolment: it draws keys, asks the signer, and keeps what comes in files.
+
+Stateless; the files are for this user alone and are replaced whole.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import secrets
+import time
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake.base import ConfigError, MooncakeError, Unavailable
+from mooncake.identity.certificates import HostKey
+from mooncake.identity.credential import Credential, Keys, keys_in
+from mooncake.identity.enrolment import Enrolled, Question, checked_token, decode, encode
+from mooncake.launch.host.credentials import read_secret, write_private
+from mooncake.launch.host.signer import PATH, PLACES
+
+CREDENTIAL = "credential"
+TIMEOUT_S = 10.0
+AGAIN_S = 1.0
+MAX_ANSWER_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enrolment:
+    """Who asks whom, and where the answer is kept."""
+
+    signer: str
+    """URL, http://HOST:PORT."""
+    place: str
+    """One of `signer.PLACES`."""
+    token_file: str
+    out: str
+    address: str | None
+    """By which others reach this process; None: whichever the signer sees."""
+    renew: bool
+    """Only prolong the credential, with the same keys: processes that run go on with it."""
+
+
+def enrol(wanted: Enrolment, limit_s: float = 0.0) -> Credential:
+    """Ask, again for `limit_s` while nobody answers, and write the files; return the credential.
+
+    Raises:
+        Unavailable: no signer answers.
+        MooncakeError: it refuses, or sees this process at another address.
+    """
+    end_s = time.monotonic() + limit_s
+    told = False
+    while True:
+        try:
+            return _enrol_once(wanted)
+        except Unavailable as problem:
+            if time.monotonic() > end_s:
+                raise
+            if not told:
+                _log.warning("%s; it is asked again for %.0f s", problem.message, limit_s)
+            told = True
+            time.sleep(AGAIN_S)
+
+
+def _enrol_once(wanted: Enrolment) -> Credential:
+    if wanted.place not in PLACES:
+        raise ConfigError(f"place: {wanted.place!r} is none of {', '.join(PLACES)}")
+    token = checked_token(read_secret(Path(wanted.token_file), "token-file"), "token-file")
+    out = Path(wanted.out)
+    keys, host_key = Keys.drawn(), HostKey()
+    if wanted.renew:
+        keys = keys_in(read_secret(out / CREDENTIAL, "out"))
+    question = encode(Question(secrets.token_bytes(16), keys.public, host_key.public), token)
+    answer = decode(_asked(wanted.signer, wanted.place, question), Enrolled, token, question)
+    if wanted.address is not None and answer.address != wanted.address:
+        raise MooncakeError(
+            f"the signer sees this process at {answer.address}, and others reach it at "
+            f"{wanted.address}: its certificate would be of the wrong address. Let nothing "
+            "translate addresses on the way to the signer"
+        )
+    issued = answer.issued
+    credential = Credential(keys.seed, issued.signed, issued.cluster, None, issued.others)
+    files = {CREDENTIAL: credential.text + "\n"}
+    if answer.host is not None and not wanted.renew:
+        files |= {
+            "cert.pem": answer.host.certificate, "key.pem": host_key.pem,
+            "ca.pem": answer.host.authority,
+        }  # fmt: skip
+    _write(out, files)
+    return credential
+
+
+def _asked(url: str, place: str, question: bytes) -> bytes:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ConfigError(f"signer: {url!r} is not like http://HOST:PORT")
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", PATH + place, question)
+        response = connection.getresponse()
+        body = response.read(MAX_ANSWER_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise Unavailable(f"no signer answers at {url}: {error}") from error
+    finally:
+        connection.close()
+    if response.status in (429, 503):
+        raise Unavailable(f"the signer at {url} cannot sign now: {_shown(body)}")
+    if response.status != 200:
+        raise MooncakeError(f"the signer at {url} refuses: {_shown(body)}")
+    return body
+
+
+def _shown(body: bytes) -> str:
+    return " ".join(body[:500].decode(errors="replace").split())
+
+
+def _write(place: Path, files: Mapping[str, str]) -> None:
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, content in files.items():
+            draft = place / f".{name}.{os.getpid()}"
+            write_private(draft, content)
+            draft.replace(place / name)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {place}: {error.strerror}") from error

@@ -1,0 +1,63 @@
+"""Who may call a route of a worker's HTTP server: holders of a token, or of a credential who sign.
+
+Owns the verifier of signatures. What a route does is the caller's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import Trust
+from mooncake.launch.host.credentials import SCHEME, RequestVerifier
+from mooncake.launch.host.http_server import Answer, Request, Route, error
+
+
+class Guard:
+    """Lets in who has proven himself. Threads may share it."""
+
+    def __init__(self, trust: Trust, token_digests: Sequence[bytes] = ()) -> None:
+        """`token_digests`: SHA-256 of each token that counts as `Authorization: Bearer TOKEN`."""
+        self.verifier = RequestVerifier(trust, time.monotonic)
+        self._token_digests = token_digests
+
+    def route(self, method: str, act: Callable[[Request], Answer], *roles: CredentialRole) -> Route:
+        """Return a route for holders of a token, and of credentials of `roles`, who sign."""
+
+        def answer(request: Request) -> Answer:
+            return self._refusal(request, roles) or act(request)
+
+        return Route(method, answer)
+
+    def _refusal(self, request: Request, roles: Sequence[CredentialRole]) -> Answer | None:
+        """Return the answer to one who may not ask this; None: he may."""
+        signer = self.verifier.signer(request.authorization, request.method, request.path)
+        if signer is None and not self._has_token(request.authorization):
+            token = "send 'Authorization: Bearer TOKEN' with an --admin-token of the node, or "
+            return error(
+                HTTPStatus.UNAUTHORIZED,
+                f"{token * bool(self._token_digests)}sign with the cluster secret or a "
+                "credential, as `mooncake pool` does",
+                WWW_Authenticate=f"{SCHEME} {self.verifier.challenge()}",
+            )
+        if signer is not None and not set(roles).intersection(signer.roles):
+            wanted = " or ".join(sorted(role.value for role in roles))
+            return error(
+                HTTPStatus.FORBIDDEN,
+                f"the credential {signer.name!r} may not do this: it takes one of "
+                f"`mooncake credential --role {wanted}`",
+            )
+        return None
+
+    def _has_token(self, authorization: str) -> bool:
+        scheme, _, bearer = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        given = hashlib.sha256(bearer.strip().encode("latin-1")).digest()  # as it came on the wire
+        # All tokens are compared, each in constant time, so that the time reveals nothing of any.
+        matches = [hmac.compare_digest(given, digest) for digest in self._token_digests]
+        return any(matches)

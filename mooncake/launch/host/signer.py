@@ -1,0 +1,133 @@
+"""The signer of a cluster: it alone knows the cluster secret and the authority's key, and gives
+each process a credential of its role and a certificate of its address.
+
+Owns an HTTP server. Files are read at each question, so that a new secret or token counts at once.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.base.errors import Forbidden
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import certify
+from mooncake.identity.certificates import Pem, sign_host_key
+from mooncake.identity.enrolment import (
+    Enrolled,
+    HostCertificate,
+    Question,
+    checked_token,
+    decode,
+    encode,
+)
+from mooncake.launch.host.credentials import read_secret
+from mooncake.launch.host.health import probe_routes
+from mooncake.launch.host.http_server import Answer, HttpServer, Request, Route, error
+from mooncake.telemetry.health import Vitals
+
+PATH = "/v1/enrol/"
+"""A process asks at this and its place."""
+BYTES = "application/octet-stream"
+PLACES: Mapping[str, CredentialRole] = {
+    "head": CredentialRole.GATEWAY,
+    "gateway": CredentialRole.GATEWAY,
+    "prefill": CredentialRole.WORKER,
+    "decode": CredentialRole.WORKER,
+    "kvstore": CredentialRole.WORKER,
+}
+"""What each kind of process may do. The head is a gateway without an API."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignerSettings:
+    """Where a signer listens, and what it signs with."""
+
+    host: str
+    port: int
+    secret_file: str
+    tokens: str
+    """A folder: the token of each place is in the file of its name."""
+    authority: str | None
+    """A folder with `ca.pem` and `ca-key.pem`; None: no certificates for TLS."""
+    name_prefix: str
+    """Before the place: the host name in a certificate. Empty: only addresses."""
+    lifetime_s: float
+    """Of a credential."""
+    certificate_days: float | None
+    """None: as long as the authority's."""
+
+
+class Signer:
+    """Answers processes until `close`."""
+
+    def __init__(self, settings: SignerSettings) -> None:
+        """Start to listen.
+
+        Raises:
+            ConfigError: a secret, token or authority is missing, or the address cannot be used.
+        """
+        self._settings = settings
+        read_secret(Path(settings.secret_file))
+        for place in PLACES:
+            self._token(place)
+        self._authority()
+        routes = {
+            PATH + place: Route("POST", partial(self._answer, place)) for place in PLACES
+        } | probe_routes(lambda: [Vitals(joined=True)])
+        self._server = HttpServer(settings.host, settings.port, routes, "port")
+        self.url = self._server.url
+
+    def close(self) -> None:
+        """Stop listening and answering."""
+        self._server.close()
+
+    def _answer(self, place: str, request: Request) -> Answer:
+        try:
+            token = self._token(place)
+            question = decode(request.body, Question, token)
+            enrolled = self._enrolled(place, question, _plain(request.client))
+        except Forbidden as problem:
+            return error(HTTPStatus.FORBIDDEN, problem.message)
+        except MooncakeError as problem:
+            return error(HTTPStatus.SERVICE_UNAVAILABLE, problem.message)
+        return Answer(HTTPStatus.OK, BYTES, encode(enrolled, token, request.body))
+
+    def _enrolled(self, place: str, question: Question, address: str) -> Enrolled:
+        settings = self._settings
+        issued = certify(
+            read_secret(Path(settings.secret_file)), f"{place} {address}", [PLACES[place]],
+            question.keys, expires_s=time.time() + settings.lifetime_s,
+        )  # fmt: skip
+        host = None
+        if (authority := self._authority()) is not None:
+            names = [address, *([settings.name_prefix + place] * bool(settings.name_prefix))]
+            signed = sign_host_key(authority, names, settings.certificate_days, question.host_key)
+            host = HostCertificate(signed, authority.certificate)
+        return Enrolled(issued, host, address)
+
+    def _token(self, place: str) -> bytes:
+        file = Path(self._settings.tokens) / place
+        return checked_token(read_secret(file, "tokens"), str(file))
+
+    def _authority(self) -> Pem | None:
+        if self._settings.authority is None:
+            return None
+        place = Path(self._settings.authority)
+        try:
+            return Pem(*((place / name).read_text() for name in ("ca.pem", "ca-key.pem")))
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ConfigError(f"authority: {place} cannot be read: {problem}") from problem
+
+
+def _plain(address: str) -> str:
+    """Return an address of IPv4 as such, also where it came by a socket of IPv6."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found)

@@ -1,0 +1,281 @@
+"""What the chart lets its pods do as it is shipped: little, unless a value says more."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mooncake.cli.main import run as run_command
+from tests.integration.chart.test_chart import SETTINGS, needs_helm, pods, rendered
+from tests.integration.chart.test_values import (
+    CI,
+    NEEDED,
+    from_file,
+    templates_of_groups,
+    templates_of_kuberay,
+    workloads,
+)
+
+pytestmark = needs_helm
+CLAIM = {"persistentVolumeClaim": {"claimName": "model", "readOnly": True}}
+RESTRICTED_VOLUMES = {
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim",
+    "projected", "secret",
+}  # fmt: skip
+DIGESTS = {"a.json": b"{}", "sub/b.txt": b"b", "model.safetensors": b"weights"}
+PROGRAM = Path(sys.executable).parent / "mooncake"
+HUB = "0123456789abcdef0123456789abcdef01234567"
+
+
+def all_pods(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the spec of each pod that the documents start, by what starts it."""
+    templates = templates_of_kuberay(documents) | templates_of_groups(documents)
+    found = {name: template["spec"] for name, template in templates.items()}
+    for each in documents:
+        if each["kind"] == "Pod":
+            found[each["metadata"]["name"]] = each["spec"]
+        elif "template" in each.get("spec", {}):
+            found[each["metadata"]["name"]] = each["spec"]["template"]["spec"]
+    return found
+
+
+def containers(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from spec.get("initContainers", [])
+    yield from spec["containers"]
+
+
+def violations(spec: dict[str, Any]) -> list[str]:
+    """Return what Kubernetes' Pod Security level "restricted" refuses in a pod."""
+    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    for volume in spec.get("volumes", []):
+        [kind] = set(volume) - {"name"}
+        found += [kind] * (kind not in RESTRICTED_VOLUMES)
+    for each in containers(spec):
+        context = {**spec.get("securityContext", {}), **each.get("securityContext", {})}
+        capabilities = context.get("capabilities", {})
+        kept = {
+            "root": context.get("runAsNonRoot") is True and context.get("runAsUser") != 0,
+            "escalation": context.get("allowPrivilegeEscalation") is False,
+            "privileged": not context.get("privileged"),
+            "capabilities": capabilities.get("drop") == ["ALL"]
+            and set(capabilities.get("add", [])) <= {"NET_BIND_SERVICE"},
+            "seccomp": context.get("seccompProfile", {}).get("type")
+            in ("RuntimeDefault", "Localhost"),
+            "ports": not [port for port in each.get("ports", []) if port.get("hostPort")],
+        }
+        found += [f"{each['name']}: {what}" for what, holds in kept.items() if not holds]
+    return found
+
+
+@pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
+def test_pods_are_restricted_and_small_unless_a_value_says_otherwise(
+    file: Path, tmp_path: Path
+) -> None:
+    values = yaml.safe_load(file.read_text())
+    if "hostPath" in values["model"].get("volume", {}):
+        values["model"]["volume"] = CLAIM
+    for role in ("prefill", "decode"):
+        values.get(role, {}).pop("rdma", None)
+    found = all_pods(from_file(values, tmp_path))
+    assert len(found) >= 6
+    for name, spec in found.items():
+        assert violations(spec) == [], name
+        for each in containers(spec):
+            assert each["resources"]["requests"].keys() >= {"cpu", "memory"}, (name, each["name"])
+            assert each["securityContext"]["readOnlyRootFilesystem"] is True
+        for volume in spec.get("volumes", []):
+            if "emptyDir" in volume:
+                assert volume["emptyDir"]["sizeLimit"], (name, volume)
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ("prefill.rdma=true", "prefill: capabilities"),
+        ("prefill.hostNetwork=true", "hostNetwork"),
+        ("podSecurityContext.runAsUser=0", "prefill: root"),
+        ("model.volume.hostPath.path=/m", "hostPath"),
+    ],
+)
+def test_what_is_not_restricted_is_noticed(setting: str, found: str) -> None:
+    needed = ("image.repository=r", "gateway.allowKeyless=true")
+    claim = ("model.volume.persistentVolumeClaim.claimName=c",) * ("hostPath" not in setting)
+    assert found in violations(all_pods(rendered(*needed, *claim, setting))["one-mooncake-prefill"])
+
+
+def policies(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        d["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: d["spec"]
+        for d in documents
+        if d["kind"] == "NetworkPolicy"
+    }
+
+
+def test_pods_send_to_this_release_and_to_names_unless_more_is_said(tmp_path: Path) -> None:
+    own = {"app.kubernetes.io/name": "mooncake", "app.kubernetes.io/instance": "one"}
+    inside = {"to": [{"podSelector": {"matchLabels": own}}]}
+    found = policies(rendered(*SETTINGS))
+    assert set(found) >= set(pods(rendered(*SETTINGS)))
+    for spec in found.values():
+        assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+        if not spec["egress"]:  # the signer asks nobody
+            continue
+        asked, names = spec["egress"]
+        assert asked == inside
+        assert {(port["port"], port["protocol"]) for port in names["ports"]} == {
+            (53, "UDP"), (53, "TCP")
+        }  # fmt: skip
+        assert names["to"], "no peer would be all"
+    assert not policies(rendered(*SETTINGS, "networkPolicy.enabled=false"))
+    collector = {"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}], "ports": [{"port": 4317}]}
+    asks = {**NEEDED, "networkPolicy": {"egress": [collector], "dns": []}}
+    found = policies(from_file(asks, tmp_path))
+    assert found.pop("signer")["egress"] == []
+    for spec in found.values():
+        assert spec["egress"] == [inside, collector]
+
+
+def test_only_pods_that_download_may_send_to_the_hub(tmp_path: Path) -> None:
+    def hub(values: dict[str, Any]) -> list[Any]:
+        return [
+            rule["to"]
+            for spec in policies(from_file(values, tmp_path)).values()
+            for rule in spec["egress"]
+            if {"port": 443, "protocol": "TCP"} in rule.get("ports", [])
+        ]
+
+    assert hub(NEEDED) == []
+    fetched = {"source": "hf://a/b", "revision": HUB}
+    values = {**NEEDED, "model": {**NEEDED["model"], "download": fetched}}
+    assert len(hub(values)) == 5
+    peers = [{"ipBlock": {"cidr": "10.9.0.0/16"}}]
+    assert hub({**values, "networkPolicy": {"downloads": peers}}) == [peers] * 5
+
+
+def test_prometheus_reaches_the_gateways_beside_their_clients(tmp_path: Path) -> None:
+    clients, metrics = (
+        [{"ipBlock": {"cidr": "10.1.0.0/16"}}],
+        [{"ipBlock": {"cidr": "10.2.0.0/16"}}],
+    )
+    values = {**NEEDED, "networkPolicy": {"clients": clients, "metrics": metrics}}
+    [gateway] = [
+        s for role, s in policies(from_file(values, tmp_path)).items() if role == "gateway"
+    ]
+    asked = [
+        rule["from"] for rule in gateway["ingress"] if rule.get("ports", [{}])[0]["port"] == 8000
+    ]
+    assert clients + metrics in asked
+
+
+def test_a_deployment_has_not_failed_while_its_pods_may_still_start() -> None:
+    for role, workload in workloads(rendered(*SETTINGS)).items():
+        if workload["kind"] == "Deployment" and role != "signer":
+            [container] = workload["spec"]["template"]["spec"]["containers"]
+            probe = container["startupProbe"]
+            assert (
+                workload["spec"]["progressDeadlineSeconds"]
+                > probe["periodSeconds"] * probe["failureThreshold"]
+            ), role
+
+
+def test_keda_waits_before_it_ends_pods_and_asks_for_this_namespace_alone() -> None:
+    ask = (
+        "decode.autoscaling.maxReplicas=5", "decode.autoscaling.prometheus=http://p:9090",
+        "decode.autoscaling.quietSeconds=77",
+    )  # fmt: skip
+    [scaled] = [d for d in rendered(*SETTINGS, *ask) if d["kind"] == "ScaledObject"]
+    behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior == {"scaleDown": {"stabilizationWindowSeconds": 77}}
+    metadata = scaled["spec"]["triggers"][0]["metadata"]
+    assert 'namespace="default"' in metadata["query"]
+    assert metadata["ignoreNullValues"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("download", "problem"),
+    [
+        ({"source": "hf://a/b"}, "model.download.revision: the commit"),
+        ({"source": "hf://a/b", "revision": "main"}, "Does not match pattern"),
+        ({"source": "s3://a/b"}, "model.download.digests: a bucket may change"),
+        ({"source": "hf://a/b", "revision": HUB, "size": ""}, "model.download.size: without"),
+    ],
+)
+def test_downloads_that_may_change_or_fill_a_disk_are_refused(
+    download: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    values = {**NEEDED, "model": {"download": {"size": "9Gi", **download}}}
+    with pytest.raises(AssertionError, match=problem):
+        from_file(values, tmp_path)
+
+
+def run_downloads(role: str, folder: Path, files: dict[str, bytes]) -> list[str]:
+    """Run a role's init containers with an `hf` that writes `files`; return what each said."""
+    place = folder / "model"
+    fetched = {"source": "hf://a/b", "revision": HUB, "digests": "list", "size": "9Gi"}
+    values = {**NEEDED, "model": {"path": str(place), "download": fetched}}
+    spec = workloads(from_file(values, folder))[role]["spec"]["template"]["spec"]
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    writes = "".join(
+        f"mkdir -p $(dirname {place}/{name}); printf %s {content.decode()} > {place}/{name}\n"
+        for name, content in files.items()
+        if role == "decode" or not name.endswith(".safetensors")
+    )
+    called = folder / "called"
+    (programs / "hf").write_text(f'#!/bin/sh\necho "$@" >> {called}\nmkdir -p {place}\n{writes}')
+    (programs / "hf").chmod(0o755)
+    said = []
+    for each in spec["initContainers"]:
+        if each["name"] not in ("model", "verify"):
+            continue
+        [script] = each["args"]
+        script = script.replace("/etc/mooncake-digests/digests", str(folder / "list"))
+        script = script.replace("mooncake model", f"{PROGRAM} model")
+        done = subprocess.run(
+            [*each["command"], script], capture_output=True, text=True, check=False,
+            env={"PATH": f"{programs}:/usr/bin:/bin", "HF_HOME": str(folder)},
+        )  # fmt: skip
+        said.append(done.stderr if done.returncode else "")
+    return said
+
+
+@pytest.mark.parametrize("role", ["decode", "gateway"])
+def test_what_is_fetched_is_of_one_commit_and_compared_once(role: str, tmp_path: Path) -> None:
+    listed = {name: hashlib.sha256(content).hexdigest() for name, content in DIGESTS.items()}
+    (tmp_path / "list").write_text("".join(f"{d}  {n}\n" for n, d in listed.items()))
+    wrong = run_downloads(role, tmp_path, {**DIGESTS, "a.json": b"[]"})
+    assert wrong[0] == ""
+    assert f"a.json has the SHA-256 {hashlib.sha256(b'[]').hexdigest()}" in wrong[1]
+    assert "fetch it again" in wrong[1]
+    assert run_downloads(role, tmp_path, DIGESTS) == ["", ""]
+    calls = (tmp_path / "called").read_text().splitlines()
+    assert all(f"--revision {HUB}" in call for call in calls)
+    assert len(calls) == 2, "what was wrong is fetched again"
+    assert run_downloads(role, tmp_path, DIGESTS) == ["", ""]
+    assert len((tmp_path / "called").read_text().splitlines()) == 2, "what is whole is kept"
+
+
+def test_the_list_that_is_compared_is_the_one_that_the_command_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in DIGESTS.items():
+        (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "m" / name).write_bytes(content)
+    (tmp_path / "m" / ".cache").mkdir()
+    (tmp_path / "m" / ".cache" / "x").touch()
+    assert run_command(["model", "digests", str(tmp_path / "m")]) == 0
+    (tmp_path / "list").write_text(capsys.readouterr().out)
+    checked = subprocess.run(
+        ["sha256sum", "--check", "--strict", "--quiet", str(tmp_path / "list")],
+        cwd=tmp_path / "m", check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0
+    wanted = ["model", "verify", str(tmp_path / "m"), "--digests", str(tmp_path / "list")]
+    assert run_command(wanted) == 0
