@@ -8,6 +8,7 @@ compared with what was put after every step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +52,7 @@ from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
 from mooncake.transfer.engine import Region, TransferBatch, TransferDone
+from mooncake.transfer.grants import Fence, Grants
 from tests.support.examples import examples
 from tests.support.kvstore.node_world import BLOCK, GATEWAY, LAYOUT, key, worker
 from tests.support.kvstore.pool_world import bytes_of
@@ -77,6 +79,7 @@ class Node:
     region: SimRegion | None = None
     running: dict[int, TransferBatch] = field(default_factory=dict)
     last_batch: int = 0
+    grants: Grants = field(default_factory=lambda: Grants(defaultdict(int)))
     machine: KvNode = field(init=False)
     disks: SimDisks = field(init=False)
 
@@ -103,6 +106,19 @@ class Node:
 
     def unregister(self, region: Region) -> None:
         raise NotImplementedError
+
+    def guard(self, region: Region) -> None:
+        assert region is self.region
+
+    def grant(self) -> int:
+        return self.grants.issue()
+
+    def revoke(self, grant: int) -> None:
+        self.grants.revoke(grant)
+
+    def fence(self, grant: int) -> Fence:
+        assert self.grants.permit(grant).withdrawn is not None
+        return Fence.UNKNOWN
 
     def submit(self, batch: TransferBatch) -> int:
         self.last_batch += 1
