@@ -5,6 +5,7 @@ returns seconds; a batch has ended at both ends before the next begins.
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import socket
 import struct
@@ -39,7 +40,9 @@ Place = tuple[SegmentRef, int, int]
 
 def plain_buffer() -> memoryview:
     """Return resident memory of our own."""
-    return memoryview(allocate_shared(BUFFER_BYTES, "benchmark")[0])
+    memory = memoryview(allocate_shared(BUFFER_BYTES, "benchmark")[0])
+    memory[:: mmap.PAGESIZE] = bytes(BUFFER_BYTES // mmap.PAGESIZE)
+    return memory
 
 
 class Memcpy:

@@ -1,12 +1,13 @@
-"""Memory that other processes of this host can map: anonymous files, mapped and resident.
+"""Memory that other processes of this host can map: anonymous files.
 
-Callers own what they get, and close the descriptors.
+Callers own what they get, and close the descriptors. The kernel makes a page resident when it is
+first written: a start need not wait until it has cleared gigabytes of which few are used soon.
+Registration with a NIC or a GPU pins all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
@@ -15,14 +16,11 @@ from mooncake.base.errors import TransferError
 from mooncake.base.memory import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
-POPULATE_BYTES = 32 * 2**20
-"""Bytes made resident in one go: about 20 ms for new pages, 3 ms where only our mapping is new."""
-_MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
-    """Return zeroed memory of at least `num_bytes`, page aligned and resident, and its descriptor.
+    """Return zeroed memory of at least `num_bytes`, page aligned, and its descriptor.
 
     Huge pages are asked for; the size is sealed, so that no peer can shrink it. Raises
     TransferError when there is not enough memory.
@@ -37,7 +35,6 @@ def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
         memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
         with contextlib.suppress(OSError):  # not every kernel has huge pages for such files
             memory.madvise(mmap.MADV_HUGEPAGE)
-        populate(memory)
     except OSError as error:
         os.close(fd)
         raise TransferError(
@@ -80,7 +77,7 @@ def map_words(fd: int, num_words: int, *, writable: bool = False) -> memoryview:
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Return the memory behind `fd` that another process allocated, not yet populated.
+    """Return the memory behind `fd` that another process allocated.
 
     Raises TransferError when it is shorter than `num_bytes` or could shrink while it is used.
     """
@@ -90,20 +87,3 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
         raise TransferError("the peer's memory is not sealed against shrinking")
     size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
-
-
-def populate(memory: mmap.mmap, start: int = 0, num_bytes: int | None = None) -> None:
-    """Make pages of `memory` present now, so that no copy pays for page faults later.
-
-    In steps, because the interpreter lock is held during each.
-    """
-    stop = len(memory) if num_bytes is None else min(len(memory), start + num_bytes)
-    for offset in range(start, stop, POPULATE_BYTES):
-        length = min(POPULATE_BYTES, stop - offset)
-        try:
-            memory.madvise(_MADV_POPULATE_WRITE, offset, length)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            for page in range(offset, offset + length, PAGE_BYTES):  # before Linux 5.14
-                memory[page] = memory[page]

@@ -96,7 +96,7 @@ class RoutedTransfer:
         return SegmentRef(self._engine_id, endpoints, self._host)
 
     def allocate(self, num_bytes: int, label: str) -> HostRegion:
-        """Return zeroed, page aligned, resident memory that every protocol serves.
+        """Return zeroed, page aligned memory that every protocol serves.
 
         Raises TransferError when there is not enough memory.
         """

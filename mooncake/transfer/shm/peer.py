@@ -33,7 +33,7 @@ from mooncake.transfer.local.copying import (
     copy_parts,
     local_regions,
 )
-from mooncake.transfer.memory import POPULATE_BYTES, map_shared, populate
+from mooncake.transfer.memory import map_shared
 from mooncake.transfer.net.directory import PeerDirectory, PeerKey
 from mooncake.transfer.net.handshake import ConnectingSide, HandshakeRefused
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, IoLoop, Timer
@@ -174,14 +174,7 @@ class ShmPeer:
             array = np.frombuffer(memory, dtype=np.uint8, count=answer.num_bytes)
             region = MappedRegion(answer.region_id, answer.slot, array, answer.guarded)
             self._regions[region.region_id] = region
-            self._populate(memory, 0)
         self._serve_waiting()
-
-    def _populate(self, memory: mmap.mmap, start: int) -> None:
-        """Fault the pages in, a few at a time so that the loop's sockets are served between."""
-        if self.gone is None and start < len(memory):
-            populate(memory, start, POPULATE_BYTES)
-            self._loop.post(lambda: self._populate(memory, start + POPULATE_BYTES))
 
     def _on_refusal(self, answer: wire.RegionRefused) -> None:
         wants = [

@@ -189,6 +189,7 @@ def test_64_clients_with_random_aborts(server: Server) -> None:
 
 
 def memory_of(server: Server) -> int:
-    """Return the resident bytes of the server and its workers."""
+    """Return the resident bytes of the server and its workers, without KV pages and pool."""
     pids = {worker["pid"] for worker in server.status()["workers"]} | {server.process.pid}
-    return sum(psutil.Process(pid).memory_info().rss for pid in pids)
+    each = [psutil.Process(pid).memory_info() for pid in pids]
+    return sum(memory.rss - memory.shared for memory in each)
