@@ -8,7 +8,6 @@ while a step writes by a grant, the owner sees it in our hands.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import select
 import socket
