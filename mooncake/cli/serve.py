@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from rich.console import Console
 from rich.table import Table
 
 from mooncake.cli.command import Command
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.worker.forks import forks_workers, worker_forks
 
 EXAMPLES = """\
 mooncake serve                                             k2-demo, the small model in the package
@@ -27,9 +30,13 @@ def run(config: ServeConfig) -> int:
     """Serve, or only look: at the kernels, or at what would be started."""
     if config.check:
         return _check_kernels()
-    from mooncake.launch.cluster import serve
+    with contextlib.ExitStack() as opened:
+        forks = None
+        if not config.dry_run and forks_workers(config):
+            forks = opened.enter_context(worker_forks())  # it imports beside what follows
+        from mooncake.launch.cluster import serve
 
-    return serve.dry_run(config) if config.dry_run else serve.serve(config)
+        return serve.dry_run(config) if config.dry_run else serve.serve(config, forks)
 
 
 def _check_kernels() -> int:

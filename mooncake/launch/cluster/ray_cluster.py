@@ -48,6 +48,7 @@ from mooncake.launch.host.credentials import (
     secret_file,
 )
 from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
@@ -265,8 +266,9 @@ def _print_lines(batch: dict[str, Any]) -> None:
         print(*batch["lines"], sep="\n", file=sys.stderr, flush=True)
 
 
-def disconnect() -> None:
-    """Leave Ray; one that `connect` started has ended with all its processes on return.
+def disconnect(forks: ForkServer | None = None) -> None:
+    """Leave Ray; one that `connect` started has ended with all its processes on return, and what
+    `forks` forked.
 
     Ray's agents outlive its own shutdown by minutes, so what is left of our descendants is killed.
     """
@@ -274,6 +276,8 @@ def disconnect() -> None:
         return
     with Descendants() as descendants:
         ray.shutdown()
+        if forks is not None:
+            forks.close()
         descendants.end(AGENTS_S)
 
 
@@ -395,11 +399,17 @@ class Supervisor:
     """
 
     def __init__(
-        self, lost: Callable[[str], None], drain_s: float = 0.0, *, waits: bool = False
+        self,
+        lost: Callable[[str], None],
+        drain_s: float = 0.0,
+        *,
+        waits: bool = False,
+        forks: ForkServer | None = None,
     ) -> None:
         """`drain_s`: so long engines may finish at the end what they have; those that `wait` serve
-        until others have taken their place.
+        until others have taken their place. `forks`: starts the processes of this machine.
         """
+        self._forks = forks
         self._lost = lost
         self._drain_s = drain_s
         self._waits = waits
@@ -488,6 +498,9 @@ class Supervisor:
         elif here_only:
             node = ray.get_runtime_context().get_node_id()
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
+        if here_only and self._forks is not None:
+            runtime["py_executable"] = self._forks.command
         actor: Any = (
             ray.remote(WorkerActor)
             .options(
@@ -497,7 +510,7 @@ class Supervisor:
                 max_task_retries=0,
                 max_concurrency=4,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {**environment.QUIET, **environment.COMPUTE}},
+                runtime_env=runtime,
             )
             .remote(settings.worker_id)
         )
@@ -509,6 +522,9 @@ class Supervisor:
         died = {descriptor for descriptor, _ in self._poll.poll(POLL_S * 1000)}
         if self._stopping.is_set():
             return
+        if self._forks is not None and self._forks.ended():
+            _log.warning("the fork server has ended: workers that start again take seconds longer")
+            self._forks = None
         for entry in self._entries:
             if entry.pidfd in died:
                 self._tell_lost(entry)

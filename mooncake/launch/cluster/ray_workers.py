@@ -40,6 +40,7 @@ from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
+from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
@@ -53,9 +54,17 @@ class RayWorkers:
     """The workers of a cluster whose gateway is this process (see `serve.Workers`)."""
 
     def __init__(
-        self, config: ServeConfig, plan: ServePlan, secret: str, credential: Credential
+        self,
+        config: ServeConfig,
+        plan: ServePlan,
+        secret: str,
+        credential: Credential,
+        forks: ForkServer | None = None,
     ) -> None:
-        """`credential`: of the gateway, made of `secret`; both follow the file of the secret."""
+        """`credential`: of the gateway, made of `secret`; both follow the file of the secret.
+        `forks`: starts the processes of this machine; ended at `stop`.
+        """
+        self._forks = forks
         self._config = config
         self._plan = plan
         self._secret = secret
@@ -94,6 +103,7 @@ class RayWorkers:
                 gateway_process.worker_lost,
                 self._config.shutdown_timeout * self._config.headless,
                 waits=self._config.headless,
+                forks=self._forks,
             )
             if self._stopping.is_set():
                 supervisor.give_up()
@@ -109,7 +119,7 @@ class RayWorkers:
                 self._following.close()
             if self._join_address is not None:
                 secret_file(self._join_address).unlink(missing_ok=True)
-            ray_cluster.disconnect()
+            ray_cluster.disconnect(self._forks)
 
     def _start(
         self, supervisor: ray_cluster.Supervisor, gateway_process: GatewayProcess, show: report.Show
@@ -178,8 +188,9 @@ class RayWorkers:
         return self._join_address
 
 
-def join(config: ServeConfig) -> int:
-    """Run one more worker for a running cluster until a signal; returns the exit code.
+def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
+    """Run one more worker for a running cluster until a signal; returns the exit code. `forks`:
+    starts its process.
 
     Raises:
         MooncakeError: there is no cluster, or the worker cannot start.
@@ -187,7 +198,9 @@ def join(config: ServeConfig) -> int:
     assert config.role is not None
     assert config.join is not None
     console = Console(stderr=True)
-    supervisor = ray_cluster.Supervisor(lambda _: None, config.shutdown_timeout, waits=True)
+    supervisor = ray_cluster.Supervisor(
+        lambda _: None, config.shutdown_timeout, waits=True, forks=forks
+    )
     asked_to_stop = threading.Event()
     secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
     credential = own_credential(secret, CredentialRole.WORKER)
@@ -238,7 +251,7 @@ def join(config: ServeConfig) -> int:
         if following is not None:
             following.close()
         own_file.unlink(missing_ok=True)
-        ray_cluster.disconnect()
+        ray_cluster.disconnect(forks)
         if raylet is not None:
             raylet.close()
     return 0

@@ -32,6 +32,7 @@ from mooncake.launch.cluster.workers import health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.telemetry.health import Vitals
@@ -93,8 +94,9 @@ def dry_run(config: ServeConfig) -> int:
     return 0
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until SIGINT or SIGTERM and return the exit code.
+def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
+    """Serve until SIGINT or SIGTERM and return the exit code. `forks`: starts the processes of
+    workers on this machine.
 
     Raises:
         MooncakeError: it cannot be started; nothing is left running.
@@ -103,7 +105,7 @@ def serve(config: ServeConfig) -> int:
     if config.role == "gateway":
         return _serve_joined(config)
     if config.joins_by_ray:
-        return _join(config)
+        return _join(config, forks)
     if config.role is not None:
         from mooncake.launch.cluster import pool
 
@@ -115,7 +117,7 @@ def serve(config: ServeConfig) -> int:
     if config.colocated:
         environment.restart_with(environment.variables())
     configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
-    return _run(config, plan, lambda: _make(config, plan, SystemIds()))
+    return _run(config, plan, lambda: _make(config, plan, SystemIds(), forks))
 
 
 def _serve_joined(config: ServeConfig) -> int:
@@ -156,7 +158,9 @@ def _run(
         return run_in_loop(_Serving(config, gateway_process, workers, api_server).run())
 
 
-def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers, GatewayProcess]:
+def _make(
+    config: ServeConfig, plan: ServePlan, ids: IdSource, forks: ForkServer | None
+) -> tuple[Workers, GatewayProcess]:
     if config.colocated:
         from mooncake.launch.cluster.colocated import ColocatedWorkers
 
@@ -170,17 +174,17 @@ def _make(config: ServeConfig, plan: ServePlan, ids: IdSource) -> tuple[Workers,
     secret = config.cluster_secret or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
     channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
-    return RayWorkers(config, plan, secret, credential), GatewayProcess(
+    return RayWorkers(config, plan, secret, credential, forks), GatewayProcess(
         plan, channel, config.names[0], ids=ids, has_api=not config.headless
     )
 
 
-def _join(config: ServeConfig) -> int:
+def _join(config: ServeConfig, forks: ForkServer | None) -> int:
     environment.prepare_ray(config.bind_host, ray_environment(config))
     configure_logging("join", sys.stderr, level=config.log_level, form=config.log_format)
     from mooncake.launch.cluster import ray_workers
 
-    return ray_workers.join(config)
+    return ray_workers.join(config, forks)
 
 
 class _Serving:

@@ -188,6 +188,21 @@ def test_64_clients_with_random_aborts(server: Server) -> None:
     assert memory_of(server) < before + 300 * 2**20
 
 
+def test_workers_outlive_their_fork_server_and_start_again_without_it(server: Server) -> None:
+    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    [forks] = [each for each in server.descendants() if "fork_server" in " ".join(each.cmdline())]
+    pid, forked = server.pid_of("decode-0"), forks.children()
+    assert pid in [each.pid for each in forked]
+    expected = stream(server, prompt(64, 3), MANY_TOKENS)["ids"]
+    forks.kill()
+    assert stream(server, prompt(64, 3), MANY_TOKENS)["ids"] == expected
+    wait_until(lambda: "fork server has ended" in server.output, 10, "the log says so")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: server.pid_of("decode-0") != pid, 60, "another process")
+    wait_until(lambda: idle_and_whole(server), 60, "restarted")
+    assert stream(server, prompt(64, 3), MANY_TOKENS)["ids"] == expected
+
+
 def memory_of(server: Server) -> int:
     """Return the resident bytes of the server and its workers, without KV pages and pool."""
     pids = {worker["pid"] for worker in server.status()["workers"]} | {server.process.pid}

@@ -1,0 +1,190 @@
+"""A process that has imported what workers need, and forks: a worker then starts without the
+seconds that its imports take, and shares their memory with the others.
+
+`fork_client.py` asks for a fork. Threads would not survive one, so the server has none; should an
+import start one, it refuses, and workers start as any process does. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CLIENT = Path(__file__).with_name("fork_client.py")
+CLIENT_S = 10.0
+"""A client that has not said what it wants by then is sent away."""
+SETTLED_BY_IMPORT = ("RAY_JOB_ID", "RAY_AUTH_MODE", "RAY_USE_TLS")
+"""Variables that the late modules read when they are imported: of all forks they must be equal."""
+_MAIN = "from mooncake.launch.host.fork_server import main; main()"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a client wants to be: a script with its words, in an environment, over its files."""
+
+    words: list[str]
+    environ: dict[str, str]
+    directory: str
+    files: list[int]
+    """Descriptors of its standard input, output and errors."""
+
+
+class ForkServer:
+    """A running fork server. Use as a context, or `close` it."""
+
+    def __init__(
+        self, path: Path, early: Sequence[str], late: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
+        """Start the server at the socket `path`. It imports `early` now, in `environ`, and `late`
+        with the first client, in the client's environment.
+        """
+        self._path = path
+        path.unlink(missing_ok=True)
+        # Bound here, so that clients may come at once. Only the server holds it afterwards: where
+        # it has died, clients are refused.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(path))
+            listener.listen(64)
+            words = [str(listener.fileno()), ",".join(early), ",".join(late)]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, *words],
+                stdin=subprocess.PIPE,  # its end is our end
+                stdout=subprocess.DEVNULL,
+                env={**environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy starts threads otherwise
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the parent alone
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def command(self) -> str:
+        """What stands before the script of a Python process, in a shell, to have it forked."""
+        words = [sys.executable, "-I", "-S", str(CLIENT), str(self._path)]
+        return shlex.join(words)
+
+    def ended(self) -> bool:
+        """Whether it has ended: clients then start as any process does."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """End the server; what it has forked runs on."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+        self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main() -> None:
+    """Be the server until standard input ends; in a fork: be what its client wants."""
+    number, early, late = sys.argv[1:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    command = _serve(socket.socket(fileno=int(number)), early.split(","), late.split(","))
+    if command is not None:
+        _be(command)
+
+
+def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -> Command | None:
+    """Fork for each client; return its command in the fork, and None at the end of the server."""
+    own_pid = os.getpid()
+    gc.disable()  # nothing that is imported is garbage
+    _import(early)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then keeps no dead children
+    settled: dict[str, str | None] | None = None
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    poll.register(sys.stdin, select.POLLIN)
+    while True:
+        if sys.stdin.fileno() in dict(poll.poll()):
+            return None
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError, ValueError):
+            command = _received(connection)
+            try:
+                wanted = {name: command.environ.get(name) for name in SETTLED_BY_IMPORT}
+                if settled is None:
+                    _set_environment(command.environ)
+                    _import(late)
+                    gc.freeze()
+                    settled = wanted
+                if wanted != settled or num_threads() > 1:
+                    continue
+                if os.fork() == 0:
+                    listener.close()
+                    return command
+                connection.sendall(b"\1")
+            finally:
+                if os.getpid() == own_pid:
+                    for descriptor in command.files:
+                        os.close(descriptor)
+
+
+def num_threads() -> int:
+    """Return how many threads this process has, those of libraries too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _import(modules: Sequence[str]) -> None:
+    for name in filter(None, modules):
+        importlib.import_module(name)
+
+
+def _received(connection: socket.socket) -> Command:
+    """Return what a client wants.
+
+    Raises:
+        OSError: it has left, or says nothing.
+        ValueError: it says what no client of ours says.
+    """
+    connection.settimeout(CLIENT_S)
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    parts = []
+    while part := connection.recv(2**16):
+        parts.append(part)
+    words, environ, directory = json.loads(b"".join(parts))
+    return Command(words, environ, directory, files)
+
+
+def _be(command: Command) -> None:
+    """Be the process that `python WORDS` would be."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, descriptor in enumerate(command.files):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(command.directory)
+    _set_environment(command.environ)
+    words = list(command.words)
+    while words[0].startswith("-"):  # flags of the interpreter
+        del words[0]
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    gc.enable()
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _set_environment(environ: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)

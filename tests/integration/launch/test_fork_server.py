@@ -1,0 +1,149 @@
+"""The fork server: what it forks is what a new process would be, and nobody depends on its life."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mooncake.launch.host.fork_server import ForkServer
+from mooncake.launch.worker.forks import EARLY, LATE, worker_forks
+
+END_S = 60.0
+SCRIPT = """
+import json, os, signal, sys, threading
+import {early}
+with open(sys.argv[1], "w") as file:
+    json.dump({{
+        "words": sys.argv[2:], "early": {early}.PID, "late": getattr(sys.modules.get("{late}"),
+        "PID", None), "pid": os.getpid(), "color": os.environ.get("COLOR"),
+        "private": os.environ.get("PRIVATE"), "directory": os.getcwd(), "name": __name__,
+        "threads": len(os.listdir("/proc/self/task")), "first_path": sys.path[0],
+    }}, file)
+print("said", sys.stdin.read(), flush=True)
+"""
+Start = Callable[..., ForkServer]
+Found = dict[str, object]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a fork server whose modules say in which process they were imported."""
+    for name in ("mooncake_early", "mooncake_late"):
+        (tmp_path / f"{name}.py").write_text("import os\nPID = os.getpid()\n")
+    (tmp_path / "script.py").write_text(SCRIPT.format(early="mooncake_early", late="mooncake_late"))
+    opened = []
+
+    def started(name: str = "forks", early: str = "mooncake_early") -> ForkServer:
+        path = {"PYTHONPATH": str(tmp_path), "PRIVATE": "of the server"}
+        server = ForkServer(tmp_path / name, [early], ["mooncake_late"], {**os.environ, **path})
+        opened.append(server)
+        return server
+
+    yield started
+    for server in opened:
+        server.close()
+
+
+def run(server: ForkServer, place: Path, **changes: str) -> tuple[Found, str, str]:
+    """Run the script as the server's client; return what it found, and what it wrote."""
+    output = place / "output.json"
+    environ: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(place), **changes}
+    words = [*shlex.split(server.command), "-u", str(place / "script.py"), str(output), "a", "b c"]
+    done = subprocess.run(
+        words, input="hello", env=environ, cwd=place, capture_output=True, text=True, timeout=END_S,
+        check=True,
+    )  # fmt: skip
+    # Its output is read to the end, and the fork holds that: it has ended by now.
+    return json.loads(output.read_text()), done.stdout, done.stderr
+
+
+def test_a_fork_is_what_a_new_process_would_be(start: Start, tmp_path: Path) -> None:
+    server = start()
+    found, out, err = run(server, tmp_path, COLOR="blue")
+    assert (found["early"], found["late"]) == (server.pid, server.pid), "imported once, there"
+    assert found["pid"] != server.pid
+    assert (out, err) == ("said hello\n", ""), "it has the files of the client"
+    assert found["words"] == ["a", "b c"]
+    assert found["directory"] == found["first_path"] == str(tmp_path)
+    assert (found["color"], found["private"]) == ("blue", None), "the environment of the client"
+    assert (found["name"], found["threads"]) == ("__main__", 1)
+    again, _, _ = run(server, tmp_path, COLOR="red")
+    assert (again["early"], again["color"]) == (server.pid, "red")
+
+
+def test_two_servers_do_not_meet(start: Start, tmp_path: Path) -> None:
+    one, other = start("one"), start("other")
+    assert run(one, tmp_path)[0]["early"] == one.pid
+    assert run(other, tmp_path)[0]["early"] == other.pid
+
+
+def test_who_needs_other_imports_starts_by_itself(start: Start, tmp_path: Path) -> None:
+    server = start()
+    assert run(server, tmp_path, RAY_JOB_ID="01")[0]["early"] == server.pid
+    found, out, err = run(server, tmp_path, RAY_JOB_ID="02")
+    assert found["early"] == found["pid"]
+    assert out == "said hello\n"
+    assert "starts by itself" in err
+    assert run(server, tmp_path, RAY_JOB_ID="01")[0]["early"] == server.pid
+
+
+def test_a_module_that_starts_a_thread_is_never_forked(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nfrom mooncake_early import PID\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    found, _, err = run(start(early="threaded"), tmp_path)
+    assert found["early"] == found["pid"]
+    assert "starts by itself" in err
+
+
+@pytest.mark.parametrize("early", ["mooncake_early", "mooncake_missing"])
+def test_without_its_server_a_process_starts_by_itself(
+    start: Start, tmp_path: Path, early: str
+) -> None:
+    server = start(early=early)
+    if early == "mooncake_early":
+        os.kill(server.pid, signal.SIGKILL)
+    found, out, err = run(server, tmp_path)  # it waits for the server, or is refused
+    assert found["early"] == found["pid"]
+    assert out == "said hello\n"
+    assert "starts by itself" in err
+    assert server.ended()
+
+
+def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from mooncake.launch.host.fork_server import ForkServer\n"
+        "server = ForkServer(Path(sys.argv[1]), [], [], os.environ)\n"
+        "print(server.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "forks")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=END_S, check=False)
+    assert done.returncode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(END_S)
+
+
+def test_what_workers_import_starts_no_thread(tmp_path: Path) -> None:
+    script, output = tmp_path / "script.py", tmp_path / "output"
+    script.write_text(
+        "import os, sys\n"
+        f"missing = set({[*EARLY, *LATE]!r}) - set(sys.modules)\n"
+        "open(sys.argv[1], 'w').write(f'{os.getppid()} {missing or None}')\n"
+    )
+    with worker_forks() as server:
+        words = [*shlex.split(server.command), str(script), str(output)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=END_S, check=True)
+        assert done.stderr == ""
+        assert output.read_text() == f"{server.pid} None"
