@@ -170,6 +170,7 @@ def _received(connection: socket.socket) -> Command:
 
 def _be(command: Command) -> None:
     """Be the process that `python WORDS` would be."""
+    os.setsid()  # Ray ends what is in the group of a worker that has died
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(command.files):
         os.dup2(descriptor, number)

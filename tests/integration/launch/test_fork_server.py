@@ -28,6 +28,7 @@ with open(sys.argv[1], "w") as file:
         "PID", None), "pid": os.getpid(), "color": os.environ.get("COLOR"),
         "private": os.environ.get("PRIVATE"), "directory": os.getcwd(), "name": __name__,
         "threads": len(os.listdir("/proc/self/task")), "first_path": sys.path[0],
+        "group": os.getpgid(0),
     }}, file)
 print("said", sys.stdin.read(), flush=True)
 """
@@ -71,7 +72,7 @@ def test_a_fork_is_what_a_new_process_would_be(start: Start, tmp_path: Path) -> 
     server = start()
     found, out, err = run(server, tmp_path, COLOR="blue")
     assert (found["early"], found["late"]) == (server.pid, server.pid), "imported once, there"
-    assert found["pid"] != server.pid
+    assert found["pid"] == found["group"] != server.pid, "ended with its group, ends alone"
     assert (out, err) == ("said hello\n", ""), "it has the files of the client"
     assert found["words"] == ["a", "b c"]
     assert found["directory"] == found["first_path"] == str(tmp_path)
