@@ -1,0 +1,90 @@
+"""A prefill worker that stops in the middle of a long push, on a cluster with little KV memory, and
+goes on after it was given up: the cluster does not wait for it, and no token is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mooncake.model.checkpoint.presets import init_checkpoint
+from tests.integration.serve.test_real_processes import num_held, prompt, stream, wait_until
+from tests.support.serve.server import Server, serving
+
+NUM_PAGES = 180
+LONG, SHORT = 7000, 100
+FORMER_REST_S = 30.0
+"""So long the pages of a lost worker rested before writers were fenced. All below must be over
+sooner: the moved request needs pages that the lost worker was granted.
+"""
+WORKERS = {"prefill-0", "prefill-1", "decode-0"}
+
+
+def is_whole(server: Server) -> bool:
+    """Whether all workers are up again and hold nothing."""
+    status = server.status()
+    loads = [worker["load"] for worker in status["workers"] if worker["load"] is not None]
+    return (
+        {worker["id"] for worker in status["workers"] if worker["state"] == "up"} == WORKERS
+        and len(loads) == len(WORKERS)
+        and status["load"]["num_inflight"] == 0
+        and all(num_held(worker) == 0 for worker in status["workers"])
+    )
+
+
+def busy_prefill(server: Server) -> str | None:
+    """Return the prefill worker that computes something."""
+    for worker in server.status()["workers"]:
+        load = worker["load"]
+        if worker["id"].startswith("prefill") and load is not None and load.get("num_running"):
+            return str(worker["id"])
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["tcp", "shm"])
+def test_the_cluster_moves_on_and_a_late_writer_harms_nothing(
+    tmp_path: Path, protocol: str
+) -> None:
+    model = init_checkpoint("k2-tiny", seed=5, out=tmp_path / "nano", dtype="float32")
+    args = ["--prefill", "2", "--decode", "1", "--kvstore", "0", "--max-model-len", "8192"]
+    args += ["--num-gpu-blocks-override", str(NUM_PAGES), "--transport", protocol]
+    with (
+        serving(str(model), *args, log=tmp_path / "log") as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        wait_until(lambda: is_whole(server), 60, "all workers up")
+        long = pool.submit(stream, server, prompt(LONG, 1), 8)
+        wait_until(lambda: busy_prefill(server) is not None, 60, "the long prompt is computed")
+        victim = busy_prefill(server)
+        assert victim is not None
+        pid = server.pid_of(victim)
+        time.sleep(0.7)  # some chunks have been pushed
+        os.kill(pid, signal.SIGSTOP)
+        assert not long.done(), "the stop came too late"
+        wait_until(
+            lambda: all(
+                worker["id"] != victim or worker["state"] != "up"
+                for worker in server.status()["workers"]
+            ),
+            60, "the worker was given up",
+        )  # fmt: skip
+        lost_s = time.monotonic()
+        short = [pool.submit(stream, server, prompt(SHORT, 10 + n), 8) for n in range(3)]
+        answers = [each.result(120) for each in short]
+        short_s = time.monotonic() - lost_s
+        answers.append(long.result(180))
+        long_s = time.monotonic() - lost_s
+        os.kill(pid, signal.SIGCONT)
+        assert max(short_s, long_s) < FORMER_REST_S
+        wait_until(lambda: is_whole(server), 120, "all workers up and holding nothing")
+        prompts = [*(prompt(SHORT, 10 + n) for n in range(3)), prompt(LONG, 1)]
+        for found, tokens in zip(answers, prompts, strict=True):
+            assert found["ends"] == ["length"]
+            assert found["ids"] == stream(server, tokens, 8)["ids"]
+        wait_until(lambda: is_whole(server), 60, "pages are level")
