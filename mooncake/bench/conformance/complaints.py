@@ -12,7 +12,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
     issues: tuple[str, ...]
     """Public issues, as repository#number."""
     tests: tuple[str, ...]
-    """Tests of this repository that show that Mooncake does not have it; none: nothing shows it yet."""
+    """Those of this repository that show that Mooncake does not have it; empty: none does yet."""
 
 
 COMPLAINTS = {
