@@ -1,6 +1,6 @@
 """What each field of a request may ask for, and what it pays: the one table of bounds and prices.
 
-The checks of the API read their limits here, and docs/access.md shows the same table. A bound keeps
+The checks of the API read their limits here; docs/reference/prices.md is made of it. A bound keeps
 what one request does to those it shares a gateway or a step with below a few milliseconds:
 `python -m benchmarks sampling-fields` measures it on the worker. No state.
 
