@@ -303,11 +303,14 @@ class Hands:
         self.transfer = open_transfer(config, "client-boot", MonotonicClock())
         self._own = self.transfer.allocate(NUM_BLOCKS * LAYOUT.block_bytes, "own")
         self._theirs, self._segment = pool.node.region.region_id, pool.transfer.segment
+        self.grant = 0
+        """What is written carries it."""
 
     def move(self, op: Op, offset: int, num_bytes: int = LAYOUT.block_bytes) -> str | None:
         """Read or write the pool's memory; return why not."""
         ops = [TransferOp(self._own.region_id, 0, self._theirs, offset, num_bytes)]
-        return move(self.transfer, op, self._segment, ops).error
+        grant = self.grant if op is Op.WRITE else 0
+        return move(self.transfer, op, self._segment, ops, grant=grant).error
 
 
 @pytest.fixture(params=["tcp", "shm"])
@@ -328,6 +331,9 @@ def test_a_client_touches_what_it_was_lent_while_it_is_lent(
     granted = client.answer(ask, PutGranted)
     first, second = granted.places.offsets
     size = LAYOUT.block_bytes
+    if "tcp" in engine.transfer.segment.endpoints:
+        assert "written to by grants only" in str(engine.move(Op.WRITE, first))
+    engine.grant = granted.places.grant
     if "tcp" not in engine.transfer.segment.endpoints:
         assert "moves no blocks this way" in str(engine.move(Op.WRITE, first))
         return
@@ -363,8 +369,10 @@ def test_a_client_touches_what_it_was_lent_while_it_is_lent(
 def test_loans_are_of_one_client(pool: Pool, hands: tuple[Raw, Hands]) -> None:
     client, _ = hands
     ask = PutStart(writer=client.ref, ticket=1, keys=[tenant_key(key(1), "acme")], tenant="acme")
-    [offset] = client.answer(ask, PutGranted).places.offsets
+    granted = client.answer(ask, PutGranted)
+    [offset] = granted.places.offsets
     other = Hands(pool, text(CLIENT, "acme"), "tcp")
+    other.grant = granted.places.grant
     assert "not lent to this client" in str(other.move(Op.WRITE, offset))
     other.transfer.close()
 
