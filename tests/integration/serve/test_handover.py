@@ -70,6 +70,13 @@ def load(server: ServerProcess, worker_id: str) -> dict[str, Any]:
     return {"num_running": 0, **worker["load"]}
 
 
+def decodes_all(load: dict[str, Any]) -> bool:
+    """Whether a worker has requests, and has computed the prompts of all of them."""
+    num_running = load["num_running"]
+    computed = load.get("num_context_tokens", 0) >= num_running * NUM_PROMPT
+    return bool(num_running and computed and not load.get("num_waiting"))
+
+
 def computed(counts: dict[str, float]) -> float:
     """Return how many tokens of prompts a worker has computed."""
     return counts.get("prompt_tokens", 0) - counts.get("prompt_tokens_cached", 0)
@@ -90,7 +97,7 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
             server.wait_for_workers({"decode-0", name})
             before = load(server, "decode-0")["counters"]
             streams, reading = ask(server.url, pool, "moved", range(NUM_ASKING), NUM_TOKENS)
-            while not load(server, name)["num_running"]:
+            while not decodes_all(load(server, name)):
                 done, _ = wait(reading, 0.1, FIRST_COMPLETED)
                 assert not done, "all went to the other worker"
             assert leaver.stop(signal.SIGTERM) == (0, []), leaver.output
