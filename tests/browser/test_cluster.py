@@ -104,7 +104,7 @@ def test_stop_ends_the_work_in_the_engine(server: ServerProcess, visit: Visits) 
 def test_the_cluster_page_follows_the_load(server: ServerProcess, visit: Visits) -> None:
     wait_for_load(server, 0)
     page = visit(server.url)
-    page.page.get_by_role("link", name="Cluster").click()
+    page.page.get_by_role("link", name="Cluster", exact=True).click()
     expect(page.page.locator("#live")).to_have_text("live")
     for worker in ("decode-0", "kvstore-0"):
         expect(page.page.get_by_role("rowheader", name=worker)).to_be_visible()
@@ -134,7 +134,7 @@ def test_experts_that_workers_share_are_shown_by_their_rows(
     with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=WAIT_S) as feed:
         line = next(line for line in feed.iter_lines() if line.startswith("data: "))
     news = json.loads(line.removeprefix("data: "))
-    page.page.get_by_role("link", name="Cluster").click()
+    page.page.get_by_role("link", name="Cluster", exact=True).click()
     expect(page.page.locator("#live")).to_have_text("live")
     expect(page.page.locator("#experts")).to_be_hidden()
     engine = next(each for each in news["status"]["workers"] if each["role"] == "decode")
@@ -146,7 +146,7 @@ def test_experts_that_workers_share_are_shown_by_their_rows(
         ),
     )
     page.page.get_by_role("link", name="Chat").click()
-    page.page.get_by_role("link", name="Cluster").click()
+    page.page.get_by_role("link", name="Cluster", exact=True).click()
     heat = page.page.get_by_role("img", name="decode-0: 1,800 rows")
     expect(heat).to_be_visible()
     fields = heat.locator("span")
@@ -164,7 +164,7 @@ def test_the_page_leaves_the_feed_when_it_is_hidden(
     )
     page = visit(served.url)
     for _ in range(3):  # the only place for a listener is free again each time
-        page.page.get_by_role("link", name="Cluster").click()
+        page.page.get_by_role("link", name="Cluster", exact=True).click()
         expect(page.page.locator("#live")).to_have_attribute("data-state", "live")
         page.page.get_by_role("link", name="Chat").click()
         expect(page.page.locator("#cluster")).to_be_hidden()

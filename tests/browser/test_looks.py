@@ -119,7 +119,7 @@ def test_colours_follow_the_system_and_can_be_read(
     assert page.page.evaluate(_BACKGROUND) == background
     texts = ".text, .turn h2, .foot, summary, button, label, .hint, .bar a, .brand, input, textarea"
     assert min(page.page.evaluate(_CONTRAST, texts)) >= LEAST_CONTRAST
-    page.page.get_by_role("link", name="Cluster").click()
+    page.page.get_by_role("link", name="Cluster", exact=True).click()
     expect(page.page.locator("#live")).to_have_attribute("data-state", "live")
     texts = "#cluster :is(h1, h2, h3, dt, dd, th, td, p, .hint)"
     assert min(page.page.evaluate(_CONTRAST, texts)) >= LEAST_CONTRAST
@@ -159,6 +159,6 @@ def test_nothing_is_wider_than_the_screen(
     expect(page.page.locator("#temperature")).to_be_visible()
     assert page.page.evaluate(_OVERFLOW) <= 0
     expect(page.page.locator("#send")).to_be_in_viewport()
-    page.page.get_by_role("link", name="Cluster").click()
+    page.page.get_by_role("link", name="Cluster", exact=True).click()
     expect(page.page.locator("#live")).to_have_attribute("data-state", "live")
     assert page.page.evaluate(_OVERFLOW) <= 0
