@@ -224,7 +224,8 @@ class Trial:
                 ]
             faults += self._long_stops(duration_s)
         self._injector.schedule(faults, START_S)
-        last_s = max((fault.at_s for fault in faults), default=0.0)
+        # Who stands still at the end has neither died with its group nor come back with it.
+        last_s = max((fault.at_s + (fault.seconds or 0.0) for fault in faults), default=0.0)
         self._settle(START_S + max(duration_s * 1.5, last_s) + 5.0)
         for name, stream in world.streams.items():
             check_stream(stream)
