@@ -69,6 +69,7 @@ THREADS = {
     "launch/cluster/pool.py:Thread": OWN,
     "launch/cluster/ray_workers.py:Thread": ENDS,
     "launch/cluster/serve.py:Thread": TOLD,
+    "launch/host/file_digests.py:ThreadPoolExecutor": TOLD,
     "launch/host/health.py:VitalThread": VITAL,
     "launch/host/http_server.py:VitalThread": VITAL,
     "launch/host/secret_file.py:VitalThread": VITAL,

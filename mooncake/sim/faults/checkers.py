@@ -39,13 +39,14 @@ def check_write(world: World, receiver: Endpoint, batch: TransferBatch) -> None:
         if worker.address == receiver.address and worker.machine is not None
     ]
     layout = world.config.layout
+    ops = [op for op in batch.ops if receiver.holds(op)]  # all others are refused
     if isinstance(machine, KvNode):
         kept = machine.may_be_written(batch.grant)
-        places = [op.remote_offset - op.remote_offset % layout.block_bytes for op in batch.ops]
+        places = [op.remote_offset - op.remote_offset % layout.block_bytes for op in ops]
     else:
         kept = machine.instance.reservations.may_be_written(batch.grant)
         num_pages = machine.instance.engine.config.num_blocks
-        places = [op.remote_offset // layout.slice_bytes % num_pages for op in batch.ops]
+        places = [op.remote_offset // layout.slice_bytes % num_pages for op in ops]
     used = sorted(set(places) - kept)
     assert not used, f"{receiver.address}: written late by grant {batch.grant}, in use: {used}"
 

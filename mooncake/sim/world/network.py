@@ -97,6 +97,11 @@ class Endpoint:
         self.skew_s = 0.0
         """How far its clock is ahead."""
 
+    def holds(self, op: TransferOp) -> bool:
+        """Whether the remote range of `op` lies in memory that is registered here."""
+        region = self.regions.get(op.remote_region)
+        return region is not None and op.remote_offset + op.num_bytes <= region.num_bytes
+
 
 class Network:
     """All endpoints and the wires between their nodes."""
@@ -367,7 +372,7 @@ class SimTransfer:
         remote = peer.regions.get(op.remote_region)
         if local is None or op.local_offset + op.num_bytes > local.num_bytes:
             return "the local range is not registered"
-        if remote is None or op.remote_offset + op.num_bytes > remote.num_bytes:
+        if remote is None or not peer.holds(op):
             return "the peer refuses: the range is not registered"
         if not (local.has_bytes and remote.has_bytes):
             return None
