@@ -25,6 +25,8 @@ import pytest
 import yaml
 
 from mooncake.base.messages import OWN_RELEASE, Release
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import cluster_keys, own_credential
 from tests.support.certificates import Host, make_host
 from tests.support.kubelet import network
 from tests.support.kubelet.cluster import Cluster
@@ -402,20 +404,41 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
             new = Path(later.cert).read_text()
             cluster.wait_for(lambda: shown(url).strip() == new.strip(), "the certificate")
 
-        def secret_counts(times: int) -> None:
-            def is_read() -> bool:
-                logs = {
-                    role: (tmp_path / "logs" / f"{pod['metadata']['name']}.{role}.log").read_text()
+        def num_read() -> dict[str, int]:
+            return {
+                role: (tmp_path / "logs" / f"{pod['metadata']['name']}.{role}.log")
+                .read_text()
+                .count(COUNTS)
+                for role in ROLES
+                for pod in cluster.ready(role)
+            }
+
+        def secret_counts(*secrets: str) -> None:
+            """Wait until each pod has a credential that trusts these, and its processes, of which a
+            worker's container has two, have read one that is at least as new.
+            """
+            trusted = [cluster_keys(secret) for secret in secrets]
+
+            def is_given() -> bool:
+                given = [
+                    own_credential(file.read_text().strip(), *CredentialRole).clusters
                     for role in ROLES
                     for pod in cluster.ready(role)
-                }
-                # A worker's container has two processes.
+                    for file in [cluster.volume(pod, "own") / "credential"]
+                ]
+                return all(list(clusters) == trusted for clusters in given)
+
+            cluster.wait_for(is_given, f"credentials of {secrets}")
+            before = num_read()
+
+            def is_read() -> bool:
+                # What was read next may still have been the one before.
                 return all(
-                    log.count(COUNTS) >= times * (1 if role in ("head", "gateway") else 2)
-                    for role, log in logs.items()
+                    count >= before[role] + 2 * (1 if role in ("head", "gateway") else 2)
+                    for role, count in num_read().items()
                 )
 
-            cluster.wait_for(is_read, f"all processes to have read the secret, {times}")
+            cluster.wait_for(is_read, f"all processes to have read credentials of {secrets}")
             load.wait_for(2)
 
         with asked("secrets and certificates", request, expected) as load:
@@ -425,7 +448,9 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
                     new_key_counts,
                     lambda: cluster.wait_for(lambda: status("sk-old") == 401, "the old key's end"),
                     certificate_counts,
-                    *(partial(secret_counts, times) for times in (1, 2, 3)),
+                    lambda: secret_counts("old secret", "new secret"),
+                    lambda: secret_counts("new secret", "old secret"),
+                    lambda: secret_counts("new secret"),
                 ],
             )
         assert not any(changed_roles.values()), "no pod was replaced"

@@ -111,6 +111,10 @@ class Cluster:
             case other:
                 raise NotImplementedError(f"kubectl {' '.join(other)}")
 
+    def volume(self, pod: Object, name: str) -> Path:
+        """Return where a volume of a running pod lies on this machine."""
+        return self.folder / "pods" / pod["metadata"]["uid"] / "volumes" / name
+
     def scale(self, kind: str, name: str, replicas: int) -> None:
         self.api.patch(kind, name, {"spec": {"replicas": replicas}})
 
