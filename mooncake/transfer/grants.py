@@ -10,6 +10,7 @@ peers of this host can read. Thread-safe.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from enum import IntEnum
 from typing import Protocol
 
@@ -72,6 +73,11 @@ class Grants:
             if number in self._open:
                 self._open.remove(number)
                 self._free.append(slot)
+
+    def close(self) -> None:
+        """Let go of the words: nobody writes here by a grant any more."""
+        with self._lock:
+            self._words = defaultdict(int)
 
     def permit(self, number: int) -> Permit:
         """Return what a write by this number needs."""

@@ -60,11 +60,17 @@ class SharedWords:
             os.close(fd)
         self.words = memoryview(self._memory).cast("Q")
 
-    def close(self) -> None:
-        """Close the descriptor; who has mapped the words, or refers to them, still has them."""
+    def given(self) -> None:
+        """Close the descriptor, which nobody else is to get."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def close(self) -> None:
+        """Let go of the words; another process that has mapped them still has them."""
+        self.given()
+        self.words.release()
+        self._memory.close()
 
 
 def map_words(fd: int, num_words: int, *, writable: bool = False) -> memoryview:

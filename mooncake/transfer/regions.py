@@ -354,6 +354,7 @@ class RegionTable:
             regions = list(self._regions.values())
         for region in regions:
             self.withdraw(region)
+        self.grants.close()
         self.words.close()
 
     def check_integrity(self) -> None:

@@ -127,7 +127,7 @@ class Hands:
 
     def given(self) -> None:
         """Close what was sent to the client."""
-        self._words.close()
+        self._words.given()
         os.close(self.pipe)
 
     def hold(self, grant: int) -> bool:
@@ -135,5 +135,6 @@ class Hands:
         return grant in self._words.words.tolist()
 
     def close(self) -> None:
-        """Close our end of the pipe, after `given`."""
+        """Let go of the client's words and of our end of the pipe, after `given`."""
+        self._words.close()
         os.close(self.heard)
