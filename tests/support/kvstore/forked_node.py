@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mooncake.cli import main as cli
+from tests.support import forks
 from tests.support.kvstore.pool_process import SECRET, PoolProcess
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -32,7 +33,7 @@ class _Forked:
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self._process = _FORKS.Process(target=_serve, args=(command, str(log)))
-        self._process.start()
+        forks.start(self._process)
         assert self._process.pid is not None
         self.pid = self._process.pid
 

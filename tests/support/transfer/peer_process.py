@@ -20,6 +20,7 @@ from mooncake.base.clock import MonotonicClock
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, Region, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from tests.support import forks
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__, "mooncake.transfer.rdma.backend"])
@@ -36,7 +37,7 @@ class PeerProcess:
         config = TransferConfig(secret=secret, host="host", protocols=protocols)
         self._pipe, theirs = _FORKS.Pipe()
         self._child = _FORKS.Process(target=_serve, args=(config, engine_id, theirs), daemon=True)
-        self._child.start()
+        forks.start(self._child)
         theirs.close()
         self.segment = self.ask("segment")
 
