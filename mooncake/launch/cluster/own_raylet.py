@@ -23,6 +23,7 @@ STOP_S = 10.0
 POLL_S = 0.05
 STARTED = "Ray runtime started"
 OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray insists on one; nothing of ours is ever put there."""
 SHOWN_LINES = 3
 
 _log = logging.getLogger(__name__)

@@ -40,6 +40,7 @@ from mooncake.launch.cluster.facts import (
     decode_facts,
     without_secret,
 )
+from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
     keep_ray_token_private,
@@ -68,8 +69,6 @@ _logs: Any = importlib.import_module("ray._private.ray_logging")
 
 NAMESPACE = "mooncake"
 FACTS_KEY = b"mooncake/cluster"
-OBJECT_STORE_BYTES = 100 * 2**20
-"""Ray insists on one; nothing of ours is ever put there."""
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """The first bytes of HTTP/2, with a frame of no settings."""
 SETTINGS_FRAME = 4
