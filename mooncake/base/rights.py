@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from hashlib import blake2b
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from mooncake.base import messages as m
 from mooncake.base import pool_messages as p
@@ -111,14 +112,46 @@ def tenant_key(key: BlockKey, tenant: str) -> BlockKey:
     return blake2b(key, digest_size=KEY_BYTES - _MARK_BYTES).digest() + mark
 
 
+def is_clients(key: BlockKey, tenant: str) -> bool:
+    """Return whether a block was stored by a pool client of this tenant alone, not by an engine."""
+    return key.endswith(tenant_mark(tenant))
+
+
 def channel_key_of(worker: m.WorkerRef) -> str:
-    """Return the key that the address of a client ends in; empty: a worker's, without one."""
+    """Return the key that an address ends in; empty: one without a key."""
     return worker.address.partition("#")[2]
 
 
 def client_id(channel_key: str) -> str:
     """Return how the ids of clients begin that prove this key: no client can take another's id."""
     return f"client-{channel_key[:12]}-"
+
+
+def client_key(worker: m.WorkerRef) -> str:
+    """Return the key of the certificate by which a pool client speaks; empty: `worker` is none.
+    Clients that share a credential share the key.
+    """
+    key = channel_key_of(worker)
+    return key if key and f"{worker.worker_id}-".startswith(client_id(key)) else ""
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        found = ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
+
+def _is_same_host(address: str, whence: str) -> bool:
+    """Return whether an address ("tcp://HOST:PORT#KEY") is of the host at the other end of a
+    connection.
+    """
+    host = address.partition("#")[0].rpartition("/")[2].rpartition(":")[0]
+    named, proven = _ip(host), _ip(whence)
+    if named is None or proven is None:
+        return False
+    return named == proven or (named.is_loopback and proven.is_loopback)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +179,21 @@ class Sender:
         object.__setattr__(self, "own_id", client_id(self.channel_key))
         object.__setattr__(self, "speaks_for_itself", self.roles <= _SCOPED)
 
-    def is_own(self, worker: m.WorkerRef) -> bool:
-        """Return whether `worker` can only be the sender itself."""
-        return channel_key_of(worker) == self.channel_key and worker.worker_id.startswith(
-            self.own_id
+    def is_own(self, worker: m.WorkerRef, whence: str) -> bool:
+        """Return whether `worker` can only be the sender itself: it has the key and the host that
+        the connection has proven. `whence`: the IP address at its other end.
+        """
+        return (
+            channel_key_of(worker) == self.channel_key
+            and worker.worker_id.startswith(self.own_id)
+            and _is_same_host(worker.address, whence)
         )
 
 
-def refusal(sender: Sender, message: AnyMessage) -> str | None:
-    """Return why `sender` may not send `message`; None: it may."""
+def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
+    """Return why `sender` may not send `message` on a connection from the IP address `whence`;
+    None: it may.
+    """
     kind = type(message)
     if kind not in sender.may_send:
         wanted = " or ".join(sorted(f"--role {role.value}" for role in SENDERS[kind]))
@@ -165,17 +204,20 @@ def refusal(sender: Sender, message: AnyMessage) -> str | None:
     if kind in _ABOUT_BLOCKS and (num_keys := _num_keys(message)) > MAX_KEYS:
         return f"{kind.__name__} names {num_keys} blocks, more than {MAX_KEYS}: send it in parts"
     if sender.speaks_for_itself:
-        return _beyond_itself(sender, message)
+        return _beyond_itself(sender, message, whence)
     if kind is m.WorkerHello and isinstance(message, m.WorkerHello):
         return None if message.role in _ENGINES else f"{sender.name} is no {message.role.value}"
     return None
 
 
-def _beyond_itself(sender: Sender, message: AnyMessage) -> str | None:
+def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | None:
     """Return why a client or operator may not send this; None: it names only what is its own."""
     speaker = speaker_of(message)
-    if speaker is not None and not sender.is_own(speaker):
-        return f"{sender.name} may not speak for {speaker.worker_id} at {speaker.address}"
+    if speaker is not None and not sender.is_own(speaker, whence):
+        return (
+            f"{sender.name} may not speak for {speaker.worker_id} at {speaker.address} from "
+            f"{whence}: a client speaks for itself, and listens at the address that it sends from"
+        )
     if isinstance(message, m.WorkerHello) and message.role is not m.Role.CLIENT:
         return f"{sender.name} may join as a client only, not as {message.role.value}"
     if isinstance(message, m.BlockEvents) and (message.stored or message.removed):

@@ -9,8 +9,13 @@ from mooncake.kvstore.eviction import POLICIES
 
 SHARES = {
     "ssd_write_at": True, "hard_pin_share": True, "high_watermark": False, "evict_fraction": False,
+    "client_share": False, "client_quota_share": False,
 }  # fmt: skip
 """Settings that are shares, and whether 0 makes sense."""
+
+
+LEAST_CLIENT_BLOCKS = 16
+"""What one transfer of a client carries: its bounds are not smaller, however small the pool."""
 
 
 class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +48,8 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Memory granted to a writer that was lost is not used again before: a writer cut off but not
     dead may go on writing until its transfers time out."""
     put_timeout_s: float = 60.0
-    """A grant open for longer, its writer alive, is counted as overdue (never taken away)."""
+    """A grant open for longer, its writer alive, is counted as overdue, and taken from a pool
+    client: what it writes later is refused."""
     report_interval_s: float = 0.25
     """Heartbeat and load report."""
     doubt_interval_s: float = 5.0
@@ -51,6 +57,13 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     live: what a lost worker held is reclaimed even if the message of its loss was lost."""
     max_tickets_per_worker: int = 4_096
     """Puts and pins one worker may have open; further ones are granted nothing."""
+    max_tickets_per_client: int = 1_024
+    """The same of all pool clients together that share a credential."""
+    client_share: float = 0.5
+    """Share of the DRAM blocks that these may hold by puts and pins."""
+    client_quota_share: float = 0.5
+    """Share of the DRAM blocks, and of the SSD blocks, that the pool clients of one tenant may
+    store when the tenant has no quota of its own."""
     checksums: bool = True
     """Hash every block once it is whole, so that its readers, and disks, can tell damage."""
     ssd: list[SsdConfig] = []
@@ -90,9 +103,9 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name in (
             "dram_bytes", "put_timeout_s", "report_interval_s", "doubt_interval_s",
-            "max_tickets_per_worker", "ssd_min_uses", "ssd_load_timeout_s", "ssd_queue_bytes",
-            "ssd_threads", "replicate_timeout_s", "replica_idle_s", "drain_queue_bytes",
-            "drain_bytes_per_s",
+            "max_tickets_per_worker", "max_tickets_per_client", "ssd_min_uses",
+            "ssd_load_timeout_s", "ssd_queue_bytes", "ssd_threads", "replicate_timeout_s",
+            "replica_idle_s", "drain_queue_bytes", "drain_bytes_per_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")
@@ -119,6 +132,14 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     raise ConfigError(
                         f"kvstore.{name}: {tenant!r} must not be negative, not {quota}"
                     )
+
+    def client_blocks(self, num_blocks: int) -> int:
+        """Return how many of the DRAM blocks one credential of clients may hold at once."""
+        return max(LEAST_CLIENT_BLOCKS, int(num_blocks * self.client_share))
+
+    def client_quota(self, num_blocks: int) -> int:
+        """Return how many blocks of a tier the clients of a tenant without a quota may store."""
+        return max(LEAST_CLIENT_BLOCKS, int(num_blocks * self.client_quota_share))
 
     def num_blocks(self, layout: KvLayout) -> int:
         """Return how many blocks fit `dram_bytes`; raises ConfigError when none does."""

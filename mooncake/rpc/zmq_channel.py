@@ -29,7 +29,7 @@ from zmq.utils.monitor import parse_monitor_message
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
-from mooncake.base.messages import Refused, StepOutputs, WorkerRef
+from mooncake.base.messages import Refused, StepOutputs
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, Credential, check_certificate
 from mooncake.rpc.codec import (
@@ -53,6 +53,12 @@ MAX_UNPROVEN = 128
 them takes the place of no peer: one that has something to say says it within milliseconds, and one
 that is hung up connects again.
 """
+MAX_PER_CLIENT = 256
+"""Connections of all pool clients that share a credential, and ids that they speak by; of more
+connections, the oldest is hung up, and a further id is refused.
+"""
+_CLIENT_IDLE_S = 60.0
+"""An id by which a client has not spoken for so long may be another's."""
 _HANDSHAKE_MS = 5000
 _SPARE_SOCKETS = 1023
 """ZeroMQ's own limit, added to ours: closed sockets count until the last message has left."""
@@ -126,7 +132,7 @@ class ZmqChannel:
         self._context.set(zmq.MAX_SOCKETS, self._limits.num_peers + _SPARE_SOCKETS)
         self._doorbell = self._context.socket(zmq.REP)
         self._inbox = self._context.socket(zmq.PULL)
-        self._strangers = _Strangers(self._inbox, self._context)
+        self._connections = _Connections(self._inbox, self._context)
         try:
             self._doorbell.bind(_ZAP)
             seed = (credential.listening_seed if is_typed else None) or credential.channel_seed
@@ -145,7 +151,7 @@ class ZmqChannel:
         self._ready = select.epoll()
         self._ready.register(self._inbox.FD, select.EPOLLIN)
         self._ready.register(self._doorbell.FD, select.EPOLLIN)
-        self._ready.register(self._strangers.fileno(), select.EPOLLIN)
+        self._ready.register(self._connections.fileno(), select.EPOLLIN)
         self._ready.register(self._again_fd, select.EPOLLIN)
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
@@ -271,7 +277,7 @@ class ZmqChannel:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._again_fd)
         self._open_door()
-        self._strangers.look(self._port)
+        self._connections.look(self._port)
         for _ in range(_MAX_PER_RECEIVE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -311,43 +317,52 @@ class ZmqChannel:
         Raises ProtocolError when it is none.
         """
         data, key = frame.bytes, str(frame.get("User-Id"))
+        whence = str(frame.get("Peer-Address"))
         try:
             holder = self._gate.holder(data, key)
         except Forbidden as error:
             self._refuse(key, error.message)
             return None
-        self._strangers.proven(frame.get(zmq.SRCFD))
+        self._connections.proven(frame.get(zmq.SRCFD), holder, self._port)
         try:
             message = decode(data, len(holder.head))
         except UnknownMessage as error:
             if error.asker is not None:
-                self._answer(holder.sender, error.asker, error.ticket, error.kind, error.message)
+                refused = Refused(
+                    asker=error.asker, ticket=error.ticket, message=error.kind,
+                    reason=error.message,
+                )  # fmt: skip
+                self._answer(holder.sender, refused, whence)
             raise
-        reason = self._gate.expiry(holder.certificate) or refusal(holder.sender, message)
+        reason = (
+            self._gate.expiry(holder.certificate)
+            or refusal(holder.sender, message, whence)
+            or holder.over(message, self._clock.now())
+        )
         if reason is None:
             return message
         self._refuse(key, reason)
-        self._send_refusal(holder.sender, message, reason)
+        self._send_refusal(holder.sender, message, reason, whence)
         return None
 
     def _refuse(self, key: str, reason: str) -> None:
         self.counters.num_refused += 1
         self._gate.complain(key, reason)
 
-    def _send_refusal(self, sender: Sender, message: AnyMessage, reason: str) -> None:
+    def _send_refusal(self, sender: Sender, message: AnyMessage, reason: str, whence: str) -> None:
         """Tell a client that it may not send this; others are sent nothing."""
         speaker = speaker_of(message)
-        if speaker is not None and sender.is_own(speaker):
+        if speaker is not None and sender.is_own(speaker, whence):
             ticket = getattr(message, "ticket", 0)
-            self._answer(sender, speaker, ticket, type(message).__name__, reason)
+            kind = type(message).__name__
+            self._answer(
+                sender, Refused(asker=speaker, ticket=ticket, message=kind, reason=reason), whence
+            )
 
-    def _answer(
-        self, sender: Sender, speaker: WorkerRef, ticket: int, message: str, reason: str
-    ) -> None:
-        """Answer `message` with a refusal; a client only at the address that is its own."""
-        if not sender.speaks_for_itself or sender.is_own(speaker):
-            refused = Refused(asker=speaker, ticket=ticket, message=message, reason=reason)
-            self.send(speaker.address, refused)
+    def _answer(self, sender: Sender, refused: Refused, whence: str) -> None:
+        """Send a refusal to who asked; a client only at the address that is its own."""
+        if not sender.speaks_for_itself or sender.is_own(refused.asker, whence):
+            self.send(refused.asker.address, refused)
 
     def close(self) -> None:
         """Stop receiving, wait up to `linger_ms` for queued messages, free the sockets."""
@@ -360,20 +375,24 @@ class ZmqChannel:
             self._peers.clear()
         self._ready.close()
         os.close(self._again_fd)
-        self._strangers.close()
+        self._connections.close()
         self._inbox.close()
         self._doorbell.close()
         self._context.destroy(linger=self._limits.linger_ms)
 
 
-class _Strangers:
-    """The connections to the bound socket on which no valid message has come, the oldest first, by
-    descriptor. ZeroMQ tells of connections and gives no way to close one.
+class _Connections:
+    """The connections to the bound socket by descriptor, the oldest first: those on which no valid
+    message has come, and those of each credential. ZeroMQ tells of connections and gives no way to
+    close one.
     """
 
     def __init__(self, inbox: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._inbox = inbox
-        self._open: dict[int, None] = {}
+        self._strangers: dict[int, None] = {}
+        self._of: dict[str, dict[int, None]] = {}
+        """By the key that they have proven."""
+        self._key: dict[int, str] = {}
         self._events = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.setsockopt(zmq.RCVHWM, 0)  # the sender is ZeroMQ's thread: it must not wait
@@ -384,9 +403,28 @@ class _Strangers:
         descriptor: int = self._events.FD
         return descriptor
 
-    def proven(self, descriptor: int) -> None:
-        """Take in that a valid message has come on a connection."""
-        self._open.pop(descriptor, None)
+    def proven(self, descriptor: int, holder: _Holder, port: int) -> None:
+        """Take in that a valid message of `holder` has come on a connection to our `port`. Of too
+        many of one client's, hang up the oldest.
+        """
+        if descriptor not in self._strangers:
+            return  # known already, or closed, or `look` will tell of it
+        del self._strangers[descriptor]
+        key = self._key[descriptor] = holder.sender.channel_key
+        own = self._of.setdefault(key, {})
+        own[descriptor] = None
+        if holder.sender.speaks_for_itself and len(own) > MAX_PER_CLIENT:
+            oldest = next(iter(own))
+            self._forget(oldest)
+            _hang_up(oldest, port, f"{holder.sender.name} has more than {MAX_PER_CLIENT}")
+
+    def _forget(self, descriptor: int) -> None:
+        self._strangers.pop(descriptor, None)
+        key = self._key.pop(descriptor, None)
+        if key is not None:
+            del self._of[key][descriptor]
+            if not self._of[key]:
+                del self._of[key]
 
     def look(self, port: int) -> None:
         """Take in what ZeroMQ tells, and hang up the oldest where there are too many; `port` is
@@ -395,27 +433,27 @@ class _Strangers:
         with contextlib.suppress(zmq.Again):
             while True:
                 told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
-                self._open.pop(told["value"], None)
+                self._forget(told["value"])
                 if told["event"] == zmq.EVENT_ACCEPTED:
-                    self._open[told["value"]] = None
-                if len(self._open) > MAX_UNPROVEN:
-                    oldest = next(iter(self._open))
-                    del self._open[oldest]
-                    _hang_up(oldest, port)
+                    self._strangers[told["value"]] = None
+                if len(self._strangers) > MAX_UNPROVEN:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _hang_up(oldest, port, f"{MAX_UNPROVEN} prove nothing")
 
     def close(self) -> None:
         self._inbox.disable_monitor()
         self._events.close()
 
 
-def _hang_up(descriptor: int, port: int) -> None:
+def _hang_up(descriptor: int, port: int, reason: str) -> None:
     """Shut down a connection to our `port` that ZeroMQ owns, and will then close. Its descriptor
     may have another meaning by now; then nothing, or a connection of the same port, is hung up.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.getsockname()[1:2] == (port,):
             connection.shutdown(socket.SHUT_RDWR)
-            _LOG.warning("a control connection was hung up: %d prove nothing", MAX_UNPROVEN)
+            _LOG.warning("a control connection was hung up: %s", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +464,25 @@ class _Holder:
     """What all its messages begin with."""
     certificate: Certificate
     sender: Sender
+    names: OrderedDict[tuple[str, str, str], float]
+    """By which it has spoken lately, and when, the longest ago first."""
+
+    def over(self, message: AnyMessage, now: float) -> str | None:
+        """Return why a client may not speak by the name in this message; None: it may."""
+        speaker = speaker_of(message) if self.sender.speaks_for_itself else None
+        if speaker is None:
+            return None
+        name = (speaker.worker_id, speaker.epoch, speaker.address)
+        while self.names and next(iter(self.names.values())) <= now - _CLIENT_IDLE_S:
+            self.names.popitem(last=False)
+        if name not in self.names and len(self.names) >= MAX_PER_CLIENT:
+            return (
+                f"{self.sender.name} speaks for {MAX_PER_CLIENT} clients already: end some, or "
+                "give them a credential of their own"
+            )
+        self.names[name] = now
+        self.names.move_to_end(name)
+        return None
 
 
 class _Gate:
@@ -476,7 +533,7 @@ class _Gate:
             raise Forbidden(error.message) from error
         if certificate.channel_key.hex() != channel_key:
             raise Forbidden(f"the key of the connection is not that of {certificate.name!r}")
-        return _Holder(head_of(signed), certificate, certificate.sender())
+        return _Holder(head_of(signed), certificate, certificate.sender(), OrderedDict())
 
     def complain(self, channel_key: str, reason: str) -> None:
         """Log why a message is refused, once for each peer."""

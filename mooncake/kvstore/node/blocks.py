@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mooncake.base import BlockKey, BlockPlaces, KvLayout, Tier, WorkerRef, packed_places
-from mooncake.base.rights import channel_key_of
+from mooncake.base.rights import client_key
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import Keys
@@ -74,24 +74,36 @@ class NodeBlocks:
         if disks.num_slots:
             self._membership.add_tier(Tier.SSD, self.tiering.ssd.stored_keys)
         disks.attach(ports.region)
+        self._max_lent = config.client_blocks(dram.num_blocks)
+        self._num_lent: Counter[str] = Counter()
+        """Blocks lent to the pool clients of each credential, by its key."""
 
     def places(self, keys: list[BlockKey], grant: int = 0) -> BlockPlaces:
         """Return where blocks lie in the arena that DRAM knows; with a grant, to be written."""
         segment, region_id = self._ports.transfer.segment, self._ports.region.region_id
         return packed_places(self._ports.layout, segment, region_id, self.dram.offsets(keys), grant)
 
+    def room_of(self, peer: WorkerRef) -> int:
+        """Return how many more blocks a peer may be granted or pin."""
+        client = client_key(peer)
+        return self._max_lent - self._num_lent[client] if client else self.dram.num_blocks
+
     def lend(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
         """Let a peer touch blocks that it has been granted or has pinned. Workers need no loan."""
-        borrower = channel_key_of(peer)
+        borrower = client_key(peer)
         if borrower and keys:
             ports = self._ports
+            self._num_lent[borrower] += len(keys)
             ports.transfer.lend(borrower, ports.region, self._pieces(keys), write=write)
 
     def take_back(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
         """End such a loan, before the memory of the blocks may be used for others."""
-        borrower = channel_key_of(peer)
+        borrower = client_key(peer)
         if borrower and keys:
             ports = self._ports
+            self._num_lent[borrower] -= len(keys)
+            if not self._num_lent[borrower]:
+                del self._num_lent[borrower]
             ports.transfer.take_back(borrower, ports.region, self._pieces(keys), write=write)
 
     def _pieces(self, keys: Sequence[BlockKey]) -> Pieces:
@@ -147,6 +159,15 @@ class NodeBlocks:
         if self.dram.discard(key):
             self.gone([key])
 
+    def _lent(self) -> Counter[str]:
+        """Return what is lent to clients, counted anew."""
+        found: Counter[str] = Counter()
+        for state in self._peers.states.values():
+            if client := client_key(state.ref):
+                found[client] += sum(map(len, state.pins.values()))
+                found[client] += sum(len(grant.pending) for grant in state.grants.values())
+        return +found
+
     def check_integrity(self) -> None:
         """Raise AssertionError when tiers, pins and writers do not add up."""
         for part in (self.dram, self.tiering, self.promotions, self.replicator, self.migration):
@@ -161,4 +182,6 @@ class NodeBlocks:
         assert dict(pins) == self.dram.pin_counts()
         assert len(set(writing)) == len(writing), "two writers of one block"
         assert len(writing) == self.dram.num_writing
+        assert self._lent() == self._num_lent
+        assert all(number <= self._max_lent for number in self._num_lent.values())
         assert not any(self.dram.has(key) for key in writing)

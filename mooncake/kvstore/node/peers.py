@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from mooncake.base import BlockKey, PutStart, WorkerRef
+from mooncake.base.rights import client_key
 
 MAX_REMEMBERED = 4_096
 """Lost boots and ended tickets remembered, so that a late or repeated message finds nothing."""
@@ -62,10 +63,13 @@ class PeerState:
 class Peers:
     """All boots of workers that have something open."""
 
-    def __init__(self, max_tickets: int, counters: Counter[str]) -> None:
-        """A boot may have at most `max_tickets` puts and pins open."""
+    def __init__(self, max_tickets: int, max_client_tickets: int, counters: Counter[str]) -> None:
+        """A boot may have at most `max_tickets` puts and pins open, and all pool clients of one
+        credential together `max_client_tickets`.
+        """
         self.states: dict[Peer, PeerState] = {}
         self._max_tickets = max_tickets
+        self._max_client_tickets = max_client_tickets
         self._counters = counters
         self._lost: OrderedDict[Peer, None] = OrderedDict()
         self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
@@ -89,12 +93,22 @@ class Peers:
         return self.states.setdefault(peer_of(worker), PeerState(worker, now))
 
     def may_open(self, worker: WorkerRef, kind: str, ticket: int) -> bool:
-        """Return whether a ticket is new, from a live boot, and within that boot's bound."""
+        """Return whether a ticket is new, from a live boot, and within the bounds of that boot and
+        of its credential.
+        """
         peer = peer_of(worker)
         if peer in self._lost or (peer, kind, ticket) in self._ended:
             self._counters["stray_messages"] += 1
             return False
-        return self.find(worker).num_open < self._max_tickets
+        if self.find(worker).num_open >= self._max_tickets:
+            return False
+        client = client_key(worker)
+        return not client or self._num_open_of(client) < self._max_client_tickets
+
+    def _num_open_of(self, client: str) -> int:
+        """Return what all boots of the clients with one credential have open."""
+        states = self.states.values()
+        return sum(state.num_open for state in states if client_key(state.ref) == client)
 
     def remember_ended(self, worker: WorkerRef, kind: str, ticket: int) -> None:
         """Never open a ticket again that ended, or was answered with nothing."""

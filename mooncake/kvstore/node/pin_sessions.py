@@ -48,7 +48,8 @@ class PinSessions:
         self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 
     def _pin(self, message: PinBlocks, num_blocks: int, now: float, *, more: bool = False) -> None:
-        reader, ticket, run = message.reader, message.ticket, message.keys[:num_blocks]
+        reader, ticket = message.reader, message.ticket
+        run = message.keys[: min(num_blocks, max(0, self._blocks.room_of(reader)))]
         if run:
             self._blocks.use([*message.head.keys, *run], message.head.counted, reader, now)
             self._blocks.dram.pin(run)

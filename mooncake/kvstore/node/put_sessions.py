@@ -1,9 +1,9 @@
 """Puts at one node: a writer is granted memory, writes to it, and says which blocks are whole.
 
 Pure; owned by the node. No other worker learns of a block before its writer said that it is whole.
-A grant ends by its `PutEnd` or by the loss of its writer, never by time: while a writer lives, what
-was granted to it may still be written. Memory of a lost writer rests until nothing can be written
-to it by its grant any more.
+A worker's grant ends by its `PutEnd` or by its loss, never by time: while it lives, what was
+granted to it may still be written. A pool client's grant ends by time, too. Memory that is taken
+back rests until nothing can be written to it by its grant any more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from mooncake.base import PutEnd, PutGranted, PutStart, TransferError, WorkerRef
+from mooncake.base.rights import client_key
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Grant, Peers, PeerState
 from mooncake.transfer.resting import Resting
@@ -24,8 +25,10 @@ class PutSessions:
         self._blocks = blocks
         self._peers = peers
         self._counters = ports.counters
-        self._overdue_at: OrderedDict[Grant, float] = OrderedDict()
-        """When each open grant is overdue, the soonest first; those counted have left."""
+        self._overdue_at: OrderedDict[Grant, tuple[float, WorkerRef, int]] = OrderedDict()
+        """When each open grant is overdue, its writer and ticket, the soonest first; those counted
+        have left.
+        """
         self._resting: Resting[list[int]] = Resting(
             ports.transfer.fence, ports.config.quarantine_s, blocks.dram.reuse
         )
@@ -49,6 +52,7 @@ class PutSessions:
             number = self._ports.transfer.grant()
         except TransferError:  # as where there is no room
             wanted, number = [], 0
+        wanted = wanted[: max(0, self._blocks.room_of(message.writer))]
         granted, evicted = dram.reserve(wanted, message.tenant, head=head.keys)
         self._blocks.evicted(evicted)
         grant = Grant(message, list(granted), number)
@@ -64,7 +68,8 @@ class PutSessions:
             return None
         self._peers.state_of(message.writer, now).grants[message.ticket] = grant
         self._blocks.lend(message.writer, list(grant.pending), write=True)
-        self._overdue_at[grant] = now + self._ports.config.put_timeout_s
+        overdue_s = now + self._ports.config.put_timeout_s
+        self._overdue_at[grant] = overdue_s, message.writer, message.ticket
         return grant
 
     def answer(self, writer: WorkerRef, ticket: int, grant: Grant | None) -> None:
@@ -108,21 +113,28 @@ class PutSessions:
             grant.run = []
             self._overdue_at.pop(grant, None)
             self._ports.transfer.revoke(grant.number)
-            del self._peers.find(message.writer).grants[message.ticket]
-            self._peers.remember_ended(message.writer, "put", message.ticket)
-            self._peers.drop_if_idle(message.writer)
+            self._close(message.writer, message.ticket)
+
+    def _close(self, writer: WorkerRef, ticket: int) -> None:
+        """Forget a grant that has ended."""
+        del self._peers.find(writer).grants[ticket]
+        self._peers.remember_ended(writer, "put", ticket)
+        self._peers.drop_if_idle(writer)
 
     def reclaim(self, state: PeerState, now: float) -> None:
         """Take back the memory granted to a lost writer, for use once it is fenced."""
         for grant in state.grants.values():
-            self._blocks.take_back(state.ref, list(grant.pending), write=True)
-            self._ports.transfer.revoke(grant.number)
-            offsets = [self._blocks.dram.abandon(key, rests=True) for key in grant.pending]
-            self._resting.add(grant.number, offsets, now)
-            self._counters["grants_reclaimed"] += 1
-            self._counters["blocks_quarantined"] += len(grant.pending)
-            grant.pending, grant.run = {}, []
             self._overdue_at.pop(grant, None)
+            self._reclaim(state.ref, grant, now)
+
+    def _reclaim(self, writer: WorkerRef, grant: Grant, now: float) -> None:
+        self._blocks.take_back(writer, list(grant.pending), write=True)
+        self._ports.transfer.revoke(grant.number)
+        offsets = [self._blocks.dram.abandon(key, rests=True) for key in grant.pending]
+        self._resting.add(grant.number, offsets, now)
+        self._counters["grants_reclaimed"] += 1
+        self._counters["blocks_quarantined"] += len(grant.pending)
+        grant.pending, grant.run = {}, []
 
     def may_be_written(self, grant: int) -> set[int]:
         """Return the offsets of blocks that a write by this grant may land in (for checks)."""
@@ -137,12 +149,20 @@ class PutSessions:
         return {*pending, *(offset for some in self._resting.held_by(grant) for offset in some)}
 
     def tick(self, now: float) -> float | None:
-        """Count the puts that have been open for too long, and use again what has rested; return
-        when to be called again.
+        """Count the puts that have been open for too long, take back those of pool clients, and use
+        again what has rested; return when to be called again.
         """
-        while (at_s := next(iter(self._overdue_at.values()), None)) is not None and at_s <= now:
-            self._overdue_at.popitem(last=False)
+        at_s: float | None = None
+        while (found := next(iter(self._overdue_at.items()), None)) is not None:
+            grant, (at_s, writer, ticket) = found
+            if at_s > now:
+                break
+            at_s = None
+            del self._overdue_at[grant]
             self._counters["puts_overdue"] += 1
+            if client_key(writer):
+                self._reclaim(writer, grant, now)
+                self._close(writer, ticket)
         look_s = self._resting.tick(now)
         return min((time_s for time_s in (at_s, look_s) if time_s is not None), default=None)
 

@@ -96,7 +96,9 @@ class DramTier:
         self.block_bytes = block_bytes
         quotas = {t: quota // block_bytes for t, quota in config.tenant_quota_bytes.items()}
         self._allocator = UniformAllocator(num_blocks, block_bytes)
-        self._eviction = TenantEviction(POLICIES[config.eviction], quotas)
+        self._eviction = TenantEviction(
+            POLICIES[config.eviction], quotas, config.client_quota(num_blocks)
+        )
         self._blocks: dict[BlockKey, DramBlock] = {}
         self._num_writing = 0
         self._num_condemned = 0
@@ -184,7 +186,7 @@ class DramTier:
         for key in run:
             if key in self._blocks:
                 continue
-            offset = self._take(tenant, evicted, may_evict)
+            offset = self._take(key, tenant, evicted, may_evict)
             if offset is None:
                 break
             self._eviction.charge(key, tenant)
@@ -378,10 +380,14 @@ class DramTier:
         return evicted
 
     def _take(
-        self, tenant: str, evicted: list[BlockKey], may_evict: Callable[[BlockKey], bool] | None
+        self,
+        key: BlockKey,
+        tenant: str,
+        evicted: list[BlockKey],
+        may_evict: Callable[[BlockKey], bool] | None,
     ) -> int | None:
         """Return the offset of a block for `tenant`, evicting if need be; None = no room."""
-        if self._eviction.is_full(tenant) and not self._evict(tenant, evicted, may_evict):
+        if self._eviction.is_full(key, tenant) and not self._evict(tenant, evicted, may_evict):
             return None
         limit = self.num_blocks if may_evict is None else self._high_blocks
         is_full = self.num_blocks - self.num_free >= limit

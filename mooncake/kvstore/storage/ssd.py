@@ -72,12 +72,14 @@ class SsdTier:
         num_slots: Sequence[int],
         make_policy: Callable[[], EvictionPolicy],
         quotas: Mapping[str, int] = MappingProxyType({}),
+        client_quota: Callable[[int], int] | None = None,
     ) -> None:
         """`quotas`: tenant -> most blocks it may have on all disks together, shared out to them by
-        their sizes.
+        their sizes. `client_quota`: of so many slots, the most that pool clients of any other
+        tenant may have.
         """
         self._disks = [
-            _Disk(number, TenantEviction(make_policy, share))
+            _Disk(number, TenantEviction(make_policy, share, client_quota and client_quota(number)))
             for number, share in zip(num_slots, _shares(num_slots, quotas), strict=True)
         ]
         self._blocks: dict[BlockKey, SsdBlock] = {}
@@ -145,7 +147,7 @@ class SsdTier:
             if one.key in self._blocks:
                 stale.append((one.key, one.slot))
                 continue
-            if disk.policy.is_full(one.tenant):
+            if disk.policy.is_full(one.key, one.tenant):
                 loser = disk.policy.pop(one.tenant)
                 if loser is None:
                     stale.append((one.key, one.slot))
@@ -184,7 +186,7 @@ class SsdTier:
             return reserved, evicted
         disk = self._disks[number]
         for key, tenant, checksum in blocks:
-            full = disk.policy.is_full(tenant)
+            full = disk.policy.is_full(key, tenant)
             is_fresh = not full and bool(disk.free)
             if is_fresh:
                 slot = heapq.heappop(disk.free)

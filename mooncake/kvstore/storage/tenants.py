@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base import BlockKey
+from mooncake.base.rights import is_clients
 from mooncake.kvstore.eviction import NONE, EvictionPolicy, Keys, LastPolicy
 
 
@@ -15,14 +16,24 @@ class TenantEviction:
     """One order over all blocks, and for each tenant with a quota one more over its own.
 
     A tenant at its quota makes room among its own blocks only, so it cannot push out others. Block
-    keys are salted by tenant, so no two tenants share a block.
+    keys are salted by tenant, so no two tenants share a block. Of a tenant without a quota of its
+    own, the blocks that its pool clients store have one.
     """
 
     def __init__(
-        self, make_policy: Callable[[], EvictionPolicy], quotas: Mapping[str, int]
+        self,
+        make_policy: Callable[[], EvictionPolicy],
+        quotas: Mapping[str, int],
+        client_quota: int | None = None,
     ) -> None:
-        """`quotas`: tenant -> most blocks it may have reserved or stored at once."""
+        """`quotas`: tenant -> most blocks it may have reserved or stored at once; `client_quota`:
+        the most of those that the pool clients of any other tenant store.
+        """
+        self._named = dict(quotas)
+        self._client_quota = client_quota
         self._quotas = dict(quotas)
+        """Of the tenants named, and of those whose clients have blocks."""
+        self._make_policy = make_policy
         self._all = LastPolicy(make_policy)
         self._own = {tenant: LastPolicy(make_policy) for tenant in quotas}
         self._used = dict.fromkeys(quotas, 0)
@@ -36,17 +47,26 @@ class TenantEviction:
         """Return each tenant with a quota: (blocks it has reserved or stored, most it may)."""
         return {tenant: (used, self._quotas[tenant]) for tenant, used in self._used.items()}
 
-    def is_full(self, tenant: str) -> bool:
-        """Return whether `tenant` has all the blocks that it may have."""
-        return tenant in self._quotas and self._used[tenant] >= self._quotas[tenant]
+    def is_full(self, key: BlockKey, tenant: str) -> bool:
+        """Return whether `tenant` has all the blocks that it may have of this one's kind."""
+        quota = self._quota(key, tenant)
+        return quota is not None and self._used.get(tenant, 0) >= quota
+
+    def _quota(self, key: BlockKey, tenant: str) -> int | None:
+        """Return the bound that counts for a block; None: none does."""
+        return self._named.get(tenant, self._client_quota if is_clients(key, tenant) else None)
 
     def admits(self, tenant: str) -> bool:
         """Return whether `tenant` may have blocks at all."""
-        return self._quotas.get(tenant, 1) > 0
+        return self._named.get(tenant, 1) > 0
 
     def charge(self, key: BlockKey, tenant: str) -> None:
         """Count a block that `tenant` is about to write."""
-        if tenant in self._quotas:
+        quota = self._quota(key, tenant)
+        if quota is not None:
+            if tenant not in self._quotas:
+                self._quotas[tenant], self._used[tenant] = quota, 0
+                self._own[tenant] = LastPolicy(self._make_policy)
             self._tenants[key] = tenant
             self._used[tenant] += 1
 
@@ -79,7 +99,10 @@ class TenantEviction:
         self._all.forget(key)
         if (own := self._policy_of(key)) is not None:
             own.forget(key)
-            self._used[self._tenants.pop(key)] -= 1
+            tenant = self._tenants.pop(key)
+            self._used[tenant] -= 1
+            if not self._used[tenant] and tenant not in self._named:
+                del self._used[tenant], self._quotas[tenant], self._own[tenant]
 
     def pop(self, tenant: str | None = None) -> BlockKey | None:
         """Choose and forget the block to evict, of all or of one tenant that has a quota."""

@@ -131,7 +131,9 @@ class Tiering:
         self._loaded = loaded
         self._counters = counters
         quotas = {t: size // dram.block_bytes for t, size in config.tenant_ssd_quota_bytes.items()}
-        self.ssd = SsdTier(disks.num_slots, POLICIES[config.ssd_eviction], quotas)
+        self.ssd = SsdTier(
+            disks.num_slots, POLICIES[config.ssd_eviction], quotas, config.client_quota
+        )
         self.tombstones = Tombstones()
         self.traces = DiskTraces()
         self._unwanted = {tenant for tenant, quota in quotas.items() if not quota}

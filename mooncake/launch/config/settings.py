@@ -106,6 +106,9 @@ class ServeConfig:
         "most DRAM for a tenant's blocks, may be repeated", repeat=True)
     tenant_ssd_quota: tuple[tuple[str, int], ...] = setting((), quotas, POOL, "TENANT=SIZE",
         "the same of all --ssd directories together", repeat=True)
+    client_quota_share: float = owned(KvStoreConfig, "client_quota_share", share, POOL, "SHARE",
+        "of a worker's DRAM, and of its SSD: the most that pool clients of a tenant without a "
+        "quota may store")
     ssd_min_uses: int = owned(KvStoreConfig, "ssd_min_uses", count(1), POOL, "N",
         "a block asked for so often goes down to SSD; 1: every one")
     ssd_write_at: float = owned(KvStoreConfig, "ssd_write_at", part, POOL, "SHARE",

@@ -26,6 +26,8 @@ MAX_UNPROVEN = 128
 """Connections that have not proven themselves; of more, the oldest is hung up. So a flood of them
 takes the place of no peer, for a peer proves itself within a few ms.
 """
+MAX_PER_CLIENT = 256
+"""Connections of all pool clients that share a credential; of more, the oldest is hung up."""
 
 
 def tcp_listener(listen: ListenAddress) -> socket.socket:
@@ -110,7 +112,7 @@ class Listener(Generic[SessionT]):
         self._limit = limit
         self._open_session = open_session
         self._lock = threading.Lock()
-        self._sessions: set[SessionT] = set()
+        self._sessions: dict[SessionT, None] = {}
         self._unproven: deque[SessionT] = deque()
         self._closed = False
         sock.setblocking(False)
@@ -152,7 +154,7 @@ class Listener(Generic[SessionT]):
                 sock.close()
                 return
             session = self._open_session(sock)
-            self._sessions.add(session)
+            self._sessions[session] = None
         self._unproven.append(session)
 
     def _hang_up_oldest(self) -> None:
@@ -177,10 +179,21 @@ class Listener(Generic[SessionT]):
             and session.identity.connection_id in identity.fenced
         ]
 
+    def too_many_of(self, identity: PeerIdentity) -> list[SessionT]:
+        """Return the oldest sessions that a pool client's credential has above its bound."""
+        if identity.borrower is None:
+            return []
+        own = [
+            session
+            for session in self.sessions
+            if session.identity is not None and session.identity.borrower == identity.borrower
+        ]
+        return own[: max(0, len(own) - MAX_PER_CLIENT)]
+
     def forget(self, session: SessionT) -> None:
         """Drop a session that has ended."""
         with self._lock:
-            self._sessions.discard(session)
+            self._sessions.pop(session, None)
 
     def refuse(self) -> list[SessionT]:
         """Accept no more connections; return the open sessions, for the caller to end."""

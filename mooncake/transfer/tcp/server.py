@@ -237,6 +237,8 @@ class ServerConnection:
             for stale in self._server.listener.fenced(identity):
                 stale.fence()
             self.identity = identity
+            for oldest in self._server.listener.too_many_of(identity):
+                oldest.fence()
             self._forget_timer()
             self._channel = self._handshake.channel
             self._expect_head()

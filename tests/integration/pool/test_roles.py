@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import EventList
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.tcp.backend import TcpBackend
 from tests.support.kvstore.pool_process import until
 from tests.support.transfer.driving import move
 
@@ -380,3 +382,21 @@ def test_loans_are_of_one_client(pool: Pool, hands: tuple[Raw, Hands]) -> None:
 def test_a_client_that_may_not_use_tcp_is_told(pool: Pool) -> None:
     with pytest.raises(ConfigError, match="moves blocks over TCP alone: add tcp"):
         pool.session(text(CLIENT, "acme"), transfer_protocols=["shm"])
+
+
+def test_of_too_many_connections_of_one_client_the_oldest_go(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its programs connect again when they have something to move; a worker's stay."""
+    monkeypatch.setattr("mooncake.transfer.net.listener.MAX_PER_CLIENT", 2)
+    (served,) = [each for each in pool.transfer.backends if isinstance(each, TcpBackend)]
+    proof, blocks = text(CLIENT, "acme"), {key(0): data(0)}
+    with ExitStack() as opened:
+        worker = opened.enter_context(pool.session(SECRET, transfer_protocols=["tcp"]))
+        worker.put({key(1): data(1)})
+        sessions = [opened.enter_context(pool.session(proof)) for _ in range(4)]
+        sessions[0].put(blocks)
+        for _ in range(2):
+            for session in sessions:
+                assert session.get(list(blocks)) == list(blocks.values())
+        until(lambda: served.num_connections == 3, "two of the client, one of the worker")

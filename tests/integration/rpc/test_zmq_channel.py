@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from zmq.utils import z85
@@ -33,10 +34,10 @@ from mooncake.base.messages import (
     WorkerRef,
 )
 from mooncake.base.request import TokenLogprobs, packed_logprobs
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, own_credential
+from mooncake.base.rights import CredentialRole, client_id
+from mooncake.identity import Credential, issue, own_credential
 from mooncake.rpc.codec import encode, head_of
-from mooncake.rpc.zmq_channel import MAX_UNPROVEN, ZmqChannel, ZmqLimits
+from mooncake.rpc.zmq_channel import MAX_PER_CLIENT, MAX_UNPROVEN, ZmqChannel, ZmqLimits
 from tests.support.clock import ManualClock
 
 SECRET = "a cluster secret"
@@ -404,8 +405,8 @@ def test_addresses_and_bad_settings() -> None:
 ECHO = """
 import select, sys
 from mooncake.base.messages import AbortTask, Drain
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, own_credential
+from mooncake.base.rights import CredentialRole, client_id
+from mooncake.identity import Credential, issue, own_credential
 from mooncake.rpc.zmq_channel import ZmqChannel
 channel = ZmqChannel(credential=own_credential(sys.argv[1], *CredentialRole))
 back = sys.argv[2]
@@ -456,6 +457,74 @@ def test_of_too_many_that_prove_nothing_the_oldest_is_hung_up(open_channel: Open
         for sender in (late, early):
             sender.send(server.address, AbortTask(request_id="x", attempt=2))
             assert receive(server, 1) == [AbortTask(request_id="x", attempt=2)]
+
+
+def client_ref(credential: Credential, number: int, address: str) -> WorkerRef:
+    """Return a name that a client of this credential may give itself."""
+    return WorkerRef(
+        client_id(credential.certificate.channel_key.hex()) + str(number), "e", address
+    )
+
+
+def test_a_client_is_answered_at_the_host_that_it_sends_from_alone(open_channel: Open) -> None:
+    """Else it could have a node connect to any port of any machine."""
+    credential = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT])
+    server, client = open_channel(), open_channel(credential=credential)
+    own = client_ref(credential, 1, client.address)
+    elsewhere = msgspec.structs.replace(own, address=own.address.replace("127.0.0.1", "127.1.0.1"))
+    far = msgspec.structs.replace(own, address=own.address.replace("127.0.0.1", "192.0.2.7"))
+    client.send(server.address, PutStart(writer=far, ticket=1, keys=[]))
+    client.send(server.address, PutStart(writer=own, ticket=2, keys=[]))
+    client.send(server.address, PutStart(writer=elsewhere, ticket=3, keys=[]))
+    found = receive(server, 2)
+    assert [message.ticket for message in found] == [2, 3], "all of loopback is one host"
+    assert server.counters.num_refused == 1
+    assert server.num_peers == 0, "no connection was made to the other host"
+
+
+def test_clients_of_one_credential_speak_by_so_many_names(open_channel: Open) -> None:
+    clock = ManualClock()
+    credential = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT])
+    server, client = open_channel(clock=clock), open_channel(credential=credential)
+
+    def speak(number: int) -> None:
+        writer = client_ref(credential, number, client.address)
+        client.send(server.address, PutStart(writer=writer, ticket=number, keys=[]))
+
+    for number in range(MAX_PER_CLIENT + 1):
+        speak(number)
+    assert len(receive(server, MAX_PER_CLIENT)) == MAX_PER_CLIENT
+    while not server.counters.num_refused:
+        assert select.select([server], [], [], WAIT_S)[0]
+        assert server.receive() == []
+    (refused,) = receive(client, 1)
+    assert isinstance(refused, Refused)
+    assert f"speaks for {MAX_PER_CLIENT} clients already" in refused.reason
+    speak(3)
+    assert receive(server, 1)[0].ticket == 3, "those that it has go on"
+    clock.advance_to(61.0)
+    speak(MAX_PER_CLIENT)
+    assert receive(server, 1)[0].ticket == MAX_PER_CLIENT, "names that rest count no more"
+
+
+def test_of_too_many_connections_of_one_client_the_oldest_is_hung_up(
+    open_channel: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mooncake.rpc.zmq_channel.MAX_PER_CLIENT", 4)
+    credential = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT])
+    server, worker = open_channel(), open_channel()
+    worker.send(server.address, AbortTask(request_id="w", attempt=1))
+    receive(server, 1)
+    clients = [open_channel(credential=credential) for _ in range(6)]
+    writer = client_ref(credential, 1, clients[0].address)
+    for client in clients:
+        for ticket in range(3):
+            client.send(server.address, PutStart(writer=writer, ticket=ticket, keys=[]))
+            receive(server, 1)
+    hung_up = [each for each in caplog.messages if "etl has more than 4" in each]
+    assert len(hung_up) >= 2
+    worker.send(server.address, AbortTask(request_id="w", attempt=2))
+    assert receive(server, 1) == [AbortTask(request_id="w", attempt=2)]
 
 
 def is_open(sock: socket.socket) -> bool:

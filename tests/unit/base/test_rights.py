@@ -9,6 +9,7 @@ import pytest
 
 from mooncake.base import messages as m
 from mooncake.base import pool_messages as p
+from mooncake.base import rights
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.rights import (
@@ -18,8 +19,9 @@ from mooncake.base.rights import (
     CredentialRole,
     Sender,
     client_id,
+    client_key,
+    is_clients,
     keys_in,
-    refusal,
     speaker_of,
     tenant_key,
 )
@@ -29,6 +31,7 @@ W, G = CredentialRole.WORKER, CredentialRole.GATEWAY
 C, O = CredentialRole.POOL_CLIENT, CredentialRole.OPERATOR  # noqa: E741
 CHANNEL_KEY = "ab" * 32
 OWN = m.WorkerRef(client_id(CHANNEL_KEY) + "1", "e", f"tcp://10.0.0.7:1#{CHANNEL_KEY}")
+WHENCE = "10.0.0.7"
 OTHER = m.WorkerRef("decode-0", "e", "tcp://10.0.0.8:1")
 KEY = tenant_key(b"k" * 16, "acme")
 SCOPED = sorted(
@@ -38,6 +41,10 @@ SCOPED = sorted(
 
 def sender(*roles: CredentialRole, tenant: str | None = "acme") -> Sender:
     return Sender(name="etl", roles=frozenset(roles), tenant=tenant, channel_key=CHANNEL_KEY)
+
+
+def refusal(sender: Sender, message: Any, whence: str = WHENCE) -> str | None:
+    return rights.refusal(sender, message, whence)
 
 
 def example(kind: type[m.Message], speaker: m.WorkerRef = OWN, key: BlockKey = KEY) -> Any:
@@ -110,6 +117,8 @@ def test_a_client_speaks_for_nobody_else(kind: type[m.Message]) -> None:
         m.WorkerRef(OWN.worker_id, "e", OTHER.address),
         m.WorkerRef("decode-0", "e", OWN.address),
         m.WorkerRef(OWN.worker_id, "e", OWN.address + "0"),
+        m.WorkerRef(OWN.worker_id, "e", f"tcp://10.0.0.8:1#{CHANNEL_KEY}"),
+        m.WorkerRef(OWN.worker_id, "e", f"tcp://db.internal:1#{CHANNEL_KEY}"),
     ):
         message = example(kind, speaker=other)
         assert "may not speak for" in str(refusal(client, message))
@@ -151,6 +160,42 @@ def test_a_message_names_so_many_blocks_and_no_more(kind: type[m.Message]) -> No
         assert refusal(who, most) is None
         more = msgspec.structs.replace(example(kind), keys=[KEY] * (MAX_KEYS + 1))
         assert f"more than {MAX_KEYS}" in (refusal(who, more) or "")
+
+
+@pytest.mark.parametrize(
+    ("address", "whence", "is_own"),
+    [
+        ("tcp://10.0.0.7:5", "10.0.0.7", True),
+        ("tcp://10.0.0.7:5", "::ffff:10.0.0.7", True),
+        ("tcp://[fd00::1]:5", "fd00:0::1", True),
+        ("tcp://127.0.0.1:5", "::1", True),
+        ("tcp://10.0.0.7:5", "10.0.0.70", False),
+        ("tcp://10.0.0.7:5", "127.0.0.1", False),
+        ("tcp://127.0.0.1:5", "10.0.0.7", False),
+        ("tcp://localhost:5", "127.0.0.1", False),
+        ("tcp://10.0.0.7:5", "", False),
+        ("tcp://10.0.0.7@10.0.0.8:5", "10.0.0.7", False),
+    ],
+)
+def test_a_client_listens_at_the_host_that_it_sends_from(
+    address: str, whence: str, is_own: bool
+) -> None:
+    named = m.WorkerRef(OWN.worker_id, "e", f"{address}#{CHANNEL_KEY}")
+    assert sender(C).is_own(named, whence) is is_own
+
+
+def test_clients_of_one_credential_share_its_key() -> None:
+    second = m.WorkerRef(client_id(CHANNEL_KEY) + "2", "e", OWN.address)
+    assert client_key(OWN) == client_key(second) == CHANNEL_KEY
+    worker = m.WorkerRef("decode-0", "e", OWN.address)
+    posing = m.WorkerRef(client_id("cd" * 32) + "1", "e", OWN.address)
+    assert not any(map(client_key, (OTHER, worker, posing)))
+
+
+def test_blocks_of_clients_are_known_by_their_keys() -> None:
+    assert is_clients(KEY, "acme")
+    assert not is_clients(KEY, "other")
+    assert not is_clients(b"k" * 16, "acme")
 
 
 def test_an_operator_handles_no_blocks() -> None:

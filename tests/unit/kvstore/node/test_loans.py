@@ -8,7 +8,10 @@ from collections import Counter
 from mooncake.base import PeerLost, PutEnd, WorkerRef
 from mooncake.base.messages import PutStart
 from mooncake.base.pool_messages import RemoveBlocks
-from tests.support.kvstore.node_world import NodeWorld
+from mooncake.kvstore.config import LEAST_CLIENT_BLOCKS
+from mooncake.transfer.grants import Fence
+from mooncake.transfer.resting import FIRST_LOOK_S
+from tests.support.kvstore.node_world import NodeWorld, key
 
 KEYS = [bytes([n]) * 16 for n in range(6)]
 WORKER = WorkerRef("decode-0", "e1", "tcp://10.0.0.8:1")
@@ -56,6 +59,73 @@ def test_what_a_lost_client_had_is_taken_back_at_once() -> None:
     kept = world.pin(B, KEYS[:1])
     world.handle(PeerLost(worker=A))
     assert world.transfer.lent == Counter({("bb", kept.places.offsets[0], False): 1})
+
+
+def test_a_put_that_a_client_never_ends_gives_its_memory_back() -> None:
+    """It lives and is heard, so nobody declares it lost; a worker's put is left alone."""
+    world = NodeWorld(num_blocks=3, put_timeout_s=60.0)
+    grant, workers = world.start(A, KEYS[:2]), world.start(WORKER, KEYS[2:3])
+    world.tick(59.0)
+    assert world.start(B, KEYS[3:5]).keys == []
+    wake = world.tick(59.5)
+    assert wake is not None
+    assert wake <= 60.0
+    world.tick(60.0)
+    assert world.transfer.grants.permit(grant.places.grant).withdrawn, "it can write no more"
+    assert not world.transfer.lent
+    world.tick(60.0 + FIRST_LOOK_S)
+    assert world.start(B, KEYS[3:5]).keys == KEYS[3:5]
+    world.end(A, grant, written=KEYS[:2])
+    assert world.inventory == set(), "what it says of that put counts no more"
+    world.end(WORKER, workers)
+    assert world.inventory == {KEYS[2]}
+    assert world.node.counters["puts_overdue"] == 2
+    assert world.node.counters["grants_reclaimed"] == 1
+
+
+def test_memory_of_an_overdue_put_rests_while_its_client_may_still_write() -> None:
+    world = NodeWorld(num_blocks=1, put_timeout_s=60.0, quarantine_s=30.0)
+    world.transfer.usual_fence = Fence.UNKNOWN
+    world.start(A, KEYS[:1])
+    world.tick(60.0)
+    assert world.start(B, KEYS[1:2]).keys == []
+    world.tick(60.0 + FIRST_LOOK_S)
+    assert world.start(B, KEYS[1:2]).keys == []
+    world.tick(90.0)
+    assert world.start(B, KEYS[1:2]).keys == KEYS[1:2]
+
+
+def test_clients_of_one_credential_have_so_many_tickets_together() -> None:
+    world = NodeWorld(max_tickets_per_client=2)
+    world.put(WORKER, KEYS[:1])
+    same = WorkerRef("client-aa-2", "e9", "tcp://10.0.0.7:2#aa")
+    pinned = world.pin(A, KEYS[:1])
+    world.start(same, KEYS[1:2])
+    third = WorkerRef("client-aa-3", "e1", "tcp://10.0.0.7:3#aa")
+    assert world.pin(third, KEYS[:1]).num_blocks == 0
+    assert world.start(third, KEYS[2:3]).keys == []
+    assert world.pin(B, KEYS[:1]).num_blocks == 1, "of another credential"
+    world.unpin(A, pinned)
+    assert world.pin(third, KEYS[:1]).num_blocks == 1
+
+
+def test_clients_of_one_credential_hold_so_much_memory_together() -> None:
+    """By what they were granted and did not end, and by what they have pinned."""
+    most = LEAST_CLIENT_BLOCKS
+    world = NodeWorld(num_blocks=3 * most, client_share=0.1, max_tickets_per_client=1000)
+    stored, wanted = ([key(n + at) for n in range(most)] for at in (0, 100))
+    world.put(WORKER, stored)
+    other = WorkerRef("client-aa-2", "e2", "tcp://10.0.0.7:2#aa")
+    pinned = world.pin(A, stored[:10])
+    grant = world.start(other, wanted)
+    assert grant.keys == wanted[: most - 10]
+    assert world.pin(other, stored[:1]).num_blocks == 0
+    assert world.pin(A, stored[:1]).num_blocks == 0
+    assert world.start(B, wanted[10:]).keys == wanted[10:], "of another credential"
+    world.unpin(A, pinned)
+    assert world.pin(A, stored).num_blocks == 10
+    world.handle(PeerLost(worker=other))
+    assert world.pin(A, stored).num_blocks == most - 10
 
 
 def test_random_messages_of_clients_leave_no_loan_behind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import InternalError
+from mooncake.base.rights import tenant_key
 from mooncake.kvstore import KvStoreConfig
 from mooncake.kvstore.eviction import LruPolicy
 from mooncake.kvstore.storage.dram import DramTier, UniformAllocator
@@ -115,10 +116,10 @@ def test_a_tenants_count_follows_what_is_given_up_and_evicted() -> None:
     eviction.charge(key(1), "a")
     eviction.charge(key(2), "a")
     eviction.charge(key(3), "b")
-    assert eviction.is_full("a")
-    assert not eviction.is_full("b")
+    assert eviction.is_full(key(9), "a")
+    assert not eviction.is_full(key(9), "b")
     eviction.forget(key(1))
-    assert (eviction.use()["a"][0], eviction.is_full("a")) == (1, False)
+    assert (eviction.use()["a"][0], eviction.is_full(key(9), "a")) == (1, False)
     eviction.release(keys(3, 2))
     assert eviction.pop("a") == key(2)
     assert eviction.use()["a"][0] == 0
@@ -140,3 +141,29 @@ def test_a_tenants_own_order_follows_use_and_holds() -> None:
     assert eviction.pop("a") == key(1)
     assert eviction.pop("a") is None, "what is held stays"
     eviction.check_integrity()
+
+
+def test_clients_of_a_tenant_without_a_quota_have_the_usual_one() -> None:
+    """It bounds what they store, not what engines keep for the tenant; others are not touched."""
+    tier = tier_of(64, client_quota_share=0.25)
+    engines = [key(n) for n in range(20)]
+    tier.reserve(engines, "acme")
+    tier.commit(engines)
+    clients = [tenant_key(key(n), "acme") for n in range(20)]
+    granted, evicted = tier.reserve(clients, "acme")
+    assert (list(granted), evicted) == (clients[:16], [])
+    tier.commit(clients[:16])
+    assert tier.tenant_use() == {"acme": (16, 16)}
+    granted, evicted = tier.reserve(clients[16:], "acme")
+    assert list(granted) == clients[16:]
+    assert len(evicted) == 4
+    assert set(evicted) < set(clients[:16]), "its own blocks make room"
+    named = tier_of(64, client_quota_share=0.25, tenant_quota_bytes={"acme": 30 * 100})
+    assert len(named.reserve(clients, "acme")[0]) == 20, "a quota of its own counts instead"
+    for each in [*clients[:16], *clients[16:]]:
+        if tier.has(each):
+            tier.discard(each)
+        elif tier.is_known(each):
+            tier.abandon(each)
+    assert tier.tenant_use() == {}, "nothing is remembered of a tenant that has nothing"
+    tier.check_integrity()
