@@ -53,6 +53,8 @@ class Output:
     itls_s: list[float] = dataclasses.field(default_factory=list)
     """Gaps between events with new text; several tokens may come in one event."""
     text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    """Filled where the target's fields ask for `return_token_ids`."""
     error: str = ""
 
     @property
@@ -76,6 +78,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -148,6 +151,7 @@ class _Reader:
                 output.itls_s.append(now - self._last_s)
             self._last_s = now
             self._texts.append(_text(event.choices[0]))
+            output.token_ids += event.choices[0].token_ids or ()
         if event.usage is not None and event.usage.completion_tokens is not None:
             output.num_output_tokens = event.usage.completion_tokens
 

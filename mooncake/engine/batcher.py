@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure, Flow
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.chunks import chunk_sizes
+from mooncake.engine.chunks import UNIT, chunk_sizes, largest_chunk
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.policy import Standing, last_in_order, rank
@@ -59,6 +59,8 @@ class Batch:
     """Running sequences that lack one token only; counted where steps go through stages."""
     streams: set[int] = field(default_factory=set)
     """sequence_id of those of them that have a share."""
+    prompts_left_s: float | None = None
+    """Of a limited step: what is left for prompts; None before the first of them."""
 
     def give(self, sequence: Sequence, max_tokens: int) -> None:
         num_tokens = sequence.num_unplanned
@@ -68,6 +70,11 @@ class Batch:
             self.streams.add(sequence.sequence_id)
         self.shares[sequence.sequence_id] = (sequence, num_tokens)
         self.budget -= num_tokens
+
+    def has_no_time_for(self, sequence: Sequence) -> bool:
+        """Return whether other prompts have taken the time that streams leave in this step."""
+        left_s = self.prompts_left_s
+        return left_s is not None and left_s <= 0 and sequence.num_missing > 1
 
     def take_back(self, sequence: Sequence) -> None:
         _, num_tokens = self.shares.pop(sequence.sequence_id, (sequence, 0))
@@ -85,7 +92,7 @@ class Batcher:
         speculation: Speculation | None = None,
         cost: StepCostModel | None = None,
     ) -> None:
-        """`cost`: of steps, by which chunks are cut where there are stages."""
+        """`cost`: of steps, by which chunks are cut where there are stages or a limit of gaps."""
         self._cost = cost or StepCostModel()
         self._config = config
         self._pool = pool
@@ -136,8 +143,8 @@ class Batcher:
         ready = [sequence for sequence in self.running if _is_ready(sequence)]
         ready.sort(key=lambda sequence: sequence.num_missing > 1)  # stable: in rank order already
         for sequence in ready:
-            if batch.budget == 0:
-                break
+            if batch.budget == 0 or batch.has_no_time_for(sequence):
+                break  # behind it are only prompts
             if sequence.state is not SequenceState.RUNNING:
                 continue  # yielded to one before it, in this very loop
             if self._grow(sequence, batch):
@@ -151,9 +158,37 @@ class Batcher:
             most_streams = -(-batch.num_running_streams // config.num_stages)
             if sequence.num_missing == 1 and len(batch.streams) >= most_streams:
                 return  # in a later step, while this one is at its second stage
-            computed = sequence.num_computed + sequence.num_in_flight
+            computed = _num_before(sequence)
             most = chunk_sizes(self._cost, most, computed, sequence.num_unplanned)[0]
-        batch.give(sequence, most)
+        if sequence.num_missing > 1:
+            most = self._most_beside_streams(sequence, batch, most)
+        if most:
+            batch.give(sequence, most)
+
+    def _most_beside_streams(self, sequence: Sequence, batch: Batch, most: int) -> int:
+        """Return how many tokens of a prompt, at most `most`, the step takes so that the gaps of
+        its streams keep their limit; 0 where other prompts have taken the time. The first prompt
+        gets `UNIT` in any case: streams slow it down and never stop it.
+        """
+        limit_s, cost = self._config.max_gap_s, self._cost
+        if limit_s is None or not batch.streams:
+            return most
+        if batch.has_no_time_for(sequence):
+            return 0
+        is_first = batch.prompts_left_s is None
+        if batch.prompts_left_s is None:
+            streams = [_num_before(batch.shares[each][0]) for each in batch.streams]
+            streams_s = cost.step_s(len(streams), sum(streams), len(streams))
+            batch.prompts_left_s = limit_s / self._config.num_stages - streams_s
+        fixed_s, computed = cost.coefficients[0], _num_before(sequence)
+        taken = min(most, sequence.num_unplanned, batch.budget)
+        if cost.step_s(taken, computed, 1) - fixed_s > batch.prompts_left_s:
+            least = min(UNIT, taken) if is_first else 0
+            taken = largest_chunk(cost, taken, least, computed, batch.prompts_left_s + fixed_s)
+            batch.prompts_left_s = 0.0  # those behind it wait: they are not shorter by right
+        else:
+            batch.prompts_left_s -= cost.step_s(taken, computed, 1) - fixed_s
+        return taken
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
         """Allocate pages for the known tokens of `sequence`; False = not in this step."""
@@ -181,7 +216,7 @@ class Batcher:
         for sequence in list(self.waiting):
             if batch.budget == 0 or len(self.running) >= self._config.max_num_seqs:
                 break
-            if blocked and not sequence.pages:
+            if (blocked and not sequence.pages) or batch.has_no_time_for(sequence):
                 continue
             if self._fail_if_too_long(sequence, batch):
                 continue
@@ -196,7 +231,9 @@ class Batcher:
         refused: set[Flow] = set()
         for sequence in list(self.waiting):
             flow = sequence.flow
-            if flow in refused or batch.budget == 0 or self._fail_if_too_long(sequence, batch):
+            if flow in refused or batch.budget == 0 or batch.has_no_time_for(sequence):
+                continue
+            if self._fail_if_too_long(sequence, batch):
                 continue
             num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
             victims, seat = [], None
@@ -442,3 +479,8 @@ def _is_ready(sequence: Sequence) -> bool:
     does not only wait for its steps to end.
     """
     return sequence.num_unplanned > 0 and not sequence.aborted and sequence.failure is None
+
+
+def _num_before(sequence: Sequence) -> int:
+    """Return the tokens of a sequence that are computed or in flight: before its next share."""
+    return sequence.num_computed + sequence.num_in_flight

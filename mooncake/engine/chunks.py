@@ -1,4 +1,5 @@
-"""How many tokens of a prompt one step computes where its chunks follow one another through stages.
+"""How many tokens of a prompt one step computes: so many that gaps of the streams beside it keep a
+limit, and in a pipeline so many that the prompt is through all stages soonest.
 
 A pipeline takes the sum of its steps, and each stage but one waits once for the longest: sum and
 longest step are traded here. Later chunks of equal size are slower, as they attend to more, so
@@ -37,13 +38,16 @@ def chunk_sizes(
         return _equal(most, num_tokens)
     first_s = cost.step_s(most, 0, 1)
     slowest_s = cost.step_s(most, num_context_tokens + num_tokens - most, 1)
+    least = max(UNIT, most // LEAST_SHARE // UNIT * UNIT)
     best: Sequence[int] = ()
     best_s = math.inf
     for limit in LIMITS:
         sizes, sum_s, longest_s = [], 0.0, 0.0
         context, left = num_context_tokens, num_tokens
         while left:
-            size = min(left, _largest(cost, most, context, max(first_s, limit * slowest_s)))
+            size = min(
+                left, largest_chunk(cost, most, least, context, max(first_s, limit * slowest_s))
+            )
             step_s = cost.step_s(size, context, 1)
             sizes.append(size)
             sum_s += step_s
@@ -59,19 +63,20 @@ def _equal(most: int, num_tokens: int) -> list[int]:
     return [most] * full + [rest] * (rest > 0)
 
 
-def _largest(cost: StepCostModel, most: int, context: int, limit_s: float) -> int:
-    """Return the largest chunk behind `context` tokens that takes no longer than `limit_s`, and at
-    least the smallest that is allowed.
+def largest_chunk(
+    cost: StepCostModel, most: int, least: int, num_context_tokens: int, limit_s: float
+) -> int:
+    """Return the largest chunk behind `num_context_tokens` that takes no longer than `limit_s`,
+    from `least` to `most` tokens; a multiple of `UNIT` where it is between them.
 
     By the cost model x tokens behind L take fixed + context L + (token + pair L) x + square x²:
     solved for x.
     """
     fixed, token, pair, square, of_context = cost.coefficients
-    left_s = limit_s - fixed - of_context * context
-    smallest = max(UNIT, most // LEAST_SHARE // UNIT * UNIT)
+    left_s = limit_s - fixed - of_context * num_context_tokens
     if left_s <= 0:
-        return smallest
-    linear = token + pair * context
+        return least
+    linear = token + pair * num_context_tokens
     root = linear + math.sqrt(linear**2 + 4 * square * left_s)
     found = 2 * left_s / root if root > 0 else most
-    return most if found >= most else max(smallest, int(found) // UNIT * UNIT)
+    return most if found >= most else max(least, int(found) // UNIT * UNIT)

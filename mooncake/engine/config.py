@@ -38,6 +38,10 @@ class EngineConfig:
     """Steps submitted to the runner and not ended."""
     num_stages: int = 1
     """Through which each step goes, one after the other (pipeline parallel)."""
+    max_gap_s: float | None = None
+    """Between two tokens of a stream, as far as prompts in the same step lengthen it: their chunks
+    are cut so that a step is predicted to keep it. None: chunks are never cut for this.
+    """
     step_timeout_s: int = 120
     """An engine whose steps make no progress for this long has failed: its worker ends. The first
     steps, which compile, have ten times as long.
@@ -49,6 +53,10 @@ class EngineConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "speculation":
+                continue
+            if field.name == "max_gap_s":
+                if value is not None and not value > 0:
+                    raise ConfigError(f"max_gap_s: {value!r} is not a time above 0")
                 continue
             if field.name == "enable_prefix_caching":
                 if not isinstance(value, bool):

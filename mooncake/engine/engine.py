@@ -548,7 +548,7 @@ class Engine:
             num_sequences=len(slots),
             seconds=result.seconds,
         )
-        if self.config.num_stages > 1:
+        if self.config.num_stages > 1 or self.config.max_gap_s is not None:
             self._step_cost.observe([self._cost])
         if self._speculation is None:
             return

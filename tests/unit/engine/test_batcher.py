@@ -6,9 +6,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from mooncake.base import CostSample
 from mooncake.base.request import GenerateRequest, Priority
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.sequence import Sequence, SequenceState
 from tests.support.engine.engines import ROOMY, request
 
@@ -18,10 +20,10 @@ WAITING, RUNNING, ENDED = SequenceState.WAITING, SequenceState.RUNNING, Sequence
 class Planner:
     """A batcher whose steps always succeed and sample token 1."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, cost: StepCostModel | None = None, **config: Any) -> None:
         self.config = replace(ROOMY, **config)
         self.pool = BlockPool(self.config.num_blocks)
-        self.batcher = Batcher(self.config, self.pool)
+        self.batcher = Batcher(self.config, self.pool, cost=cost)
         self.last_id = 0
 
     def add(self, num_prompt_tokens: int, *, num_received: int = 0, **settings: Any) -> Sequence:
@@ -90,6 +92,72 @@ def test_seats_are_limited_and_given_in_rank_order() -> None:
     assert list(planner.plan()) == [3, 2]
     planner.finish(premium)
     assert list(planner.plan()) == [2, 1]
+
+
+# ------------------------------------------------------------ gaps between tokens
+
+
+LARGE = {
+    "num_blocks": 2048, "max_batched_tokens": 1024, "max_chunk_tokens": 1024, "max_model_len": 2048
+}  # fmt: skip
+
+
+def steady_cost() -> StepCostModel:
+    """Return the cost model of a machine on which a step takes 10 ms and 1 ms a token."""
+    return StepCostModel(
+        [
+            CostSample(new, context, count, 0.010 + 0.001 * new)
+            for count in (1, 4)
+            for new in (count, 16 * count, 256 * count, 512 * count)
+            for context in (0, 1000)
+        ]
+    )
+
+
+def test_chunks_beside_streams_are_cut_so_that_gaps_keep_their_limit() -> None:
+    planner = Planner(max_gap_s=0.160, cost=steady_cost(), **LARGE)
+    planner.add(900)
+    assert planner.plan() == {1: 900}  # nobody waits for a token
+    planner.add(900)
+    planner.add(30)
+    planner.add(900)
+    assert planner.plan() == {1: 1, 2: 128}
+    assert planner.plan() == {1: 1, 2: 128}
+
+
+def test_what_a_short_prompt_leaves_of_the_time_is_for_the_next() -> None:
+    planner = Planner(max_gap_s=0.160, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    planner.add(30)
+    planner.add(900)
+    planner.add(900)
+    first = planner.plan()
+    assert list(first) == [1, 2, 3]
+    assert first[2] == 30
+    assert 64 <= first[3] <= 128
+    assert planner.plan() == {1: 1, 2: 1, 3: 128}
+
+
+def test_streams_slow_a_prompt_down_and_never_stop_it() -> None:
+    planner = Planner(max_gap_s=0.001, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    planner.add(100)
+    planner.add(100)
+    assert planner.plan() == {1: 1, 2: 64}
+    assert planner.plan() == {1: 1, 2: 36}
+    assert planner.plan() == {1: 1, 2: 1, 3: 64}
+
+
+def test_a_stream_whose_kv_came_from_elsewhere_joins_a_step_without_time_for_prompts() -> None:
+    planner = Planner(max_gap_s=0.001, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    planner.add(100)
+    planner.add(100)
+    joins = planner.add(4, num_received=2)
+    assert planner.plan() == {1: 1, 2: 64, joins.sequence_id: 1}
 
 
 # ------------------------------------------------------------ pages and the cache

@@ -1,0 +1,307 @@
+"""Requests served within limits, by rate, on real servers: `python -m benchmarks goodput`.
+
+The load is open: requests come when they come, however long answers take. Each server starts fresh
+for each rate and seed, servers take turns, and each gets the same requests at the same times. A
+request is good when it ends whole, its first token comes within `--ttft-s` and the mean of the
+slowest tenth of its gaps is within `--tbt-ms`; one that is refused, late or failed is not.
+
+Loads: `conversations` (a published trace, `--trace`: prompts a sixteenth as long, answers an
+eighth, prefixes shared as recorded, Poisson arrivals), `recorded` (the same at the trace's own
+times, scaled to the rate), `agents` (sessions of four to eight turns with tools between them, over
+one system prompt) and `chats` (short questions that share nothing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.serve import KV_BYTES, write_model
+from benchmarks.support import vllm_environment
+from benchmarks.support.goodput_figures import Limits, Outcome, Trial, relative, summary, table
+from benchmarks.support.servers import (
+    BUILD,
+    MAX_MODEL_LEN,
+    ROOT,
+    SERVED_NAME,
+    Layout,
+    Server,
+    machine,
+    ours,
+    running,
+    vllm_cpu,
+)
+from benchmarks.support.sessions import Session, agents, chats, conversations, shorter
+from mooncake.api.http.event_loop import run_in_loop
+from mooncake.bench.endpoint import Output, Target, ask
+from mooncake.bench.http_client import HttpClient
+from mooncake.bench.samples import PromptSource, Sample
+from mooncake.sim.files import read_trace
+from mooncake.sim.results.plots import Line, lines_plot
+from mooncake.sim.results.report import comparison_page
+from mooncake.telemetry.stats import slow_gap_mean
+
+LOADS = ("conversations", "recorded", "agents", "chats")
+SHARES = (0.9, 0.99)
+VLLM_CHUNKS = (256, 512, 2048)
+"""Tokens of a step that vllm-cpu is tried with; its best counts."""
+PATIENCE = 4
+"""A client waits so many times the limit of the first token after the load's last request, and then
+goes away: what is not answered by then is late.
+"""
+NUM_ALONE, ALONE_TOKENS, ALONE_ANSWER = 3, 512, 32
+REFUSALS = ("429", "503")
+TARGET = Target(
+    backend="openai",
+    endpoint="/v1/completions",
+    model=SERVED_NAME,
+    headers={"Content-Type": "application/json"},
+    fields={"ignore_eos": True, "temperature": 0, "return_token_ids": True},
+)
+
+
+def layouts(model: Path, limits: Limits) -> dict[str, Layout]:
+    """Return the servers that can be compared; vllm-cpu where its environment is there."""
+    memory = ("--kv-cache-memory-bytes", KV_BYTES)
+    pool = (*memory, "--kvstore-dram-bytes", KV_BYTES)
+    told = ("--slo-ttft-s", f"{limits.ttft_s:g}", "--slo-tbt-ms", f"{1e3 * limits.tbt_s:g}")
+    found = [
+        ours("colocated", model, "--colocated", *memory),
+        ours("colocated, told", model, "--colocated", *memory, *told),
+        ours("1P+1D", model, "--kvstore", "0", *memory),
+        ours("1P+1D+1K", model, *pool),
+        ours("1P+1D+1K, told", model, *pool, *told),
+    ]
+    if (peer := vllm_cpu(model)) is not None:
+        for chunk in VLLM_CHUNKS:
+            command = (*peer.command, "--max-num-batched-tokens", str(chunk))
+            found.append(dataclasses.replace(peer, name=f"vllm-cpu, {chunk}", command=command))
+    return {each.name: each for each in found}
+
+
+# ---------------------------------------------------------------- one trial
+
+
+def load_of(args: argparse.Namespace, name: str, rate: float, seed: int) -> list[Session]:
+    """Return the sessions of one load: the same for every server."""
+    draw = _words(args.model).draw
+    if name == "agents":
+        return agents(args.requests, rate, draw, seed)
+    if name == "chats":
+        return chats(args.requests, rate, draw, seed)
+    recorded = name == "recorded"
+    return conversations(args.lines, args.requests, rate, draw, seed, recorded=recorded)
+
+
+def _words(model: Path) -> PromptSource:
+    return PromptSource(None, json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+async def play(client: HttpClient, sessions: Sequence[Session], patience_s: float) -> list[Outcome]:
+    """Send every session when it is due; return one outcome for each of their requests."""
+    outcomes: list[list[Outcome]] = [[] for _ in sessions]
+    began_s = time.perf_counter()
+
+    async def follow(session: Session, ended: list[Outcome]) -> None:
+        await asyncio.sleep(max(0.0, began_s + session.at_s - time.perf_counter()))
+        said: list[int] = []
+        for turn in session.turns:
+            await asyncio.sleep(turn.pause_s)
+            said = [*said, *turn.fresh]
+            output = await _sent(client, said, turn.output_len)
+            ended.append(_outcome(output))
+            if not output.success:
+                return
+            said += output.token_ids
+
+    tasks = [
+        asyncio.create_task(follow(session, ended))
+        for session, ended in zip(sessions, outcomes, strict=True)
+    ]
+    longest_s = max(
+        session.at_s + sum(turn.pause_s for turn in session.turns) for session in sessions
+    )
+    await asyncio.wait(tasks, timeout=longest_s + patience_s)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    late = Outcome(end="late")
+    return [
+        each
+        for session, ended in zip(sessions, outcomes, strict=True)
+        for each in [*ended, *[late] * (len(session.turns) - len(ended))]
+    ]
+
+
+async def _sent(client: HttpClient, prompt: list[int], output_len: int) -> Output:
+    sample = Sample(prompt=prompt, num_prompt_tokens=len(prompt), num_output_tokens=output_len)
+    return await ask(client, TARGET, sample, 0)
+
+
+def _outcome(output: Output) -> Outcome:
+    if not output.success:
+        return Outcome(end="refused" if output.error.startswith(REFUSALS) else "failed")
+    return Outcome(end="whole", ttft_s=output.ttft_s, tbt_s=slow_gap_mean(output.itls_s))
+
+
+async def _alone(client: HttpClient, words: PromptSource, seed: int) -> list[Output]:
+    """Send requests one after the other; the first wakes the server and is not returned."""
+    source = random.Random(f"alone/{seed}")
+    outputs = [
+        await _sent(client, words.draw(source, ALONE_TOKENS), ALONE_ANSWER)
+        for _ in range(1 + NUM_ALONE)
+    ]
+    if failed := [output.error for output in outputs if not output.success]:
+        raise RuntimeError(f"a request to the idle server failed: {failed[0]}")
+    return outputs[1:]
+
+
+async def _trial(
+    server: Server, model: Path, sessions: Sequence[Session], patience_s: float, seed: int
+) -> tuple[list[Output], list[Outcome]]:
+    client = HttpClient(server.url)
+    try:
+        alone = await _alone(client, _words(model), seed)
+        return alone, await play(client, sessions, patience_s)
+    finally:
+        client.close()
+
+
+def measure(args: argparse.Namespace, layout: Layout, load: str, rate: float, seed: int) -> Trial:
+    """Start a server, play a load on it, end it."""
+    sessions = load_of(args, load, rate, seed)
+    with running(layout) as server:
+        patience_s = PATIENCE * args.ttft_s
+        alone, outcomes = run_in_loop(_trial(server, args.model, sessions, patience_s, seed))
+    return Trial(
+        load=load,
+        server=layout.name,
+        rate=rate,
+        seed=seed,
+        outcomes=outcomes,
+        idle_ttft_s=statistics.median(each.ttft_s for each in alone),
+        idle_tbt_s=statistics.median(slow_gap_mean(each.itls_s) for each in alone),
+        load_average=os.getloadavg()[0],
+    )
+
+
+# ---------------------------------------------------------------- what comes of it
+
+
+def report(trials: Sequence[Trial], kinds: Mapping[str, Limits]) -> list[str]:
+    """Return all tables in Markdown, for each kind of limits."""
+    lines: list[str] = []
+    for name, limits in kinds.items():
+        head = f"{name}: TTFT {limits.ttft_s:.2f} s, TBT {1e3 * limits.tbt_s:.0f} ms"
+        lines += ["", head, "", *table(trials, limits), "", *summary(trials, limits, SHARES)]
+    return lines
+
+
+def write_page(path: Path, title: str, trials: Sequence[Trial], limits: Limits) -> None:
+    """Write the table and, for each load, the share of good requests by rate as one page."""
+    plots = []
+    for load in sorted({trial.load for trial in trials}):
+        own = [trial for trial in trials if trial.load == load]
+        rates = sorted({trial.rate for trial in own})
+        lines = [
+            Line(name=server, values=[_share(own, server, rate, limits) for rate in rates])
+            for server in sorted({trial.server for trial in own})
+        ]
+        plots.append((load, lines_plot(rates, lines, "requests a second", "share of good")))
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for number, line in enumerate(table(trials, limits))
+        if number != 1  # the line below the head
+    ]
+    page = comparison_page(title, [("By rate", rows, "All seeds together.")], plots)
+    path.write_text(page, encoding="utf-8")
+
+
+def _share(trials: Sequence[Trial], server: str, rate: float, limits: Limits) -> float:
+    own = [trial for trial in trials if trial.server == server and trial.rate == rate]
+    return statistics.mean(trial.share(limits) for trial in own) if own else 0.0
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _arguments(argv)
+    if args.with_vllm:
+        vllm_environment.make()
+    write_model(args.model)
+    limits = Limits(ttft_s=args.ttft_s, tbt_s=args.tbt_ms / 1e3)
+    known = layouts(args.model, limits)
+    if unknown := [name for name in args.only or () if name not in known]:
+        print(f"no server is called {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    trials = _kept(args.out)
+    done = {(trial.load, trial.rate, trial.seed, trial.server) for trial in trials}
+    title = f"goodput of {args.model.name}, {machine()}"
+    print(title)
+    seeds = range(args.seed, args.seed + args.seeds)
+    turns = itertools.product(seeds, args.loads, args.rates, args.only or known)
+    for seed, load, rate, name in turns:
+        if (load, rate, seed, name) in done:
+            continue
+        trials.append(trial := measure(args, known[name], load, rate, seed))
+        _keep(args.out, trial)
+        print(
+            f"{load} {rate:g}/s seed {seed} {name}: {trial.share(limits):.0%} good of "
+            f"{len(trial.outcomes)}, load average {trial.load_average:.1f}",
+            flush=True,
+        )
+    kinds = {"absolute limits": limits, "10x and 5x of the fastest idle": relative(trials, 10, 5)}
+    print("\n".join(report(trials, kinds)))
+    if args.report:
+        write_page(args.report, title, trials, limits)
+    return 0
+
+
+def _kept(path: Path | None) -> list[Trial]:
+    """Return the trials that an earlier run has written: this one goes on behind them."""
+    if path is None or not path.exists():
+        return []
+    return msgspec.json.Decoder(Trial).decode_lines(path.read_bytes())
+
+
+def _keep(path: Path | None, trial: Trial) -> None:
+    if path is not None:
+        with path.open("ab") as out:
+            out.write(msgspec.json.encode(trial) + b"\n")
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks goodput", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "k2-small")
+    parser.add_argument("--trace", type=Path, help="of conversations; as published, JSONL")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=["agents", "chats"])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.15, 0.3, 0.5, 0.7])
+    parser.add_argument("--requests", type=int, default=60, help="of each trial (60)")
+    parser.add_argument("--only", nargs="+", metavar="SERVER", help="names as the tables show them")
+    parser.add_argument("--ttft-s", type=float, default=5.0, help="limit of the first token (5)")
+    parser.add_argument("--tbt-ms", type=float, default=150.0, help="limit of the gaps (150)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many (3)")
+    parser.add_argument("--seed", type=int, default=1, help="the first (1)")
+    parser.add_argument("--with-vllm", action="store_true", help=f"make {BUILD.name}/vllm-venv")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="keep trials here, and go on")
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="write tables and plots")
+    args = parser.parse_args(argv)
+    args.lines = None
+    if {"conversations", "recorded"} & set(args.loads):
+        if args.trace is None:
+            parser.error("these loads need --trace FILE")
+        args.lines = shorter(read_trace(str(args.trace)), int(MAX_MODEL_LEN))
+    return args
