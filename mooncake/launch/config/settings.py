@@ -320,8 +320,10 @@ class ServeConfig:
     slo_ttft_s: float | None = owned(SchedulerConfig, "ttft_slo_s", positive, LIMITS, "S",
         "answer 429 when the first token would take longer (default: no limit)")
     slo_tbt_ms: float | None = owned(SchedulerConfig, "tbt_slo_s", positive, LIMITS, "MS",
-        "answer 429 when gaps between tokens would be longer; the first token is then shown with "
-        "the second, so that the hand-over to decode is no gap (default: no limit)", per_unit=1000)
+        "answer 429 when gaps between tokens would be longer; prompts beside streams are computed "
+        "in chunks that keep it, and the first token is shown with the second, so that the "
+        "hand-over to decode is no gap (default: no limit, and chunks that take 500 ms at most)",
+        per_unit=1000)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
         "workers change between prefill and decode when the load moves for long", switch=True)
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",

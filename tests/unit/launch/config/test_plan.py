@@ -162,6 +162,11 @@ def test_a_shorter_limit_needs_fewer_pages(model: Path) -> None:
     assert plan.engine.max_model_len == 192
 
 
+def test_steps_are_planned_for_the_limit_of_gaps(model: Path) -> None:
+    assert plan_for(model, slo_tbt_ms=50).engine.max_gap_s == pytest.approx(0.04)
+    assert plan_for(model).engine.max_gap_s == 0.5
+
+
 def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
     scheduler = plan_for(model, slo_ttft_s=3, slo_tbt_ms=50, policy="random").scheduler
     assert (scheduler.ttft_slo_s, scheduler.tbt_slo_s, scheduler.policy) == (3.0, 0.05, "random")
