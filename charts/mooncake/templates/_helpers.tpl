@@ -66,6 +66,11 @@
 {{- if gt (mul 4 (.Values.signer.renewSeconds | int)) (mul 3600 (.Values.signer.credentialHours | int)) }}
 {{- fail "signer.renewSeconds: a credential must be renewed at least four times before it expires; make signer.credentialHours longer" }}
 {{- end }}
+{{- with .Values.podSecurityContext }}
+{{- if and .runAsUser (not (hasKey . "fsGroup")) }}
+{{- fail "podSecurityContext.fsGroup: the files of Secrets have mode 0440, and no group of this user may read them; give a group" }}
+{{- end }}
+{{- end }}
 {{- if $keyless }}
 {{- fail "gateway.allowKeyless: all who reach the API could use it; give secret.apiKeys=true and secret.existing=NAME, or gateway.allowKeyless=true" }}
 {{- end }}
@@ -158,7 +163,8 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- toYaml (merge (deepCopy .values.podAnnotations) (dict "checksum/secrets" (toJson $found | sha256sum))) }}
 {{- end -}}
 
-{{/* Volumes of a role's pods, and where they are mounted: "volumes" and "mounts", of the same names. */}}
+{{/* Volumes of a role's pods, and where they are mounted: "volumes" and "mounts", of the same names. Files
+     of Secrets are root's and the fsGroup's: no other user of the pod reads them. */}}
 {{- define "mooncake.volumes" -}}
 {{- $model := ternary .root.Values.model.volume (.root.Values.model.smallVolume | default .root.Values.model.volume)
     (or (has .role (list "prefill" "decode")) (not .root.Values.model.smallVolume)) }}
@@ -187,6 +193,7 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 - name: token
   secret:
     secretName: {{ include "mooncake.secret" .root }}
+    defaultMode: 0440
     items: [{key: token-{{ .role }}, path: token}]
 - name: own
   emptyDir: {medium: Memory, sizeLimit: 1Mi}
@@ -194,11 +201,12 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 - name: keys
   secret:
     secretName: {{ include "mooncake.secret" .root }}
+    defaultMode: 0440
     items: [{key: keys.yaml, path: keys.yaml}]
 {{- end }}
 {{- if and (eq .role "gateway") .values.tlsSecret }}
 - name: tls
-  secret: {secretName: {{ .values.tlsSecret }}}
+  secret: {secretName: {{ .values.tlsSecret }}, defaultMode: 0440}
 {{- end }}
 {{- with .values.extraVolumes }}
 {{ toYaml . }}
@@ -266,7 +274,8 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
       {{- end }}
   volumeMounts:
     - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
-    - {name: tmp, mountPath: /tmp}
+    {{- /* Its image may be another's: what it leaves is no file of our HOME. */}}
+    - {name: tmp, mountPath: /tmp, subPath: download}
 {{- if .digests }}
 - name: verify
   image: {{ include "mooncake.image" $.root }}
@@ -362,7 +371,9 @@ spec:
 {{- define "mooncake.basics" -}}
 image: {{ include "mooncake.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-resources: {{- toYaml .values.resources | nindent 2 }}
+{{- /* Memory without a limit is taken from others on the node. */}}
+{{- $memory := ((.values.resources).requests).memory }}
+resources: {{- toYaml (merge (deepCopy .values.resources) (ternary (dict "limits" (dict "memory" $memory)) dict (not (empty $memory)))) | nindent 2 }}
 {{- $security := deepCopy .root.Values.securityContext }}
 {{- if .values.rdma }}
 {{- $security = merge (dict "capabilities" (merge (dict "add" (list "IPC_LOCK"))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from mooncake.base import Role, WorkerLoad
 from mooncake.cli.main import run as run_command
+from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures, render
 from tests.integration.chart.test_chart import SETTINGS, needs_helm, pods, rendered
 from tests.integration.chart.test_values import (
     CI,
@@ -22,6 +26,7 @@ from tests.integration.chart.test_values import (
     templates_of_kuberay,
     workloads,
 )
+from tests.unit.launch.test_monitoring import gateway_text
 
 pytestmark = needs_helm
 CLAIM = {"persistentVolumeClaim": {"claimName": "model", "readOnly": True}}
@@ -89,10 +94,93 @@ def test_pods_are_restricted_and_small_unless_a_value_says_otherwise(
         assert violations(spec) == [], name
         for each in containers(spec):
             assert each["resources"]["requests"].keys() >= {"cpu", "memory"}, (name, each["name"])
+            assert each["resources"]["limits"]["memory"], (name, each["name"])
             assert each["securityContext"]["readOnlyRootFilesystem"] is True
         for volume in spec.get("volumes", []):
             if "emptyDir" in volume:
                 assert volume["emptyDir"]["sizeLimit"], (name, volume)
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440, "root's, and the fsGroup's to read"
+
+
+def test_memory_is_limited_to_what_is_requested_unless_a_limit_says_more() -> None:
+    def resources(*settings: str) -> Any:
+        return pods(rendered(*SETTINGS, *settings))["decode"][1]["resources"]
+
+    assert resources("decode.resources.requests.memory=200Gi")["limits"] == {"memory": "200Gi"}
+    more = resources("pods.resources.limits.memory=9Gi", "pods.resources.limits.x/nic=1")
+    assert more["limits"] == {"memory": "9Gi", "x/nic": 1}
+
+
+def test_a_user_whose_group_could_not_read_secrets_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"podSecurityContext\.fsGroup: the files of Secrets"):
+        rendered(*SETTINGS, "podSecurityContext.fsGroup=null")
+    assert rendered(
+        *SETTINGS, "podSecurityContext.fsGroup=null", "podSecurityContext.runAsUser=null"
+    )
+
+
+def shown_to(spec: dict[str, Any]) -> set[tuple[str, str]]:
+    """Return the Secrets and their keys that any container of a pod could see; "*": all."""
+    found = set()
+    volumes = spec.get("volumes", [])
+    sources = [each for v in volumes for each in v.get("projected", {}).get("sources", [])]
+    for source in (*volumes, *sources):
+        if (secret := source.get("secret")) is not None:
+            keys = [item["key"] for item in secret.get("items", [])] or ["*"]
+            found |= {(secret.get("secretName", secret.get("name")), key) for key in keys}
+    for each in containers(spec):
+        refs = [source["secretRef"] for source in each.get("envFrom", []) if "secretRef" in source]
+        found |= {(ref["name"], "*") for ref in refs}
+        refs = [v.get("valueFrom", {}).get("secretKeyRef") for v in each.get("env", [])]
+        found |= {(ref["name"], ref["key"]) for ref in refs if ref}
+    return found
+
+
+def signing(documents: list[dict[str, Any]]) -> dict[str, set[tuple[str, str]]]:
+    """Return the pods that see what can sign for others, and what they see of it."""
+    text = yaml.safe_dump(documents)
+    found = {}
+    for name, spec in all_pods(documents).items():
+        seen = {
+            (secret, key)
+            for secret, key in shown_to(spec)
+            if key in ("cluster-secret", "tls.key", "tls.crt")
+            or (key == "*" and f"secretName: {secret}\n" in text and secret not in PUBLIC)
+        }
+        if seen:
+            found[name] = seen
+    return found
+
+
+PUBLIC = {"api-certificate"}
+"""A whole Secret that gateways see: of the API's own certificate."""
+
+
+@pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
+def test_no_pod_but_the_signer_sees_what_signs_for_others(file: Path, tmp_path: Path) -> None:
+    """Init containers, groups, KubeRay's pods and helm's test, too, by any kind of source."""
+    found = signing(from_file(file, tmp_path))
+    assert {name.rpartition("-")[2] for name in found} == {"signer"}
+    [seen] = found.values()
+    assert {key for _, key in seen} == {"cluster-secret", "tls.crt", "tls.key"}
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        {"extraVolumes": [{"name": "x", "secret": {"secretName": "one-mooncake"}}]},
+        {"extraVolumes": [
+            {"name": "x", "projected": {"sources": [{"secret": {"name": "one-mooncake"}}]}}
+        ]},
+        {"envFrom": [{"secretRef": {"name": "one-mooncake"}}]},
+        {"extraEnv": [{"name": "X", "valueFrom": {
+            "secretKeyRef": {"name": "one-mooncake", "key": "cluster-secret"}
+        }}]},
+    ],
+)  # fmt: skip
+def test_a_pod_that_sees_more_is_noticed(leak: dict[str, Any], tmp_path: Path) -> None:
+    assert "one-mooncake-decode" in signing(from_file({**NEEDED, "decode": leak}, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +284,67 @@ def test_keda_waits_before_it_ends_pods_and_asks_for_this_namespace_alone() -> N
     metadata = scaled["spec"]["triggers"][0]["metadata"]
     assert 'namespace="default"' in metadata["query"]
     assert metadata["ignoreNullValues"] == "false"
+
+
+def scraped(role: Role, number: float) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield what Prometheus has of /metrics of a role's two pods, whose load is `number` and one
+    more, with the labels that a ServiceMonitor adds.
+    """
+    for pod in (0, 1):
+        load = WorkerLoad(num_running=int(number) + pod, num_queued_tokens=int(number) + pod)
+        if role is Role.GATEWAY:
+            text = gateway_text()
+        else:
+            text = render([EngineFamilies("w", role, EngineFigures(load, 0.0))]).decode()
+        added = {"namespace": "default", "pod": f"p{pod}", "service": f"one-mooncake-{role.value}"}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, {**sample.labels, **added}, sample.value
+
+
+def selected(
+    selector: str, series: Iterable[tuple[str, dict[str, str], float]]
+) -> list[tuple[dict[str, str], float]]:
+    """Return the series that a selector of Prometheus matches: a name and `=`, `!=` of labels."""
+    name, conditions = re.fullmatch(r"([a-z_:]+)\{(.*)\}", selector).groups()
+    found = re.findall(r'(\w+)(=|!=)"([^"]*)"', conditions)
+    assert ",".join(f'{label}{sign}"{value}"' for label, sign, value in found) == conditions
+    return [
+        (labels, value)
+        for known, labels, value in series
+        if known == name
+        and all((labels.get(label, "") == text) == (sign == "=") for label, sign, text in found)
+    ]
+
+
+SCALED = {Role.GATEWAY: [0.0, 0.0], Role.PREFILL: [9.0, 10.0], Role.DECODE: [9.0, 10.0]}
+
+
+@pytest.mark.parametrize("role", SCALED)
+def test_what_scales_a_role_finds_its_pods_in_our_metrics(role: Role) -> None:
+    ask = f"{role.value}.autoscaling.maxReplicas=5"
+    keda = f"{role.value}.autoscaling.prometheus=http://p:9090"
+    series = [each for other in SCALED for each in scraped(other, 9.0)]
+    documents = rendered(*SETTINGS, ask, "monitoring.adapter=true")
+    [scaler] = [d for d in documents if d["kind"] == "HorizontalPodAutoscaler"]
+    asked = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    [rules] = [
+        yaml.safe_load(d["data"]["config.yaml"])["rules"]
+        for d in documents
+        if d["metadata"]["name"] == "one-mooncake-adapter"
+    ]
+    [rule] = [rule for rule in rules if rule["name"]["as"] == asked]
+    assert rule["metricsQuery"] == "sum(<<.Series>>{<<.LabelMatchers>>}) by (<<.GroupBy>>)"
+    assert rule["resources"]["overrides"] == {n: {"resource": n} for n in ("namespace", "pod")}
+    found = selected(rule["seriesQuery"], series)
+    assert {labels["service"] for labels, _ in found} == {f"one-mooncake-{role.value}"}
+    assert sorted(value for _, value in found) == SCALED[role]
+    [scaled] = [d for d in rendered(*SETTINGS, ask, keda) if d["kind"] == "ScaledObject"]
+    query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    found = selected(re.fullmatch(r"sum\((.*)\)", query)[1], series)
+    assert sum(value for _, value in found) == sum(SCALED[role])
+    elsewhere = [(name, {**labels, "namespace": "other"}, value) for name, labels, value in series]
+    assert selected(re.fullmatch(r"sum\((.*)\)", query)[1], elsewhere) == []
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,9 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
         operator.follow("Install")
         assert_ports_are_as_declared(cluster)
         assert_pods_signed_their_certificates(cluster, inside)
+        said = {file.name: file.read_text() for file in (tmp_path / "logs").iterdir()}
+        assert {file.partition(".")[0].split("-")[2] for file in said} == {*ROLES, "signer", "test"}
+        assert not [name for name, text in said.items() if "may read or change" in text]
 
         url = cluster.url(GATEWAY, "https")
         ask = partial(streamed, url, num_tokens=NUM_TOKENS)

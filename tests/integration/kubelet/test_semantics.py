@@ -121,6 +121,28 @@ def test_environment_and_volumes_follow_their_secrets_and_wait_for_them(cluster:
     cluster.wait_for(lambda: "followed" in log(cluster, "set-0"), "the new word")
 
 
+def test_files_of_secrets_have_their_mode_and_the_group_of_the_pod(cluster: Cluster) -> None:
+    cluster.api.put_secret("s", {"word": b"word"})
+    container = {
+        "volumeMounts": [{"name": "s", "mountPath": "/etc/s", "readOnly": True}],
+        "securityContext": {"runAsUser": 1000, "capabilities": {"drop": ["ALL"]}},
+    }
+    script = "echo $(cat /etc/s/word || echo refused) $(stat -c %a /etc/s/word). ; sleep 60"
+    wanted = {
+        "group": ({"defaultMode": 0o440}, {"fsGroup": 1000}, "word 440."),
+        "alone": ({"defaultMode": 0o440}, {}, "refused 440."),
+        "plain": ({}, {}, "word 644."),
+    }
+    for name, (mode, groups, _) in wanted.items():
+        volume = {"name": "s", "secret": {"secretName": "s", **mode}}
+        pod = {"volumes": [volume], "securityContext": groups}
+        made = workload("StatefulSet", name, script, container=container, pod=pod)
+        cluster.api.put("statefulsets", made)
+    for name, (_, _, said) in wanted.items():
+        cluster.wait_for(lambda pod=f"{name}-0": "." in log(cluster, pod), "its words")
+        assert said in log(cluster, f"{name}-0")
+
+
 def test_hook_signal_and_grace_come_in_this_order(cluster: Cluster) -> None:
     up = {"readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/up"]}, "periodSeconds": 1}}
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook > /tmp/h"]}}}

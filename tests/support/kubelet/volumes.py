@@ -38,7 +38,9 @@ class Volumes:
         """Write anew what Secrets and ConfigMaps say now."""
         for volume in self._pod["spec"].get("volumes", []):
             if (files := self._files(volume)) is not None:
-                _write(self._sources[volume["name"]], files)
+                kinds = (volume.get(kind, {}) for kind in ("secret", "configMap", "projected"))
+                [mode, *_] = [k["defaultMode"] for k in kinds if "defaultMode" in k] or [0o644]
+                _write(self._sources[volume["name"]], files, mode, self._group)
 
     def mounts(self, container: Object) -> list[Mount]:
         """Return what the container sees of them."""
@@ -53,6 +55,11 @@ class Volumes:
     def close(self) -> None:
         for folder in self._memory:
             unmount(folder)
+
+    @property
+    def _group(self) -> int | None:
+        group: int | None = self._pod["spec"].get("securityContext", {}).get("fsGroup")
+        return group
 
     def _made(self, volume: Object) -> Path:
         folder = self._folder / volume["name"]
@@ -69,9 +76,8 @@ class Volumes:
             command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "volume", folder]
             subprocess.run(command, check=True)
             self._memory.append(folder)
-        group = self._pod["spec"].get("securityContext", {}).get("fsGroup")
-        if group is not None:
-            os.chown(folder, -1, group)
+        if self._group is not None:
+            os.chown(folder, -1, self._group)
             folder.chmod(0o2775)
         elif "emptyDir" in volume:
             folder.chmod(0o1777)
@@ -105,11 +111,15 @@ class Volumes:
         return found
 
 
-def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+def _write(folder: Path, files: Mapping[str, bytes], mode: int, group: int | None) -> None:
+    """Write root's files; with a `group` they are its, too, which may then read them."""
     for name, content in files.items():
         file = folder / name
         if not file.exists() or file.read_bytes() != content:
             file.parent.mkdir(parents=True, exist_ok=True)
             draft = file.with_name(f".{file.name}.new")
             draft.write_bytes(content)
+            if group is not None:
+                os.chown(draft, -1, group)
+            draft.chmod(mode if group is None else mode | 0o440)
             draft.replace(file)
