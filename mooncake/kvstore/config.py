@@ -18,7 +18,7 @@ LEAST_CLIENT_BLOCKS = 16
 """What one transfer of a client carries: its bounds are not smaller, however small the pool."""
 
 
-class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SsdConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One directory of the SSD tier; it is this node's alone."""
 
     directory: str
@@ -33,7 +33,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
 
 
-class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes in bytes, times in seconds. Raises ConfigError naming the key that is wrong."""
 
     dram_bytes: int = 1 << 30

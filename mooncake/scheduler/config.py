@@ -11,7 +11,7 @@ POLICIES = ("kvcache-centric", "local-cache-aware", "load-balance", "round-robin
 ADMISSIONS = ("predicted", "early", "late")
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the Conductor and the gateway.
 
     Raises:

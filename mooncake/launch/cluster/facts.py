@@ -65,10 +65,11 @@ def without_secret(settings: WorkerSettings) -> WorkerSettings:
 
 
 def decode_facts(found: bytes | None, trust: Trust) -> ClusterFacts:
-    """Return what was sealed.
+    """Return what was sealed. What a later release says besides is passed over.
 
     Raises:
-        ConfigError: there is nothing, it is of another cluster, or was altered.
+        ConfigError: there is nothing, it is of another cluster or of a release that says too little
+            for this one, or was altered.
     """
     if found is None:
         raise NotUp("no server in this Ray cluster; start `mooncake serve` there first")
@@ -79,7 +80,13 @@ def decode_facts(found: bytes | None, trust: Trust) -> ClusterFacts:
             "cluster-secret: it is not that of this cluster, or what its first process says was "
             f"altered ({problem.message})"
         ) from problem
-    return msgspec.msgpack.decode(data, type=ClusterFacts)
+    try:
+        return msgspec.msgpack.decode(data, type=ClusterFacts)
+    except msgspec.ValidationError as problem:
+        raise ConfigError(
+            "what the first process of the cluster says is of a release that cannot work with this "
+            f"one ({problem}); start the release that it runs"
+        ) from problem
 
 
 def facts_routes(sealed: Callable[[], bytes | None], guard: Guard) -> Mapping[str, Route]:

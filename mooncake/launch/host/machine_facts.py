@@ -17,6 +17,8 @@ from mooncake.launch.host.environment import SEEN_GPUS
 
 FOREIGN_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 """Distributions on PyPI that install a top-level package `mooncake` too."""
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Of this container, where it sees its own alone; of the machine it says no limits."""
 
 
 def available_bytes() -> int | None:
@@ -36,7 +38,7 @@ def available_bytes() -> int | None:
 
 def _cgroup_left() -> int | None:
     """Return what the control group (a container's limit) leaves, or None without a limit."""
-    root = Path("/sys/fs/cgroup")
+    root = CONTROL_GROUP
     try:
         limit = (root / "memory.max").read_text().strip()
         if limit == "max":
@@ -49,9 +51,16 @@ def _cgroup_left() -> int | None:
     return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
+def num_cores(group: Path = CONTROL_GROUP) -> int:
+    """Return how many cores this process may use: those it may run on, or as many as the time that
+    its control group (a container's limit) has, rounded up.
+    """
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return min(cores, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
 
 
 def host_name() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from mooncake.base import ConfigError
@@ -27,11 +26,6 @@ from tests.support.kvstore.node_world import BLOCK, LAYOUT
 def test_wrong_settings_are_named(settings, named: str) -> None:
     with pytest.raises(ConfigError, match=f"kvstore.{named}"):
         KvStoreConfig(**settings)
-
-
-def test_an_unknown_key_is_an_error() -> None:
-    with pytest.raises(msgspec.ValidationError, match="dram_byte"):
-        msgspec.convert({"dram_byte": 3}, KvStoreConfig)
 
 
 def test_the_arena_is_a_whole_number_of_blocks_within_the_limit() -> None:

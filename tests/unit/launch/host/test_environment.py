@@ -66,3 +66,18 @@ def test_this_machine_has_memory_cores_and_a_name() -> None:
     assert machine_facts.num_cores() >= 1
     assert machine_facts.host_name()
     assert machine_facts.boot_id() == machine_facts.boot_id()
+
+
+@pytest.mark.parametrize(
+    ("limit", "share"),
+    [("max 100000", None), ("100000 100000", 1), ("1000 100000", 1), ("", None), (None, None)],
+)
+def test_a_limit_of_processor_time_counts_as_cores(
+    limit: str | None, share: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    assert machine_facts.num_cores(tmp_path) == (share or 4)
+    (tmp_path / "cpu.max").write_text("250000 100000")
+    assert machine_facts.num_cores(tmp_path) == 3

@@ -1,0 +1,69 @@
+"""What a process must know to join is read also where its release is not the first process'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
+from mooncake.launch.cluster.facts import SEAL, ClusterFacts, decode_facts, without_secret
+from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.plan import make_plan
+from mooncake.launch.host.credentials import seal
+from tests.support.model.checkpoints import write_config_only
+
+CREDENTIAL = own_credential("a secret", CredentialRole.GATEWAY)
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> ClusterFacts:
+    config = resolve(
+        {"model": str(write_config_only(tmp_path / "m")), "ssd": ["/d:1GiB"]}, None, {}
+    )
+    plan = make_plan(config, 4)
+    [worker, *_] = cluster_workers(config, plan, "tcp://127.0.0.1:1", "a secret", "here")
+    return ClusterFacts(
+        gateway_address="tcp://127.0.0.1:1", worker=without_secret(worker),
+        scheduler=plan.scheduler, names=["m"],
+    )  # fmt: skip
+
+
+def received(said: dict[str, Any]) -> ClusterFacts:
+    return decode_facts(seal(msgspec.msgpack.encode(said), CREDENTIAL, SEAL), CREDENTIAL)
+
+
+def maps(said: Any) -> Iterator[dict[str, Any]]:
+    """Yield all maps in `said`, which are structs to whoever reads it."""
+    if isinstance(said, dict):
+        yield said
+        for each in said.values():
+            yield from maps(each)
+    elif isinstance(said, list | tuple):
+        for each in said:
+            yield from maps(each)
+
+
+def test_what_a_later_release_says_besides_is_passed_over(facts: ClusterFacts) -> None:
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(facts))
+    structs = [each for each in maps(said) if each]
+    assert {"ssd", "policy", "layout"} <= {name for each in structs for name in each}
+    same = received(said)
+    for each in structs:
+        each["new_in_a_later_release"] = 1
+    assert received(said) == same
+
+
+def test_what_an_earlier_release_does_not_say_has_its_default(facts: ClusterFacts) -> None:
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(facts))
+    del said["scheduler"]["policy"], said["worker"]["kvstore"]["ssd"], said["worker"]["health"]
+    assert received(said).scheduler == facts.scheduler
+    del said["worker"]["layout"]
+    with pytest.raises(ConfigError, match=r"`layout`.*; start the release that it runs"):
+        received(said)
