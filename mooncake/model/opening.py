@@ -87,6 +87,8 @@ class ModelSource:
             build.keep_in(Path(self._options.cache_dir))
         build.limit_to(self._options.cpu_isa)
         self._device = RankDevice(self._options, self._dtype)
+        if not self._device.is_gpu and self._dtype == torch.bfloat16:
+            _log.info("native code: %s", build.used())
         self._grammars = Grammars(
             self._checkpoint.spec.vocab_size, functools.partial(load_grammar_tokens, path)
         )

@@ -390,6 +390,27 @@ def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(fresh.iterdir()) == [kept]
 
 
+@needs_compiled_code
+def test_code_that_is_shipped_is_loaded_where_it_fits_and_else_the_reason_names_it(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "compiled"
+    shipped.mkdir()
+    build._compile(build._kept(shipped, build.isa()), build.isa())
+    [file] = shipped.iterdir()
+    monkeypatch.setattr(build, "COMPILED", shipped)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert build.unlikely() is None
+    build.code()
+    assert build.used() == f"shipped as {file}, for {build.isa().name}"
+    assert not fresh.exists(), "nothing is compiled or kept"
+    file.rename(other := shipped / "native-0123456789abcdef.so")
+    problem = rf"install g\+\+ .*other sources or instructions: {other.name}"
+    with pytest.raises(build.CannotBuild, match=problem):
+        build.code()
+    assert build.used().startswith("none, and libraries compute instead: there is no C++ compiler")
+
+
 def test_a_folder_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)

@@ -1,9 +1,9 @@
 """Compiles this folder's C++ for the machine at hand and loads it. Needs no torch.
 
-Kept as `native-DIGEST.so` in a folder where one is given; compiling takes a few seconds. Where
-there is no compiler, what `python -m mooncake_kernels.native.build` made before, for all
-instructions, is loaded from `compiled`. Calls go by ctypes: neither torch's headers
-nor Python's are needed.
+Kept as `native-DIGEST.so` in a folder where one is given; compiling takes a few seconds. What
+`python -m mooncake_kernels.native.build` made before, as our images do, is loaded from `compiled`
+where it is of these sources and for instructions of this CPU: no compiler is needed then. Calls go
+by ctypes: neither torch's headers nor Python's are needed, and no release of torch matters.
 """
 
 from __future__ import annotations
@@ -138,26 +138,36 @@ def code() -> ctypes.CDLL:
     found = _tried(isa())
     if isinstance(found, CannotBuild):
         raise found
-    return found
+    return found[0]
+
+
+def used() -> str:
+    """Return what code is loaded here, for which instructions, or why there is none."""
+    if reason := why_not():
+        return f"none, and libraries compute instead: {reason}"
+    found = _tried(isa())
+    assert not isinstance(found, CannotBuild)
+    return f"{found[1]}, for {isa().name}"
 
 
 @functools.cache
-def _tried(wanted: Isa) -> ctypes.CDLL | CannotBuild:
+def _tried(wanted: Isa) -> tuple[ctypes.CDLL, str] | CannotBuild:
     try:
         return _loaded(wanted)
     except CannotBuild as error:
         return error
 
 
-def _loaded(wanted: Isa) -> ctypes.CDLL:
+def _loaded(wanted: Isa) -> tuple[ctypes.CDLL, str]:
+    """Return the code and where it comes from."""
     try:
         if (shipped := _kept(COMPILED, wanted)).exists():
-            return ctypes.CDLL(str(shipped))
+            return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
         with tempfile.TemporaryDirectory() as passing:
             kept = _kept(_checked(_kept_in[0]) if _kept_in else Path(passing), wanted)
-            if not kept.exists():
+            if is_new := not kept.exists():
                 _compile(kept, wanted)
-            return ctypes.CDLL(str(kept))
+            return ctypes.CDLL(str(kept)), "compiled now" if is_new else f"kept as {kept}"
     except OSError as error:
         raise CannotBuild(f"compiled code cannot be kept or loaded: {error}") from error
 
@@ -224,7 +234,9 @@ def _checked(folder: Path) -> Path:
 def _compiler() -> str:
     compiler = shutil.which("g++")
     if compiler is None:
-        raise CannotBuild("there is no C++ compiler: install g++")
+        shipped = ", ".join(sorted(file.name for file in COMPILED.glob("native-*.so")))
+        other = f" ({COMPILED} has code of other sources or instructions: {shipped})"
+        raise CannotBuild(f"there is no C++ compiler: install g++{other if shipped else ''}")
     return compiler
 
 

@@ -13,7 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from mooncake_kernels.triton import host_code
 from mooncake_kernels.tuning import Target
+
+host_code.use_compiled()
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
