@@ -93,7 +93,8 @@ test-rdma: $(STAMP)
 	$(BIN)/python -m tests.rdma.machine --timeout-s 1200 -- env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	  $(abspath $(BIN))/python -m pytest -v --color=no -p pytest_timeout -p tests.support.timed_tests -p no:cacheprovider \
 	  -k rdma tests/integration/transfer/test_processes.py tests/integration/transfer/test_failures.py \
-	  tests/integration/transfer/test_staging.py tests/rdma/test_nics.py tests/rdma/test_chat.py
+	  tests/integration/transfer/test_staging.py tests/integration/transfer/test_fences.py \
+	  tests/rdma/test_nics.py tests/rdma/test_chat.py
 
 CASES ?= 2000
 api-cases: $(STAMP)

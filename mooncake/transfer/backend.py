@@ -43,8 +43,8 @@ class Backend(Protocol):
         """Bring the parts of a stopped job to an end soon."""
 
     def fence(self, grant: int) -> Fence:
-        """Return whether peers may still write by a revoked grant. All gates of this process were
-        passed since it was revoked.
+        """Return whether peers may still write by a revoked grant, and see to it that they soon may
+        not. All gates of this process were passed since it was revoked.
         """
 
     def pump(self) -> None:

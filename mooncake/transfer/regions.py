@@ -329,6 +329,11 @@ class RegionTable:
                 raise RangeRefused(f"region {region.region_id} is written to by grants only")
         return []
 
+    def is_guarded(self, region_id: int) -> bool:
+        """Whether a region is written to by grants only."""
+        region = self._regions.get(region_id)
+        return region is not None and region.guarded
+
     def find_any(self, region_id: int, offset: int, num_bytes: int) -> AnyRegion:
         """Return the region that holds the range. Raises RangeRefused, saying why not."""
         region = self._regions.get(region_id)

@@ -158,11 +158,13 @@ def control() -> dict[str, bytes]:
     nic = rdma.NicAddress("mlx5_0", bytes(16), 1, 5, True)
     end = rdma.PairAddress(nic, 17, 4711)
     spoken: dict[int, tuple[Any, list[Any]]] = {
-        0: (rdma.CODEC, [rdma.AskRegion(1), rdma.OpenPair(1, "mlx5_0", end), rdma.ClosePair(1)]),
+        0: (rdma.CODEC, [
+            rdma.AskRegion(1), rdma.AskGrant(7), rdma.OpenPair(1, "mlx5_0", end), rdma.ClosePair(1),
+        ]),
         3: (rdma.CODEC, [
             rdma.Inventory([nic]), rdma.RegionKeys(1, 2**40, 4096, {"mlx5_0": 7}),
-            rdma.RegionUnknown(2, "no"), rdma.PairOpened(1, end), rdma.PairRefused(1, "full"),
-            rdma.PairClosed(1),
+            rdma.RegionUnknown(2, "no"), rdma.GrantGood(7), rdma.GrantRefused(7, "no"),
+            rdma.PairOpened(1, end), rdma.PairRefused(1, "full"), rdma.PairClosed(1),
         ]),
         4: (staging.CODEC, [
             staging.AskRegion(1), staging.Open(1, 1, [(0, 64), (128, 64)], True, False),

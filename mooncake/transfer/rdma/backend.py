@@ -160,11 +160,10 @@ class RdmaBackend:
             peer.stop_sent(job)
 
     def fence(self, grant: int) -> Fence:
-        """Return UNKNOWN while a peer has a queue pair with us: NICs know of no grants, and which
-        peer has this one is not known here.
+        """Destroy the queue pairs by which a peer may write by a revoked grant: NICs know of none.
+        Return UNKNOWN when a NIC does not destroy one.
         """
-        del grant
-        return Fence.UNKNOWN if self.num_served_pairs else Fence.CLOSED
+        return self._owner.fence(grant)
 
     def pump(self) -> None:
         """Do nothing: the loop does all work."""

@@ -45,6 +45,7 @@ class RdmaMemory:
     """All registrations of one engine. Thread-safe."""
 
     def __init__(self, table: RegionTable, nics: Sequence[Nic], matrix: Matrix) -> None:
+        self.table = table
         self._nics = nics
         self._matrix = matrix
         self._lost: set[str] = set()
@@ -196,7 +197,8 @@ class RdmaMemory:
         if known is None:
             return RegionUnknown(region_id, f"region {region_id} is not registered")
         rkeys = {name: registration.remote_key for name, registration in known.on.items()}
-        return RegionKeys(region_id, known.address, known.num_bytes, rkeys)
+        guarded = self.table.is_guarded(region_id)
+        return RegionKeys(region_id, known.address, known.num_bytes, rkeys, guarded)
 
     def nics_near(self, region_id: int) -> NicChoice:
         """Return the NICs for a region of ours, best first."""

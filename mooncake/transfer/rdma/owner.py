@@ -1,8 +1,9 @@
 """The owner's side of RDMA: tells proven clients where our memory is and opens queue pairs for
 them.
 
-It moves no byte: the NICs do. What a client has opened ends with its control session, or when the
-client fences that session in a later hello. Lives in the RDMA loop.
+It moves no byte: the NICs do. What a client has opened ends with its control session, when the
+client fences that session in a later hello, or when a grant is fenced by which it may write. Lives
+in the RDMA loop.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mooncake.base.errors import TransferError
+from mooncake.transfer.grants import Fence
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop
@@ -23,6 +25,10 @@ from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.nic import Nic, QueuePair
 
 _LOG = logging.getLogger(__name__)
+MAX_GRANTS = 4096
+"""Grants that are known of one session; of older ones, which have long ended as a rule, only the
+greatest number is.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,8 @@ class RdmaOwner:
         self.loop = loop
         self.limits = limits
         self.num_pairs = 0
+        self._uncertain_to = 0
+        """The last grant of a session whose queue pairs could not be destroyed."""
         sock = tcp_listener(listen)
         self.port: int = sock.getsockname()[1]
         self.listener: Listener[RdmaSession] = Listener(
@@ -68,6 +76,21 @@ class RdmaOwner:
         for session in self.listener.sessions:
             session.lose(nic)
 
+    def fence(self, grant: int) -> Fence:
+        """End the sessions of clients that may write by a revoked grant: a queue pair that is
+        destroyed here lets nothing in any more, whatever the client does. From any thread.
+        """
+        writers = [each for each in self.listener.sessions if each.may_write(grant)]
+        for session in writers:
+            self.loop.post(session.close)
+        if writers:
+            return Fence.OPEN
+        return Fence.UNKNOWN if grant <= self._uncertain_to else Fence.CLOSED
+
+    def not_destroyed(self, last_grant: int) -> None:
+        """Take note of a queue pair that a NIC does not destroy, and the last grant it serves."""
+        self._uncertain_to = max(self._uncertain_to, last_grant)
+
     def close(self) -> None:
         """Refuse clients and end what they have opened; runs in the loop."""
         for session in self.listener.close():
@@ -81,6 +104,9 @@ class RdmaSession:
         self.loop = owner.loop
         self._owner = owner
         self._pairs: dict[int, QueuePair] = {}
+        self._grants: dict[int, None] = {}
+        """Those the client may write by, the latest last; it may once have all up to `_dropped`."""
+        self._dropped = 0
         self._stream = OwnerStream(
             "RDMA", owner.loop, sock, handshake, self, owner.limits.handshake_s
         )
@@ -102,12 +128,30 @@ class RdmaSession:
         ask = wire.CODEC.decode_ask(body)
         if isinstance(ask, wire.AskRegion):
             answer: wire.Answer = self._owner.memory.keys(ask.region_id)
+        elif isinstance(ask, wire.AskGrant):
+            answer = self._take_grant(ask.grant)
         elif isinstance(ask, wire.OpenPair):
             answer = self._open(ask)
         else:
             self._close_pair(ask.pair_id)
             answer = wire.PairClosed(ask.pair_id)
         self._stream.send(wire.CODEC.encode(answer))
+
+    def _take_grant(self, grant: int) -> wire.Answer:
+        # In the gate, which a fence passes after the grant was revoked: it sees the grant here.
+        with self.loop.gate:
+            refusal = self._owner.memory.table.grants.permit(grant).withdrawn
+            if refusal is None:
+                self._grants[grant] = None
+                if len(self._grants) > MAX_GRANTS:
+                    oldest = next(iter(self._grants))
+                    del self._grants[oldest]
+                    self._dropped = max(self._dropped, oldest)
+        return wire.GrantGood(grant) if refusal is None else wire.GrantRefused(grant, refusal)
+
+    def may_write(self, grant: int) -> bool:
+        """Whether the client may write by a grant, or may once have; from any thread."""
+        return grant in self._grants or grant <= self._dropped
 
     def _open(self, ask: wire.OpenPair) -> wire.Answer:
         nic = self._owner.nics.get(ask.nic)
@@ -136,8 +180,9 @@ class RdmaSession:
         self._owner.num_pairs -= 1
         try:
             pair.close()
-        except TransferError as error:  # the device has failed, and reaches no memory
+        except TransferError as error:
             _LOG.warning("%s", error.message)
+            self._owner.not_destroyed(max(self._grants, default=0))
 
     def lose(self, nic: str) -> None:
         """End what was opened on a NIC."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.batches import Job, Part
-from mooncake.transfer.engine import Op
+from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.directory import PeerDirectory, PeerKey
 from mooncake.transfer.net.io_loop import IoLoop, Timer
@@ -29,6 +29,15 @@ from mooncake.transfer.rdma.paths import PathHub, PeerPaths
 from mooncake.transfer.regions import RangeRefused
 
 _LOG = logging.getLogger(__name__)
+
+
+_MAX_GRANTS = 4096
+"""Grants remembered as good."""
+
+
+def _grant_of(job: Job) -> int:
+    """Return the grant by which a job writes; 0: none, or it reads."""
+    return job.grant if job.op is Op.WRITE else 0
 
 
 class PeerHub(PathHub, Protocol):
@@ -68,7 +77,9 @@ class RdmaPeer:
         """Jobs none of whose slices are cut: keys or the owner's NICs are not known yet."""
         self._queue = RetryQueue(key.engine_id, hub.limits.num_failures)
         self._keys: dict[int, wire.RegionKeys] = {}
-        self._asked: set[int] = set()
+        self._grants: set[int] = set()
+        """Those that the owner lets us write by."""
+        self._asked: set[wire.AskRegion | wire.AskGrant] = set()
         self._timer: Timer | None = None
         self._in_line = False
         """Whether it waits for room for its first endpoint, and is pumped when there is some."""
@@ -97,6 +108,7 @@ class RdmaPeer:
                 self._hub.stats.failed(endpoint.path.local, self.engine_id)
             self._queue.hold(connection_id, self._let_go(endpoint))
         self._keys.clear()
+        self._grants.clear()
         self._asked.clear()
         fenced = [fence for fence in self._queue.fences if isinstance(fence, str)]
         if self._queue or self._waiting or fenced:
@@ -113,12 +125,24 @@ class RdmaPeer:
         if isinstance(answer, wire.Inventory):
             self._on_inventory(answer)
         elif isinstance(answer, wire.RegionKeys):
-            self._asked.discard(answer.region_id)
+            self._asked.discard(wire.AskRegion(answer.region_id))
             self._keys[answer.region_id] = answer
             self._cut_waiting()
+        elif isinstance(answer, wire.GrantGood):
+            self._asked.discard(wire.AskGrant(answer.grant))
+            if len(self._grants) >= _MAX_GRANTS:
+                self._grants.clear()  # those still in use are asked for again
+            self._grants.add(answer.grant)
+            self._cut_waiting()
         elif isinstance(answer, wire.RegionUnknown):
-            self._asked.discard(answer.region_id)
-            self._refuse(answer.region_id, answer.reason)
+            self._asked.discard(wire.AskRegion(answer.region_id))
+            self._refuse(
+                answer.reason,
+                lambda ops, _: any(op.remote_region == answer.region_id for op in ops),
+            )
+        elif isinstance(answer, wire.GrantRefused):
+            self._asked.discard(wire.AskGrant(answer.grant))
+            self._refuse(answer.reason, lambda _, job: _grant_of(job) == answer.grant)
         elif isinstance(answer, wire.PairClosed):
             self._queue.confirm([answer.pair_id])
         else:
@@ -132,14 +156,13 @@ class RdmaPeer:
         self._session.ready()
         self._cut_waiting()
 
-    def _refuse(self, region_id: int, reason: str) -> None:
+    def _refuse(self, reason: str, needs: Callable[[Sequence[TransferOp], Job], bool]) -> None:
+        """Fail what needs what the owner does not give."""
         message = f"{self.engine_id} refused: {reason}"
         for job in self._waiting:
-            if any(op.remote_region == region_id for op in job.ops):
+            if needs(job.ops, job):
                 job.stop(message)
-        self._queue.fail_ready(
-            message, lambda part: any(each.remote_region == region_id for each in part.slice.pieces)
-        )
+        self._queue.fail_ready(message, lambda part: needs(part.slice.pieces, part.job))
 
     def _on_pair(self, answer: wire.PairOpened | wire.PairRefused) -> None:
         for endpoint in self.paths.endpoints.values():
@@ -173,18 +196,27 @@ class RdmaPeer:
         for job in waiting:
             if job.stopped:
                 continue
-            missing = {op.remote_region for op in job.ops} - self._keys.keys()
-            if missing:
+            if self._lacks(job, job.ops):
                 self._waiting.append(job)
-                self._ask(missing)
             else:
                 self._cut(job)
 
-    def _ask(self, region_ids: Iterable[int]) -> None:
-        for region_id in sorted(region_ids):
-            if region_id not in self._asked:
-                self._asked.add(region_id)
-                self._session.send(wire.AskRegion(region_id))
+    def _lacks(self, job: Job, ops: Sequence[TransferOp]) -> bool:
+        """Whether keys of these ops' regions are not known, or whether they may be written to; that
+        is asked for.
+        """
+        regions = {op.remote_region for op in ops} - self._keys.keys()
+        asks: list[wire.AskRegion | wire.AskGrant] = [
+            wire.AskRegion(region_id) for region_id in sorted(regions)
+        ]
+        grant = _grant_of(job)
+        if grant and grant not in self._grants:
+            asks.append(wire.AskGrant(grant))
+        for ask in asks:
+            if ask not in self._asked:
+                self._asked.add(ask)
+                self._session.send(ask)
+        return bool(asks)
 
     def _cut(self, job: Job) -> None:
         for op in job.ops:
@@ -194,6 +226,12 @@ class RdmaPeer:
                     f"{self.engine_id} refused: bytes [{op.remote_offset}, "
                     f"{op.remote_offset + op.num_bytes}) lie outside region {op.remote_region} of "
                     f"{region.num_bytes} bytes"
+                )
+                return
+            if region.guarded and job.op is Op.WRITE and not job.grant:
+                job.stop(
+                    f"{self.engine_id} refused: region {op.remote_region} is written to by grants "
+                    "only"
                 )
                 return
         slices = plan_slices(job.ops, 2 * len(self._hub.nics), self._hub.limits.slices)
@@ -210,10 +248,8 @@ class RdmaPeer:
         runs: dict[Path, list[Part]] = {}
         held: list[Part] = []
         while (part := self._queue.first()) is not None:
-            unknown = {p.remote_region for p in part.slice.pieces} - self._keys.keys()
-            if unknown:  # keys that were found stale
+            if self._lacks(part.job, part.slice.pieces):  # keys that were found stale
                 held.append(self._queue.pop())
-                self._ask(unknown)
                 continue
             endpoint = self.paths.choose(part, runs, now)
             if endpoint is None:

@@ -1,7 +1,8 @@
 """The messages of an RDMA control session. Pure.
 
 After the handshake the owner of the memory lists its NICs. The client then asks for the keys of
-regions and has queue pairs opened and closed; payload never comes this way.
+regions and has queue pairs opened and closed; payload never comes this way. Before it writes by a
+grant it asks for that too, so that the owner knows by whose queue pairs it may be written.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class RegionKeys(msgspec.Struct, frozen=True, tag="keys"):
     address: int
     num_bytes: int
     rkeys: dict[str, int]
+    guarded: bool = False
+    """Whether it is written to by grants only."""
 
 
 class RegionUnknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -64,8 +67,30 @@ class RegionUnknown(msgspec.Struct, frozen=True, tag="unknown"):
     reason: str
 
 
-class OpenPair(msgspec.Struct, frozen=True, tag="open"):
-    """The client asks for a new queue pair on the owner's NIC `nic`, connected to `client`."""
+class AskGrant(msgspec.Struct, frozen=True, tag="grant"):
+    """The client asks whether it may write by a grant."""
+
+    grant: int
+
+
+class GrantGood(msgspec.Struct, frozen=True, tag="good"):
+    """The owner's answer: it may, by all queue pairs of this session, until the session ends."""
+
+    grant: int
+
+
+class GrantRefused(msgspec.Struct, frozen=True, tag="revoked"):
+    """The owner's answer: it may not."""
+
+    grant: int
+    reason: str
+
+
+class OpenPair(msgspec.Struct, frozen=True, tag="pair"):
+    """The client asks for a new queue pair on the owner's NIC `nic`, connected to `client`.
+
+    Releases whose clients do not ask for grants have another tag, so they are given none.
+    """
 
     pair_id: int
     nic: str
@@ -98,8 +123,17 @@ class PairClosed(msgspec.Struct, frozen=True, tag="closed"):
     pair_id: int
 
 
-Ask = AskRegion | OpenPair | ClosePair
-Answer = Inventory | RegionKeys | RegionUnknown | PairOpened | PairRefused | PairClosed
+Ask = AskRegion | AskGrant | OpenPair | ClosePair
+Answer = (
+    Inventory
+    | RegionKeys
+    | RegionUnknown
+    | GrantGood
+    | GrantRefused
+    | PairOpened
+    | PairRefused
+    | PairClosed
+)
 
 
 def _check(message: Ask | Answer) -> None:
