@@ -33,7 +33,7 @@ def run(config: ServeConfig) -> int:
     with contextlib.ExitStack() as opened:
         forks = None
         if not config.dry_run and forks_workers(config):
-            forks = opened.enter_context(worker_forks())  # it imports beside what follows
+            forks = opened.enter_context(worker_forks(config))  # it imports beside what follows
         from mooncake.launch.cluster import serve
 
         return serve.dry_run(config) if config.dry_run else serve.serve(config, forks)

@@ -221,9 +221,12 @@ def _own_address() -> str:
     return str(get_node_ip_address())
 
 
-def connect(address: str | None, bind_host: str, *, bare_lines: bool) -> None:
+def connect(
+    address: str | None, bind_host: str, *, bare_lines: bool, forks: ForkServer | None = None
+) -> None:
     """Start Ray on this machine, or attach to the cluster at `address`. `bare_lines`: what workers
     log is printed as it is, for machines to read, without the prefix that Ray puts before it.
+    `forks`: starts the Python processes of a Ray that is started here.
 
     Ray's processes end with the *thread* that started them, so it must outlive them.
 
@@ -243,6 +246,9 @@ def connect(address: str | None, bind_host: str, *, bare_lines: bool) -> None:
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": bind_host,
         }
+    python = sys.executable
+    if address is None and forks is not None:
+        sys.executable = str(forks.executable)  # Ray looks there for what starts Python
     try:
         ray.init(
             address=address or "local",
@@ -255,6 +261,8 @@ def connect(address: str | None, bind_host: str, *, bare_lines: bool) -> None:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = f"at {address}" if address else "on this machine"
         raise ConfigError(f"no Ray cluster {where}: {first}") from error
+    finally:
+        sys.executable = python
     if bare_lines:
         _logs.global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
         _logs.global_worker_stdstream_dispatcher.add_handler("mooncake", _print_lines)
@@ -404,11 +412,14 @@ class Supervisor:
         *,
         waits: bool = False,
         forks: ForkServer | None = None,
+        own_ray: bool = False,
     ) -> None:
         """`drain_s`: so long engines may finish at the end what they have; those that `wait` serve
         until others have taken their place. `forks`: starts the processes of this machine.
+        `own_ray`: `connect` starts Ray here.
         """
         self._forks = forks
+        self._own_ray = own_ray
         self._lost = lost
         self._drain_s = drain_s
         self._waits = waits
@@ -499,7 +510,10 @@ class Supervisor:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
         if here_only and self._forks is not None:
-            runtime["py_executable"] = self._forks.command
+            if self._own_ray:  # which has its workers forked by itself
+                runtime = {}
+            else:
+                runtime["py_executable"] = str(self._forks.executable)
         actor: Any = (
             ray.remote(WorkerActor)
             .options(

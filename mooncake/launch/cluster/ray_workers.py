@@ -104,6 +104,7 @@ class RayWorkers:
                 self._config.shutdown_timeout * self._config.headless,
                 waits=self._config.headless,
                 forks=self._forks,
+                own_ray=self._config.ray_address is None,
             )
             if self._stopping.is_set():
                 supervisor.give_up()
@@ -127,8 +128,9 @@ class RayWorkers:
         config, plan = self._config, self._plan
         show("ray", "starting", 0, 0)
         ray_cluster.connect(
-            config.ray_address, config.bind_host, bare_lines=config.log_format == "json"
-        )
+            config.ray_address, config.bind_host, bare_lines=config.log_format == "json",
+            forks=self._forks,
+        )  # fmt: skip
         self._join_address = ray_cluster.address()
         write_private(secret_file(self._join_address), self._secret)
         show("ray", report.READY, 1, 1)

@@ -30,6 +30,9 @@ EARLY = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 OWN_SIGNALS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 """For processes that signals end in good order: Ray would print stacks on SIGTERM."""
 
+RAY_AGENTS = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
+"""Ray's agents see the end of its raylet by a pipe, not by their parent: that may be ours."""
+
 LOOPBACK_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray's own sockets on 127.0.0.1, as on systems where it only ever runs on one machine. To be
 set before ray is imported."""
@@ -57,10 +60,17 @@ def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
+def with_ray(bind_host: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with what must stand in a process before it imports ray."""
+    wanted = {
+        **QUIET, **OWN_SIGNALS, **RAY_AGENTS, **(LOOPBACK_RAY if is_loopback(bind_host) else {}),
+    }  # fmt: skip
+    return {**wanted, **environ}
+
+
 def prepare_ray(bind_host: str, environ: Mapping[str, str]) -> None:
     """Set what must stand in this process before ray is imported, on top of `environ`."""
-    wanted = {**QUIET, **OWN_SIGNALS, **(LOOPBACK_RAY if is_loopback(bind_host) else {})}
-    os.environ.update({**wanted, **environ})
+    os.environ.update(with_ray(bind_host, environ))
 
 
 def cache_dir() -> Path:

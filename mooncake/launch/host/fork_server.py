@@ -1,13 +1,15 @@
 """A process that has imported what workers need, and forks: a worker then starts without the
 seconds that its imports take, and shares their memory with the others.
 
-`fork_client.py` asks for a fork. Threads would not survive one, so the server has none; should an
-import start one, it refuses, and workers start as any process does. It ends with its parent.
+`fork_client.py` asks for a fork, and each of the two ends with the other. Threads would not
+survive a fork, so the server has none; should an import start one, it refuses, and workers start as
+any process does. It ends with its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -22,12 +24,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 CLIENT = Path(__file__).with_name("fork_client.py")
 CLIENT_S = 10.0
 """A client that has not said what it wants by then is sent away."""
 SETTLED_BY_IMPORT = ("RAY_JOB_ID", "RAY_AUTH_MODE", "RAY_USE_TLS")
-"""Variables that the late modules read when they are imported: of all forks they must be equal."""
+"""Variables that Ray reads when it is imported: a client with other ones is not served."""
 _MAIN = "from mooncake.launch.host.fork_server import main; main()"
 
 
@@ -40,18 +43,31 @@ class Command:
     directory: str
     files: list[int]
     """Descriptors of its standard input, output and errors."""
+    client: int
+    """Descriptor of the connection to the client, which ends with this one."""
 
 
 class ForkServer:
     """A running fork server. Use as a context, or `close` it."""
 
     def __init__(
-        self, path: Path, early: Sequence[str], late: Sequence[str], environ: Mapping[str, str]
+        self,
+        path: Path,
+        early: Sequence[str],
+        late: Sequence[str],
+        environ: Mapping[str, str],
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start the server at the socket `path`. It imports `early` now, in `environ`, and `late`
-        with the first client, in the client's environment.
+        with the first client, in the client's environment. What starts by `executable` has
+        `variables` besides its own.
         """
         self._path = path
+        self.executable = path.with_suffix(".sh")
+        """What may stand for Python's executable to have scripts forked."""
+        sets = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        self.executable.write_text("\n".join(["#!/bin/sh", *sets, f'exec {self.command} "$@"\n']))
+        self.executable.chmod(0o700)
         path.unlink(missing_ok=True)
         # Bound here, so that clients may come at once. Only the server holds it afterwards: where
         # it has died, clients are refused.
@@ -90,6 +106,7 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         self._path.unlink(missing_ok=True)
+        self.executable.unlink(missing_ok=True)
 
     def __enter__(self) -> ForkServer:
         return self
@@ -112,8 +129,8 @@ def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -
     own_pid = os.getpid()
     gc.disable()  # nothing that is imported is garbage
     _import(early)
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then keeps no dead children
-    settled: dict[str, str | None] | None = None
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(sys.stdin, select.POLLIN)
@@ -124,16 +141,16 @@ def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -
         with connection, contextlib.suppress(OSError, ValueError):
             command = _received(connection)
             try:
-                wanted = {name: command.environ.get(name) for name in SETTLED_BY_IMPORT}
-                if settled is None:
+                if any(late):
                     _set_environment(command.environ)
                     _import(late)
                     gc.freeze()
-                    settled = wanted
-                if wanted != settled or num_threads() > 1:
+                    late = ()
+                if _differs(command.environ) or num_threads() > 1:
                     continue
                 if os.fork() == 0:
                     listener.close()
+                    connection.detach()
                     return command
                 connection.sendall(b"\1")
             finally:
@@ -152,6 +169,12 @@ def _import(modules: Sequence[str]) -> None:
         importlib.import_module(name)
 
 
+def _differs(environ: Mapping[str, str]) -> bool:
+    """Whether modules imported in `environ` would not be those that are imported here."""
+    known = {name: environ[name] for name in SETTLED_BY_IMPORT if name in environ}
+    return any(os.environ.get(name) != value for name, value in known.items())
+
+
 def _received(connection: socket.socket) -> Command:
     """Return what a client wants.
 
@@ -165,7 +188,7 @@ def _received(connection: socket.socket) -> Command:
     while part := connection.recv(2**16):
         parts.append(part)
     words, environ, directory = json.loads(b"".join(parts))
-    return Command(words, environ, directory, files)
+    return Command(words, environ, directory, files, connection.fileno())
 
 
 def _be(command: Command) -> None:
@@ -175,6 +198,7 @@ def _be(command: Command) -> None:
     for number, descriptor in enumerate(command.files):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    _end_with(command.client)
     os.chdir(command.directory)
     _set_environment(command.environ)
     words = list(command.words)
@@ -189,3 +213,15 @@ def _be(command: Command) -> None:
 def _set_environment(environ: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
+
+
+def _end_with(connection: int) -> None:
+    """Have this process killed when the other end of `connection` closes."""
+    os.set_inheritable(connection, True)  # what this process may become ends so too
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    poll = select.poll()
+    poll.register(connection, 0)  # which reports a hang-up alone
+    if poll.poll(0):
+        os.kill(os.getpid(), signal.SIGKILL)

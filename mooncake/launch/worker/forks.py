@@ -1,4 +1,4 @@
-"""The fork server of workers: when there is one, and what it imports."""
+"""The fork server of workers and of Ray's helpers: when there is one, and what it imports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """What Ray sets in processes that ask for no CPU, unless the user has set it: torch reads it when
 it is imported. Engines set their own number.
 """
-EARLY = (
+ENGINE = (
     "mooncake.launch.worker.process", "mooncake.launch.worker.page_hasher",
     "mooncake.model.opening",
 )  # fmt: skip
-LATE = ("mooncake.launch.cluster.ray_cluster",)
+RAY = ("mooncake.launch.cluster.ray_cluster", "ray.dashboard.agent", "ray.dashboard.dashboard")
 """They import Ray, which reads the environment that it gives each worker as it is imported."""
+FIRST_JOB = "01000000"
+"""How a Ray that is started for us calls what we do in it."""
 
 
 def forks_workers(config: ServeConfig) -> bool:
@@ -32,10 +34,23 @@ def forks_workers(config: ServeConfig) -> bool:
     return environment.is_loopback(config.bind_host) and (config.prefill + config.decode) > 0
 
 
-def worker_forks() -> ForkServer:
-    """Start the fork server of this process' workers."""
+def starts_ray(config: ServeConfig) -> bool:
+    """Whether Ray is started by us, rather than found."""
+    return config.role is None and config.ray_address is None
+
+
+def worker_forks(config: ServeConfig) -> ForkServer:
+    """Start the fork server of this process' workers, and of Ray's helpers where it starts Ray."""
+    environ = environment.with_ray_tls(
+        environment.variables(),
+        config.ray_ssl_certfile, config.ray_ssl_keyfile, config.ray_ssl_ca_certs,
+    )  # fmt: skip
     environ = {
-        **ONE_THREAD, **environment.variables(), **environment.QUIET, **environment.COMPUTE,
+        **ONE_THREAD, **environment.with_ray(config.bind_host, environ), **environment.COMPUTE,
     }  # fmt: skip
     path = private_dir() / f"forks-{os.getpid()}"
-    return ForkServer(path, EARLY, LATE, environ)
+    if starts_ray(config):
+        # Workers end when they find that process gone: ours, with which the raylet ends too.
+        known = {"RAY_JOB_ID": FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
+        return ForkServer(path, (*RAY, *ENGINE), (), {**environ, **known}, environment.COMPUTE)
+    return ForkServer(path, ENGINE, RAY, environ, environment.COMPUTE)

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.worker.forks import EARLY, LATE, worker_forks
+from mooncake.launch.worker.forks import ENGINE, RAY, worker_forks
 
 END_S = 60.0
 SCRIPT = """
@@ -44,9 +45,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "script.py").write_text(SCRIPT.format(early="mooncake_early", late="mooncake_late"))
     opened = []
 
-    def started(name: str = "forks", early: str = "mooncake_early") -> ForkServer:
+    def started(
+        name: str = "forks", early: str = "mooncake_early", **options: Mapping[str, str]
+    ) -> ForkServer:
         path = {"PYTHONPATH": str(tmp_path), "PRIVATE": "of the server"}
-        server = ForkServer(tmp_path / name, [early], ["mooncake_late"], {**os.environ, **path})
+        environ = {**os.environ, **path}
+        server = ForkServer(tmp_path / name, [early], ["mooncake_late"], environ, **options)
         opened.append(server)
         return server
 
@@ -80,6 +84,37 @@ def test_a_fork_is_what_a_new_process_would_be(start: Start, tmp_path: Path) -> 
     assert (found["name"], found["threads"]) == ("__main__", 1)
     again, _, _ = run(server, tmp_path, COLOR="red")
     assert (again["early"], again["color"]) == (server.pid, "red")
+
+
+def test_each_ends_with_the_other(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "pids.py"
+    script.write_text("import os\nprint(os.getpid(), flush=True)\ninput()\n")
+    for ended in ("client", "fork", "input"):
+        words = [*shlex.split(start(ended).command), str(script)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True) as client:
+            assert client.stdout is not None
+            fork = psutil.Process(int(client.stdout.readline()))
+            if ended == "client":
+                client.kill()
+            elif ended == "fork":
+                fork.kill()
+            else:
+                client.communicate("a line\n", timeout=END_S)
+            client.wait(END_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            fork.wait(END_S)
+
+
+def test_its_executable_stands_for_that_of_python(start: Start, tmp_path: Path) -> None:
+    server = start(variables={"COLOR": "it's blue"})
+    script = tmp_path / "color.py"
+    script.write_text("import os, sys\nprint(os.getppid(), os.environ['COLOR'], sys.argv[1])\n")
+    words = [str(server.executable), "-u", str(script), "a b"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=END_S, check=True)
+    assert done.stdout == f"{server.pid} it's blue a b\n"
+    server.close()
+    assert not server.executable.exists()
 
 
 def test_two_servers_do_not_meet(start: Start, tmp_path: Path) -> None:
@@ -140,10 +175,10 @@ def test_what_workers_import_starts_no_thread(tmp_path: Path) -> None:
     script, output = tmp_path / "script.py", tmp_path / "output"
     script.write_text(
         "import os, sys\n"
-        f"missing = set({[*EARLY, *LATE]!r}) - set(sys.modules)\n"
+        f"missing = set({[*ENGINE, *RAY]!r}) - set(sys.modules)\n"
         "open(sys.argv[1], 'w').write(f'{os.getppid()} {missing or None}')\n"
     )
-    with worker_forks() as server:
+    with worker_forks(ServeConfig()) as server:
         words = [*shlex.split(server.command), str(script), str(output)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=END_S, check=True)
         assert done.stderr == ""

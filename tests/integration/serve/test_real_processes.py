@@ -190,9 +190,12 @@ def test_64_clients_with_random_aborts(server: Server) -> None:
 
 def test_workers_outlive_their_fork_server_and_start_again_without_it(server: Server) -> None:
     wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
-    [forks] = [each for each in server.descendants() if "fork_server" in " ".join(each.cmdline())]
+    own = psutil.Process(server.process.pid).children()
+    [forks] = [each for each in own if "fork_server" in " ".join(each.cmdline())]
     pid, forked = server.pid_of("decode-0"), forks.children()
     assert pid in [each.pid for each in forked]
+    names = " ".join(word for each in forked for word in each.cmdline())
+    assert "DashboardAgent" in names, "Ray's helpers are forked, too"
     expected = stream(server, prompt(64, 3), MANY_TOKENS)["ids"]
     forks.kill()
     assert stream(server, prompt(64, 3), MANY_TOKENS)["ids"] == expected
