@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from mooncake.base.blocks import BlockKey, block_keys
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import (
     AbortTask,
@@ -80,7 +81,7 @@ class JobTable(Generic[JobT]):
         self._jobs: dict[str, JobT] = {}
         self._by_sequence: dict[int, JobT] = {}
         self._gateways: dict[str, WorkerRef] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._ended: BoundedMap[str, int] = BoundedMap(MAX_REMEMBERED)
         """Request id -> the last attempt that has ended here; the oldest are dropped."""
         self._early: OrderedDict[tuple[str, int], tuple[float, Reserved]] = OrderedDict()
         """(request, attempt) -> when a reservation came before its task, and the reservation."""
@@ -135,9 +136,6 @@ class JobTable(Generic[JobT]):
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._ended[request_id] = max(attempt, self._ended.get(request_id, -1))
-        self._ended.move_to_end(request_id)
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
 
     def start_sequence(self, job: JobT, sequence: Sequence) -> None:
         """Record that the engine runs this sequence for a job."""
@@ -204,4 +202,4 @@ class JobTable(Generic[JobT]):
             assert job.sequence is not None, f"the job of sequence {sequence_id} has no sequence"
             assert job.sequence.sequence_id == sequence_id
         assert len(self._early) <= MAX_EARLY, "more early reservations than allowed"
-        assert len(self._ended) <= MAX_REMEMBERED
+

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from mooncake.base import Grammar, InternalError, MooncakeError
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.model.grammar_jobs import GrammarJobs, Job, TookTooLong
 from mooncake.model.grammar_tokens import GrammarTokens
 
@@ -58,7 +59,7 @@ class Grammars:
         self._jobs = GrammarJobs(NUM_THREADS, limit_s, "grammar")
         self._early = GrammarJobs(1, limit_s, "grammar-early")
         self._preparing: set[str] = set()
-        self._too_costly: OrderedDict[bytes, None] = OrderedDict()
+        self._too_costly: BoundedMap[bytes, None] = BoundedMap(MAX_TOO_COSTLY)
 
     @property
     def vocab_size(self) -> int:
@@ -112,8 +113,6 @@ class Grammars:
         """Remember that the grammar `text` exceeded its time: it is not tried again."""
         with self._lock:
             self._too_costly[_digest(text)] = None
-            while len(self._too_costly) > MAX_TOO_COSTLY:
-                self._too_costly.popitem(last=False)
 
     def matcher(self, text: str) -> llguidance.LLMatcher:
         """Return a fresh matcher of the grammar `text`. Called on the pool's threads.

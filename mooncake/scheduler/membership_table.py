@@ -7,10 +7,10 @@ Owned by the gateway. It sends messages about membership only and knows no reque
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from mooncake.base import AnyMessage, PeerLost, Role, Welcome, WorkerHello, WorkerRef
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.messages import OWN_RELEASE, Refused, WhoAreYou
 from mooncake.rpc.channel import Channel
 
@@ -46,9 +46,9 @@ class MembershipTable:
         self._timeout_s = heartbeat_timeout_s
         self._gateways: list[WorkerRef] = []
         self._members: dict[str, Member] = {}
-        self._fenced: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._fenced: BoundedMap[tuple[str, str], float] = BoundedMap(MAX_FENCED)
         """(id, epoch) of workers declared lost -> when they were last told so."""
-        self._refused: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._refused: BoundedMap[tuple[str, str], str] = BoundedMap(MAX_FENCED)
         self._checked_s: float | None = None
         self._first_join_s: float | None = None
 
@@ -126,8 +126,6 @@ class MembershipTable:
     def fence(self, worker: WorkerRef) -> None:
         """Ignore this epoch from now on."""
         self._fenced[worker.worker_id, worker.epoch] = float("-inf")
-        while len(self._fenced) > MAX_FENCED:
-            self._fenced.popitem(last=False)
 
     @property
     def is_full(self) -> bool:
@@ -163,8 +161,6 @@ class MembershipTable:
         if self._refused.get(name) != reason:
             logger.error("worker %s is not used: %s", worker.worker_id, reason)
         self._refused[name] = reason
-        while len(self._refused) > MAX_FENCED:
-            self._refused.popitem(last=False)
 
     def join(self, hello: WorkerHello, now: float) -> None:
         """Add a worker whose id is free, and welcome it. A new pool is announced on its node."""

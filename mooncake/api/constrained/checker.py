@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from mooncake.api.fair_queue import FairQueue
+from mooncake.base.bounded_map import BoundedMap
 
 CPU_LIMIT_S = 0.5
 """Of one check; real ones take about a millisecond."""
@@ -96,7 +96,7 @@ class SchemaChecker:
         self._closing = threading.Event()
         # The rest is touched by the pool's only thread.
         self._process: subprocess.Popen[bytes] | None = None
-        self._too_costly: OrderedDict[bytes, int] = OrderedDict()
+        self._too_costly: BoundedMap[bytes, int] = BoundedMap(MAX_TOO_COSTLY)
         """Schemas, and the length of the shortest value for which there was too little time."""
 
     def warm_up(self) -> None:
@@ -153,9 +153,6 @@ class SchemaChecker:
         except (OSError, EOFError, ValueError):  # it has ended: of time, or of memory
             self._end()
             self._too_costly[schema.digest] = len(value)
-            self._too_costly.move_to_end(schema.digest)
-            while len(self._too_costly) > MAX_TOO_COSTLY:
-                self._too_costly.popitem(last=False)
             _log.warning("a schema took too much time or memory to check an answer against")
             self._start()  # in the time of the tenant whose schema ended it
             return _unchecked("it took too much time or memory")

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from mooncake.api.constrained.schema_graph import (
 from mooncake.api.constrained.weakened import PatternTrials, weaker_schemas
 from mooncake.api.text.message_parser import Marker
 from mooncake.base import InvalidRequest
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.deep_stack import run_deep
 
 MAX_GRAMMAR_CHARS = 1_000_000
@@ -407,20 +407,18 @@ class _Faults:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._known: BoundedMap[bytes, str] = BoundedMap(MAX_KNOWN_FAULTS)
 
     def of(self, text: str) -> str:
         """Return the fault of a grammar in one line, "" when it can be followed."""
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
         with self._lock:
-            if digest in self._known:
-                self._known.move_to_end(digest)
-                return self._known[digest]
+            known = self._known.use(digest)
+        if known is not None:
+            return known
         fault = run_deep(lambda: _fault(text))
         with self._lock:
             self._known[digest] = fault
-            while len(self._known) > MAX_KNOWN_FAULTS:
-                self._known.popitem(last=False)
         return fault
 
 

@@ -4,10 +4,11 @@ have ended. Pure; owned by the node.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 from mooncake.base import BlockKey, PutStart, WorkerRef
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.rights import client_key
 
 MAX_REMEMBERED = 4_096
@@ -71,8 +72,8 @@ class Peers:
         self._max_tickets = max_tickets
         self._max_client_tickets = max_client_tickets
         self._counters = counters
-        self._lost: OrderedDict[Peer, None] = OrderedDict()
-        self._ended: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
+        self._lost: BoundedMap[Peer, None] = BoundedMap(MAX_REMEMBERED)
+        self._ended: BoundedMap[tuple[Peer, str, int], None] = BoundedMap(MAX_REMEMBERED)
 
     @property
     def num_open(self) -> int:
@@ -113,8 +114,6 @@ class Peers:
     def remember_ended(self, worker: WorkerRef, kind: str, ticket: int) -> None:
         """Never open a ticket again that ended, or was answered with nothing."""
         self._ended[peer_of(worker), kind, ticket] = None
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
 
     def drop_if_idle(self, worker: WorkerRef) -> None:
         """Forget a peer that has nothing open."""
@@ -127,8 +126,6 @@ class Peers:
         state = self.find(worker)
         self.states.pop(peer_of(worker), None)
         self._lost[peer_of(worker)] = None
-        if len(self._lost) > MAX_REMEMBERED:
-            self._lost.popitem(last=False)
         return state
 
     def check_integrity(self) -> None:

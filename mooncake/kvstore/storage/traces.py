@@ -6,10 +6,11 @@ Pure; owned by a node's `Tiering`.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 
 from mooncake.base import BlockKey
+from mooncake.base.bounded_map import BoundedMap
 
 COPY_S = 30.0
 """A removal reaches all nodes of a pool within this time; until then another node may still hold
@@ -23,14 +24,11 @@ class Tombstones:
     """The keys of the blocks that were removed from the pool most recently."""
 
     def __init__(self) -> None:
-        self._removed_at_s: OrderedDict[BlockKey, float] = OrderedDict()
+        self._removed_at_s: BoundedMap[BlockKey, float] = BoundedMap(MAX_REMEMBERED)
 
     def add(self, key: BlockKey, now: float) -> None:
         """Remember that a block was removed at `now` (seconds)."""
         self._removed_at_s[key] = now
-        self._removed_at_s.move_to_end(key)
-        if len(self._removed_at_s) > MAX_REMEMBERED:
-            self._removed_at_s.popitem(last=False)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._removed_at_s

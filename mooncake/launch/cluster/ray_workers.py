@@ -15,7 +15,7 @@ from concurrent.futures import Future
 import msgspec
 from rich.console import Console
 
-from mooncake.base import MooncakeError, Role, SystemIds
+from mooncake.base import MooncakeError, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.launch.cluster import own_raylet, ray_cluster, report
@@ -27,15 +27,7 @@ from mooncake.launch.cluster.facts import (
     when_up,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.workers import (
-    admin_settings,
-    cluster_workers,
-    gpus_of,
-    health_settings,
-    instance_settings,
-    rdma_settings,
-    ssd_key,
-)
+from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
@@ -47,7 +39,6 @@ from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.health import Vitals
-from mooncake.transfer.factory import choose_protocols
 
 
 class RayWorkers:
@@ -291,42 +282,21 @@ def _joining(config: ServeConfig, facts: ClusterFacts, secret: str) -> WorkerSet
     plan = make_plan(local, machine_facts.num_cores())
     check_memory(plan, machine_facts.available_bytes())
     host = machine_facts.host_name()
+    [own] = cluster_workers(local, plan, facts.gateway_address, secret, host)
     return msgspec.structs.replace(
-        template,
-        role=Role(config.role),
+        own,
         worker_id=f"{config.role}-{host}-{SystemIds().hex(3)}",
-        node_id=config.node_id or host,
-        host=host,
-        cluster_secret=secret,
-        bind_host=config.bind_host,
-        bind_ports=config.bind_ports,
-        transfer_protocols=list(
-                choose_protocols(config.transport, config.transfer_protection)
-            ),
-            transfer_protection=config.transfer_protection,
-        rdma=rdma_settings(config),
-        model=str(plan.model.path),
-        engine=plan.engine
-        if config.role == "kvstore"
-        else plan.engine_of(Role(config.role)),
-        instance=instance_settings(config, plan.options.device),
-        kvstore=plan.kvstore,
-        ssd_key=ssd_key(config),
-        num_threads=plan.num_threads,
-        num_gpus=gpus_of(plan, Role(config.role)),
-        stage_hosts=list(plan.stage_hosts) if plan.options.shape.pp > 1 else [],
+        dtype=template.dtype,
+        weights_revision=template.weights_revision,
+        layout=template.layout,
+        expert_group=template.expert_group,
         options=msgspec.structs.replace(
-            template.options, device=plan.options.device, shape=plan.options.shape,
+            template.options, device=own.options.device, shape=plan.options.shape,
             rank_backend=template.options.rank_backend
             if config.rank_backend == "auto"
             else config.rank_backend,
-            measure_pages=plan.options.measure_pages,
-            gpu_memory_utilization=plan.options.gpu_memory_utilization,
-            weights_key=plan.options.weights_key,
+            measure_pages=own.options.measure_pages,
+            gpu_memory_utilization=own.options.gpu_memory_utilization,
+            weights_key=own.options.weights_key,
         ),
-        self_profile=config.self_profile,
-        log_level=config.log_level,
-        log_format=config.log_format,
-        health=health_settings(config),
-        admin=admin_settings(config) if config.role == "kvstore" else None,
     )  # fmt: skip

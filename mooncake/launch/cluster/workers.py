@@ -59,17 +59,17 @@ def cluster_workers(
             cluster_secret=cluster_secret,
             transfer_protocols=list(choose_protocols(config.transport, config.transfer_protection)),
             transfer_protection=config.transfer_protection,
-            rdma=rdma_settings(config),
+            rdma=_rdma_settings(config),
             model=str(plan.model.path),
             dtype=plan.model.dtype,
             weights_revision=plan.model.revision,
             layout=plan.layout,
             engine=plan.engine if role is Role.KVSTORE else plan.engine_of(role),
-            instance=instance_settings(config, plan.options.device),
+            instance=_instance_settings(config, plan.options.device),
             kvstore=_own_pool(plan, f"{role.value}-{index}"),
-            ssd_key=ssd_key(config),
+            ssd_key=_ssd_key(config),
             num_threads=plan.num_threads,
-            num_gpus=gpus_of(plan, role),
+            num_gpus=_gpus_of(plan, role),
             self_profile=config.self_profile,
             log_level=config.log_level,
             log_format=config.log_format,
@@ -81,7 +81,7 @@ def cluster_workers(
             else list(plan.stage_hosts),
             expert_group=_expert_group(plan, role, index, gateway_address),
             health=health_settings(config, next(places)),
-            admin=admin_settings(config, index) if role is Role.KVSTORE else None,
+            admin=_admin_settings(config, index) if role is Role.KVSTORE else None,
         )
         for role, number in counts.items()
         for index in range(number)
@@ -104,7 +104,7 @@ def _expert_group(
     )
 
 
-def gpus_of(plan: ServePlan, role: Role) -> float:
+def _gpus_of(plan: ServePlan, role: Role) -> float:
     """Return the GPUs that a worker takes: one a rank, while there are enough on this machine, else
     the share that is left to each engine.
     """
@@ -143,7 +143,7 @@ def health_settings(config: ServeConfig, place: int = 0) -> HealthSettings:
     return HealthSettings(host=config.health_host, port=port, tls=_tls_files(config, "health"))
 
 
-def admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
+def _admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
     """Return the HTTP server of a pool node; users' API keys are none of its."""
     if config.admin_port is None:
         return None
@@ -162,20 +162,20 @@ def _tls_files(config: ServeConfig, port: str) -> TlsFiles | None:
     return TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs)
 
 
-def instance_settings(config: ServeConfig, device: str) -> InstanceConfig:
+def _instance_settings(config: ServeConfig, device: str) -> InstanceConfig:
     """Return how an engine on `device` works in its cluster."""
     usual = device == "cpu" and not ListenAddress(config.bind_host).is_loopback
     wanted = {"auto": usual, "on": True, "off": False}
     return InstanceConfig(push_checksums=wanted[config.push_checksums])
 
 
-def ssd_key(config: ServeConfig) -> KeySource | None:
+def _ssd_key(config: ServeConfig) -> KeySource | None:
     """Return where a pool node finds the keys of its blocks on SSD; None: they are plain."""
     if not config.ssd_encryption:
         return None
     return key_source("ssd-key", config.ssd_key_file, config.ssd_key_command)
 
 
-def rdma_settings(config: ServeConfig) -> RdmaSettings:
+def _rdma_settings(config: ServeConfig) -> RdmaSettings:
     """Return how a worker uses RDMA; what is not set is found on its machine."""
     return RdmaSettings(near=dict(config.rdma_near), **values_of(config, RdmaSettings))

@@ -8,7 +8,7 @@ and the token's place in the output, so a sequence goes on unchanged on another 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from mooncake.base import (
     TokenLogprobs,
     Unavailable,
 )
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.engine.plan import Sample, SequenceStart
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammar import Follower, Grammars
@@ -90,7 +91,7 @@ class Sampler:
         self._penalize = penalize
         self._sequences: dict[int, _Sequence] = {}
         self._history = _History(vocab_size, self._copies)
-        self._shared: OrderedDict[tuple[int, ...], _Shared] = OrderedDict()
+        self._shared: BoundedMap[tuple[int, ...], _Shared] = BoundedMap(MAX_SHARED)
         """By the identity of the lists, those used last at the end."""
 
     def start(self, start: SequenceStart) -> None:
@@ -137,12 +138,9 @@ class Sampler:
             sampling.bad_words,
         )
         key = tuple(id(each) if each else 0 for each in lists)
-        shared = self._shared.get(key)
+        shared = self._shared.use(key)
         if shared is None:
             shared = self._shared[key] = _Shared(sampling, self._vocab_size)
-            if len(self._shared) > MAX_SHARED:
-                self._shared.popitem(last=False)
-        self._shared.move_to_end(key)
         return shared
 
     def prepare(self, grammar: Grammar) -> None:

@@ -4,11 +4,11 @@ return, so that the blocks do not reappear from their disks. Pure; owned by the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from mooncake.base import BlockKey, WorkerHello, WorkerRef
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.pool_messages import RemoveBlocks
 
 MAX_REMOVED = 65_536
@@ -23,10 +23,10 @@ class RemovedBlocks:
 
     def __init__(self, own: WorkerRef) -> None:
         self._own = own
-        self._numbers: OrderedDict[BlockKey, int] = OrderedDict()
+        self._numbers: BoundedMap[BlockKey, int] = BoundedMap(MAX_REMOVED)
         """Block -> the number of the removal that it was part of."""
         self._last = 0
-        self._away: OrderedDict[str, int] = OrderedDict()
+        self._away: BoundedMap[str, int] = BoundedMap(MAX_AWAY)
         """Node id -> the last removal before the node was lost."""
 
     def on_removed(self, keys: Sequence[BlockKey]) -> None:
@@ -34,16 +34,10 @@ class RemovedBlocks:
         self._last += 1
         for key in keys:
             self._numbers[key] = self._last
-            self._numbers.move_to_end(key)
-        while len(self._numbers) > MAX_REMOVED:
-            self._numbers.popitem(last=False)
 
     def on_lost(self, worker_id: str) -> None:
         """Record that a node is away from now on."""
         self._away[worker_id] = self._last
-        self._away.move_to_end(worker_id)
-        if len(self._away) > MAX_AWAY:
-            self._away.popitem(last=False)
 
     def missed(self, hello: WorkerHello) -> Iterator[RemoveBlocks]:
         """Yield the removals that a node which has just joined has missed."""

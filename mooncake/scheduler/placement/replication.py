@@ -9,10 +9,10 @@ that are not used any more are evicted by their pool like any other block.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from mooncake.base import BlockKey
+from mooncake.base.bounded_map import BoundedMap
 
 HOT_BLOCKS = 128
 """This many leading blocks of each prompt are watched: what many prompts share comes first."""
@@ -42,7 +42,7 @@ class Replication:
         self._copies_per_use = (
             math.log(2) / HALF_LIFE_S / uses_per_s_per_copy if uses_per_s_per_copy else 0.0
         )
-        self._heat: OrderedDict[BlockKey, _Heat] = OrderedDict()
+        self._heat: BoundedMap[BlockKey, _Heat] = BoundedMap(MAX_WATCHED)
         """The block used last is last; those not used for the longest time are dropped first."""
 
     def __len__(self) -> int:
@@ -61,11 +61,9 @@ class Replication:
         length = 0
         at_s, faded, per_use = now, 1.0, self._copies_per_use
         for index, (key, num_copies) in enumerate(zip(keys[:HOT_BLOCKS], copies, strict=False)):
-            heat = self._heat.get(key)
+            heat = self._heat.use(key)
             if heat is None:
                 heat = self._heat[key] = _Heat(now)
-            else:
-                self._heat.move_to_end(key)
             if heat.at_s != at_s:  # what is used together was mostly used together before
                 at_s, faded = heat.at_s, heat.fading(now)
             heat.uses = heat.uses * faded + 1
@@ -73,6 +71,4 @@ class Replication:
             wanted = heat.uses * per_use
             if wanted > 1 and num_copies < min(max_copies, math.ceil(wanted)) > 1:
                 length = index + 1
-        while len(self._heat) > MAX_WATCHED:
-            self._heat.popitem(last=False)
         return length

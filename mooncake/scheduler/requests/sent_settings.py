@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.large_settings import (
     LargeSettings,
     Setting,
@@ -38,7 +39,7 @@ class SentSettings:
 
     def __init__(self) -> None:
         self._sent: dict[str, tuple[WorkerRef, _Kept]] = {}
-        self._names: OrderedDict[int, tuple[Setting, SettingName]] = OrderedDict()
+        self._names: BoundedMap[int, tuple[Setting, SettingName]] = BoundedMap(MAX_NAMES)
 
     def shortened(self, task: TaskT, worker: WorkerRef) -> TaskT:
         """Return `task` for `worker`: its large settings are named, and carried if they are new
@@ -77,13 +78,10 @@ class SentSettings:
         """Return the name of a setting. It is kept with the object, so that no other object can
         have its identity.
         """
-        key = id(value)
-        if key not in self._names:
-            self._names[key] = value, name_setting(field, value)
-            if len(self._names) > MAX_NAMES:
-                self._names.popitem(last=False)
-        self._names.move_to_end(key)
-        return self._names[key][1]
+        known = self._names.use(id(value))
+        if known is None:
+            known = self._names[id(value)] = value, name_setting(field, value)
+        return known[1]
 
 
 class _Kept:

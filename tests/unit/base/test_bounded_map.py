@@ -1,0 +1,47 @@
+"""A bounded map forgets what was set or used longest ago, and nothing else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake.base.bounded_map import BoundedMap
+
+
+def test_the_oldest_goes_first() -> None:
+    kept: BoundedMap[str, int] = BoundedMap(2)
+    kept["a"], kept["b"], kept["c"] = 1, 2, 3
+    assert dict(kept) == {"b": 2, "c": 3}
+    kept["b"] = 4
+    kept["d"] = 5
+    assert dict(kept) == {"b": 4, "d": 5}
+
+
+def test_use_keeps_an_entry_from_going() -> None:
+    kept: BoundedMap[str, int] = BoundedMap(2)
+    kept["a"], kept["b"] = 1, 2
+    assert kept.use("a") == 1
+    kept["c"] = 3
+    assert dict(kept) == {"a": 1, "c": 3}
+    assert kept.use("b") is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("sup"), st.integers(0, 9)), max_size=60))
+def test_it_is_a_list_of_the_latest(steps: list[tuple[str, int]]) -> None:
+    kept: BoundedMap[int, int] = BoundedMap(4)
+    latest: list[int] = []
+    for what, key in steps:
+        if what == "s":
+            kept[key] = -key
+            latest = [*(one for one in latest if one != key), key][-4:]
+        elif what == "u":
+            assert kept.use(key) == (-key or None if key in latest else None) or key == 0
+            if key in latest:
+                latest = [*(one for one in latest if one != key), key]
+        else:
+            assert kept.pop(key, None) == (-key if key in latest else None)
+            latest = [one for one in latest if one != key]
+        assert list(kept) == latest
+        assert isinstance(kept, OrderedDict)
