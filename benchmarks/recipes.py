@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.support.servers import load, machine
 from mooncake.base import Shape
-from mooncake.base.request import OutputEvent, TokensEvent
+from mooncake.base.request import OutputEvent, RequestOutput
 from mooncake.launch.config.shipped import figures
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.results.result import SimulationResult, result_of
@@ -373,7 +373,7 @@ def play_goal(goal: Goal, sends: ExpertSends, link: float | None, num_nodes: int
 
     def receive(_: Arrival, event: OutputEvent) -> None:
         now = simulation.world.heap.now()
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             if event.start == 0:
                 starts.append(now)
             times[now] += len(event.tokens)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.servers import SERVED_NAME
-from mooncake.api import ApiConfig, Sink, create_app, load_served_model, serve
+from mooncake.api import ApiConfig, create_app, load_served_model, serve
 from mooncake.api.http.event_loop import run_in_loop
-from mooncake.base import FinalEvent, FinishReason, GenerateRequest, TokensEvent
+from mooncake.base import FinalEvent, FinishReason, GenerateRequest, RequestOutput, Sink
 
 FIRST_TOKEN, NUM_TOKENS = 300, 97
 """Answers count through so many tokens of the vocabulary, the same in both API servers."""
@@ -40,7 +40,7 @@ class InstantBackend:
             return
         request, sink, done = self._running[request_id]
         token = FIRST_TOKEN + done % NUM_TOKENS
-        sink(TokensEvent(request_id=request_id, start=done, tokens=[token]))
+        sink(RequestOutput(request_id=request_id, attempt=0, start=done, tokens=[token]))
         self._running[request_id] = (request, sink, done + 1)
         if done + 1 == request.sampling.max_tokens:
             self._end(request_id, FinishReason.LENGTH)

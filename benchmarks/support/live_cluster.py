@@ -20,9 +20,9 @@ from mooncake.base import (
     GenerateRequest,
     Machine,
     OutputEvent,
+    RequestOutput,
     SeededIds,
     SystemIds,
-    TokensEvent,
     WorkerHello,
     WorkerRef,
 )
@@ -59,7 +59,7 @@ class Stream:
 
     def receive(self, event: OutputEvent) -> None:
         """Take in what came for the client."""
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             self.token_times_s += [time.monotonic()] * len(event.tokens)
         else:
             self.final = event

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mooncake.api.app import create_app
-    from mooncake.api.backend import Backend, EventStream, Sink
+    from mooncake.api.backend import Backend, EventStream
     from mooncake.api.config import ApiConfig, ApiKey, TlsConfig
     from mooncake.api.gateway_backend import GatewayBackend
     from mooncake.api.http.server import bind, serve
@@ -25,7 +25,6 @@ __all__ = [
     "GatewayBackend",
     "GenerationDefaults",
     "ServedModel",
-    "Sink",
     "TlsConfig",
     "Tokenizer",
     "bind",
@@ -37,7 +36,7 @@ __all__ = [
 
 _MODULES = {
     "app": "create_app",
-    "backend": "Backend EventStream Sink",
+    "backend": "Backend EventStream",
     "config": "ApiConfig ApiKey TlsConfig",
     "gateway_backend": "GatewayBackend",
     "http.server": "bind serve",

@@ -6,16 +6,12 @@ All calls are made from one event loop. Nothing here knows HTTP or text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent
-
-Sink = Callable[[OutputEvent], None]
-"""Called in the event loop's thread, possibly from inside `submit` or `abort`; must not raise."""
-
+from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent, Sink
 
 SUBMIT_BYTES = 1 << 18
 """Of prompts that are submitted in one go, about: a few milliseconds."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mooncake.api.backend import Sink
-from mooncake.base import Clock, GenerateRequest
+from mooncake.base import Clock, GenerateRequest, Sink
+
+if TYPE_CHECKING:
+    from mooncake.scheduler.gateway.gateway import Gateway
+    from mooncake.scheduler.gateway.status import ClusterStatus
 
 _log = logging.getLogger(__name__)
 
@@ -24,34 +27,6 @@ MAX_READS_A_TURN = 64
 
 RETRY_TICK_S = 1.0
 """Seconds until the next tick after one that failed."""
-
-
-class Status(Protocol):
-    """The fields of the machine's status that are used here; the others are shown as they are."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def missing(self) -> Sequence[str]: ...
-
-
-class GatewayMachine(Protocol):
-    """The methods of `scheduler.gateway.gateway.Gateway` that are used here."""
-
-    def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None: ...
-
-    def abort(self, request_id: str, now: float) -> None: ...
-
-    def handle(self, event: msgspec.Struct, now: float) -> None: ...
-
-    def tick(self, now: float) -> float | None: ...
-
-    def worker_lost(self, worker_id: str, now: float) -> None: ...
-
-    def status(self, now: float) -> Status: ...
-
-    def drain(self, now: float) -> None: ...
 
 
 class Inbox(Protocol):
@@ -69,7 +44,7 @@ class GatewayBackend:
 
     def __init__(
         self,
-        gateway: GatewayMachine,
+        gateway: Gateway,
         inbox: Inbox,
         clock: Clock,
         *,
@@ -119,7 +94,7 @@ class GatewayBackend:
         self._gateway.abort(request_id, self._clock.now())
         self._schedule_turn()
 
-    def status(self) -> Status:
+    def status(self) -> ClusterStatus:
         return self._gateway.status(self._clock.now())
 
     def metrics(self) -> bytes:

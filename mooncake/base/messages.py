@@ -18,11 +18,11 @@ from mooncake.base.kv_layout import BlockPlaces
 from mooncake.base.kv_parts import KvPart
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import (
-    NO_LOGPROBS,
     Failure,
+    FinishInfo,
     FinishReason,
     GenerateRequest,
-    TokenLogprobs,
+    RequestOutput,
 )
 
 PROTOCOL_VERSION = 7
@@ -188,30 +188,6 @@ class BlockEvents(Message, frozen=True, tag="blocks"):
     removed: list[BlockKey] = []
     snapshot: bool = False
     """`stored` is the whole inventory, which replaces everything known before."""
-
-
-class FinishInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a sequence ended on a worker."""
-
-    reason: FinishReason
-    stop_token_id: int | None = None
-    failure: Failure | None = None
-
-
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one request, or its end."""
-
-    request_id: str
-    attempt: int
-    start: int
-    """Output position of the first token of `tokens`."""
-    tokens: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: msgspec.Raw = NO_LOGPROBS
-    """By `packed_logprobs`."""
-    num_cached_tokens: int | None = None
-    """With the first output of an attempt: prompt tokens whose KV was reused."""
-    finish: FinishInfo | None = None
 
 
 class StepOutputs(Message, frozen=True, tag="outputs"):

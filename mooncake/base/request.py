@@ -13,7 +13,7 @@ transitions).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -198,15 +198,30 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return cls(status=429, error_type="RateLimitError", message=message)
 
 
-class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """New output tokens. `start` is the output position of the first; repeats show by it."""
+class FinishInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a sequence ended on a worker."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    failure: Failure | None = None
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one request, or its end: from a worker to the gateway, and, without the end and
+    in order of position, from there to the client's call. Repeats show by `start`.
+    """
 
     request_id: str
+    attempt: int
     start: int
-    tokens: list[int]
+    """Output position of the first token of `tokens`."""
+    tokens: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: msgspec.Raw | None = None
-    """With the first tokens only; `unpacked_logprobs` reads them."""
+    prompt_logprobs: msgspec.Raw = NO_LOGPROBS
+    """By `packed_logprobs`."""
+    num_cached_tokens: int | None = None
+    """With the first output of an attempt: prompt tokens whose KV was reused."""
+    finish: FinishInfo | None = None
 
 
 class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
@@ -223,7 +238,9 @@ class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     """Set exactly when `reason` is REJECTED or ERROR."""
 
 
-OutputEvent = TokensEvent | FinalEvent
+OutputEvent = RequestOutput | FinalEvent
+Sink = Callable[[OutputEvent], None]
+"""Gets the events of one request in order. It may call the gateway from within; must not raise."""
 
 
 def request_finish(

@@ -19,17 +19,15 @@ from mooncake.base.messages import (
     BlocksPushed,
     ChainHead,
     DecodeTask,
-    FinishInfo,
     KVReady,
     PeerLost,
     PushEnded,
-    RequestOutput,
     Reserved,
     Role,
     Welcome,
     WorkerRef,
 )
-from mooncake.base.request import Failure, Flow, packed_logprobs
+from mooncake.base.request import Failure, FinishInfo, Flow, RequestOutput, packed_logprobs
 from mooncake.decode.admission import (
     MAX_WAITING_LOOKED_AT,
     can_ever_fit,

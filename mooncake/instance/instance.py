@@ -18,13 +18,11 @@ from mooncake.base.messages import (
     Answer,
     ChainHead,
     Drain,
-    FinishInfo,
     PeerLost,
     PinBlocks,
     PinGranted,
     PutGranted,
     Refused,
-    RequestOutput,
     Role,
     StepOutputs,
     Tier,
@@ -35,7 +33,7 @@ from mooncake.base.messages import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.request import Failure, FinishReason
+from mooncake.base.request import Failure, FinishInfo, FinishReason, RequestOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import Counted, LayerDone, StepResult
 from mooncake.engine.rank_moves import Fenced, Hashed, Moved, OfRank

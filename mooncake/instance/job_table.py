@@ -202,4 +202,3 @@ class JobTable(Generic[JobT]):
             assert job.sequence is not None, f"the job of sequence {sequence_id} has no sequence"
             assert job.sequence.sequence_id == sequence_id
         assert len(self._early) <= MAX_EARLY, "more early reservations than allowed"
-

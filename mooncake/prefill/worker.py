@@ -15,18 +15,22 @@ from mooncake.base.messages import (
     BlockSource,
     BlocksPushed,
     ChainHead,
-    FinishInfo,
     KVReady,
     PeerLost,
     PrefillTask,
     PushEnded,
-    RequestOutput,
     Reserved,
     Role,
     Welcome,
     WorkerRef,
 )
-from mooncake.base.request import Failure, packed_logprobs, request_finish
+from mooncake.base.request import (
+    Failure,
+    FinishInfo,
+    RequestOutput,
+    packed_logprobs,
+    request_finish,
+)
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput
 from mooncake.instance import Destination, Instance, PrefixReuse

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.base import FinishReason, Overloaded
-from mooncake.base.request import FinalEvent, OutputEvent, TokensEvent
+from mooncake.base.request import FinalEvent, OutputEvent, RequestOutput
 from mooncake.sim.workload import Arrival
 from mooncake.telemetry.events import AnyEvent, Placed, Refused
 from mooncake.telemetry.stats import slow_gap_mean
@@ -75,7 +75,7 @@ class RequestMeasure:
 
     def receive(self, event: OutputEvent, now: float) -> None:
         """Record an event that the client received."""
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             if self.first_s is None:
                 self.first_s = now
             else:

@@ -23,12 +23,13 @@ from mooncake.base import (
     GenerateRequest,
     MooncakeError,
     OutputEvent,
+    RequestOutput,
     SamplingParams,
     TokenLogprobs,
-    TokensEvent,
     Unavailable,
     pack_tokens,
 )
+from mooncake.base.request import NO_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +278,10 @@ class BeamStream:
         ]
 
     def _take(self, event: OutputEvent, number: int, entries: dict[str, TokenLogprobs]) -> None:
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             assert event.logprobs is not None
             entries[event.request_id] = event.logprobs[0]
-            if event.prompt_logprobs is not None:
+            if memoryview(event.prompt_logprobs):
                 self._prompt_logprobs[number] = event.prompt_logprobs
             return
         if event.failure is not None:
@@ -296,7 +297,7 @@ class BeamStream:
         for number in range(len(self._groups)):
             for event in self._events(number):
                 part.append(event)
-                num_tokens += len(event.tokens) if isinstance(event, TokensEvent) else 0
+                num_tokens += len(event.tokens) if isinstance(event, RequestOutput) else 0
                 if num_tokens >= _PART_TOKENS:
                     yield part
                     part, num_tokens = [], 0
@@ -307,19 +308,20 @@ class BeamStream:
         beams = self._searches[number].best(self._num_answers)
         # There are fewer where every next token would end an answer before `min_tokens`.
         beams += [Beam()] * (len(group) - len(beams))
-        prompt_logprobs = self._prompt_logprobs.get(number)
+        prompt_logprobs = self._prompt_logprobs.get(number, NO_LOGPROBS)
         for request, beam in zip(group, beams, strict=True):
             tokens = list(beam.tokens)
             entries = None if request.sampling.num_logprobs is None else list(beam.entries)
             for start in range(0, max(1, len(tokens)), _PART_TOKENS):
-                yield TokensEvent(
+                yield RequestOutput(
                     request_id=request.request_id,
+                    attempt=0,
                     start=start,
                     tokens=tokens[start : start + _PART_TOKENS],
                     logprobs=None if entries is None else entries[start : start + _PART_TOKENS],
                     prompt_logprobs=prompt_logprobs,
                 )
-                prompt_logprobs = None  # the first answer alone carries them
+                prompt_logprobs = NO_LOGPROBS  # the first answer alone carries them
             yield FinalEvent(
                 request_id=request.request_id,
                 reason=FinishReason.LENGTH if beam.stop_token_id is None else FinishReason.STOP,

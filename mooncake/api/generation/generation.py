@@ -31,8 +31,8 @@ from mooncake.base import (
     InternalError,
     MooncakeError,
     OutputEvent,
+    RequestOutput,
     TokenLogprobs,
-    TokensEvent,
     Unavailable,
 )
 
@@ -125,12 +125,12 @@ class Choice:
         text, self._text = "".join(self._text), []
         return [TextDelta(text=text)] if text else []
 
-    def _add(self, event: TokensEvent) -> None:
+    def _add(self, event: RequestOutput) -> None:
         # A sequence that moved to another worker may repeat tokens.
         repeated = self.num_tokens - event.start
         if repeated < 0:
             raise InternalError(f"tokens {self.num_tokens} to {event.start} of the answer are lost")
-        if event.prompt_logprobs is not None and self.num_tokens == 0:
+        if memoryview(event.prompt_logprobs) and self.num_tokens == 0:
             self._prompt_logprobs = event.prompt_logprobs
         for at in range(repeated, len(event.tokens)):
             self._tokens.append(event.tokens[at])

@@ -19,6 +19,7 @@ from mooncake.base import (
     LoadReport,
     PeerLost,
     Role,
+    Sink,
     StepOutputs,
     WorkerHello,
     WorkerRef,
@@ -49,7 +50,6 @@ from mooncake.scheduler.placement.admission import draining
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.placement.views import InstanceView
 from mooncake.scheduler.ports import GatewayPorts
-from mooncake.scheduler.requests.record import Sink
 from mooncake.scheduler.requests.request_manager import RequestManager
 from mooncake.telemetry.events import Recorder, WorkerJoined, WorkerLeft, WorkerReported
 
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 class Gateway:
     """The machine between the API server and the workers.
 
-    A sink gets `TokensEvent`s in order of position and then exactly one `FinalEvent`; it may call
+    A sink gets `RequestOutput`s in order of position and then exactly one `FinalEvent`; it may call
     `abort` or `submit` from within, and must not raise.
     """
 

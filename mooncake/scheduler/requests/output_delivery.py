@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from mooncake.base import RequestState, TokensEvent
+from mooncake.base import RequestOutput, RequestState
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.requests.deadlines import Deadlines
 from mooncake.scheduler.requests.record import RequestRecord
@@ -27,7 +27,7 @@ class _Held:
     """A first token that is held until the second one comes."""
 
     record: RequestRecord
-    event: TokensEvent
+    event: RequestOutput
     worker_id: str
     until_s: float
 
@@ -42,7 +42,7 @@ class OutputDelivery:
         self._deadlines = Deadlines()
 
     def deliver(
-        self, record: RequestRecord, event: TokensEvent, worker_id: str, now: float
+        self, record: RequestRecord, event: RequestOutput, worker_id: str, now: float
     ) -> None:
         """Deliver the next tokens of a request, or hold its first token."""
         until_s = self._until_s(record, now) if event.start == 0 else now
@@ -86,7 +86,9 @@ class OutputDelivery:
         until_s = now + MAX_HELD_GAPS * tbt_slo_s
         return until_s if ttft_slo_s is None else min(until_s, record.accepted_s + ttft_slo_s)
 
-    def _send(self, record: RequestRecord, event: TokensEvent, worker_id: str, now: float) -> None:
+    def _send(
+        self, record: RequestRecord, event: RequestOutput, worker_id: str, now: float
+    ) -> None:
         request_id = record.request_id
         if event.start == 0:
             num_cached = record.num_cached_tokens or 0

@@ -7,8 +7,10 @@ here.
 
 from __future__ import annotations
 
-from mooncake.base import RequestOutput, TokenLogprobs, TokensEvent
-from mooncake.base.messages import FinishInfo
+import msgspec
+
+from mooncake.base import RequestOutput
+from mooncake.base.request import NO_LOGPROBS, FinishInfo
 
 
 class OutputOrder:
@@ -17,8 +19,7 @@ class OutputOrder:
     Bounded: the positions held back lie below `max_tokens`.
     """
 
-    def __init__(self, request_id: str, max_tokens: int) -> None:
-        self._request_id = request_id
+    def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.tokens: list[int] = []
         """The tokens released so far."""
@@ -37,7 +38,7 @@ class OutputOrder:
         self._held.clear()
         self._finish = None
 
-    def add(self, output: RequestOutput) -> list[TokensEvent]:
+    def add(self, output: RequestOutput) -> list[RequestOutput]:
         """Add an output; return the events that can be delivered now."""
         if output.finish is not None:
             self._finish = output.start + len(output.tokens), output.finish
@@ -66,7 +67,7 @@ class OutputOrder:
             return finish
         return None
 
-    def _release(self, output: RequestOutput, events: list[TokensEvent]) -> list[TokensEvent]:
+    def _release(self, output: RequestOutput, events: list[RequestOutput]) -> list[RequestOutput]:
         """Release the new part of `output`, which starts at or before the next position."""
         known = len(self.tokens) - output.start
         if known:
@@ -79,18 +80,15 @@ class OutputOrder:
         if not fresh:
             return events
         start = len(self.tokens)
-        logprobs: list[TokenLogprobs] | None = None
-        if output.logprobs is not None:
-            logprobs = output.logprobs[known:stop]
-        has_prompt = bool(memoryview(output.prompt_logprobs))
         self.tokens.extend(fresh)
         events.append(
-            TokensEvent(
-                request_id=self._request_id,
+            msgspec.structs.replace(
+                output,
                 start=start,
                 tokens=fresh,
-                logprobs=logprobs,
-                prompt_logprobs=output.prompt_logprobs if start == 0 and has_prompt else None,
+                logprobs=None if output.logprobs is None else output.logprobs[known:stop],
+                prompt_logprobs=NO_LOGPROBS if start else output.prompt_logprobs,
+                finish=None,
             )
         )
         return events

@@ -5,7 +5,6 @@ Plain state with checked transitions; owned by the request manager.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.base import (
@@ -15,21 +14,18 @@ from mooncake.base import (
     FinishReason,
     GenerateRequest,
     KeyChain,
-    OutputEvent,
     PrefillTask,
     RequestState,
+    Sink,
     WorkerRef,
     extend_chain,
 )
 from mooncake.base.blocks import chain_root
-from mooncake.base.messages import FinishInfo
-from mooncake.base.request import TRANSITIONS, request_finish
+from mooncake.base.request import TRANSITIONS, FinishInfo, request_finish
 from mooncake.scheduler.fairness import QueuePosition
 from mooncake.scheduler.placement.conductor import Layout, Placement
 from mooncake.scheduler.requests.output_order import OutputOrder
 from mooncake.telemetry.events import Finished
-
-Sink = Callable[[OutputEvent], None]
 
 
 @dataclass(slots=True)

@@ -33,11 +33,11 @@ from mooncake.base import (
     RequestOutput,
     RequestState,
     RequestTimeout,
-    TokensEvent,
+    Sink,
     Unavailable,
     WorkerRef,
 )
-from mooncake.base.messages import FinishInfo
+from mooncake.base.request import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition, Turns
 from mooncake.scheduler.membership_table import MembershipTable
@@ -58,7 +58,7 @@ from mooncake.scheduler.requests.output_order import OutputOrder
 from mooncake.scheduler.requests.pending_queue import PendingQueue
 from mooncake.scheduler.requests.permits import AdmissionPermits
 from mooncake.scheduler.requests.read_ahead import ReadAhead
-from mooncake.scheduler.requests.record import RequestRecord, Sink
+from mooncake.scheduler.requests.record import RequestRecord
 from mooncake.telemetry.events import (
     Accepted,
     Refused,
@@ -121,7 +121,7 @@ class RequestManager:
             request=request,
             sink=sink,
             accepted_s=now,
-            order=OutputOrder(request.request_id, request.sampling.max_tokens),
+            order=OutputOrder(request.sampling.max_tokens),
             queue_position=queue_position,
         )
         may_wait = request.priority is Priority.BATCH
@@ -438,7 +438,7 @@ class RequestManager:
             record.gap_since_s = now
 
     def _deliver(
-        self, record: RequestRecord, event: TokensEvent, worker_id: str, now: float
+        self, record: RequestRecord, event: RequestOutput, worker_id: str, now: float
     ) -> None:
         record.last_progress_s = now
         if record.state is RequestState.PREFILLING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
-from mooncake.base.request import OutputEvent, TokensEvent
+from mooncake.base.request import OutputEvent, RequestOutput
 from mooncake.sim.faults.checkers import (
     SETTLED_S,
     check_index,
@@ -106,7 +106,7 @@ class FaultyRun:
 
     def _check_tokens(self, arrival: Arrival, event: OutputEvent) -> None:
         """Check that resumed requests continue with the tokens of a run without faults."""
-        if not isinstance(event, TokensEvent):
+        if not isinstance(event, RequestOutput):
             return
         first = self._num_tokens[arrival.index]
         self._num_tokens[arrival.index] += len(event.tokens)

@@ -18,7 +18,7 @@ from mooncake.base.ids import SeededIds
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.machine import Machine
 from mooncake.base.messages import CostSample, Drain, PeerLost, Role, WorkerHello, WorkerRef
-from mooncake.base.request import FinalEvent, GenerateRequest, OutputEvent, TokensEvent
+from mooncake.base.request import FinalEvent, GenerateRequest, OutputEvent, RequestOutput
 from mooncake.decode.worker import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
@@ -205,7 +205,7 @@ class World:
 
     def _receive(self, stream: Stream, event: OutputEvent) -> None:
         now = self.heap.now()
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             stream.tokens += event.tokens
             stream.token_times_s += [now] * len(event.tokens)
         else:

@@ -18,9 +18,9 @@ from mooncake.base import (
     FinalEvent,
     FinishReason,
     GenerateRequest,
+    RequestOutput,
     SamplingParams,
     TokenLogprobs,
-    TokensEvent,
     pack_tokens,
 )
 from tests.support.api.server import ScriptedBackend, live_api_server, refusal, tiny_tokenizer
@@ -132,8 +132,9 @@ class Language(ScriptedBackend):
         assert request.sampling.max_tokens == 1
         assert request.sampling.num_logprobs is not None
         top = top[: request.sampling.num_logprobs]
-        token = TokensEvent(
+        token = RequestOutput(
             request_id=request.request_id,
+            attempt=0,
             start=0,
             tokens=[top[0][0]],
             logprobs=[TokenLogprobs(top[0][1], 1, top)],
@@ -250,7 +251,7 @@ def test_every_token_that_was_computed_is_counted() -> None:
         stream = BeamStream(backend, [request], 1, 3, 1.0)
         async with stream:
             events = await stream.batch()
-        shown = sum(len(event.tokens) for event in events if isinstance(event, TokensEvent))
+        shown = sum(len(event.tokens) for event in events if isinstance(event, RequestOutput))
         assert stream.num_dropped_tokens > 0
         assert shown + stream.num_dropped_tokens == len(backend.requests)
 

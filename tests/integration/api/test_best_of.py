@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mooncake.base import GenerateRequest, OutputEvent, TokenLogprobs, TokensEvent
+from mooncake.base import GenerateRequest, OutputEvent, RequestOutput, TokenLogprobs
 from tests.support.api.server import ScriptedBackend, answer, live_api_server, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -20,11 +20,12 @@ def script(request: GenerateRequest) -> Iterable[OutputEvent | None]:
     """Answer choice i with its number, as likely as `LIKELIHOODS` says."""
     which = int(request.request_id.rsplit("-", 1)[1]) % 4
     for event in answer(request, TOKENIZER.encode(f"c{which}<|im_end|>")):
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             assert event.logprobs is not None
             entries = [TokenLogprobs(LIKELIHOODS[which], 1, []) for _ in event.tokens]
-            yield TokensEvent(
+            yield RequestOutput(
                 request_id=event.request_id,
+                attempt=0,
                 start=event.start,
                 tokens=event.tokens,
                 logprobs=entries,

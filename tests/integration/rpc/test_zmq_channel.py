@@ -29,11 +29,10 @@ from mooncake.base.messages import (
     Message,
     PutStart,
     Refused,
-    RequestOutput,
     StepOutputs,
     WorkerRef,
 )
-from mooncake.base.request import TokenLogprobs, packed_logprobs
+from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
 from mooncake.base.rights import CredentialRole, client_id
 from mooncake.identity import Credential, issue, own_credential
 from mooncake.rpc.codec import encode, head_of

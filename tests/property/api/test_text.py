@@ -20,7 +20,13 @@ from mooncake.api.schema.fields import UNSUPPORTED_FIELDS
 from mooncake.api.schema.tokens import TokenizeRequest
 from mooncake.api.text.message_parser import Marker, find_markers
 from mooncake.api.text.stream import Detokenizer, StopMatcher
-from mooncake.base import GenerateRequest, InvalidRequest, SamplingParams, TokensEvent, pack_tokens
+from mooncake.base import (
+    GenerateRequest,
+    InvalidRequest,
+    RequestOutput,
+    SamplingParams,
+    pack_tokens,
+)
 from tests.support.api.server import tiny_tokenizer
 from tests.support.examples import examples
 
@@ -91,7 +97,9 @@ def test_answers_are_cut_the_same_at_every_grouping(
         choice = Choice(0, request, TOKENIZER, options, [])
         content, reasoning, calls = "", "", []
         for start, end in itertools.pairwise(bounds):
-            choice.feed(TokensEvent(request_id="r", start=start, tokens=tokens[start:end]))
+            choice.feed(
+                RequestOutput(request_id="r", attempt=0, start=start, tokens=tokens[start:end])
+            )
             delta = choice.take()
             content, reasoning = content + delta.text, reasoning + delta.reasoning
             for piece in delta.tool_calls:

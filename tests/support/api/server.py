@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from mooncake.api.app import create_app
-from mooncake.api.backend import Sink
 from mooncake.api.config import ApiConfig
 from mooncake.api.http.server import serve
 from mooncake.api.model import GenerationDefaults, ServedModel
@@ -20,10 +19,12 @@ from mooncake.base import (
     GenerateRequest,
     ModelSpec,
     OutputEvent,
+    RequestOutput,
+    Sink,
     TokenLogprobs,
-    TokensEvent,
     packed_logprobs,
 )
+from mooncake.base.request import NO_LOGPROBS
 
 SPECIAL_NAMES = {
     "[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4,
@@ -114,14 +115,15 @@ def answer(
     for start in range(0, len(tokens), group):
         part = tokens[start : start + group]
         events.append(
-            TokensEvent(
+            RequestOutput(
                 request_id=request.request_id,
+                attempt=0,
                 start=start,
                 tokens=part,
                 logprobs=None
                 if sampling.num_logprobs is None
                 else [logprobs_for(token, sampling.num_logprobs) for token in part],
-                prompt_logprobs=None
+                prompt_logprobs=NO_LOGPROBS
                 if sampling.num_prompt_logprobs is None or start
                 else packed_logprobs(
                     [

@@ -28,14 +28,14 @@ from mooncake.base import (
     SeededIds,
     StepOutputs,
     Tier,
-    TokensEvent,
     WorkerHello,
     WorkerLoad,
     WorkerRef,
     block_keys,
     pack_tokens,
 )
-from mooncake.base.messages import OWN_RELEASE, FinishInfo
+from mooncake.base.messages import OWN_RELEASE
+from mooncake.base.request import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
@@ -131,7 +131,7 @@ class Client:
 
     def __call__(self, event: OutputEvent) -> None:
         assert not self.finals, f"{event} after the final event"
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             assert event.start == len(self.tokens), "tokens out of order"
             self.tokens.extend(event.tokens)
         else:

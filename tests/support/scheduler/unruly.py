@@ -32,7 +32,7 @@ from mooncake.base import (
     WorkerRef,
     pack_tokens,
 )
-from mooncake.base.messages import FinishInfo
+from mooncake.base.request import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor

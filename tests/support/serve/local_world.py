@@ -16,9 +16,9 @@ from mooncake.base import (
     Grammar,
     KvLayout,
     OutputEvent,
+    RequestOutput,
     Role,
     SamplingParams,
-    TokensEvent,
     pack_tokens,
 )
 from mooncake.base.rights import CredentialRole
@@ -160,7 +160,7 @@ class LocalWorld:
         final: asyncio.Future[FinalEvent] = asyncio.get_running_loop().create_future()
 
         def sink(event: OutputEvent) -> None:
-            if isinstance(event, TokensEvent):
+            if isinstance(event, RequestOutput):
                 assert event.start == len(tokens)
                 tokens.extend(event.tokens)
                 if on_tokens is not None:

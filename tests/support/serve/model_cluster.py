@@ -17,10 +17,10 @@ from mooncake.base import (
     FinalEvent,
     GenerateRequest,
     OutputEvent,
+    RequestOutput,
     Role,
     SamplingParams,
     SeededIds,
-    TokensEvent,
     WorkerRef,
     pack_tokens,
 )
@@ -54,7 +54,7 @@ class Answer:
         """Return once so many tokens have come."""
         while len(self.tokens) < count:
             event = self._events.get(timeout=ANSWER_S)
-            assert isinstance(event, TokensEvent), f"ended too early: {event}"
+            assert isinstance(event, RequestOutput), f"ended too early: {event}"
             self.tokens += event.tokens
 
     def final(self) -> FinalEvent:

@@ -25,7 +25,7 @@ from mooncake.api.routes.responses import ResponsesRenderer
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.messages import MessagesRequest
 from mooncake.api.schema.responses import ResponsesRequest
-from mooncake.base import FinalEvent, GenerateRequest, OutputEvent, TokensEvent
+from mooncake.base import FinalEvent, GenerateRequest, OutputEvent, RequestOutput
 from tests.support.api.server import ScriptedBackend, answer, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -54,12 +54,13 @@ class Cut:
 
     def __call__(self, request: GenerateRequest) -> list[OutputEvent]:
         whole, final = answer(request, self.tokens, group=10**6, num_cached_tokens=3)
-        assert isinstance(whole, TokensEvent)
+        assert isinstance(whole, RequestOutput)
         assert isinstance(final, FinalEvent)
         borders = [0, *self.cuts, len(whole.tokens)]
         events: list[OutputEvent] = [
-            TokensEvent(
+            RequestOutput(
                 request_id=whole.request_id,
+                attempt=0,
                 start=begin,
                 tokens=whole.tokens[begin:end],
                 logprobs=None if whole.logprobs is None else whole.logprobs[begin:end],

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import cast
 
 import msgspec
 import pytest
@@ -20,10 +21,11 @@ from mooncake.base import (
     GenerateRequest,
     MonotonicClock,
     OutputEvent,
+    RequestOutput,
     SamplingParams,
-    TokensEvent,
     pack_tokens,
 )
+from mooncake.scheduler.gateway.gateway import Gateway
 
 
 async def generate(backend: Backend, request: GenerateRequest) -> AsyncIterator[OutputEvent]:
@@ -75,7 +77,7 @@ class RecordingMachine:
             raise ValueError("cannot take this")
         if event.text == "token":
             for request_id, sink in self._sinks.items():
-                sink(TokensEvent(request_id=request_id, start=0, tokens=[1]))
+                sink(RequestOutput(request_id=request_id, attempt=0, start=0, tokens=[1]))
         if event.text == "finish":
             for request_id in list(self._sinks):
                 self._end(request_id, FinishReason.STOP)
@@ -140,7 +142,8 @@ class PipeInbox:
 def run(test: Callable[[RecordingMachine, PipeInbox, GatewayBackend], object]) -> None:
     async def main() -> None:
         machine, inbox = RecordingMachine(), PipeInbox()
-        backend = GatewayBackend(machine, inbox, MonotonicClock(), metrics=lambda: b"m 1\n")
+        gateway = cast(Gateway, machine)
+        backend = GatewayBackend(gateway, inbox, MonotonicClock(), metrics=lambda: b"m 1\n")
         backend.start()
         try:
             await test(machine, inbox, backend)  # type: ignore[misc]
@@ -248,7 +251,7 @@ def test_events_of_a_request_are_iterated_to_its_end() -> None:
         events = generate(backend, request("r"))
         inbox.put("token", "finish")
         seen = [event async for event in events]
-        assert [type(event).__name__ for event in seen] == ["TokensEvent", "FinalEvent"]
+        assert [type(event).__name__ for event in seen] == ["RequestOutput", "FinalEvent"]
         assert "abort r" not in machine.told
 
     run(test)

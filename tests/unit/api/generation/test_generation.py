@@ -18,8 +18,8 @@ from mooncake.base import (
     InternalError,
     MooncakeError,
     OutputEvent,
+    RequestOutput,
     SamplingParams,
-    TokensEvent,
     Unavailable,
     pack_tokens,
 )
@@ -115,16 +115,16 @@ def test_special_tokens_show_only_when_asked() -> None:
 
 def test_repeated_tokens_of_a_second_attempt_are_dropped() -> None:
     it = choice(request())
-    it.feed(TokensEvent(request_id="r", start=0, tokens=[97, 98]))
-    it.feed(TokensEvent(request_id="r", start=0, tokens=[97, 98, 99]))
-    it.feed(TokensEvent(request_id="r", start=1, tokens=[98]))
+    it.feed(RequestOutput(request_id="r", attempt=0, start=0, tokens=[97, 98]))
+    it.feed(RequestOutput(request_id="r", attempt=0, start=0, tokens=[97, 98, 99]))
+    it.feed(RequestOutput(request_id="r", attempt=0, start=1, tokens=[98]))
     assert it.take().text == "abc"
 
 
 def test_lost_tokens_are_an_error() -> None:
     it = choice(request())
     with pytest.raises(InternalError, match="lost"):
-        it.feed(TokensEvent(request_id="r", start=1, tokens=[97]))
+        it.feed(RequestOutput(request_id="r", attempt=0, start=1, tokens=[97]))
 
 
 def final(name: str, reason: FinishReason, failure: Failure | None = None) -> FinalEvent:

@@ -17,8 +17,9 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import OWN_RELEASE, FinishInfo, GatewayNews, Release
+from mooncake.base.messages import OWN_RELEASE, GatewayNews, Release
 from mooncake.base.messages import Refused as RefusedMessage
+from mooncake.base.request import FinishInfo
 from mooncake.scheduler import membership_table
 from mooncake.scheduler.placement.admission import MAX_RETRY_S
 from mooncake.telemetry.events import Finished, Placed, Refused, WorkerJoined, WorkerLeft
@@ -219,7 +220,7 @@ def test_a_sink_may_abort_its_own_request(harness: Pair) -> None:
 
     harness.gateway.submit(request("r", max_tokens=2), sink, 0.0)
     harness.output(harness.p0, "r", 0, [1, 2], FinishReason.LENGTH)
-    assert [type(event).__name__ for event in seen] == ["TokensEvent", "FinalEvent"]
+    assert [type(event).__name__ for event in seen] == ["RequestOutput", "FinalEvent"]
     harness.close()
 
 

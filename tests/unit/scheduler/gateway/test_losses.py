@@ -15,7 +15,7 @@ from mooncake.base import (
     Welcome,
     WorkerRef,
 )
-from mooncake.base.messages import FinishInfo
+from mooncake.base.request import FinishInfo
 from mooncake.telemetry.events import Requeued, WorkerLeft
 from tests.support.scheduler.scheduling import (
     Pair,

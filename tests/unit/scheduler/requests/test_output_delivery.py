@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import FinishReason, OutputEvent, Role, TokensEvent
+from mooncake.base import FinishReason, OutputEvent, RequestOutput, Role
 from mooncake.scheduler.requests.output_delivery import MAX_HELD_GAPS
 from mooncake.telemetry.events import FirstToken
 from tests.support.scheduler.scheduling import Client, Pair, SchedulerHarness, request
@@ -154,7 +154,7 @@ class Leaver(Client):
 
     def __call__(self, event: OutputEvent) -> None:
         super().__call__(event)
-        if isinstance(event, TokensEvent):
+        if isinstance(event, RequestOutput):
             self._harness.gateway.abort(event.request_id, self._harness.now)
 
 

@@ -23,7 +23,7 @@ def record(name: str, priority: Priority, turn: float) -> RequestRecord:
         request=request(name, priority=priority),
         sink=Client(),
         accepted_s=0.0,
-        order=OutputOrder(name, 4),
+        order=OutputOrder(4),
         queue_position=QueuePosition((turn, priority.order)),
     )
 

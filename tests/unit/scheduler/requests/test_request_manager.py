@@ -21,7 +21,7 @@ from mooncake.base import (
     SeededIds,
     WorkerRef,
 )
-from mooncake.base.messages import FinishInfo
+from mooncake.base.request import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import draining
