@@ -9,6 +9,8 @@ PRESET    ?=
 MODEL     ?= $(if $(PRESET),checkpoints/$(PRESET))
 # Only needed where pip would otherwise bring torch's large CUDA build to a machine without a GPU.
 TORCH_INDEX ?=
+# Which triton is right, the torch that is installed says: one for GPUs asks for its own.
+TORCH_FOR := import importlib.metadata as m; print("gpu" if any(r.startswith("triton") for r in m.requires("torch")) else "cpu")
 
 # Worker processes share few cores: a waiting OpenMP thread must sleep, not spin. Nothing looks up a hub.
 export OMP_WAIT_POLICY := PASSIVE
@@ -35,13 +37,15 @@ help:
 install: $(STAMP)
 
 # torch goes in first and alone: resolved together with the rest, pip would look at every release of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "mooncake needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[api,ray,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-gpu.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --constraint constraints-$$($(BIN)/python -c '$(TORCH_FOR)').txt \
+	  --no-build-isolation --editable '.[api,ray,dev]'
 	@$(BIN)/python -m compileall -q mooncake kernels tests
 	@touch $@
 

@@ -156,7 +156,9 @@ def test_packages_export_sorted_names_and_do_nothing_else() -> None:
     assert problems == []
 
 
-@pytest.mark.parametrize("name", ["Makefile", "constraints.txt", "pyproject.toml", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["Makefile", "constraints.txt", "constraints-cpu.txt", "pyproject.toml", ".ci/run"]
+)
 def test_what_a_newcomer_starts_with_is_there(name: str) -> None:
     assert (ROOT / name).is_file()
 

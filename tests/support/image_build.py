@@ -1,13 +1,15 @@
 """`docker/Dockerfile` built and run without a registry: its steps in a file system of their own.
 
-This machine's programs stand in for the base image and for what apt brings, and the packages of
-this environment for what pip would download. What is ours is done as the file says: environment,
-constraints, package, the copy into the image, the bill of materials, the user, the entry point.
+This machine's programs stand in for the base image and for what apt brings, compilers only where
+the image is built, and those packages of this environment that the lock names for what pip would
+download. What is ours is done as the file says: the check of the base, environment, lock, package,
+what is compiled, the copy into the image, the bill of materials, the user, the entry point.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -30,6 +32,8 @@ SITE = Path(sysconfig.get_path("purelib"))
 BASE_PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = ("pip", "setuptools")
 """Which pip has to install into the image's environment itself: its own ones are older."""
+BASE = f"stand-in@sha256:{'0' * 64}"
+COMPILERS = ("c++*", "cc", "clang*", "cpp*", "g++*", "gcc*", "*-gnu-g++*", "*-gnu-gcc*")
 
 
 def why_not() -> str:
@@ -57,13 +61,27 @@ def write_context(folder: Path) -> None:
             shutil.copy2(source, target)
 
 
-def write_wheel(name: str, folder: Path) -> None:
-    """Pack an installed package of Python files again."""
+def write_wheel(name: str, folder: Path, locks: Path) -> None:
+    """Pack an installed package of Python files again, and have the locks name the result."""
     found = importlib.metadata.distribution(name)
-    with zipfile.ZipFile(folder / f"{name}-{found.version}-py3-none-any.whl", "w") as wheel:
+    packed = folder / f"{name}-{found.version}-py3-none-any.whl"
+    with zipfile.ZipFile(packed, "w") as wheel:
         for file in found.files or []:
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 wheel.write(file.locate(), str(file))
+    digest = hashlib.sha256(packed.read_bytes()).hexdigest()
+    for lock in locks.iterdir():
+        line = f"{name}=={found.version} --hash=sha256:"
+        lock.write_text(re.sub(rf"(?m)^{re.escape(line)}.*$", line + digest, lock.read_text()))
+
+
+def downloaded(lock: Path) -> list[str]:
+    """Return what packages that a lock names have in this environment's folder of packages, but for
+    the tools.
+    """
+    names = re.findall(r"^(\S+)==", lock.read_text(), re.MULTILINE)
+    files = (f for name in names if name not in TOOLS for f in importlib.metadata.files(name) or [])
+    return sorted({file.parts[0] for file in files} - {"..", "__pycache__"})
 
 
 class _Stage:
@@ -72,12 +90,14 @@ class _Stage:
     def __init__(self, name: str, folder: Path, context: Path, wheels: Path) -> None:
         self.root = folder / name / "root"
         self.environment = {"PATH": BASE_PATH}
+        self.arguments: dict[str, str] = {}
         self.words: dict[str, str] = {}
         """Of each instruction that says how the image is used."""
         self.lines: list[str] = []
         self._directory = "/"
         self._context = context
         self._wheels = wheels
+        self._name = name
         self._begin(folder / name)
         for instruction, words in steps()[name]:
             self._add(instruction, words, folder)
@@ -105,6 +125,10 @@ class _Stage:
             for parent in reversed(needed.parents):
                 self.lines.append(f"mkdir -p {root}{parent}; chmod a+x {root}{parent}")
             self.lines += [f"mkdir -p {root}{needed}", *self._bound(needed, str(needed))]
+        if not self._name.startswith("build"):
+            folders = (f"{root}/usr/bin", f"{root}/usr/local/bin")
+            places = (f"{folder}/{each}" for folder in folders for each in COMPILERS)
+            self.lines.append(f"rm -f {' '.join(places)}")
 
     def _bound(self, source: Path, target: str) -> list[str]:
         place = f"{self.root}{target}"
@@ -116,6 +140,9 @@ class _Stage:
 
     def _add(self, instruction: str, words: str, folder: Path) -> None:
         match instruction:
+            case "ARG":
+                name, _, value = words.partition("=")
+                self.arguments[name] = BASE if name == "BASE" else value
             case "ENV":
                 for pair in shlex.split(words):
                     name, _, value = pair.partition("=")
@@ -150,7 +177,8 @@ class _Stage:
             words = words[found.end() :]
             self.lines += self._bound(self._context / found[1], found[2])
             after = [f"umount {self.root}{found[2]}"]
-        given = {**self.environment, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/mnt"}
+        given = {**self.environment, **self.arguments}
+        given |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/mnt"}
         self.lines += [
             *self._bound(self._wheels, "/mnt"),
             f"echo {shlex.quote(f'RUN {words}')}",
@@ -160,8 +188,9 @@ class _Stage:
         ]
         if made := re.fullmatch(r"python -m venv (\S+)", words):
             version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-            place = f"{self.root}{made[1]}/lib/{version}/site-packages/downloaded.pth"
-            self.lines.append(f"echo {SITE} > {place}")
+            place = f"{self.root}{made[1]}/lib/{version}/site-packages"
+            lock = self._context / "docker" / "locks" / f"{self._name.removeprefix('build-')}.txt"
+            self.lines += [f"ln -s {SITE}/{each} {place}" for each in downloaded(lock)]
 
     def started(
         self, words: Sequence[str], environment: dict[str, str], directory: str,
@@ -189,7 +218,7 @@ class RunningImage:
             each.mkdir(parents=True)
         write_context(context)
         for each in TOOLS:
-            write_wheel(each, wheels)
+            write_wheel(each, wheels, context / "docker" / "locks")
         stages = [_Stage(each, layers, context, wheels) for each in (f"build-{name}", name)]
         self.image = image = stages[-1]
         user, group = image.words["USER"].split(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mooncake import __version__
+from tests.arch.test_images import TOP
 from tests.support.image_build import RunningImage, why_not
 
 pytestmark = [
@@ -20,7 +22,7 @@ pytestmark = [
 
 LIMIT_S = 240.0
 SERVE = (
-    "serve", "--colocated", "--device", "cpu", "--dtype", "float32", "--max-model-len", "256",
+    "serve", "--colocated", "--device", "cpu", "--dtype", "bfloat16", "--max-model-len", "256",
     "--kv-cache-memory-bytes", "16MiB",
 )  # fmt: skip
 """k2-demo, which is in the package."""
@@ -31,6 +33,15 @@ ask = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(
                              {"Content-Type": "application/json"})
 print(json.load(urllib.request.urlopen(ask, timeout=50))["usage"]["completion_tokens"])
 """
+
+
+NATIVE = "from mooncake_kernels.native import build; print(build.used())"
+
+
+def locked(name: str) -> str:
+    """Return the hash of a package in the lock of the image."""
+    text = (TOP / "docker" / "locks" / "cpu.txt").read_text()
+    return re.search(rf"(?m)^{name}==\S+ --hash=sha256:(\w+)$", text)[1]
 
 
 def wait_for(holds: Callable[[], bool], image: RunningImage) -> None:
@@ -55,9 +66,20 @@ def test_the_image_is_built_and_answers_as_its_user_on_a_read_only_root(tmp_path
         where = image.run("python", "-c", "import mooncake; print(mooncake.__file__)").stdout
         assert where.startswith("/opt/mooncake/lib/")
         assert not image.run("ls", "/src").stdout, "nothing of the build is in it"
+        code = image.run("python", "-c", NATIVE).stdout.strip()
+        assert code.startswith("shipped as /opt/mooncake/lib/")
+        assert f"native code: {code}" in image.log.read_text(), "what serves loads it, too"
+        there = image.run("sh", "-c", "command -v cc c++ gcc g++ clang pip; ls /opt/mooncake/bin")
+        assert not {"gcc", "g++", "cc", "c++", "pip", "pip3"} & set(
+            re.split(r"[\s/]", there.stdout)
+        )
         bill = json.loads(image.run("cat", "/opt/mooncake/bill-of-materials.json").stdout)
         assert bill["metadata"]["component"]["version"] == __version__
-        kinds = {each["purl"].split("/")[0] for each in bill["components"]}
-        assert kinds == {"pkg:pypi", "pkg:deb"}
-        assert {"torch", "ray", "g++"} <= {each["name"] for each in bill["components"]}
+        kinds = {each.get("purl", "file").split("/")[0] for each in bill["components"]}
+        assert kinds == {"pkg:pypi", "pkg:deb", "file"}
+        hashes = {each["name"]: each.get("hashes") for each in bill["components"]}
+        assert hashes["torch"] == [{"alg": "SHA-256", "content": locked("torch")}]
+        [file] = [name for name in hashes if name == code.removeprefix("shipped as ").split(",")[0]]
+        digest = image.run("sha256sum", file).stdout.split()[0]
+        assert hashes[file] == [{"alg": "SHA-256", "content": digest}]
         assert image.stop() == 0
