@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from mooncake.base.messages import (
     AbortTask,
+    AskCluster,
     BlockEvents,
     BlocksPushed,
+    ClusterTold,
     DecodeTask,
     DoubtPeers,
     Drain,
@@ -60,6 +62,6 @@ AnyMessage = (
     | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | SetPins | AskPool
     | BlocksFound | BlocksRemoved | PinsSet | PoolState
     | FindReplicas | ReplicasFound | FindHomes | HomesFound | TakeOver | TakenOver
-    | StopPrefetch | DescribeBlocks | BlocksDescribed | ForgetBlocks
+    | StopPrefetch | DescribeBlocks | BlocksDescribed | ForgetBlocks | AskCluster | ClusterTold
 )  # fmt: skip
 """The tagged union that travels on a channel."""

@@ -341,6 +341,20 @@ class Refused(Answer, frozen=True, tag="refused"):
     reason: str
 
 
+class AskCluster(Message, frozen=True, tag="ask_cluster"):
+    """Ask a gateway what a process must know to join; answered by `ClusterTold`."""
+
+    asker: WorkerRef
+    ticket: int
+
+
+class ClusterTold(Answer, frozen=True, tag="cluster_told"):
+    """What a gateway was told of its cluster, or decides of it."""
+
+    facts: bytes
+    """For those who start processes; no machine reads them."""
+
+
 class WhoAreYou(Message, frozen=True, tag="who"):
     """The gateway has restarted and does not know the sender of a message: send a hello again."""
 

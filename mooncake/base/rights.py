@@ -47,9 +47,9 @@ SENDERS: dict[type[m.Message], frozenset[CredentialRole]] = {
         )),
         ((_G,), (
             m.GatewayNews, m.PeersHeard, m.Welcome, m.WhoAreYou, m.PrefillTask, m.DecodeTask,
-            m.AbortTask, m.Prefetch, m.StopPrefetch, p.HomesFound, p.ReplicasFound,
+            m.AbortTask, m.Prefetch, m.StopPrefetch, m.ClusterTold, p.HomesFound, p.ReplicasFound,
         )),
-        ((_W, _G), (m.DoubtPeers, m.Refused)),
+        ((_W, _G), (m.DoubtPeers, m.Refused, m.AskCluster)),
         ((_W, _C), (m.PutStart, m.PutEnd, m.PinBlocks, m.Unpin)),
         ((_G, _C), (p.RemoveBlocks,)),
         ((_G, _O), (m.Drain,)),

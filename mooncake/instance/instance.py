@@ -68,6 +68,8 @@ class InstancePorts(msgspec.Struct, frozen=True):
     """What of the engine's pages lies in `pages`; None: all of them."""
     followers: Sequence[RankPages] = ()
     """The pages of the other ranks, where each has a memory of its own."""
+    seeds: Sequence[str] = ()
+    """See `Membership`."""
 
 
 class Instance:
@@ -119,6 +121,7 @@ class Instance:
             Tier.HBM,
             self.pool.inventory,
             config.report_interval_s,
+            ports.seeds,
         )
         self.kept_settings = KeptSettings()
         self._outputs: dict[str, list[RequestOutput]] = {}

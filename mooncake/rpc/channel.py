@@ -7,10 +7,20 @@ nothing here retries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from mooncake.base.any_message import AnyMessage
+
+
+class PeerEnded(msgspec.Struct, frozen=True):
+    """The process at an address has ended: its connection was closed, and the kernel of its machine
+    says that nobody listens there any more. Never sent; a channel that was asked to gives it.
+    """
+
+    address: str
 
 
 class Channel(Protocol):
@@ -33,7 +43,7 @@ class PolledChannel(Channel, Protocol):
     def fileno(self) -> int:
         """Return a descriptor that is readable when a message has arrived."""
 
-    def receive(self) -> list[AnyMessage]:
+    def receive(self) -> Sequence[AnyMessage | PeerEnded]:
         """Return the messages that have arrived, oldest first, without waiting."""
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ Pure: messages and `now` in, messages out through the channel. All worker roles 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,6 +35,8 @@ HELLO_RETRY_S = 0.5
 MAX_SAMPLES = 64
 ANSWER_S = 3.0
 """A suspected gateway is given up when it answers no hello within this time."""
+SEED_S = 5.0
+"""So often addresses are tried at which no known gateway is."""
 MAX_GATEWAYS = 64
 """With more gateways than this, the one known for longest is dropped."""
 
@@ -75,11 +77,17 @@ class Membership:
         tier: Tier,
         inventory: Callable[[], list[BlockKey]],
         report_interval_s: float,
+        seeds: Sequence[str] = (),
     ) -> None:
+        """`seeds`: addresses at which gateways may be found at any time, also a gateway that has
+        moved: names in them are resolved anew with each connection.
+        """
         self._hello = msgspec.structs.replace(hello, release=OWN_RELEASE)
         self._channel = channel
         self._gateways = {"": _Gateway(gateway_address)}
         """By id; the first one has the id "" until it has sent its own."""
+        self._seeds = seeds
+        self._next_seeds_s = float("-inf")
         self._tier = tier
         self._inventories = {tier: inventory}
         self._report_interval_s = report_interval_s
@@ -210,7 +218,27 @@ class Membership:
             else:
                 gateway.next_s = now + HELLO_RETRY_S
                 self._send(gateway, self._hello)
-        return min(gateway.next_s for gateway in self._gateways.values())
+        due = [gateway.next_s for gateway in self._gateways.values()]
+        if self._seeds:
+            self._try_seeds(now, load if report is None else lambda: report)
+            due.append(self._next_seeds_s)
+        return min(due)
+
+    def _try_seeds(self, now: float, load: Callable[[], WorkerLoad]) -> None:
+        """Be found by gateways that nobody has named. One that knows this worker takes a report and
+        answers nothing; another one asks for its hello.
+        """
+        if now < self._next_seeds_s:
+            return
+        self._next_seeds_s = now + (SEED_S if self.welcomed else HELLO_RETRY_S)
+        known = {gateway.address for gateway in self._gateways.values()}
+        for seed in self._seeds:
+            if seed in known:
+                continue
+            if self.welcomed:
+                self._channel.send(seed, LoadReport(worker=self.worker, load=load()))
+            else:
+                self._channel.send(seed, self._hello)
 
     def _give_up(self, now: float) -> None:
         for gateway_id, gateway in list(self._gateways.items()):

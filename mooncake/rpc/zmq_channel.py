@@ -32,6 +32,7 @@ from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
 from mooncake.base.messages import Refused, StepOutputs
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, Credential, check_certificate
+from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import (
     MAX_MESSAGE_BYTES,
     UnknownMessage,
@@ -40,6 +41,7 @@ from mooncake.rpc.codec import (
     encode,
     head_of,
 )
+from mooncake.rpc.ended_peers import EndedPeers
 
 _LOG = logging.getLogger(__name__)
 _MAX_PER_RECEIVE = 4096
@@ -107,14 +109,15 @@ class ZmqChannel:
         ports: tuple[int, int] | None = None,
         is_typed: bool = False,
         advertise_host: str | None = None,
+        tells_ends: bool = False,
         limits: ZmqLimits | None = None,
         clock: Clock | None = None,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         """Bind the first that is free of `ports`, given as first and last; None: any free one.
         `advertise_host` is what peers connect to (needed when `bind_host` is a wildcard).
-        `is_typed`: people write the address somewhere, without a key. Certificates expire by
-        `unix_time`.
+        `is_typed`: people write the address somewhere, without a key. `tells_ends`: `receive` tells
+        of peers whose process has ended. Certificates expire by `unix_time`.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -153,6 +156,7 @@ class ZmqChannel:
         self._ready.register(self._doorbell.FD, select.EPOLLIN)
         self._ready.register(self._connections.fileno(), select.EPOLLIN)
         self._ready.register(self._again_fd, select.EPOLLIN)
+        self._ended = EndedPeers(self._ready) if tells_ends else None
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
 
@@ -239,6 +243,7 @@ class ZmqChannel:
             socket.setsockopt(zmq.SNDHWM, self._limits.queue_messages)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)  # names are resolved anew then
             socket.setsockopt(zmq.IPV6, int("[" in address))
             socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(peer_key))
             own_key = self._credential.certificate.channel_key
@@ -267,11 +272,11 @@ class ZmqChannel:
         """Return a descriptor that is readable when `receive` may return messages."""
         return self._ready.fileno()
 
-    def receive(self) -> list[AnyMessage]:
+    def receive(self) -> list[AnyMessage | PeerEnded]:
         """Return the arrived messages, oldest first, without waiting; malformed
         ones are counted.
         """
-        messages: list[AnyMessage] = []
+        messages: list[AnyMessage | PeerEnded] = []
         if self._closed:
             return messages
         with contextlib.suppress(BlockingIOError):
@@ -294,6 +299,13 @@ class ZmqChannel:
         else:
             os.eventfd_write(self._again_fd, 1)
         self.counters.num_received += len(messages)
+        if self._ended is not None:
+            for key in self._connections.take_closed():
+                with self._lock:
+                    addresses = [each for each in self._peers if each.endswith(f"#{key}")]
+                for address in addresses:
+                    self._ended.ask(address)
+            messages += [PeerEnded(address) for address in self._ended.look()]
         with self._lock:
             self._forget_idle(self._clock.now())
         return messages
@@ -373,6 +385,8 @@ class ZmqChannel:
             for peer in self._peers.values():
                 peer.socket.close()
             self._peers.clear()
+        if self._ended is not None:
+            self._ended.close()
         self._ready.close()
         os.close(self._again_fd)
         self._connections.close()
@@ -393,6 +407,7 @@ class _Connections:
         self._of: dict[str, dict[int, None]] = {}
         """By the key that they have proven."""
         self._key: dict[int, str] = {}
+        self._closed: list[str] = []
         self._events = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.setsockopt(zmq.RCVHWM, 0)  # the sender is ZeroMQ's thread: it must not wait
@@ -426,6 +441,11 @@ class _Connections:
             if not self._of[key]:
                 del self._of[key]
 
+    def take_closed(self) -> list[str]:
+        """Return the keys of the proven connections that were closed since the last call."""
+        closed, self._closed = self._closed, []
+        return closed
+
     def look(self, port: int) -> None:
         """Take in what ZeroMQ tells, and hang up the oldest where there are too many; `port` is
         that of the bound socket.
@@ -433,6 +453,8 @@ class _Connections:
         with contextlib.suppress(zmq.Again):
             while True:
                 told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+                if (key := self._key.get(told["value"])) is not None:
+                    self._closed = [*self._closed, key][-_MAX_KNOWN:]
                 self._forget(told["value"])
                 if told["event"] == zmq.EVENT_ACCEPTED:
                     self._strangers[told["value"]] = None

@@ -84,6 +84,11 @@ class MembershipTable:
         """Return a live worker, or None."""
         return self._members.get(worker_id)
 
+    def at(self, address: str) -> list[str]:
+        """Return the live workers that are reached at an address."""
+        refs = [member.hello.worker for member in self._members.values()]
+        return [ref.worker_id for ref in refs if ref.address == address]
+
     def note_alive(self, worker: WorkerRef, now: float) -> bool:
         """Record a message of a worker. Returns False when it is not a live member: the message
         must be ignored then.

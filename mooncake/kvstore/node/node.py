@@ -8,7 +8,7 @@ and write the registered arena themselves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -56,9 +56,10 @@ class KvNode:
         transfer: Transfer,
         gateway_address: str,
         disks: Disks | None = None,
+        seeds: Sequence[str] = (),
     ) -> None:
         """Allocate the arena and start to scan the disks. `num_blocks` and `block_bytes` of `hello`
-        are filled in here.
+        are filled in here. `seeds`: see `Membership`.
 
         Raises:
             ConfigError: the byte limit of DRAM holds no block.
@@ -73,8 +74,9 @@ class KvNode:
         transfer.guard(self.region)
         dram = DramTier(config, num_blocks, layout.block_bytes)
         self._membership = Membership(
-            hello, channel, gateway_address, Tier.DRAM, dram.stored_keys, config.report_interval_s
-        )
+            hello, channel, gateway_address, Tier.DRAM, dram.stored_keys, config.report_interval_s,
+            seeds,
+        )  # fmt: skip
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         ports = NodePorts(
             config, layout, channel, transfer, self.region, self._membership, self._counters

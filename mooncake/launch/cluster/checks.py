@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.api.http.server import check_tls
-from mooncake.base import ConfigError, Role
+from mooncake.base import Role
 from mooncake.launch.cluster.gateway_process import api_config
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
@@ -11,8 +11,6 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.pool_node.disks import check_disks
-
-WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def ray_environment(config: ServeConfig) -> dict[str, str]:
@@ -48,11 +46,6 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
     tls = api_config(config).tls
     if tls is not None:
         check_tls(tls)
-    if config.role == "kvstore" and not config.joins_by_ray and config.bind_host in WILDCARDS:
-        raise ConfigError(
-            f"bind-host: {config.bind_host} is no address that clients could connect to; name one "
-            "of this machine"
-        )
     if config.ray_address is None:  # else workers may run on other machines
         for worker in cluster_workers(config, plan, "", "", machine_facts.host_name()):
             for files in (worker.health.tls, worker.admin.tls if worker.admin else None):

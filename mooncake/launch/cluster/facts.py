@@ -1,5 +1,6 @@
 """What a process must know to join a cluster, sealed by the cluster's first process, and how a
-gateway asks that process for it over HTTP. Ray keeps the same for workers (`ray_cluster`).
+gateway asks that process for it over HTTP. Ray keeps the same for workers (`ray_cluster`); without
+Ray gateways tell it by message (`seeds`).
 
 Stateless. Nothing of Ray: a gateway that joins by URL needs neither Ray nor its token.
 """
@@ -54,10 +55,15 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the model in the API."""
 
 
+def encode_facts(facts: ClusterFacts) -> bytes:
+    """Return the facts without the secret, as gateways tell them by message."""
+    facts = msgspec.structs.replace(facts, worker=without_secret(facts.worker))
+    return msgspec.msgpack.encode(facts)
+
+
 def sealed_facts(facts: ClusterFacts, credential: Credential) -> bytes:
     """Return the facts without the secret, signed by a gateway's credential."""
-    facts = msgspec.structs.replace(facts, worker=without_secret(facts.worker))
-    return seal(msgspec.msgpack.encode(facts), credential, SEAL)
+    return seal(encode_facts(facts), credential, SEAL)
 
 
 def without_secret(settings: WorkerSettings) -> WorkerSettings:

@@ -1,7 +1,8 @@
-"""One more gateway of a cluster that others look after: `mooncake serve --role gateway --join`.
+"""A gateway that looks after no worker: `mooncake serve --role gateway`.
 
-Learns from the cluster's first process, by HTTP or from Ray's store, where the cluster is and how
-it places requests; from then on it needs only the workers and the other gateways, and takes no part
+One that joins learns where the cluster is and how it places requests from another gateway, from the
+cluster's first process by HTTP, or from Ray's store. One whose address others join decides it by
+its own settings. From then on it needs only the workers and the other gateways, and takes no part
 in Ray. Owns no worker.
 """
 
@@ -11,12 +12,16 @@ import dataclasses
 from collections.abc import Mapping
 from functools import partial
 
-from mooncake.base import CheckpointError, SystemIds
+import msgspec
+
+from mooncake.base import CheckpointError, ConfigError, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.facts import facts_from, when_up
+from mooncake.launch.cluster.facts import ClusterFacts, encode_facts, facts_from, when_up
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
+from mooncake.launch.cluster.seeds import facts_of_seeds
+from mooncake.launch.cluster.workers import own_facts
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
@@ -33,56 +38,85 @@ class JoinedCluster:
     """The cluster behind a gateway that joins it (see `serve.Workers`)."""
 
     def __init__(self, config: ServeConfig) -> None:
-        """Ask for the facts of the cluster at `config.join`; `config` and `plan` are complete then.
+        """Ask for the facts of the cluster at `config.join`, unless `config` decides them; `config`
+        and `plan` are complete then.
 
         Raises:
             MooncakeError: there is no cluster, or its model is not here.
         """
-        assert config.join is not None
-        address = config.join
-        if config.joins_by_url:
-            self._credential = credential = own_credential(
-                str(config.cluster_secret), CredentialRole.GATEWAY
-            )
-            ask = partial(facts_from, address, credential, config.join_ca_certs)
+        num_cores = machine_facts.num_cores()
+        if config.is_seed:
+            self._credential = own_credential(str(config.cluster_secret), CredentialRole.GATEWAY)
+            self.config, self.plan = config, make_plan(config, num_cores)
+            self._facts = own_facts(config, self.plan, "")
         else:
-            from mooncake.launch.cluster import ray_cluster
-
-            secret = ray_cluster.cluster_secret(address, config.cluster_secret)
-            self._credential = credential = own_credential(secret, CredentialRole.GATEWAY)
-            ask = partial(ray_cluster.facts_at, address, credential)
-        self._facts = facts = when_up(ask, config.join_timeout)
-        self._following = SecretFollower(config.cluster_secret_file, credential.renew)
-        worker = facts.worker
-        self.config = dataclasses.replace(
-            config,
-            model=config.model or worker.model,
-            served_model_name=config.served_model_name or tuple(facts.names),
-            dtype=worker.dtype,
-            device="cpu",
-            block_size=worker.layout.block_tokens,
-            max_model_len=worker.engine.max_model_len,
-        )
-        plan = make_plan(self.config, machine_facts.num_cores())
-        if plan.model.revision != worker.weights_revision:
-            raise CheckpointError(
-                f"{self.config.model} holds other weights (revision {plan.model.revision}) than "
-                f"those of the cluster ({worker.weights_revision})"
+            self._facts = facts = self._ask(config)
+            worker = facts.worker
+            self.config = dataclasses.replace(
+                config,
+                model=config.model or worker.model,
+                served_model_name=config.served_model_name or tuple(facts.names),
+                dtype=worker.dtype,
+                device="cpu",
+                block_size=worker.layout.block_tokens,
+                max_model_len=worker.engine.max_model_len,
             )
-        self.plan = dataclasses.replace(plan, scheduler=facts.scheduler)
-        self.gateway_id = f"{GATEWAY_ID}-{machine_facts.host_name()}-{SystemIds().hex(3)}"
+            plan = make_plan(self.config, num_cores)
+            if plan.model.revision != worker.weights_revision:
+                raise CheckpointError(
+                    f"{self.config.model} holds other weights (revision {plan.model.revision}) "
+                    f"than those of the cluster ({worker.weights_revision})"
+                )
+            self.plan = dataclasses.replace(plan, scheduler=facts.scheduler)
+        self._following = SecretFollower(config.cluster_secret_file, self._credential.renew)
+        own = machine_facts.host_name() if config.node_id is None else config.node_id
+        # One at a fixed port comes back under its name.
+        self.gateway_id = f"{GATEWAY_ID}-{own}-{config.join_port or SystemIds().hex(3)}"
         self._gateway_process: GatewayProcess | None = None
         self._num_alone = 0
 
+    def _ask(self, config: ServeConfig) -> ClusterFacts:
+        """Ask for the facts, with a credential that is this gateway's from then on."""
+        assert config.join is not None
+        address = config.join
+        if config.joins_by_ray:
+            from mooncake.launch.cluster import ray_cluster
+
+            secret = ray_cluster.cluster_secret(address, config.cluster_secret)
+        else:
+            secret = str(config.cluster_secret)
+        self._credential = credential = own_credential(secret, CredentialRole.GATEWAY)
+        if config.seeds:
+            return facts_of_seeds(config, credential)
+        if config.joins_by_url:
+            ask = partial(facts_from, address, credential, config.join_ca_certs)
+        else:
+            ask = partial(ray_cluster.facts_at, address, credential)
+        return when_up(ask, config.join_timeout)
+
     def open(self) -> GatewayProcess:
-        """Return the gateway, which meets workers and other gateways once it is driven."""
+        """Return the gateway, which meets workers and other gateways once it is driven.
+
+        Raises:
+            ConfigError: the address cannot be bound, or not be joined by this credential.
+        """
+        config, port = self.config, self.config.join_port
+        if port and self._credential.listening_seed is None:
+            raise ConfigError(
+                "join-port: who joins here knows the cluster secret alone, and this gateway only "
+                "has a credential: leave the port out, or give the secret"
+            )
         channel = ZmqChannel(
-            self.config.bind_host, credential=self._credential, ports=self.config.bind_ports
-        )
-        self._gateway_process = GatewayProcess(
-            self.plan, channel, self.config.names[0],
-            gateway_id=self.gateway_id, peers=[self._facts.gateway_address],
+            config.bind_host, credential=self._credential, is_typed=bool(port), tells_ends=True,
+            ports=(port, port) if port else config.bind_ports,
         )  # fmt: skip
+        told = self._facts.gateway_address
+        self._gateway_process = GatewayProcess(
+            self.plan, channel, config.names[0], gateway_id=self.gateway_id,
+            peers=[*config.seeds, *([told] if told else [])],
+        )  # fmt: skip
+        facts = msgspec.structs.replace(self._facts, gateway_address=channel.address)
+        self._gateway_process.gateway.facts = encode_facts(facts)
         return self._gateway_process
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
@@ -103,6 +137,8 @@ class JoinedCluster:
         start this gateway again, and it joins the cluster that took the place.
         """
         assert self._gateway_process is not None
+        if self.config.is_seed:
+            return ""  # others come to it
         status = self._gateway_process.status()
         others = any(gateway.state == "up" for gateway in status.gateways[1:])
         self._num_alone = 0 if status.workers or others else self._num_alone + 1

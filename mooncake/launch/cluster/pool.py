@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import sys
 import threading
 
@@ -24,13 +23,14 @@ from mooncake.identity import own_credential
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
+from mooncake.launch.cluster.facts import encode_facts
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID
-from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.cluster.lone_worker import run_worker
+from mooncake.launch.cluster.workers import cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
@@ -48,13 +48,13 @@ class Registry:
     """Who belongs to the pool, in a thread of its own. `close` it after all that use it."""
 
     def __init__(self, config: ServeConfig, plan: ServePlan, secret: str) -> None:
-        """Raises ConfigError when `pool_port` is taken, or `bind_host` is not ours."""
-        machine_facts.check_port(config.bind_host, config.pool_port, "bind-host", "pool-port")
+        """Raises ConfigError when `join_port` is taken, or `bind_host` is not ours."""
+        machine_facts.check_port(config.bind_host, config.join_port, "bind-host", "join-port")
         ids = SystemIds()
         credential = own_credential(secret, CredentialRole.GATEWAY, name="registry")
-        ports = (config.pool_port, config.pool_port) if config.pool_port else config.bind_ports
+        ports = (config.join_port, config.join_port) if config.join_port else config.bind_ports
         self._channel = ZmqChannel(
-            config.bind_host, credential=credential, ports=ports, is_typed=True
+            config.bind_host, credential=credential, ports=ports, is_typed=True, tells_ends=True
         )
         ref = WorkerRef(GATEWAY_ID, ids.hex(8), self._channel.address)
         gateway = Gateway(
@@ -62,6 +62,7 @@ class Registry:
             Recorders(Metrics("pool")),
         )  # fmt: skip
         self.address = ref.address
+        gateway.facts = encode_facts(own_facts(config, plan, ref.address))
         self._driver = Driver(gateway, self._channel, own=ref)
         self._thread = threading.Thread(target=self._drive, name="registry", daemon=True)
         self._thread.start()
@@ -92,7 +93,7 @@ def serve_alone(config: ServeConfig) -> int:
     check_start(config, plan)
     configure_logging("pool", sys.stderr, level=config.log_level, form=config.log_format)
     registry = Registry(config, plan, str(config.cluster_secret)) if config.join is None else None
-    address = registry.address if registry is not None else str(config.join)
+    address = registry.address if registry is not None else config.seeds[0]
     node_id = config.node_id or machine_facts.host_name()
     try:
         with contextlib.closing(node_lock.lock_name(f"kvstore-{node_id}", node_id, address)):
@@ -104,7 +105,6 @@ def serve_alone(config: ServeConfig) -> int:
 
 
 def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> None:
-    end_with_vital_threads()
     secret, host = str(config.cluster_secret), machine_facts.host_name()
     [settings] = cluster_workers(config, plan, gateway_address, secret, host)
     settings = msgspec.structs.replace(settings, worker_id=f"kvstore-{settings.node_id}")
@@ -112,26 +112,11 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
     worker: process.Worker | None = None
     watch: node_lock.JoinWatch | None = None
 
-    def leave(leaving: process.Worker, limit_s: float) -> None:
-        if limit_s:
-            say("draining; Ctrl-C again ends it at once")
-        leaving.leave(limit_s)
-
     def say(words: str) -> None:
         console.print(words, soft_wrap=True, highlight=False)
 
     def started(begun: process.Worker) -> None:
         nonlocal worker, watch
-
-        def on_signal(*_: object) -> None:
-            # A second signal ends what the first has begun to finish.
-            limits_s.append(0.0)
-            # Not here: the interrupted loop may hold the lock that it takes.
-            threading.Thread(target=leave, args=(begun, limits_s.pop(0)), daemon=True).start()
-
-        limits_s = [config.shutdown_timeout]
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
         say(f"{settings.worker_id} (pid {os.getpid()}) has a {report.holdings(plan, Role.KVSTORE)}")
         say(f"clients and other nodes: {gateway_address}")
         say(f"pool node at {begun.admin_url} - Ctrl-C drains and stops")
@@ -139,10 +124,7 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
         watch = node_lock.JoinWatch(begun.driver, settings.worker_id, gateway_address)
 
     try:
-        process.run(
-            settings, progress=process.no_progress, started=started,
-            secret_file=config.cluster_secret_file,
-        )  # fmt: skip
+        run_worker(config, settings, process.no_progress, started)
     finally:
         if watch is not None:
             watch.close()

@@ -5,30 +5,28 @@ Owns the supervisor; Ray itself is `ray_cluster`'s.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-import msgspec
 from rich.console import Console
 
-from mooncake.base import MooncakeError, SystemIds
+from mooncake.base import MooncakeError
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.launch.cluster import own_raylet, ray_cluster, report
 from mooncake.launch.cluster.facts import (
-    ClusterFacts,
-    NotUp,
+    encode_facts,
     facts_routes,
     sealed_facts,
     when_up,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.workers import cluster_workers
-from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.cluster.joining import await_stages, joining_worker
+from mooncake.launch.cluster.workers import cluster_workers, own_facts
+from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
@@ -36,8 +34,6 @@ from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
-from mooncake.launch.worker.far_ranks import FarStages
-from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.health import Vitals
 
 
@@ -128,13 +124,8 @@ class RayWorkers:
         host = machine_facts.host_name()
         own_address = gateway_process.channel.address
         settings = cluster_workers(config, plan, own_address, self._secret, host)
-        any_engine = dataclasses.replace(plan, num_decodes=1)
-        facts = ClusterFacts(
-            gateway_address=own_address,
-            worker=cluster_workers(config, any_engine, own_address, self._secret, host)[-1],
-            scheduler=plan.scheduler,
-            names=list(config.names),
-        )
+        facts = own_facts(config, plan, own_address)
+        gateway_process.gateway.facts = encode_facts(facts)
         own_file = secret_file(self._join_address)
 
         def tell() -> None:
@@ -224,8 +215,8 @@ def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
         facts = when_up(
             lambda: ray_cluster.read_facts(credential), config.join_timeout, asked_to_stop
         )
-        settings = _joining(config, facts, secret)
-        _await_stages(settings, credential, config.join_timeout, asked_to_stop)
+        settings = joining_worker(config, facts, secret)
+        await_stages(settings, credential, config.join_timeout, asked_to_stop)
         write_private(own_file, secret)
         following = SecretFollower(
             config.cluster_secret_file, lambda given: write_private(own_file, given)
@@ -248,55 +239,3 @@ def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
         if raylet is not None:
             raylet.close()
     return 0
-
-
-def _await_stages(
-    settings: WorkerSettings, credential: Credential, limit_s: float, stop: threading.Event
-) -> None:
-    """Wait until the machines that compute a worker's stages are up.
-
-    Raises:
-        NotUp: one is not.
-        MooncakeError: one is not of this cluster.
-    """
-    far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
-
-    def ask() -> None:
-        try:
-            far.greet()
-        except OSError as error:
-            raise NotUp(str(error)) from error
-
-    when_up(ask, limit_s, stop)
-
-
-def _joining(config: ServeConfig, facts: ClusterFacts, secret: str) -> WorkerSettings:
-    """Return the settings of a worker that joins: the cluster's model and limits, our machine."""
-    assert config.role is not None
-    template = facts.worker
-    model = config.model or template.model
-    local = dataclasses.replace(
-        config, model=model, dtype=template.dtype, block_size=template.layout.block_tokens,
-        max_model_len=template.engine.max_model_len,
-    )  # fmt: skip
-    plan = make_plan(local, machine_facts.num_cores())
-    check_memory(plan, machine_facts.available_bytes())
-    host = machine_facts.host_name()
-    [own] = cluster_workers(local, plan, facts.gateway_address, secret, host)
-    return msgspec.structs.replace(
-        own,
-        worker_id=f"{config.role}-{host}-{SystemIds().hex(3)}",
-        dtype=template.dtype,
-        weights_revision=template.weights_revision,
-        layout=template.layout,
-        expert_group=template.expert_group,
-        options=msgspec.structs.replace(
-            template.options, device=own.options.device, shape=plan.options.shape,
-            rank_backend=template.options.rank_backend
-            if config.rank_backend == "auto"
-            else config.rank_backend,
-            measure_pages=own.options.measure_pages,
-            gpu_memory_utilization=own.options.gpu_memory_utilization,
-            weights_key=own.options.weights_key,
-        ),
-    )  # fmt: skip

@@ -107,6 +107,10 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     if config.joins_by_ray:
         return _join(config, forks)
     if config.role is not None:
+        if config.seeds and not (config.role == "kvstore" and config.model):
+            from mooncake.launch.cluster import lone_worker
+
+            return lone_worker.serve_worker(config)
         from mooncake.launch.cluster import pool
 
         return pool.serve_alone(config)
@@ -121,7 +125,7 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
 
 
 def _serve_joined(config: ServeConfig) -> int:
-    """Be one more gateway of a running cluster."""
+    """Be a gateway that looks after no worker."""
     if config.joins_by_ray:
         environment.prepare_ray(config.bind_host, ray_environment(config))
     from mooncake.launch.cluster.joined_gateway import JoinedCluster
@@ -173,7 +177,9 @@ def _make(
 
     secret = config.cluster_secret or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
-    channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
+    channel = ZmqChannel(
+        config.bind_host, credential=credential, ports=config.bind_ports, tells_ends=True
+    )
     return RayWorkers(config, plan, secret, credential, forks), GatewayProcess(
         plan, channel, config.names[0], ids=ids, has_api=not config.headless
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -13,6 +14,7 @@ from mooncake.base import ConfigError, Role
 from mooncake.crypto.keys import KeySource
 from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch.cluster.facts import ClusterFacts
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -56,6 +58,7 @@ def cluster_workers(
             bind_host=config.bind_host,
             bind_ports=config.bind_ports,
             gateway_address=gateway_address,
+            seeds=list(config.seeds),
             cluster_secret=cluster_secret,
             transfer_protocols=list(choose_protocols(config.transport, config.transfer_protection)),
             transfer_protection=config.transfer_protection,
@@ -86,6 +89,19 @@ def cluster_workers(
         for role, number in counts.items()
         for index in range(number)
     ]
+
+
+def own_facts(config: ServeConfig, plan: ServePlan, address: str) -> ClusterFacts:
+    """Return what those who join the gateway at `address` must know, where this process decides
+    it.
+    """
+    engine = dataclasses.replace(plan, num_prefills=0, num_decodes=1, num_kvstores=0)
+    return ClusterFacts(
+        gateway_address=address,
+        worker=cluster_workers(config, engine, address, "", machine_facts.host_name())[0],
+        scheduler=plan.scheduler,
+        names=list(config.names),
+    )
 
 
 def _expert_group(

@@ -22,6 +22,9 @@ from mooncake.launch.host.environment import is_loopback
 
 Settings = TypeVar("Settings")
 
+WILDCARDS = ("0.0.0.0", "::", "*")
+"""Addresses to listen at, and none to connect to."""
+
 REFUSED = {
     "trust-remote-code": "no code is ever loaded from a checkpoint; leave the flag out",
     "kv-transfer-config": "prefill and decode are built in: use --prefill N --decode N",
@@ -37,6 +40,7 @@ REFUSED = {
     "reasoning-parser": "reasoning is always told from answers; leave the flag out",
     "chat-template": "the chat template of the checkpoint decides",
     "seed": "requests have seeds of their own (`seed`); without one each draws its own",
+    "pool-port": "it is called --join-port",
     "swap-space": "preempted sequences are kept in the pool: --kvstore-dram-bytes",
 }
 """Flags that people bring from vLLM, each with what to do here instead."""
@@ -199,9 +203,9 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     _check_tls(config, written)
     if config.joins_by_ray and config.role != "gateway":
         return
-    if not config.model and config.role != "gateway":
+    if not config.model and config.role is not None and (config.is_seed or config.join is None):
         raise ConfigError(
-            f"no model: say whose KVCache the pool keeps, e.g. mooncake serve {DEMO} --role kvstore"
+            f"no model: say whose it is, e.g. mooncake serve {DEMO} --role {config.role}"
         )
     for name in ("api_key", "admin_token"):
         if any(not key.isascii() for key in getattr(config, name)):
@@ -240,37 +244,46 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
             raise ConfigError("headless: only the process that looks after a cluster has no API")
     elif config.decode == 0:
         raise ConfigError("decode: must be at least 1, unless decode workers join: --headless")
-    alone = config.role == "kvstore" and not config.joins_by_ray
-    if alone and config.cluster_secret is None:
+    joins_directly = config.role is not None and not (config.joins_by_ray or config.joins_by_url)
+    if joins_directly and config.role not in ("kvstore", "gateway") and not config.seeds:
+        raise ConfigError("role and join belong together: add --join HOST:PORT")
+    if joins_directly and config.cluster_secret is None:
         raise ConfigError(
-            "cluster-secret: a pool standing alone needs one, for its clients to prove: "
-            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+            f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs one "
+            "for others to prove: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+        )
+    if joins_directly and config.bind_host in WILDCARDS:
+        raise ConfigError(
+            f"bind-host: {config.bind_host} is no address that others could connect to; name one "
+            "of this machine"
         )
     if config.cluster_secret and not config.cluster_secret.isascii():
         raise ConfigError("cluster-secret: only ASCII characters can travel in a header")
-    if (config.role is None) != (config.join is None) and not alone:
-        missing = "join HOST:PORT" if config.join is None else "role prefill|decode|kvstore|gateway"
-        raise ConfigError(f"role and join belong together: add --{missing}")
+    if config.join is not None and config.role is None:
+        raise ConfigError(
+            "role and join belong together: add --role prefill|decode|kvstore|gateway"
+        )
     if config.joins_by_url:
         if config.role != "gateway":
             raise ConfigError(
-                f"join: {config.join}: only a gateway joins by URL; a worker takes part in Ray: "
-                "give --join HOST:PORT"
+                f"join: {config.join}: only a gateway joins by URL; a worker joins a gateway, "
+                "--join tcp://HOST:PORT, or Ray, --join HOST:PORT"
             )
         if config.cluster_secret is None:
             raise ConfigError(
                 f"cluster-secret: {config.join} tells only holders of a credential or the secret "
                 "how to join: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
             )
-    elif config.role not in (None, "kvstore") and not config.joins_by_ray:
-        raise ConfigError(f"join: {config.join} is a pool; only --role kvstore can join it")
+    is_joined = config.role == "gateway" or (config.role == "kvstore" and config.join is None)
+    if config.join_port and not is_joined:
+        raise ConfigError("join-port: others join a --role gateway, or a pool standing alone, only")
     if config.join_ca_certs and not str(config.join).startswith("https:"):
         raise ConfigError("join-ca-certs: it is for --join https://HOST:PORT")
     if config.role == "gateway":
-        _check_gateway(written)
+        _check_gateway(config, written)
 
 
-def _check_gateway(written: Mapping[str, object]) -> None:
+def _check_gateway(config: ServeConfig, written: Mapping[str, object]) -> None:
     """Refuse what is not for one gateway to decide: all of a cluster place requests alike."""
     for name in HEALTH:
         if name in written:
@@ -278,7 +291,7 @@ def _check_gateway(written: Mapping[str, object]) -> None:
                 f"{flag(name)}: a gateway answers /health and /metrics on --port; leave it out"
             )
     for name, (option, _) in options.options_of(ServeConfig).items():
-        if option.group == LIMITS and name in written:
+        if option.group == LIMITS and name in written and not config.is_seed:
             raise ConfigError(
                 f"{flag(name)}: a gateway that joins places requests as its cluster does; set it "
                 "where the cluster is started"

@@ -393,13 +393,23 @@ def host_and_port(name: str, value: object) -> str:
     return str(value)
 
 
+def bracketed(host: str) -> str:
+    """Return how a host is written before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
 def hosts_and_ports(name: str, value: object) -> tuple[str, ...]:
     """Read "HOST:PORT", one text or a list of them."""
     return tuple(host_and_port(name, each) for each in texts(name, value))
 
 
 def joinable(name: str, value: object) -> str:
-    """Read "HOST:PORT", or "tcp://", "http://" or "https://HOST:PORT"."""
+    """Read "HOST:PORT", or "http://", "https://" or "tcp://HOST:PORT"; of the last several with
+    commas, each of which begins so when it is returned.
+    """
     written = str(value)
-    scheme = next((each for each in (DIRECT, *BY_URL) if written.startswith(each)), "")
+    if written.startswith(DIRECT):
+        places = [each.strip().removeprefix(DIRECT) for each in written.split(",")]
+        return ",".join(DIRECT + host_and_port(name, place.rstrip("/")) for place in places)
+    scheme = next((each for each in BY_URL if written.startswith(each)), "")
     return scheme + host_and_port(name, written.removeprefix(scheme).rstrip("/" * bool(scheme)))

@@ -334,7 +334,9 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         kvstore=kvstore,
         scheduler=SchedulerConfig(
             # Where all workers are to join, both kinds are expected.
-            needs_prefill=num_prefills > 0 or (config.headless and num_decodes == 0),
+            needs_prefill=num_prefills > 0
+            or (config.headless and num_decodes == 0)
+            or (config.is_seed and config.prefill > 0),
             **values_of(config, SchedulerConfig),
         ),
         num_prefills=num_prefills,

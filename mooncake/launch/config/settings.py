@@ -133,8 +133,6 @@ class ServeConfig:
     admin_token: tuple[str, ...] = setting((), texts, POOL, "TOKEN",
         "lets its bearer ask --admin-port for stats and drain, may be repeated", repeat=True,
         env="MOONCAKE_ADMIN_TOKEN", secret=True)
-    pool_port: int = setting(0, count(0, 65535), POOL, "PORT",
-        "where a pool standing alone is joined by clients and other nodes; 0: any free one")
     prefill: int = setting(1, count(0, 512), CLUSTER, "N", "prefill workers")
     decode: int = setting(1, count(0, 512), CLUSTER, "N", "decode workers")
     kvstore: int | None = setting(None, count(0, 512), CLUSTER, "N",
@@ -157,8 +155,12 @@ class ServeConfig:
     headless: bool = setting(False, truth, CLUSTER, "",
         "look after workers without an API: gateways come with --role gateway --join", switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
-        "Ray address of the cluster to join; tcp://HOST:PORT: of a pool standing alone; for a "
-        "gateway also http:// or https://HOST:PORT, the health port of a --headless process")
+        "Ray address of the cluster to join; without Ray tcp://HOST:PORT of a gateway or of a pool "
+        "standing alone, several with commas: any that answers; for a gateway also http:// or "
+        "https://HOST:PORT, the health port of a --headless process")
+    join_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
+        "where a gateway, or a pool standing alone, is joined: the port of tcp://HOST:PORT; 0: any "
+        "free one")
     join_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
         "authorities of --join https://HOST:PORT (default: this machine's)")
     join_timeout: int = setting(0, count(0), CLUSTER, "S",
@@ -349,6 +351,21 @@ class ServeConfig:
     def joins_by_ray(self) -> bool:
         """Whether Ray places and supervises the one worker of `role`."""
         return self.join is not None and not self.join.startswith((options.DIRECT, *options.BY_URL))
+
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """Addresses of the gateways of which any one is joined without Ray."""
+        if self.join is None or not self.join.startswith(options.DIRECT):
+            return ()
+        return tuple(self.join.split(","))
+
+    @property
+    def is_seed(self) -> bool:
+        """Whether this is a gateway that decides how its cluster works: it stands alone, or its own
+        address is one of those that are joined. Others ask it.
+        """
+        own = f"{options.DIRECT}{options.bracketed(self.bind_host)}:{self.join_port}"
+        return self.role == "gateway" and (self.join is None or own in self.seeds)
 
     @property
     def joins_by_url(self) -> bool:

@@ -143,6 +143,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     bind_ports: tuple[int, int] | None = None
     """First and last of those that it listens on there; None: any free ones."""
     gateway_address: str
+    seeds: list[str] = []
+    """Addresses at which gateways may be found at any time; Ray's workers need none."""
     cluster_secret: str
     """Or the text of a worker's credential."""
     transfer_protocols: list[str]
@@ -386,7 +388,7 @@ def _build_pool(settings: WorkerSettings, hello: WorkerHello, ports: WorkerPorts
     try:
         node = KvNode(
             settings.kvstore, hello, settings.layout, ports.channel, ports.transfer,
-            settings.gateway_address, disks,
+            settings.gateway_address, disks, settings.seeds,
         )  # fmt: skip
     except BaseException:
         disks.close()
@@ -459,6 +461,7 @@ def _build_engine(
             hasher,
             own_array,
             _followers(settings, model, array) if options.own_memories else (),
+            settings.seeds,
         ),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)

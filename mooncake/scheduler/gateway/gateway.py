@@ -24,9 +24,9 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.messages import DoubtPeers, GatewayNews, PeersHeard
+from mooncake.base.messages import AskCluster, ClusterTold, DoubtPeers, GatewayNews, PeersHeard
 from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
-from mooncake.rpc.channel import Channel
+from mooncake.rpc.channel import Channel, PeerEnded
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.balance import RoleChange
@@ -78,6 +78,8 @@ class Gateway:
         """`peers`: addresses of other gateways of the cluster; one is enough to find them all.
         `has_clients`: False where no request ever comes in, so that no worker waits to leave.
         """
+        self.facts = b""
+        """What those who want to join are told; empty: nothing yet."""
         self._has_clients = has_clients
         self._config = config
         self._own = worker
@@ -237,6 +239,12 @@ class Gateway:
                 self._channel.send(event.asker.address, find_all(event, self._conductor))
             case FindHomes():
                 self._channel.send(event.asker.address, find_homes(event, self._conductor))
+            case AskCluster() if self.facts:
+                told = ClusterTold(asker=event.asker, ticket=event.ticket, facts=self.facts)
+                self._channel.send(event.asker.address, told)
+            case PeerEnded():
+                for worker_id in self._membership.at(event.address):
+                    self.worker_lost(worker_id, now, "its process ended")
             case PeerLost() if self._membership.is_live(event.worker):
                 # A worker says goodbye, or its supervisor knows that its process died. Another
                 # gateway's silence with it does not count here.

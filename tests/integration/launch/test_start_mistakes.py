@@ -52,7 +52,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 MISTAKES = [
     (
         "serve --role kvstore --cluster-secret-file s",
-        "no model: say whose KVCache the pool keeps",
+        "no model: say whose it is",
     ),
     ("serve nowhere", "nowhere is not there; give the directory of a checkpoint"),
     ("serve a-file", "a-file is a file, not a directory"),
@@ -124,15 +124,15 @@ MISTAKES = [
         "pool stats --cluster-secret s --cluster-secret-file s",
         "cluster-secret and cluster-secret-file exclude each other",
     ),
-    ("serve good --role kvstore", "cluster-secret: a pool standing alone needs one"),
+    ("serve good --role kvstore", "cluster-secret: a kvstore that stands alone"),
     (
         "serve good --role prefill --join tcp://h:1",
-        "join: tcp://h:1 is a pool; only --role kvstore",
+        "cluster-secret: a prefill that stands alone, or joins without Ray, needs one",
     ),
     ("serve good --role kvstore --join tcp://h", "join: 'h' is not HOST:PORT"),
     (
         "serve good --role kvstore --cluster-secret-file s --bind-host 0.0.0.0",
-        "bind-host: 0.0.0.0 is no address that clients could connect to",
+        "bind-host: 0.0.0.0 is no address that others could connect to",
     ),
     (
         "serve good --role kvstore --cluster-secret-file s --dram 1MiB --ssd no/such/place:1MiB",
@@ -143,8 +143,8 @@ MISTAKES = [
         "stop what uses it or take another with --admin-port",
     ),
     (
-        f"serve good --role kvstore --cluster-secret-file s --dram 1MiB --pool-port {TAKEN}",
-        "stop what uses it or take another with --pool-port",
+        f"serve good --role kvstore --cluster-secret-file s --dram 1MiB --join-port {TAKEN}",
+        "stop what uses it or take another with --join-port",
     ),
     (
         "serve good --role kvstore --cluster-secret-file s --dram 1MiB --bind-host 192.0.2.1",
@@ -273,7 +273,7 @@ SAME_LOOKS = [
     ("serve good --ssd empty:9000TiB", "ssd: empty has room for"),
     (
         "serve good --role kvstore --cluster-secret-file s --bind-host 0.0.0.0",
-        "bind-host: 0.0.0.0 is no address that clients could connect to",
+        "bind-host: 0.0.0.0 is no address that others could connect to",
     ),
 ]
 

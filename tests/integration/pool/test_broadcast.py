@@ -42,7 +42,7 @@ class Pool:
     def start(self, name: str) -> None:
         """Start a node, for the first time or again, over the disk it had."""
         self._num_boots += 1
-        where = ("--pool-port", self._port)
+        where = ("--join-port", self._port)
         if name != "gateway":
             where = ("--join", f"tcp://127.0.0.1:{self._port}")
         self.nodes[name] = ForkedNode(

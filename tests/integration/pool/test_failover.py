@@ -49,7 +49,7 @@ class Pool:
     def start(self, name: str) -> ForkedNode:
         """Start a node, for the first time or again."""
         self._num_boots += 1
-        where = ("--pool-port", self._port)
+        where = ("--join-port", self._port)
         if name != "gateway":
             where = ("--join", f"tcp://127.0.0.1:{self._port}")
         log = self._home / f"log{self._num_boots}"

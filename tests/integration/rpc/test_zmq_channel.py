@@ -35,7 +35,9 @@ from mooncake.base.messages import (
 from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
 from mooncake.base.rights import CredentialRole, client_id
 from mooncake.identity import Credential, issue, own_credential
+from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import encode, head_of
+from mooncake.rpc.ended_peers import EndedPeers
 from mooncake.rpc.zmq_channel import MAX_PER_CLIENT, MAX_UNPROVEN, ZmqChannel, ZmqLimits
 from tests.support.clock import ManualClock
 
@@ -66,9 +68,9 @@ def open_channel() -> Iterator[Open]:
         channel.close()
 
 
-def receive(channel: ZmqChannel, count: int) -> list[AnyMessage]:
+def receive(channel: ZmqChannel, count: int) -> list[AnyMessage | PeerEnded]:
     """Wait on the descriptor alone, as a driver does."""
-    got: list[AnyMessage] = []
+    got: list[AnyMessage | PeerEnded] = []
     while len(got) < count:
         assert select.select([channel], [], [], WAIT_S)[0], f"{len(got)} of {count} arrived"
         got += channel.receive()
@@ -102,9 +104,9 @@ def test_the_descriptor_fires_for_every_burst(open_channel: Open) -> None:
 def test_works_with_add_reader_of_asyncio(open_channel: Open) -> None:
     a, b = open_channel(), open_channel()
 
-    async def run() -> list[AnyMessage]:
+    async def run() -> list[AnyMessage | PeerEnded]:
         loop = asyncio.get_running_loop()
-        got: list[AnyMessage] = []
+        got: list[AnyMessage | PeerEnded] = []
         done = asyncio.Event()
 
         def on_readable() -> None:
@@ -434,6 +436,44 @@ def test_another_process_is_reached_and_its_death_is_survived(open_channel: Open
             peer.wait()
         ours.send(hello.request_id, Drain())
     assert ours.receive() == []
+
+
+def test_the_end_of_a_process_is_told_at_once(open_channel: Open) -> None:
+    ours = open_channel(tells_ends=True)
+    peer = subprocess.Popen(
+        [sys.executable, "-c", ECHO, SECRET, ours.address], cwd=Path(__file__).parents[3]
+    )
+    try:
+        (hello,) = receive(ours, 1)
+        assert isinstance(hello, AbortTask)
+        ours.send(hello.request_id, Drain())
+        assert receive(ours, 1) == [Drain()]
+    finally:
+        peer.kill()
+        peer.wait()
+    assert receive(ours, 1) == [PeerEnded(hello.request_id)]
+
+
+def test_a_peer_that_hangs_up_and_lives_has_not_ended(open_channel: Open) -> None:
+    clock = ManualClock()
+    peer = open_channel(clock=clock)
+    ours = open_channel(tells_ends=True)
+    ours.send(peer.address, Drain())
+    peer.send(ours.address, Drain())
+    assert receive(ours, 1) == [Drain()]
+    clock.advance_to(ZmqLimits().idle_s + 1)
+    receive(peer, 1)  # and closes the connection that it has not used for long
+    asked: list[str] = []
+    ask = EndedPeers.ask
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            EndedPeers, "ask", lambda self, address: (asked.append(address), ask(self, address))
+        )
+        end_s = time.monotonic() + WAIT_S
+        while not asked or select.select([ours], [], [], 0.5)[0]:
+            assert time.monotonic() < end_s, "the closed connection is not noticed"
+            assert ours.receive() == []
+    assert asked == [peer.address]
 
 
 def test_of_too_many_that_prove_nothing_the_oldest_is_hung_up(open_channel: Open) -> None:

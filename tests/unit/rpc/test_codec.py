@@ -58,6 +58,8 @@ EXAMPLES: list[AnyMessage] = [
         ],
     ),
     m.Welcome(gateway=WORKER, kvstore=None, send_snapshot=True),
+    m.AskCluster(asker=WORKER, ticket=3),
+    m.ClusterTold(asker=WORKER, ticket=3, facts=b"\x80"),
     m.PeerLost(worker=WORKER),
     m.Refused(asker=WORKER, ticket=3, message="PutStart", reason="may not"),
     m.Drain(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from mooncake.base import (
@@ -17,7 +19,13 @@ from mooncake.base import (
 )
 from mooncake.base.messages import OWN_RELEASE, DoubtPeers, Refused, WhoAreYou
 from mooncake.rpc import membership
-from mooncake.rpc.membership import ANSWER_S, HELLO_RETRY_S, MAX_GATEWAYS, Membership
+from mooncake.rpc.membership import (
+    ANSWER_S,
+    HELLO_RETRY_S,
+    MAX_GATEWAYS,
+    SEED_S,
+    Membership,
+)
 from tests.support.scheduler.scheduling import Inbox, hello, ref
 
 FIRST, SECOND = ref("gateway"), ref("gateway-1")
@@ -29,7 +37,7 @@ REPORT_S = 1.0
 class Member:
     """A worker that was told of one address."""
 
-    def __init__(self) -> None:
+    def __init__(self, seeds: Sequence[str] = ()) -> None:
         self.inbox = Inbox()
         self.membership = Membership(
             hello("p0", Role.PREFILL),
@@ -38,6 +46,7 @@ class Member:
             Tier.HBM,
             lambda: KEYS,
             REPORT_S,
+            seeds,
         )
 
     def welcome(
@@ -67,6 +76,24 @@ def both() -> Member:
     member.welcome(FIRST, SECOND)
     member.welcome(SECOND, FIRST)
     return member
+
+
+def test_a_gateway_that_nobody_names_is_found_at_a_seed() -> None:
+    """A known gateway that is found there again takes a report; another one asks for the hello."""
+    member = Member(seeds=[FIRST.address, SECOND.address])
+    member.tick(0.0)
+    assert member.count(WorkerHello, FIRST) == member.count(WorkerHello, SECOND) == 1
+    member.welcome(FIRST)
+    for now in (1.0, 2.0, 3.0):
+        member.tick(now)
+    assert member.count(WorkerHello, SECOND) == 1
+    assert member.count(LoadReport, SECOND) == 1, "not so often once there is a gateway"
+    member.tick(1.0 + SEED_S)
+    assert member.count(LoadReport, SECOND) == 2
+    member.membership.on_who_are_you(WhoAreYou(gateway=SECOND))
+    member.tick(1.0 + SEED_S)
+    member.welcome(SECOND)
+    assert set(member.membership.welcoming) == {FIRST.address, SECOND.address}
 
 
 def test_hello_is_repeated_until_it_is_answered() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mooncake.base import Shape
+from mooncake.launch.cluster.joining import joining_worker
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
-from mooncake.launch.cluster.ray_workers import _joining
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
@@ -36,7 +36,7 @@ def facts(tmp_path: Path) -> ClusterFacts:
 
 def joining(facts: ClusterFacts, role: str, **given: Any) -> WorkerSettings:
     config = resolve({"role": role, "join": "10.0.0.6:6379", "device": "cpu", **given}, None, {})
-    return _joining(config, facts, "hush")
+    return joining_worker(config, facts, "hush")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

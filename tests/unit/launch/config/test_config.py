@@ -137,6 +137,14 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ),
         ({"model": "m", "decode": 0}, "decode: must be at least 1"),
         ({"model": "m", "api_key": "schlüssel"}, "only ASCII"),
+        ({"role": "decode"}, "add --join"),
+        ({"join": "h:1"}, "add --role"),
+        ({"role": "decode", "join": "tcp://h:1"}, "a decode that stands alone, or joins without"),
+        (
+            {"role": "decode", "join": "tcp://h:1", "cluster_secret": "s", "join_port": 1},
+            "others join a --role gateway",
+        ),
+        ({"role": "decode", "join": "http://h:1", "cluster_secret": "s"}, "only a gateway joins"),
     ],
 )
 def test_settings_that_do_not_go_together(given: dict[str, object], message: str) -> None:
@@ -146,6 +154,25 @@ def test_settings_that_do_not_go_together(given: dict[str, object], message: str
 
 def test_a_joining_worker_needs_no_model() -> None:
     assert resolve({"role": "decode", "join": "h:1"}, None, {}).model == ""
+
+
+def test_seeds_are_addresses_of_gateways() -> None:
+    given = {"role": "decode", "join": "tcp://a:6400, b:6400", "cluster_secret": "s"}
+    assert resolve(given, None, {}).seeds == ("tcp://a:6400", "tcp://b:6400")
+    assert resolve({"role": "decode", "join": "h:1"}, None, {}).seeds == ()
+
+
+def test_a_gateway_whose_address_others_join_decides_for_itself() -> None:
+    given = {"role": "gateway", "cluster_secret": "s", "model": "m", "join_port": 6400}
+    assert resolve({**given, "slo_ttft_s": 3}, None, {}).is_seed
+    both = {**given, "join": "tcp://127.0.0.1:6400,b:6400"}
+    assert resolve({**both, "slo_ttft_s": 3}, None, {}).is_seed
+    other = {**both, "bind_host": "127.0.0.2"}
+    assert not resolve(other, None, {}).is_seed
+    with pytest.raises(ConfigError, match="places requests as its cluster does"):
+        resolve({**other, "slo_ttft_s": 3}, None, {})
+    with pytest.raises(ConfigError, match="no model"):
+        resolve({key: given[key] for key in given if key != "model"}, None, {})
 
 
 def test_secrets_are_never_shown() -> None:

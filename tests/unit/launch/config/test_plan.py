@@ -87,7 +87,7 @@ def test_a_joining_worker_computes_on_its_own_devices(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster's template names a device of the gateway's machine; how to compute, it says."""
-    from mooncake.launch.cluster import ray_workers
+    from mooncake.launch.cluster import joining
     from mooncake.launch.cluster.ray_cluster import ClusterFacts
 
     monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 8)
@@ -102,7 +102,7 @@ def test_a_joining_worker_computes_on_its_own_devices(
     )  # fmt: skip
     monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 0)
     config = resolve({"role": "decode", "join": "h:1"}, None, {})
-    options = ray_workers._joining(config, facts, "secret").options
+    options = joining.joining_worker(config, facts, "secret").options
     assert (options.device, options.measure_pages) == ("cpu", False)
     assert options.attention_backend == "reference"
 

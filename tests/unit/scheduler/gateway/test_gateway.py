@@ -17,7 +17,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import OWN_RELEASE, GatewayNews, Release
+from mooncake.base.messages import OWN_RELEASE, AskCluster, ClusterTold, GatewayNews, Release
 from mooncake.base.messages import Refused as RefusedMessage
 from mooncake.base.request import FinishInfo
 from mooncake.scheduler import membership_table
@@ -352,6 +352,15 @@ def test_a_pool_that_drains_by_itself_is_shown_so(harness: Pair) -> None:
     harness.report(pool, draining=True)
     states = {worker.id: worker.state for worker in harness.gateway.status(0.0).workers}
     assert states == {"p0": "up", "d0": "up", "kv0": "draining"}
+
+
+def test_who_wants_to_join_is_told_once_there_is_something_to_tell(harness: Pair) -> None:
+    asker = ref("joining")
+    for facts in (b"", b"facts"):
+        harness.gateway.facts = facts
+        harness.gateway.handle(AskCluster(asker=asker, ticket=7), harness.now)
+    told = [message for to, message in harness.channel.sent if to == asker.address]
+    assert told == [ClusterTold(asker=asker, ticket=7, facts=b"facts")]
 
 
 def test_messages_for_others_are_ignored(harness: Pair) -> None:

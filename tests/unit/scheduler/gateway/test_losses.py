@@ -16,6 +16,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.request import FinishInfo
+from mooncake.rpc.channel import PeerEnded
 from mooncake.telemetry.events import Requeued, WorkerLeft
 from tests.support.scheduler.scheduling import (
     Pair,
@@ -57,6 +58,16 @@ def test_decode_lost_in_mid_stream_another_goes_on(harness: Pair) -> None:
     assert client.tokens == [1, 2, 3, 4]
     assert client.final.num_output_tokens == 4
     harness.close()
+
+
+def test_a_process_that_ended_is_lost_at_once(harness: Pair) -> None:
+    d1 = harness.join("d1", Role.DECODE)
+    harness.submit(request("r"))
+    harness.gateway.handle(PeerEnded("tcp://nobody"), harness.now)
+    assert not harness.tasks(d1)
+    harness.gateway.handle(PeerEnded(harness.d0.address), harness.now)
+    assert [task.attempt for task in harness.tasks(d1)] == [2]
+    harness.gateway.check_integrity()
 
 
 def test_a_loss_is_told_before_the_work_is_given_away(harness: Pair) -> None:

@@ -1,0 +1,103 @@
+"""One worker in this process, without Ray: started and started again by what runs the command, be
+it systemd, a kubelet, `mooncake up` or a person.
+
+Owns signals and the order of ending. What the worker is made of is `joining`'s, and a lone pool's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+from rich.console import Console
+
+from mooncake.base import Role
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
+from mooncake.launch.cluster import report
+from mooncake.launch.cluster.joining import await_stages, joining_worker
+from mooncake.launch.cluster.seeds import facts_of_seeds
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment
+from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.pool_node import node_lock
+from mooncake.launch.worker import process
+from mooncake.launch.worker.process import WorkerSettings
+from mooncake.telemetry.log import configure_logging
+
+
+def serve_worker(config: ServeConfig) -> int:
+    """Be one worker of the cluster at `config.seeds` until a signal; returns the exit code. The
+    first signal has it leave once others do its work, a second one at once.
+
+    Raises:
+        MooncakeError: no gateway answers, or the worker cannot start, or was given up.
+    """
+    assert config.role is not None
+    assert config.cluster_secret is not None
+    if config.role != Role.KVSTORE:
+        environment.restart_with(environment.variables())
+    configure_logging(config.role, sys.stderr, level=config.log_level, form=config.log_format)
+    # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    credential = own_credential(config.cluster_secret, CredentialRole.WORKER)
+    facts = facts_of_seeds(config, credential)
+    settings = joining_worker(config, facts, config.cluster_secret)
+    await_stages(settings, credential, config.join_timeout, threading.Event())
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as opened:
+        if settings.role is Role.KVSTORE:
+            settings = msgspec.structs.replace(settings, worker_id=f"kvstore-{settings.node_id}")
+            lock = node_lock.lock_name(settings.worker_id, settings.node_id, config.seeds[0])
+            opened.enter_context(contextlib.closing(lock))
+        bars = opened.enter_context(contextlib.ExitStack())
+        show = bars.enter_context(report.StartProgress(console))
+
+        def started(_: process.Worker) -> None:
+            bars.close()
+            console.print(
+                f"{settings.worker_id} (pid {os.getpid()}) serves; Ctrl-C takes it out",
+                soft_wrap=True, highlight=False,
+            )  # fmt: skip
+
+        run_worker(config, settings, lambda *progress: show(settings.worker_id, *progress), started)
+    return 0
+
+
+def run_worker(
+    config: ServeConfig,
+    settings: WorkerSettings,
+    progress: process.Progress,
+    started: Callable[[process.Worker], None],
+) -> None:
+    """Be the worker until a signal. It then leaves for `shutdown_timeout` at most: an engine serves
+    until others have taken its place, a pool node hands its blocks on. A second signal ends it now.
+
+    Raises:
+        MooncakeError: it cannot start, or the cluster gave it up.
+    """
+    end_with_vital_threads()
+    limits_s: list[float] = []
+
+    def begun(worker: process.Worker) -> None:
+        def on_signal(*_: object) -> None:
+            limit_s = limits_s.pop() if limits_s else 0.0
+            if limit_s:
+                print(f"{settings.worker_id} leaves; Ctrl-C again ends it at once", file=sys.stderr)
+            # Not here: the interrupted loop may hold the lock that it takes.
+            leave = threading.Thread(
+                target=worker.leave, args=(limit_s,), kwargs={"waits": True}, daemon=True
+            )
+            leave.start()
+
+        limits_s[:] = [config.shutdown_timeout]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+        started(worker)
+
+    process.run(settings, progress=progress, started=begun, secret_file=config.cluster_secret_file)

@@ -1,0 +1,89 @@
+"""How a process that joins without Ray asks gateways, by message, what it must know.
+
+Opens a channel for as long as it asks. Any gateway answers; the channel proves that it is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import threading
+import time
+
+import msgspec
+
+from mooncake.base import ConfigError, MooncakeError, SystemIds, WorkerRef
+from mooncake.base.messages import AskCluster, ClusterTold, Refused
+from mooncake.identity import Credential
+from mooncake.launch.cluster.facts import ASK_AGAIN_S, ClusterFacts, NotUp
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment, machine_facts
+from mooncake.rpc.zmq_channel import ZmqChannel
+
+ANSWER_S = 10.0
+"""A gateway that is up answers within so long."""
+REMIND_S = 30.0
+"""So often a log line says who is waited for."""
+
+_log = logging.getLogger(__name__)
+
+
+def facts_of_seeds(
+    config: ServeConfig, credential: Credential, stop: threading.Event | None = None
+) -> ClusterFacts:
+    """Return what the first gateway at `config.seeds` says that answers, asked for `join_timeout`
+    and at least `ANSWER_S`, until `stop`.
+
+    Raises:
+        NotUp: none has answered.
+        ConfigError: gateways could not answer to `bind_host`, or are of another release.
+        MooncakeError: a gateway refuses.
+    """
+    seeds, stop = config.seeds, stop or threading.Event()
+    _check_way_back(seeds, config.bind_host)
+    channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
+    with contextlib.closing(channel):
+        own = WorkerRef("joining", SystemIds().hex(8), channel.address)
+        began_s = time.monotonic()
+        told_s = began_s - REMIND_S + 2.0
+        limit_s = max(ANSWER_S, config.join_timeout)
+        while not stop.is_set() and (now_s := time.monotonic()) < began_s + limit_s:
+            for seed in seeds:
+                channel.send(seed, AskCluster(asker=own, ticket=0))
+            select.select([channel], [], [], ASK_AGAIN_S)
+            for message in channel.receive():
+                if isinstance(message, ClusterTold) and message.asker == own:
+                    return _decoded(message.facts)
+                if isinstance(message, Refused):
+                    raise MooncakeError(f"{' or '.join(seeds)} refuses: {message.reason}")
+            if now_s - told_s > REMIND_S:
+                told_s = now_s
+                _log.warning("no gateway answers yet at %s; it is waited for", " or ".join(seeds))
+    raise NotUp(
+        f"no gateway answers at {' or '.join(seeds)}: is one there, with the same cluster secret, "
+        "and can it reach this machine at --bind-host?"
+    )
+
+
+def _check_way_back(seeds: tuple[str, ...], bind_host: str) -> None:
+    """Raise ConfigError where no gateway can answer, because this machine is another one."""
+    if not environment.is_loopback(bind_host):
+        return
+    for seed in seeds:
+        try:
+            here = machine_facts.address_towards(seed)
+        except MooncakeError:
+            continue  # a name that is not known yet
+        if not environment.is_loopback(here):
+            raise ConfigError(
+                f"bind-host: the gateway at {seed} cannot reach {bind_host} of this machine: give "
+                f"its address there, such as --bind-host {here}"
+            )
+
+
+def _decoded(facts: bytes) -> ClusterFacts:
+    try:
+        return msgspec.msgpack.decode(facts, type=ClusterFacts)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"join: the cluster is of another release ({error})") from error

@@ -1,0 +1,158 @@
+"""A cluster over two machines without Ray: processes that find each other by the address of a
+gateway, each killed once under load and started again as a supervisor would.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mooncake
+from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
+from tests.support.serve.server_process import nano_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPTS = ["The quick brown fox jumps over the lazy dog. " * count for count in (1, 20, 40)]
+NUM_TOKENS = 48
+NUM_CLIENTS = 3
+PORT = 6400
+TOLD_S = 5.0
+"""Far less than the 10 s of silence after which a worker is given up that nobody tells of."""
+CLIENT = """
+import json, sys, threading, time, urllib.error, urllib.request
+url, prompts, number = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+stop = threading.Event()
+lock = threading.Lock()
+
+def ask(index):
+    body = {"prompt": prompts[index], "max_tokens": number, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True}
+    asked = urllib.request.Request(url + "/completions", json.dumps(body).encode(),
+                                   {"Content-Type": "application/json"})
+    try:
+        choices = json.load(urllib.request.urlopen(asked, timeout=100))["choices"]
+        return [each["token_ids"] for each in choices]
+    except urllib.error.HTTPError as error:
+        return ["refused" if error.code in (429, 503) else error.read().decode()]
+    except OSError:
+        return ["cut"]
+
+def go_on(index):
+    while not stop.is_set():
+        for found in ask(index):
+            with lock:
+                print(json.dumps([index, found]), flush=True)
+            if isinstance(found, str):
+                time.sleep(0.2)
+
+threads = [threading.Thread(target=go_on, args=(index,)) for index in range(len(prompts))]
+for each in threads:
+    each.start()
+sys.stdin.read()
+stop.set()
+for each in threads:
+    each.join()
+"""
+
+
+class Cluster:
+    """The processes of the cluster, by name: the words with which each is started, and where."""
+
+    def __init__(self, first: Host, second: Host, model: str) -> None:
+        engine = ["--kv-cache-memory-bytes=32MiB"]
+        gateway = [model, f"--join-port={PORT}", "--port=8000", "--dtype=float32"]
+        self._commands = {
+            "gateway": (first, gateway),
+            "gateway-2": (second, gateway),
+            "prefill": (second, engine),
+            "decode": (first, engine),
+            "decode-2": (second, engine),
+            "kvstore": (second, ["--dram=32MiB"]),
+        }
+        self._seeds = f"tcp://{first.address}:{PORT},{second.address}:{PORT}"
+        self.running: dict[str, Program] = {}
+
+    def start(self, role: str) -> None:
+        host, words = self._commands[role]
+        self.running[role] = host.mooncake(
+            "serve", "--role", role.partition("-")[0], *words, "--join", self._seeds,
+            f"--bind-host={host.address}", "--cluster-secret-file=secret",
+        )  # fmt: skip
+
+    def kill(self, role: str) -> None:
+        """Kill the process as the kernel does when memory is short."""
+        self.running[role].stop(9)
+
+
+def test_each_process_killed_under_load_costs_a_pause(tmp_path: Path) -> None:
+    model = nano_checkpoint(tmp_path / "shared")
+    with mooncake.LLM(str(model), dtype="float32", kv_cache_memory_bytes="32MiB") as llm:
+        sampled = llm.generate(PROMPTS, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    alone = [list(each.outputs[0].token_ids) for each in sampled]
+    secret = secrets.token_hex(16)
+    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
+        for each in machines:
+            each.path(f"{HOME}/secret").touch(mode=0o600)
+            each.path(f"{HOME}/secret").write_text(secret)
+        first, second = machines
+        cluster = Cluster(first, second, f"{SHARED}/{model.name}")
+        for role in ("kvstore", "prefill", "decode"):  # they wait for a gateway
+            cluster.start(role)
+        cluster.start("gateway-2")
+        cluster.start("gateway")
+        url = cluster.running["gateway"].wait_for(r"on (http://\S+/v1)").group(1)
+        clients = first.run(
+            "sh", "-c", 'sleep infinity | "$@"', "client", sys.executable, "-c", CLIENT, url,
+            json.dumps(PROMPTS), str(NUM_TOKENS),
+        )  # fmt: skip
+
+        def answered() -> int:
+            return sum(
+                isinstance(json.loads(line)[1], list) for line in clients.output.splitlines()
+            )
+
+        def go_on(count: int) -> None:
+            wanted, deadline_s = answered() + count, time.monotonic() + 120
+            while answered() < wanted:
+                assert time.monotonic() < deadline_s, clients.output[-2000:]
+                time.sleep(0.1)
+
+        go_on(2 * NUM_CLIENTS)
+        for role in ("prefill", "decode", "kvstore"):
+            num_said = len(cluster.running["gateway"].output)
+            killed_s = time.monotonic()
+            cluster.kill(role)
+            while "its process ended" not in cluster.running["gateway"].output[num_said:]:
+                assert time.monotonic() < killed_s + TOLD_S, cluster.running["gateway"].output
+                time.sleep(0.02)
+            cluster.start(role)
+            cluster.running[role].wait_for("serves")
+            go_on(2 * NUM_CLIENTS)
+        workers = [cluster.running[role] for role in ("prefill", "decode", "kvstore")]
+        cluster.kill("gateway")
+        asked = {"prompt": PROMPTS[1], "max_tokens": NUM_TOKENS, "temperature": 0,
+                 "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        other = second.post(f"{url}/completions", asked)  # each host has its own at that address
+        assert other["choices"][0]["token_ids"] == alone[1]
+        cluster.start("gateway")
+        go_on(2 * NUM_CLIENTS)
+        assert all(each.process.poll() is None for each in workers), "they came back by themselves"
+
+        cluster.start("decode-2")
+        cluster.running["decode-2"].wait_for("serves")
+        assert cluster.running["decode"].stop() == 0, "it leaves once another has its place"
+        go_on(2 * NUM_CLIENTS)
+        for each in machines:
+            assert "raylet" not in each.check("sh", "-c", "cat /proc/[0-9]*/cmdline")
+
+        found = [json.loads(line) for line in clients.output.splitlines()]
+        wrong = [each for each in found if each[1] not in (alone[each[0]], "cut", "refused")]
+        assert not wrong
+        cut = [each for each in found if each[1] == "cut"]
+        assert cut, "the gateway was killed while it had requests"

@@ -1,0 +1,97 @@
+"""What a process that joins without Ray learns from gateways, over real channels."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mooncake.base import ConfigError
+from mooncake.base.messages import AskCluster, ClusterTold
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
+from mooncake.launch.cluster import seeds
+from mooncake.launch.cluster.facts import NotUp, encode_facts
+from mooncake.launch.cluster.joined_gateway import JoinedCluster
+from mooncake.launch.cluster.joining import joining_worker
+from mooncake.launch.cluster.seeds import facts_of_seeds
+from mooncake.launch.cluster.workers import own_facts
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.plan import make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.rpc.zmq_channel import ZmqChannel
+from tests.support.model.checkpoints import write_config_only
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[str]:
+    """The address of a gateway that answers, with settings of its own."""
+    model = write_config_only(tmp_path / "small")
+    given = {"role": "gateway", "cluster_secret": "hush", "model": str(model), "block_size": 32,
+             "slo_ttft_s": 3}  # fmt: skip
+    config = resolve(given, None, {})
+    credential = own_credential("hush", CredentialRole.GATEWAY)
+    channel = ZmqChannel(credential=credential, is_typed=True)
+    facts = encode_facts(own_facts(config, make_plan(config, 4), channel.address))
+    ended = threading.Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            select.select([channel], [], [], 0.05)
+            for message in channel.receive():
+                assert isinstance(message, AskCluster)
+                told = ClusterTold(asker=message.asker, ticket=message.ticket, facts=facts)
+                channel.send(message.asker.address, told)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with contextlib.closing(channel):
+        try:
+            yield channel.address
+        finally:
+            ended.set()
+            thread.join()
+
+
+def joining(address: str, role: str = "decode", **given: object) -> ServeConfig:
+    join = f"tcp://{NOBODY},{address}"
+    return resolve({"role": role, "join": join, "cluster_secret": "hush", **given}, None, {})
+
+
+def test_any_seed_that_is_up_tells_what_the_cluster_is(gateway: str) -> None:
+    config = joining(gateway, device="cpu")
+    facts = facts_of_seeds(config, own_credential("hush", CredentialRole.WORKER))
+    settings = joining_worker(config, facts, "hush")
+    assert settings.layout.block_tokens == 32
+    assert settings.gateway_address == gateway
+    assert settings.seeds == [f"tcp://{NOBODY}", gateway]
+    assert facts.worker.cluster_secret == "", "it does not travel"
+
+
+def test_a_gateway_that_is_no_seed_places_as_the_seeds_do(gateway: str) -> None:
+    cluster = JoinedCluster(joining(gateway, "gateway"))
+    assert cluster.plan.layout.block_tokens == 32
+    assert cluster.plan.scheduler.ttft_slo_s == 3
+    cluster.stop()
+
+
+def test_who_has_another_secret_learns_nothing(
+    gateway: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeds, "ANSWER_S", 1.0)
+    with pytest.raises(NotUp, match="with the same cluster secret"):
+        facts_of_seeds(joining(gateway), own_credential("other", CredentialRole.WORKER))
+
+
+def test_a_machine_that_cannot_be_answered_is_told_before_it_asks() -> None:
+    config = resolve(
+        {"role": "decode", "join": "tcp://192.0.2.1:6400", "cluster_secret": "hush"}, None, {}
+    )
+    with pytest.raises(ConfigError, match=r"cannot reach 127\.0\.0\.1 of this machine: give its"):
+        facts_of_seeds(config, own_credential("hush", CredentialRole.WORKER))
