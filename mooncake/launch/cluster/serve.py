@@ -88,6 +88,9 @@ def dry_run(config: ServeConfig) -> int:
         MooncakeError: `serve` would refuse.
     """
     machine_facts.check_system()
+    if not config.model:
+        Console().print(f"the cluster at {config.join} decides what this {config.role} does")
+        return 0
     plan = make_plan(config, machine_facts.num_cores())
     report.print_plan(Console(), config, plan, machine_facts.available_bytes())
     check_start(config, plan)

@@ -16,7 +16,7 @@ from mooncake.base import ConfigError
 from mooncake.launch.config import options
 from mooncake.launch.config.options import flag, nearest
 from mooncake.launch.config.settings import LIMITS, ServeConfig
-from mooncake.launch.config.shipped import DEMO, checkpoint
+from mooncake.launch.config.shipped import DEMO, checkpoint, shape_of
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.environment import is_loopback
 
@@ -55,7 +55,8 @@ def resolve(
 ) -> ServeConfig:
     """Return the configuration of `mooncake serve`: see `read_settings`.
 
-    Without a model and without a role, the model is the one in the package.
+    Without a model and without a role, the model is the one in the package. A dry run needs no
+    checkpoint of a model in `configs/models`.
 
     Raises:
         ConfigError: unknown key, unreadable value, or settings that exclude each other.
@@ -67,7 +68,8 @@ def resolve(
     if not config.check:
         _check_together(config, written)
     if config.model:
-        config = dataclasses.replace(config, model=str(checkpoint(config.model)))
+        shape = shape_of(config.model) if config.dry_run else None
+        config = dataclasses.replace(config, model=str(shape or checkpoint(config.model)))
     return config
 
 

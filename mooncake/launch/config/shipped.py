@@ -38,6 +38,14 @@ def checkpoint(model: str) -> Path:
     return given
 
 
+def shape_of(model: str) -> Path | None:
+    """Return the directory with the shipped `config.json` of a model of this name, without weights,
+    where `model` itself is not there: enough for a plan. None: there is none.
+    """
+    found = configs() / FOLDERS[ModelFigures] / Path(model).name
+    return found if not Path(model).exists() and (found / "config.json").is_file() else None
+
+
 def figures(name: str, kind: type[Figures]) -> Figures:
     """Return the figures of a model or of hardware, by name or as a JSON file.
 

@@ -15,7 +15,7 @@ from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.key_file import read_keys
 from mooncake.launch.config.sim_settings import SimulateSettings
 from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
-from mooncake.model.checkpoint.presets import write_preset_files
+from mooncake.model.checkpoint.presets import preset_config, write_preset_files
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.sim.files import read_faults
@@ -100,6 +100,36 @@ def plan_k2(directory: Path, name: str, precision: str, *words: str) -> int:
     (directory / "config.json").write_text(json.dumps(config))
     path = str(shipped.configs() / "serve" / f"{name}.yaml")
     return cli.run(["serve", str(directory), "--config", path, *words])
+
+
+@pytest.mark.parametrize("path", files("serve"), ids=lambda path: path.stem)
+def test_each_file_is_planned_as_it_stands_without_a_checkpoint(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", "s")
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.available_bytes", lambda: 2**40)
+    monkeypatch.setattr("mooncake.launch.cluster.checks.check_disks", lambda *_: None)
+    assert cli.run(["serve", "--config", str(path), "--dry-run"]) == 0
+
+
+def test_the_shipped_shapes_are_those_of_the_models() -> None:
+    """Of those whose figures are shipped too; that of a preset is what `model init` writes."""
+    folder = shipped.configs() / "models"
+    shapes = {
+        path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/config.json")
+    }
+    assert shapes.pop("k2-small") == preset_config("k2-small")
+    assert len(shapes) == 2
+    for name, config in shapes.items():
+        told = json.loads((folder / f"{name}.json").read_text())
+        spec = ModelSpec.from_config(config)
+        assert (spec.num_hidden_layers, spec.hidden_size) == (
+            told["num_layers"],
+            told["hidden_size"],
+        )
+        assert spec.n_routed_experts == told["experts"]["num_experts"]
+        assert spec.max_position_embeddings == told["max_model_len"]
 
 
 def test_every_recipe_of_k2_is_planned_above() -> None:
