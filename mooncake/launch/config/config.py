@@ -250,9 +250,10 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
     if joins_directly and config.role not in ("kvstore", "gateway") and not config.seeds:
         raise ConfigError("role and join belong together: add --join HOST:PORT")
     if joins_directly and config.cluster_secret is None:
+        by_ray = "" if config.seeds else "; or join a cluster that Ray runs: add --join HOST:PORT"
         raise ConfigError(
             f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs one "
-            "for others to prove: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+            f"for others to prove: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET{by_ray}"
         )
     if joins_directly and config.bind_host in WILDCARDS:
         raise ConfigError(

@@ -104,7 +104,10 @@ MISTAKES = [
     ("serve good --headless --colocated", "colocated and headless exclude each other"),
     ("serve --headless --role gateway --join h:1", "headless: only the process that looks after"),
     ("serve --role gateway", "add --join HOST:PORT"),
-    ("serve --role gateway --join tcp://h:1", "join: tcp://h:1 is a pool"),
+    (
+        "serve --role gateway --join tcp://h:1",
+        "cluster-secret: a gateway that stands alone, or joins without Ray, needs one",
+    ),
     ("serve --role gateway --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
     ("serve --role decode --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
     (
