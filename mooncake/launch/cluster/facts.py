@@ -86,6 +86,15 @@ def decode_facts(found: bytes | None, trust: Trust) -> ClusterFacts:
             "cluster-secret: it is not that of this cluster, or what its first process says was "
             f"altered ({problem.message})"
         ) from problem
+    return read_facts(data)
+
+
+def read_facts(data: bytes) -> ClusterFacts:
+    """Return what `encode_facts` wrote. What a later release says besides is passed over.
+
+    Raises:
+        ConfigError: it is of a release that says too little for this one.
+    """
     try:
         return msgspec.msgpack.decode(data, type=ClusterFacts)
     except msgspec.ValidationError as problem:

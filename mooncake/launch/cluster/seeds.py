@@ -11,12 +11,10 @@ import select
 import threading
 import time
 
-import msgspec
-
 from mooncake.base import ConfigError, MooncakeError, SystemIds, WorkerRef
 from mooncake.base.messages import AskCluster, ClusterTold, Refused
 from mooncake.identity import Credential
-from mooncake.launch.cluster.facts import ASK_AGAIN_S, ClusterFacts, NotUp
+from mooncake.launch.cluster.facts import ASK_AGAIN_S, ClusterFacts, NotUp, read_facts
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.rpc.zmq_channel import ZmqChannel
@@ -54,7 +52,7 @@ def facts_of_seeds(
             select.select([channel], [], [], ASK_AGAIN_S)
             for message in channel.receive():
                 if isinstance(message, ClusterTold) and message.asker == own:
-                    return _decoded(message.facts)
+                    return read_facts(message.facts)
                 if isinstance(message, Refused):
                     raise MooncakeError(f"{' or '.join(seeds)} refuses: {message.reason}")
             if now_s - told_s > REMIND_S:
@@ -80,10 +78,3 @@ def _check_way_back(seeds: tuple[str, ...], bind_host: str) -> None:
                 f"bind-host: the gateway at {seed} cannot reach {bind_host} of this machine: give "
                 f"its address there, such as --bind-host {here}"
             )
-
-
-def _decoded(facts: bytes) -> ClusterFacts:
-    try:
-        return msgspec.msgpack.decode(facts, type=ClusterFacts)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"join: the cluster is of another release ({error})") from error
