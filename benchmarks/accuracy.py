@@ -28,7 +28,7 @@ from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.evaluate import Endpoint, Score, evaluate
 from mooncake.bench.http_client import HttpClient
 from mooncake.launch.config.shipped import DEMO, checkpoint
-from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.tasks.sample import Sample

@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.support.servers import SERVED_NAME, Layout, load, machine, ours, running
 from mooncake.base import ModelSpec
-from mooncake.model.checkpoint.files import INDEX_NAME
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 
 SHARED = ("--decode-set", "data-parallel-size=2", "-ep")
 APART = ("--decode", "2")

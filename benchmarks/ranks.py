@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.support.servers import KEPT_HEAP, ROOT, WAIT_POLICY, load, machine
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.step_log import StepWriter, encode
+from mooncake.engine.ranks.step_log import StepWriter, encode
 from mooncake.model.parallel.lead import receive, send
 
 SHAPES = {

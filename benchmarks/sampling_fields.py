@@ -29,8 +29,8 @@ from mooncake.api.bounds import (
 from mooncake.base import GenerateRequest, Grammar, SamplingParams, pack_tokens
 from mooncake.base.request import request_finish
 from mooncake.engine.plan import SequenceStart
-from mooncake.model.grammar import Grammars
-from mooncake.model.grammar_tokens import GrammarTokens
+from mooncake.model.grammars.following import Grammars
+from mooncake.model.grammars.grammar_tokens import GrammarTokens
 from mooncake.model.layers.sampler import Sampler
 
 PROMPT = list(range(64))

@@ -30,7 +30,7 @@ from mooncake.base import GenerateRequest, SamplingParams, pack_tokens
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.machine_facts import num_cores
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.sim.files import read_trace
 from mooncake.sim.results.plots import Line, lines_plot
 from mooncake.sim.results.report import comparison_page

@@ -26,11 +26,11 @@ from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import KvLayout, SamplingParams, pack_tokens
 from mooncake.base.request import GenerateRequest
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.drafters import EAGLE3, MTP, NGRAM, SpeculativeConfig
+from mooncake.engine.drafts.drafters import EAGLE3, MTP, NGRAM, SpeculativeConfig
+from mooncake.engine.drafts.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.weights import Checkpoint
@@ -42,7 +42,7 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.runner import ModelRunner
 from mooncake.tasks.mix import evaluation_samples
 
 PHRASE = 12

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from mooncake.crypto.keys import KEY_BYTES, Key, KeyRing
-from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
-from mooncake.model.checkpoint.files import CheckpointFiles
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
+from mooncake.model.checkpoint.making.encrypt import encrypt_checkpoint
 from mooncake.model.checkpoint.weights import view_tensor
 
 

@@ -22,7 +22,7 @@ from mooncake_kernels.synthetic import KIMI_K2_TP8, TINY
 from benchmarks.gpu.work import Bench
 from mooncake.base import SamplingParams
 from mooncake.launch.worker.direct import DirectEngine
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/kernels", "tests/unit/model/device/test_pages.py")

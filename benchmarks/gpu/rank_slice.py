@@ -25,11 +25,11 @@ from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.device.cuda import CudaSide
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.device.prefill_graphs import PrefillGraphs
-from mooncake.model.forward_pass import ForwardPass
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
 from mooncake.model.parallel.group import Solo
+from mooncake.model.running.forward_pass import ForwardPass
 
 RANKS = 8
 KIMI_K2: dict[str, Any] = {

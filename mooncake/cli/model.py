@@ -120,7 +120,7 @@ def init(wanted: Init) -> int:
     Raises:
         ConfigError: no such preset, or `out` holds something already.
     """
-    from mooncake.model.checkpoint.presets import init_checkpoint
+    from mooncake.model.checkpoint.making.presets import init_checkpoint
 
     return _write(
         f"writing {wanted.preset}",
@@ -136,7 +136,7 @@ def convert(wanted: Convert) -> int:
         ConfigError: an unknown format, a source that is quantized, or `out` holds something.
         CheckpointError: the source cannot be read.
     """
-    from mooncake.model.checkpoint.convert import convert_checkpoint
+    from mooncake.model.checkpoint.making.convert import convert_checkpoint
 
     return _write(
         f"converting to {wanted.to}",
@@ -154,7 +154,7 @@ def encrypt(wanted: Encrypt) -> int:
         ConfigError: there is no key, the source is encrypted already, or `out` holds something.
         CheckpointError: the source cannot be read.
     """
-    from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
+    from mooncake.model.checkpoint.making.encrypt import encrypt_checkpoint
 
     keys = wanted.keys()
     return _write(
@@ -171,7 +171,7 @@ def decrypt(wanted: Decrypt) -> int:
         ConfigError: there is no key, it is not the right one, or `out` holds something.
         CheckpointError: the source cannot be read, or was altered.
     """
-    from mooncake.model.checkpoint.encrypt import decrypt_checkpoint
+    from mooncake.model.checkpoint.making.encrypt import decrypt_checkpoint
 
     keys = wanted.keys()
     return _write(
@@ -188,7 +188,7 @@ def rekey(wanted: Rekey) -> int:
         ConfigError: there is no key, or none of them opens the weights.
         CheckpointError: they are not encrypted, or were altered.
     """
-    from mooncake.model.checkpoint.encrypt import rekey_checkpoint
+    from mooncake.model.checkpoint.making.encrypt import rekey_checkpoint
 
     keys = wanted.keys()
     rekey_checkpoint(Path(wanted.model), keys)

@@ -33,13 +33,13 @@ from dataclasses import dataclass, field
 
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure, Flow
-from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.chunks import UNIT, chunk_sizes, largest_chunk
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
+from mooncake.engine.drafts.speculation import Speculation
+from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.policy import Standing, last_in_order, rank
 from mooncake.engine.sequence import Sequence, SequenceState
-from mooncake.engine.speculation import Speculation
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mooncake.base.errors import ConfigError
-from mooncake.engine.drafters import SpeculativeConfig
+from mooncake.engine.drafts.drafters import SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

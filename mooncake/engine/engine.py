@@ -30,14 +30,14 @@ from mooncake.base.request import (
 )
 from mooncake.engine.audit import check_holds, check_pages, check_queues, check_steps
 from mooncake.engine.batcher import Batch, Batcher
-from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.drafters import Drafter, drafter_of
+from mooncake.engine.drafts.drafters import Drafter, drafter_of
+from mooncake.engine.drafts.speculation import Speculation
+from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.plan import Counted, Sample, SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.engine.ports import Runner
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
-from mooncake.engine.speculation import Speculation
 
 _MAX_TICK_S = 1.0
 """The time between two ticks counts as no more than this: a stopped process is not hung."""

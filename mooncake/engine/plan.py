@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.base.request import Failure, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
-from mooncake.engine.rank_moves import OfRank
+from mooncake.engine.ranks.kv_moves import OfRank
 
 BY_MODEL = -1
 """A draft that the runner makes itself, of the states that it holds."""

@@ -36,7 +36,7 @@ from mooncake.base.messages import (
 from mooncake.base.request import Failure, FinishInfo, FinishReason, RequestOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import Counted, LayerDone, StepResult
-from mooncake.engine.rank_moves import Fenced, Hashed, Moved, OfRank
+from mooncake.engine.ranks.kv_moves import Fenced, Hashed, Moved, OfRank
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
 from mooncake.instance.config import InstanceConfig

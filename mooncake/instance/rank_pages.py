@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.base.kv_layout import PageArray, SegmentRef
 from mooncake.base.kv_parts import Move
-from mooncake.engine.rank_moves import (
+from mooncake.engine.ranks.kv_moves import (
     AskFence,
     Fenced,
     Hashed,

@@ -13,7 +13,7 @@ import torch
 
 from mooncake.base.kv_layout import Home
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.step_log import Measure
+from mooncake.engine.ranks.step_log import Measure
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors

@@ -20,8 +20,8 @@ from mooncake_kernels.native.measured import Timing, timings
 from mooncake.base import CheckpointError, InternalError, KvLayout, PageArray
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.rank_moves import Opened
-from mooncake.engine.step_log import CapturedSizes, Measure, UsePages
+from mooncake.engine.ranks.kv_moves import Opened
+from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies
@@ -30,10 +30,8 @@ from mooncake.model.device.prefill_graphs import MOST_TOKENS
 from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
 from mooncake.model.drafts.model_drafts import DraftLayer
 from mooncake.model.drafts.mtp import MtpRows
-from mooncake.model.follower import join_experts
-from mooncake.model.forward_pass import CapturedSteps, capture_steps
-from mooncake.model.grammar import Grammars
-from mooncake.model.grammar_tokens import load_grammar_tokens
+from mooncake.model.grammars.following import Grammars
+from mooncake.model.grammars.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
@@ -45,7 +43,9 @@ from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.rank_device import RankDevice
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.follower import join_experts
+from mooncake.model.running.forward_pass import CapturedSteps, capture_steps
+from mooncake.model.running.runner import ModelRunner
 from mooncake.model.warm_up import Limits, warm_up
 from mooncake.transfer.device import DeviceMemory
 

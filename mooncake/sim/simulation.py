@@ -16,7 +16,7 @@ from mooncake.base.messages import Role
 from mooncake.base.request import OutputEvent
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.step_log import UsePages
+from mooncake.engine.ranks.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import SchedulerConfig

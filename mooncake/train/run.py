@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mooncake.base import ModelSpec
-from mooncake.model.checkpoint.presets import preset_config, write_preset_files
+from mooncake.model.checkpoint.making.presets import preset_config, write_preset_files
 from mooncake.model.checkpoint.weights import SPEC_DTYPES
 from mooncake.tasks.mix import evaluation_samples
 from mooncake.train.attention import Attention

@@ -27,7 +27,7 @@ from mooncake.launch.cluster.colocated import ColocatedWorkers
 from mooncake.launch.cluster.gateway_process import GatewayProcess, api_config
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.arch.sizes import ROOT, SOURCE_ROOTS
 
 CARRIES = {

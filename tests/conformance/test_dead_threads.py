@@ -42,7 +42,7 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.parallel.lead import Lead, Loaded, send
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.regions import Gates, RegionTable
@@ -83,18 +83,18 @@ THREADS = {
     "launch/worker/rank_moves.py:Thread": OWN,
     "launch/worker/rank_processes.py:ThreadPoolExecutor": TOLD,
     "launch/worker/sealed_link.py:Thread": ONE,
-    "model/checkpoint/encrypt.py:ThreadPoolExecutor": TOLD,
-    "model/checkpoint/presets.py:ThreadPoolExecutor": TOLD,
-    "model/checkpoint/revision.py:ThreadPoolExecutor": TOLD,
+    "model/checkpoint/making/encrypt.py:ThreadPoolExecutor": TOLD,
+    "model/checkpoint/making/presets.py:ThreadPoolExecutor": TOLD,
+    "model/checkpoint/files/revision.py:ThreadPoolExecutor": TOLD,
     "model/device/cuda_memory.py:VitalThread": VITAL,
     "model/device/layer_reports.py:VitalThread": VITAL,
-    "model/follower.py:Thread": OWN,
-    "model/follower.py:VitalThread": VITAL,
-    "model/grammar_jobs.py:start_deep_thread": OWN,
+    "model/running/follower.py:Thread": OWN,
+    "model/running/follower.py:VitalThread": VITAL,
+    "model/grammars/grammar_jobs.py:start_deep_thread": OWN,
     "model/parallel/lead.py:VitalThread": VITAL,
     "model/parallel/peers.py:VitalThread": VITAL,
     "model/placing.py:ThreadPoolExecutor": TOLD,
-    "model/runner.py:VitalThread": VITAL,
+    "model/running/runner.py:VitalThread": VITAL,
     "transfer/local/copying.py:VitalThread": VITAL,
     "transfer/net/io_loop.py:VitalThread": VITAL,
 }

@@ -31,8 +31,8 @@ from mooncake.kvstore.storage.block_record import (
 )
 from mooncake.kvstore.storage.record_cipher import EXTRA_BYTES
 from mooncake.launch.host.credentials import RequestVerifier, sign_request
-from mooncake.model.checkpoint.encryption import StoredFile, new_manifest
-from mooncake.model.checkpoint.presets import PRESETS, preset_config
+from mooncake.model.checkpoint.files.encryption import StoredFile, new_manifest
+from mooncake.model.checkpoint.making.presets import PRESETS, preset_config
 from mooncake.rpc.codec import NO_CERTIFICATE, encode, head_of
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.transfer.net.handshake import HandshakeRefused

@@ -22,16 +22,16 @@ from mooncake_kernels.tuning import DecodeTile
 
 from mooncake.base import KvLayout, SamplingParams
 from mooncake.engine.plan import SequenceStart
-from mooncake.engine.step_log import CapturedSizes, Measure
+from mooncake.engine.ranks.step_log import CapturedSizes, Measure
 from mooncake.model.device import prefill_graphs
 from mooncake.model.device.graphs import EagerSteps
-from mooncake.model.forward_pass import capture_steps
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
+from mooncake.model.running.forward_pass import capture_steps
 from tests.support.kernels import hopper_table
 from tests.support.kernels.launch_notes import Launch, noted_launches, variants
 from tests.support.kernels.step_launches import META, model_of

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mooncake.base import KvLayout
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.step_log import Measure
+from mooncake.engine.ranks.step_log import Measure
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors

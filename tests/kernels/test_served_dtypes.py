@@ -12,8 +12,8 @@ import torch
 from mooncake_kernels.dispatch import TRITON
 
 from mooncake.base import KvLayout
-from mooncake.model.checkpoint.convert import convert_checkpoint
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kv_tensors import KvTensors

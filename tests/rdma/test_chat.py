@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mooncake.api import load_served_model
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.rdma.test_nics import num_packets
 from tests.support.serve.model_cluster import model_cluster, request
 from tests.support.transfer.driving import NEEDS_RDMA

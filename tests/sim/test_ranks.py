@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from mooncake.base import Role
-from mooncake.engine.ranks import LeadRanks
-from mooncake.engine.step_log import StepWriter
+from mooncake.engine.ranks.rank_group import LeadRanks
+from mooncake.engine.ranks.step_log import StepWriter
 from mooncake.sim.faults.plan import Fault
 from mooncake.sim.faults.random_faults import Trial, has_ranks
 from mooncake.sim.world.expert_group import ExpertGroup

@@ -9,7 +9,7 @@ import dataclasses
 from mooncake.bench.arrivals import Arrivals
 from mooncake.bench.run import Run
 from mooncake.bench.samples import RandomShape, RepetitionShape
-from mooncake.engine.drafters import SpeculativeConfig
+from mooncake.engine.drafts.drafters import SpeculativeConfig
 from mooncake.launch.config.options import (
     OneOf,
     count,

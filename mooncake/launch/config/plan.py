@@ -25,7 +25,7 @@ from mooncake.base import (
 from mooncake.base.parallel import DCP_FLAG, DP_FLAG, EP_FLAG, PP_FLAG, TP_FLAG, stage_layers
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.drafters import EAGLE3, MTP
+from mooncake.engine.drafts.drafters import EAGLE3, MTP
 from mooncake.engine.expert_placement import EplbConfig, check_slots
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
@@ -45,9 +45,9 @@ from mooncake.launch.config.shipped import figures
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.key_source import key_source, read_keys
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
-from mooncake.model.checkpoint.files import CheckpointFiles
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
+from mooncake.model.checkpoint.files.revision import PIECE_BYTES
 from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, parse_quantization
-from mooncake.model.checkpoint.revision import PIECE_BYTES
 from mooncake.model.checkpoint.tensor_cuts import check_cuts, check_slabs
 from mooncake.model.memory import kept_by
 from mooncake.model.options import GATHERED, KV_DTYPES, ModelOptions

@@ -16,7 +16,7 @@ import msgspec
 
 from mooncake.base import MonotonicClock, MooncakeError, PageArray, SystemIds
 from mooncake.base.mailbox import Mailbox
-from mooncake.engine.rank_moves import (
+from mooncake.engine.ranks.kv_moves import (
     Opened,
     Progress,
     RankAnswer,

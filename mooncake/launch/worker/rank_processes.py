@@ -18,19 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from mooncake.crypto.keys import KeyRing, KeySource
-from mooncake.engine.ranks import SIGN_S, SILENT_S
+from mooncake.engine.ranks.rank_group import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
 from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.rank_moves import RankMoves
-from mooncake.model.follower import FollowerSettings, run
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import FarStore, ServedStore, join, make_file
 from mooncake.model.parallel.lead import Lead, RankProcess, send
 from mooncake.model.parallel.peers import Peers
+from mooncake.model.running.follower import FollowerSettings, run
 from mooncake.telemetry.log import configure_logging
 
 EXCHANGE_S = 30.0

@@ -16,8 +16,8 @@ import msgspec
 
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.base.model_spec import Count, Factor, Size
-from mooncake.model.checkpoint.files import CheckpointFiles, Homes
-from mooncake.model.checkpoint.safetensors_file import StoredTensor
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes
+from mooncake.model.checkpoint.files.safetensors_file import StoredTensor
 from mooncake.model.checkpoint.tensor_shapes import Shapes
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

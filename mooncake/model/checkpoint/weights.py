@@ -15,7 +15,8 @@ import torch
 
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.crypto.keys import KeyRing
-from mooncake.model.checkpoint.files import CheckpointFiles, Homes
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes
+from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile, StoredTensor
 from mooncake.model.checkpoint.quant import (
     QuantizedWeight,
     dequantize_fp8_block,
@@ -30,7 +31,6 @@ from mooncake.model.checkpoint.quant_format import (
     fp8_scale_shape,
     parse_quantization,
 )
-from mooncake.model.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
 from mooncake.model.checkpoint.tensor_cuts import INT4_WORD, Part
 
 SPEC_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -30,7 +30,7 @@ from mooncake.base import (
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.engine.plan import Sample, SequenceStart
 from mooncake.model.copies import Arriving, Copies, HostCopies
-from mooncake.model.grammar import Follower, Grammars
+from mooncake.model.grammars.following import Follower, Grammars
 from mooncake.model.layers.bad_words import BadWords
 from mooncake.model.layers.sampling_math import (
     DrawSettings,

@@ -24,7 +24,7 @@ import torch
 from mooncake.base import CheckpointError, InternalError
 from mooncake.base.vital_thread import VitalThread
 from mooncake.engine.plan import LayerDone, StepSlot
-from mooncake.engine.rank_moves import (
+from mooncake.engine.ranks.kv_moves import (
     Alive,
     OfRank,
     Opened,
@@ -33,8 +33,8 @@ from mooncake.engine.rank_moves import (
     Written,
     decode_answer,
 )
-from mooncake.engine.ranks import SILENT_S, LeadRanks
-from mooncake.engine.step_log import Measure, RankMessage, UsePages, Way, encode
+from mooncake.engine.ranks.rank_group import SILENT_S, LeadRanks
+from mooncake.engine.ranks.step_log import Measure, RankMessage, UsePages, Way, encode
 from mooncake.model.parallel.group import Group, GroupError
 
 LENGTH = struct.Struct("<I")

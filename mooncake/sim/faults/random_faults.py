@@ -27,7 +27,7 @@ from mooncake.base.machine import Machine
 from mooncake.base.messages import Role
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
-from mooncake.engine.step_log import UsePages
+from mooncake.engine.ranks.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import POLICIES, SchedulerConfig

@@ -19,8 +19,8 @@ import msgspec
 
 from mooncake.base import InternalError, Shape
 from mooncake.engine.plan import LayerDone, StepPlan, StepSlot
-from mooncake.engine.ranks import LeadRanks
-from mooncake.engine.step_log import (
+from mooncake.engine.ranks.rank_group import LeadRanks
+from mooncake.engine.ranks.step_log import (
     Held,
     RankMessage,
     RankStep,

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from mooncake.launch.llm import LLM
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.api.json_schemas import SchemaMaker
 from tests.support.examples import examples
 

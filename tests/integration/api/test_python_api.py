@@ -14,7 +14,7 @@ import pytest
 import mooncake
 from mooncake import LLM, AsyncLLM, RequestOutput, SamplingParams
 from mooncake.base import InvalidRequest
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server import Server, serving
 
 TOLERANCE = 1e-4

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.k2vv import NO_ANSWER, measure
 from mooncake.api import load_tokenizer
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.api.json_schemas import SchemaMaker
 from tests.support.serve.server import Server, serving
 

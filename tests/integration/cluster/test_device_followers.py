@@ -10,15 +10,15 @@ import torch
 
 from mooncake.base import MonotonicClock, PageArray
 from mooncake.base.kv_parts import Move
-from mooncake.engine.rank_moves import ALL_LAYERS, Moved, Opened, StartMove, decode_answer
-from mooncake.engine.step_log import StepWriter, UsePages
+from mooncake.engine.ranks.kv_moves import ALL_LAYERS, Moved, Opened, StartMove, decode_answer
+from mooncake.engine.ranks.step_log import StepWriter, UsePages
 from mooncake.launch.worker.rank_moves import RankMoves
 from mooncake.model.copies import HostCopies
 from mooncake.model.device.pages import PageMemory
-from mooncake.model.follower import Follower
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.group import Solo
 from mooncake.model.rank_device import RankDevice
+from mooncake.model.running.follower import Follower
 from mooncake.transfer.engine import Op
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from tests.support.model.page_device import FarDevice

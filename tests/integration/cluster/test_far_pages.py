@@ -13,8 +13,8 @@ import pytest
 
 from mooncake.base import block_keys
 from mooncake.launch.worker.local import LocalCluster
-from mooncake.model.checkpoint.presets import init_checkpoint
-from mooncake.model.runner import ModelRunner
+from mooncake.model.checkpoint.making.presets import init_checkpoint
+from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.engine import Region
 from tests.integration.cluster.test_layouts import eager, prompt
 from tests.support.model.page_device import FarPages

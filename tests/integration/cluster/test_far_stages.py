@@ -20,7 +20,7 @@ from mooncake.launch.worker import rank_processes
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.rank_host import MAX_RANKS, RankHost
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.cluster.test_rank_memories import (
     SETTINGS,
     checksums_of,

@@ -12,7 +12,7 @@ import pytest
 from mooncake.api.constrained.grammar import json_rule
 from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import Grammar
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.api.json_schemas import SchemaMaker
 from tests.support.serve.model_cluster import model_cluster, request
 

@@ -13,7 +13,7 @@ import pytest
 
 from mooncake.base import block_keys
 from mooncake.launch.config.plan import ServePlan
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.telemetry.events import FirstToken
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request

@@ -15,7 +15,7 @@ from mooncake.base.messages import BlocksPushed
 from mooncake.instance import Instance
 from mooncake.instance.mover import Ended, SliceMover
 from mooncake.launch.worker import local
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.transfer.engine import TransferDone
 from mooncake.transfer.rdma.nic import WorkRequest
 from mooncake.transfer.regions import HostRegion

@@ -19,7 +19,7 @@ import pytest
 from mooncake.base import Shape, block_keys
 from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG
 from mooncake.launch.config.plan import ServePlan
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.scheduler.config import SchedulerConfig
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 from tests.support.serve.slow_process import in_short_turns

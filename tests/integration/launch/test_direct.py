@@ -17,8 +17,8 @@ from mooncake.base import ConfigError, InvalidRequest, SamplingParams
 from mooncake.cli import main as cli
 from mooncake.launch.host import environment
 from mooncake.launch.worker.direct import DirectEngine
-from mooncake.model.checkpoint.convert import convert_checkpoint
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.model.tiny_models import random_tokens
 
 ROOT = Path(__file__).resolve().parents[3]

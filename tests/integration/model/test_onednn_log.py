@@ -11,7 +11,7 @@ import pytest
 import torch
 from mooncake_kernels.onednn import linear as onednn
 
-from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from tests.support.model.tiny_models import truth
 
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.cli import main as cli
 from mooncake.launch.llm import LLM
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server_process import ServerProcess
 
 KEY = "0123456789abcdef" * 4

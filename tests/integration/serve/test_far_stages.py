@@ -22,7 +22,7 @@ import pytest
 
 from mooncake.base import SamplingParams
 from mooncake.launch.worker.direct import DirectEngine
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.serve.test_rank_processes import SMALL, ranks_of
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until
 from tests.support.serve.server import START_S, serving

@@ -19,10 +19,10 @@ import pytest
 
 import mooncake
 from mooncake.base import SamplingParams, Shape
-from mooncake.engine.ranks import SILENT_S
-from mooncake.engine.speculation import ACCEPTED_TOKENS
+from mooncake.engine.drafts.speculation import ACCEPTED_TOKENS
+from mooncake.engine.ranks.rank_group import SILENT_S
 from mooncake.launch.worker.direct import DirectEngine
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until
 from tests.support.serve.server import Server, serving
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server import Server, serving
 
 WORKERS = {"kvstore-0", "kvstore-1", "prefill-0", "prefill-1", "decode-0", "decode-1"}

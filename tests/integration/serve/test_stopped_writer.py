@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.serve.test_real_processes import num_held, prompt, stream, wait_until
 from tests.support.serve.server import Server, serving
 

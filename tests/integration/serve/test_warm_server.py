@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server import Server, serving
 
 NUM_TOKENS = 700

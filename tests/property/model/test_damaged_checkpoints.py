@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from mooncake.base import CheckpointError
-from mooncake.model.checkpoint.file_bytes import PlainBytes
-from mooncake.model.checkpoint.safetensors_file import SafetensorsFile
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
+from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile
 from mooncake.model.checkpoint.weights import view_tensor
 
 WHOLE = save(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mooncake.base import CheckpointError
 from mooncake.crypto.aead import TAG_BYTES
 from mooncake.crypto.keys import Key, KeyRing
-from mooncake.model.checkpoint.encryption import (
+from mooncake.model.checkpoint.files.encryption import (
     SUFFIX,
     SealedBytes,
     StoredFile,

@@ -7,8 +7,8 @@ from typing import Any
 
 from mooncake.api.text.message_parser import TOOL_MARKERS, Marker
 from mooncake.base import Grammar
-from mooncake.model.grammar import Follower, Grammars
-from mooncake.model.grammar_tokens import GrammarTokens
+from mooncake.model.grammars.following import Follower, Grammars
+from mooncake.model.grammars.grammar_tokens import GrammarTokens
 from tests.support.api.server import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -134,6 +134,6 @@ class ServerProcess:
 
 def nano_checkpoint(directory: Path) -> Path:
     """Write the smallest preset and return its directory."""
-    from mooncake.model.checkpoint.presets import init_checkpoint
+    from mooncake.model.checkpoint.making.presets import init_checkpoint
 
     return init_checkpoint("k2-nano", 0, directory / "k2-nano")

@@ -9,8 +9,8 @@ from typing import Any
 from mooncake.base import CostSample
 from mooncake.base.request import GenerateRequest, Priority
 from mooncake.engine.batcher import Batch, Batcher
-from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.cost import StepCostModel
+from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.sequence import Sequence, SequenceState
 from tests.support.engine.engines import ROOMY, request
 

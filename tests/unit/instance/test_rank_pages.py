@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.base import BlockPlaces, PageArray, SegmentRef
 from mooncake.base.kv_parts import KvPart, Move
-from mooncake.engine.rank_moves import (
+from mooncake.engine.ranks.kv_moves import (
     ALL_LAYERS,
     AskFence,
     Fenced,
@@ -28,7 +28,7 @@ from mooncake.engine.rank_moves import (
     decode_answer,
     encode_answer,
 )
-from mooncake.engine.step_log import decode, encode
+from mooncake.engine.ranks.step_log import decode, encode
 from mooncake.instance.checksums import BlockChecksums, HashDone
 from mooncake.instance.fetch import PageReads
 from mooncake.instance.mover import SliceMover

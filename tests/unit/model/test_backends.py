@@ -11,7 +11,7 @@ from mooncake_kernels.native.build import CannotBuild
 
 from mooncake.base import ConfigError
 from mooncake.model.backends import Backends, settle
-from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.loading import load_model

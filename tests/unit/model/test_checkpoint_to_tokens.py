@@ -11,7 +11,7 @@ import transformers
 
 from mooncake.base import SamplingParams
 from mooncake.engine.plan import SequenceStart
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler

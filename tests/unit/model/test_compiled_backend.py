@@ -14,7 +14,7 @@ from mooncake_kernels.onednn import linear as onednn
 
 from mooncake.base import ConfigError, KvLayout
 from mooncake.model.backends import Backends, settle
-from mooncake.model.checkpoint.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors

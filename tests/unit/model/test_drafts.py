@@ -12,7 +12,7 @@ from mooncake.base import SamplingParams
 from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.runner import ModelRunner
 from tests.support.model.tiny_models import (
     forward,
     kv_for,

@@ -14,8 +14,8 @@ from mooncake_kernels.native import experts as native_experts
 from mooncake.base import ConfigError, SamplingParams
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.backends import Backends
-from mooncake.model.checkpoint.convert import convert_checkpoint
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.linear import GatedMlp

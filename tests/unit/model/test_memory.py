@@ -11,8 +11,8 @@ import torch
 from mooncake_kernels.native import build, packed
 
 from mooncake.base import ConfigError, KvLayout, Shape
-from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS, convert_checkpoint
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS, convert_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.quant_format import parse_quantization
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.loading import load_model

@@ -26,12 +26,12 @@ from mooncake.engine.sequence import Sequence
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Here
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
-from mooncake.model.forward_pass import CapturedSteps
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.forward_pass import CapturedSteps
+from mooncake.model.running.runner import ModelRunner
 from tests.support.model.tiny_models import (
     CPU,
     kv_for,

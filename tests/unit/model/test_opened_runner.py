@@ -12,7 +12,7 @@ from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
 from mooncake.base import KvLayout
 from mooncake.engine.config import EngineConfig
 from mooncake.model import opening
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler

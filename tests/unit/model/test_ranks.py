@@ -13,8 +13,8 @@ import torch
 from mooncake_kernels.native import build
 
 from mooncake.model.backends import Backends, settle
-from mooncake.model.checkpoint.convert import convert_checkpoint
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.convert import convert_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.tensor_cuts import cut_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint

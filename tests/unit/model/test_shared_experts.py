@@ -17,12 +17,12 @@ from mooncake_kernels.native import build
 from mooncake.base import Shape
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.plan import StepSlot
-from mooncake.model import runner
 from mooncake.model.backends import Backends, settle
 from mooncake.model.loading import WeightSource, load_model
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.peers import Peers
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running import runner
+from mooncake.model.running.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks
 from tests.support.model.thread_group import ThreadGroup
 from tests.support.model.tiny_models import (
@@ -37,8 +37,8 @@ from tests.support.model.tiny_models import (
     source_of,
     truth,
 )
+from tests.unit.model.running.test_runner import GreedySampler, plan, result_of, start_of
 from tests.unit.model.test_ranks import MOST, compare, logprobs
-from tests.unit.model.test_runner import GreedySampler, plan, result_of, start_of
 
 
 class ThreadInstances:

@@ -12,7 +12,7 @@ import torch
 
 from mooncake.api.text.chat_template import load_chat_template
 from mooncake.api.text.tokenizer import load_tokenizer
-from mooncake.model.checkpoint.presets import write_preset_files
+from mooncake.model.checkpoint.making.presets import write_preset_files
 from mooncake.tasks.mix import TASKS, evaluation_samples, training_sample
 from mooncake.tasks.sample import assistant, user
 from mooncake.train.batches import Batch, Batches, packed, rendered

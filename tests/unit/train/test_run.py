@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mooncake.base import CheckpointError, ConfigError
-from mooncake.model.checkpoint.presets import PRESETS, Preset, write_preset_files
+from mooncake.model.checkpoint.making.presets import PRESETS, Preset, write_preset_files
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.loading import load_model
 from mooncake.train.batches import Batch, Batches, packed

@@ -25,7 +25,7 @@ from mooncake.kvstore.storage.block_record import (
     unpack_file_header,
 )
 from mooncake.kvstore.storage.record_cipher import EXTRA_BYTES, OtherKey, RecordCipher
-from mooncake.model.checkpoint.encryption import (
+from mooncake.model.checkpoint.files.encryption import (
     MANIFEST_NAME,
     SUFFIX,
     Manifest,
@@ -38,8 +38,8 @@ from mooncake.model.checkpoint.encryption import (
     rewrapped,
     sealed_bytes,
 )
-from mooncake.model.checkpoint.file_bytes import PlainBytes
-from mooncake.model.checkpoint.safetensors_file import SafetensorsFile
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
+from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile
 from tests.support.fuzz.target import Shape, Target
 
 _FILE, _BLOCK = struct.Struct("<8sQQI"), struct.Struct("<8s32sQQQI")
@@ -130,7 +130,7 @@ class SealedWeights(Target):
     """
 
     name = "sealed-weights"
-    modules = ("mooncake.model.checkpoint.encryption", "mooncake.crypto.aead")
+    modules = ("mooncake.model.checkpoint.files.encryption", "mooncake.crypto.aead")
     shape = Shape.JSON
     skip = 1
     allowed = (CheckpointError, ConfigError)
@@ -199,7 +199,7 @@ class Safetensors(Target):
     """The header of a weights file, with some bytes of tensors behind it."""
 
     name = "safetensors"
-    modules = ("mooncake.model.checkpoint.safetensors_file",)
+    modules = ("mooncake.model.checkpoint.files.safetensors_file",)
     shape = Shape.JSON
     allowed = (CheckpointError,)
     max_bytes = 1_000_000

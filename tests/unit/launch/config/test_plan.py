@@ -14,7 +14,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES, RankMemory
 from mooncake.launch.host import machine_facts
-from mooncake.model.checkpoint.encrypt import encrypt_checkpoint
+from mooncake.model.checkpoint.making.encrypt import encrypt_checkpoint
 from tests.support.model.checkpoints import write_config_only
 from tests.support.model.eagle3_heads import config_of, random_tensors, write_head
 

@@ -19,7 +19,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.rank_plan import STEP_TOKENS, RankMemory
 from mooncake.launch.host import machine_facts
-from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
+from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS
 from tests.support.model.specs import KIMI_K2, small_config
 
 

@@ -14,8 +14,8 @@ from mooncake.launch.config import shipped
 from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.key_file import read_keys
 from mooncake.launch.config.sim_settings import SimulateSettings
-from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
-from mooncake.model.checkpoint.presets import preset_config, write_preset_files
+from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS
+from mooncake.model.checkpoint.making.presets import preset_config, write_preset_files
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.sim.files import read_faults

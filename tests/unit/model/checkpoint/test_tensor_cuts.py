@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError, Shape
-from mooncake.model.checkpoint.convert import QUANTIZATION_CONFIGS
+from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS
 from mooncake.model.checkpoint.quant_format import parse_quantization
 from mooncake.model.checkpoint.tensor_cuts import check_cuts, check_slabs, cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes

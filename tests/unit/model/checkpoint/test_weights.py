@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mooncake.base import CheckpointError
-from mooncake.model.checkpoint.files import INDEX_NAME, CheckpointFiles
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME, CheckpointFiles
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.quant import (
     dequantize_fp8_block,
     dequantize_int4_packed,

@@ -14,13 +14,13 @@ from mooncake.base import ConfigError, Failure, KvLayout, PageArray, SamplingPar
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, ladder
-from mooncake.model.forward_pass import CapturedSteps
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.memory import GpuMemory, pages_that_fit
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.forward_pass import CapturedSteps
+from mooncake.model.running.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks
 from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (

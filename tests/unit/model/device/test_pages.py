@@ -12,7 +12,7 @@ import torch
 
 from mooncake.base import KvLayout
 from mooncake.engine.plan import LayerDone
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.copies import HostCopies, Mark
 from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.device.pages import LEAST_ROW_BYTES, PageMemory, row_bytes

@@ -10,17 +10,17 @@ import torch
 from mooncake.base import SamplingParams
 from mooncake.base.kv_layout import Home
 from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult, StepSlot
-from mooncake.engine.step_log import CapturedSizes
+from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import EagerSteps
 from mooncake.model.device.prefill_graphs import MORE_FLOPS, PrefillGraphs
-from mooncake.model.forward_pass import ForwardPass, capture_steps
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import flops_of_forms
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.forward_pass import ForwardPass, capture_steps
+from mooncake.model.running.runner import ModelRunner
 from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
     CPU,

@@ -13,7 +13,7 @@ from mooncake.base import SamplingParams
 from mooncake.engine.plan import LayerDone, RunnerEvent, SequenceStart, StepPlan, StepResult
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
-from mooncake.model.runner import ModelRunner
+from mooncake.model.running.runner import ModelRunner
 from tests.support.model.tiny_models import CPU, kv_for, slot, source_of, truth
 
 PATIENCE_S = 60.0

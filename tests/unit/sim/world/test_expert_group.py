@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.base import KvLayout, PageArray, SamplingParams
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
-from mooncake.engine.step_log import UsePages
+from mooncake.engine.ranks.step_log import UsePages
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.expert_group import LINK_S, ExpertGroup
 from mooncake.sim.world.ranks import RankedRunner, RanksLost

@@ -1,0 +1,1 @@
+"""The pages of one instance: who holds them, and how a block is found again."""

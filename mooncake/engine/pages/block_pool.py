@@ -1,0 +1,179 @@
+"""The pages of one engine: which are held, and which are reused next. Pages are numbers; the runner
+owns the bytes.
+
+A page is *held* (one or more references), *cached* (no reference, but its content has a key) or
+*free*. Each `allocate` or `hold` must be followed by one `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mooncake.base.blocks import BlockKey
+from mooncake.engine.pages.prefix_cache import PrefixCache
+
+
+class BlockPool:
+    """Reference-counted pages with a prefix cache; least recently used content goes first."""
+
+    def __init__(self, num_blocks: int, num_homes: int = 1) -> None:
+        """`num_homes`: ranks that hold an equal share of the pages each, in order."""
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one page, not {num_blocks}")
+        if num_blocks % num_homes:
+            raise ValueError(f"{num_blocks} pages cannot be shared out among {num_homes} ranks")
+        self._refs = [0] * num_blocks
+        self._pages_of_home = each = num_blocks // num_homes
+        # Stacks: the first page of each home first.
+        self._free = [
+            list(range(end - 1, end - 1 - each, -1)) for end in range(each, num_blocks + 1, each)
+        ]
+        self._cached: dict[int, None] = {}  # an ordered set: least recently released first
+        self._cache = PrefixCache()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._refs)
+
+    @property
+    def num_free(self) -> int:
+        """Pages without references and content."""
+        return sum(map(len, self._free))
+
+    @property
+    def num_cached(self) -> int:
+        """Pages without references whose content can still be matched."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can return now: free and cached ones."""
+        return self.num_free + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._refs) - self.num_available
+
+    def ref_count(self, page: int) -> int:
+        """Return the number of references to `page`."""
+        return self._refs[page]
+
+    def key_of(self, page: int) -> BlockKey | None:
+        """Return the key under which `page` is published, or None."""
+        return self._cache.key_of(page)
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Return `num_pages` pages with one reference each and undefined content, or None when
+        there are not enough.
+
+        Free pages are used first, each of the home that has most, so that the homes share contexts
+        evenly; then the least recently released content is evicted.
+        """
+        if num_pages > self.num_available:
+            return None
+        pages: list[int] = []
+        for _ in range(num_pages):
+            most = max(self._free, key=len)
+            if most:
+                page = most.pop()
+            else:
+                page = next(iter(self._cached))
+                del self._cached[page]
+                self._cache.forget_page(page)
+            self._refs[page] = 1
+            pages.append(page)
+        return pages
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Add one reference to each page.
+
+        Raises:
+            ValueError: a page is free: it has no content, so it can only be allocated.
+        """
+        for page in pages:
+            if self._refs[page] == 0 and page not in self._cached:
+                raise ValueError(f"page {page} is free and cannot be held")
+        for page in pages:
+            if self._refs[page] == 0:
+                self._cached.pop(page)
+            self._refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove one reference from each page; published content can be matched until it is
+        evicted.
+
+        The last page counts as the least recently used: of a chain the tail is evicted before the
+        head, because a head without its tail can be matched, but not the reverse.
+
+        Raises:
+            ValueError: a page is not held.
+        """
+        for page in reversed(pages):
+            if self._refs[page] < 1:
+                raise ValueError(f"page {page} is released more often than it was held")
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if self._cache.key_of(page) is None:
+                    self._add_free(page)
+                else:
+                    self._cached[page] = None
+
+    def match(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return the pages of the longest prefix of `keys` here, without adding references."""
+        return self._cache.match(keys)
+
+    def publish(self, key: BlockKey, page: int) -> bool:
+        """Cache a held page under `key`; nothing may write to it any more.
+
+        Returns False when another page is published under `key`; this one stays private then.
+
+        Raises:
+            ValueError: the page is not held, or is published under another key.
+        """
+        if self._refs[page] < 1:
+            raise ValueError(f"page {page} is not held and cannot be published")
+        return self._cache.publish(key, page)
+
+    def forget(self, key: BlockKey) -> None:
+        """Remove `key` from the cache, for instance because its content proved to be wrong."""
+        page = self._cache.page_of(key)
+        if page is None:
+            return
+        self._cache.forget_page(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._add_free(page)
+
+    def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return the keys (stored, removed) since the last call; those stored and removed since
+        then cancel out.
+        """
+        return self._cache.drain_events()
+
+    def inventory(self) -> list[BlockKey]:
+        """Return all published keys, oldest first."""
+        return self._cache.inventory()
+
+    def _add_free(self, page: int) -> None:
+        self._free[page // self._pages_of_home].append(page)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each page is exactly one of free, cached and held."""
+        self._cache.check_integrity()
+        held = {page for page, refs in enumerate(self._refs) if refs > 0}
+        free = [page for pages in self._free for page in pages]
+        places = [*free, *self._cached, *sorted(held)]
+        if sorted(places) != list(range(len(self._refs))):
+            raise AssertionError(
+                f"block pool: free {len(free)} + cached {len(self._cached)} + held "
+                f"{len(held)} is not each of {len(self._refs)} pages once"
+            )
+        for home, pages in enumerate(self._free):
+            if any(page // self._pages_of_home != home for page in pages):
+                raise AssertionError(f"block pool: pages {pages} are free where they do not lie")
+        for page in free:
+            if self._cache.key_of(page) is not None:
+                raise AssertionError(f"block pool: free page {page} is published")
+        for page in self._cached:
+            if self._cache.key_of(page) is None:
+                raise AssertionError(f"block pool: cached page {page} has no key")

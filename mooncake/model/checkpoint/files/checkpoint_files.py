@@ -1,0 +1,173 @@
+"""The files of a checkpoint directory: configuration, location of tensors, revision of the weights.
+
+Reads headers only and needs no tensors, so a launcher can check a checkpoint before anything heavy
+is loaded. Weights may lie encrypted (`encryption`); nothing above sees a difference. Nothing is
+downloaded and no code in the directory is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake.base import CheckpointError
+from mooncake.crypto.keys import KeyRing
+from mooncake.model.checkpoint.files.encryption import (
+    SUFFIX,
+    SealedBytes,
+    data_key_of,
+    read_manifest,
+)
+from mooncake.model.checkpoint.files.file_bytes import FileBytes, PlainBytes
+from mooncake.model.checkpoint.files.revision import Progress, file_digests, weights_revision
+from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile
+
+INDEX_NAME = "model.safetensors.index.json"
+
+_PICKLED = (".bin", ".pt", ".pth")
+_WEIGHTS = (".safetensors", SUFFIX, *_PICKLED)
+
+Homes = dict[str, tuple[SafetensorsFile, str]]
+"""Tensor name -> the file that holds it and its name there."""
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A directory in Hugging Face's layout: `config.json`, one safetensors file or an index."""
+
+    path: Path
+    config: Mapping[str, Any]
+    homes: Homes
+    """Empty where encrypted weights were left closed."""
+    sealed_digests: Mapping[str, str] | None = None
+    """Of the files of encrypted weights, as the checkpoint says; None: they are not encrypted."""
+
+    @classmethod
+    def open(
+        cls, path: Path, keys: KeyRing | None = None, *, may_stay_closed: bool = False
+    ) -> CheckpointFiles:
+        """Open the directory `path`. With `keys`, only weights that one of them opens will do.
+
+        may_stay_closed: without keys, tensors of encrypted weights are left out, and what the
+            checkpoint says of its revision is believed.
+
+        Raises:
+            CheckpointError: there is no readable checkpoint; the message names the file.
+            ConfigError: these are not its keys.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such directory; give a local checkpoint directory")
+        config = _read_json(path / "config.json")
+        manifest = read_manifest(path)
+        if manifest is None:
+            if keys is not None:
+                raise CheckpointError(
+                    f"{path}: its weights are not encrypted, though a key is given; give none to "
+                    "serve them as they are"
+                )
+            names = sorted(file.name for file in path.glob("*.safetensors"))
+            return cls(
+                path, config, _find_tensors(path, names, lambda name: PlainBytes(path / name))
+            )
+        if keys is not None:
+            data_key = data_key_of(path, manifest, keys)
+            homes = _find_tensors(
+                path, sorted(manifest.files),
+                lambda name: SealedBytes(path, name, manifest, data_key),
+            )  # fmt: skip
+        elif may_stay_closed:
+            homes = {}
+        else:
+            raise CheckpointError(
+                f"{path}: its weights are encrypted; give the key (--weights-key-file, "
+                "--weights-key-command or MOONCAKE_WEIGHTS_KEY), or a plain copy, which "
+                "`mooncake model decrypt` writes"
+            )
+        return cls(path, config, homes, manifest.digests)
+
+    @property
+    def contents(self) -> list[FileBytes]:
+        """The files that hold tensors, each once."""
+        return [file.content for file in dict.fromkeys(file for file, _ in self.homes.values())]
+
+    @classmethod
+    def open_config(
+        cls, path: Path, keys: KeyRing | None = None, *, may_stay_closed: bool = False
+    ) -> CheckpointFiles:
+        """Open a directory that may hold no more than `config.json`, which is enough for a plan.
+
+        Raises:
+            CheckpointError: there is no readable configuration, or weights that `open` refuses.
+            ConfigError: there are weights, and these are not their keys.
+        """
+        if any(file.suffix in _WEIGHTS for file in path.iterdir()):
+            return cls.open(path, keys, may_stay_closed=may_stay_closed)
+        return cls(path, _read_json(path / "config.json"), {})
+
+    def revision(self, cache_dir: Path | None = None, progress: Progress | None = None) -> str:
+        """Return the name of these weights (see `revision.weights_revision`): two checkpoints with
+        one revision give the same KV, however they are stored. Plain weights that are not in
+        `cache_dir` are hashed for it; encrypted ones were when they were written.
+        """
+        digests = self.sealed_digests
+        if digests is None:
+            digests = file_digests(self.contents, cache_dir, progress)
+        return weights_revision((self.path / "config.json").read_bytes(), digests)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return parsed
+
+
+def _find_tensors(
+    path: Path, names: Sequence[str], open_bytes: Callable[[str], FileBytes]
+) -> Homes:
+    """Return the home of each tensor in the files `names`, or in those that an index lists."""
+    if (path / INDEX_NAME).exists():
+        return _find_indexed(path, _read_json(path / INDEX_NAME), open_bytes)
+    homes: Homes = {}
+    for file in (SafetensorsFile(open_bytes(name)) for name in names):
+        for name in file.tensors:
+            if name in homes:
+                raise CheckpointError(f"{name}: both in {homes[name][0].path} and in {file.path}")
+            homes[name] = (file, name)
+    if names:
+        return homes
+    pickled = sorted(file.name for end in _PICKLED for file in path.glob(f"*{end}"))
+    if pickled:
+        raise CheckpointError(
+            f"{path}: only pickled weights ({pickled[0]}), which can run code when they are read; "
+            "convert them to safetensors"
+        )
+    raise CheckpointError(f"{path}: no .safetensors file")
+
+
+def _find_indexed(
+    path: Path, index: Mapping[str, Any], open_bytes: Callable[[str], FileBytes]
+) -> Homes:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX_NAME}: no weight_map")
+    strange = [file for file in weight_map.values() if not isinstance(file, str)]
+    # An index from elsewhere must not make us open files outside its directory.
+    named = [] if strange else sorted(set(weight_map.values()))
+    strange += [file for file in named if Path(file).name != file]
+    if strange:
+        raise CheckpointError(f"{path / INDEX_NAME}: {strange[0]!r} is not a plain file name")
+    files = {name: SafetensorsFile(open_bytes(name)) for name in named}
+    for name, file_name in weight_map.items():
+        if name not in files[file_name].tensors:
+            raise CheckpointError(f"{path / file_name}: lacks {name}, which the index places there")
+    return {name: (files[file_name], name) for name, file_name in weight_map.items()}

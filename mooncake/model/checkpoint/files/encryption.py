@@ -1,0 +1,226 @@
+"""Weights that lie encrypted on disk: how they are stored, and how they are read.
+
+`encryption.json` lists the files, how long each is and the digest of its plain bytes, and holds the
+data key, itself encrypted with the operator's key. `NAME.enc` is the file `NAME` in chunks, each
+encrypted (AES-256-GCM) and followed by its tag. A file's key follows from the data key and the
+file's name, length and chunk size, and chunks are numbered: a chunk that was altered, cut off, or
+moved, in a file or from another one, does not decrypt.
+
+Neither torch nor a key is needed to read what the manifest says.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from mooncake.base import CheckpointError, ConfigError
+from mooncake.crypto.aead import TAG_BYTES, Altered, Chunks, seal, unseal
+from mooncake.crypto.keys import KEY_BYTES, KeyRing, derive
+from mooncake.model.checkpoint.files.file_bytes import mapped
+
+MANIFEST_NAME = "encryption.json"
+SUFFIX = ".enc"
+CHUNK_BYTES = 256 * 2**10
+"""Read at once at least: small tensors want less of it, speed more."""
+MAX_CHUNK_BYTES = 2**26
+_WRAPPING = "mooncake weights data key 1"
+_NAME = re.compile(r"[^/\0]{1,240}\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file as it was before it was encrypted."""
+
+    num_bytes: int
+    digest: str
+    """As `revision.file_digests` returns it."""
+
+
+class WrappedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The data key, encrypted with an operator's key."""
+
+    key_id: str
+    """Of the operator's key, in hexadecimal."""
+    data_key: bytes
+    """In base64 where it is JSON."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `encryption.json` says."""
+
+    format: Literal["mooncake-weights-1"]
+    cipher: Literal["AES-256-GCM"]
+    chunk_bytes: int
+    files: dict[str, StoredFile]
+    key: WrappedKey
+    tag: str
+    """A MAC of files and chunk size with a key that follows from the data key."""
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each file's plain bytes by its name."""
+        return {name: file.digest for name, file in self.files.items()}
+
+    def with_tag(self, data_key: bytes) -> Manifest:
+        """Return the manifest with the tag that it should have."""
+        said = msgspec.json.encode(
+            (self.format, self.cipher, self.chunk_bytes, self.files), order="sorted"
+        )
+        return msgspec.structs.replace(self, tag=derive(data_key, "manifest", said).hex())
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """Return what the directory says of its encrypted weights; None: it holds plain ones.
+
+    Raises:
+        CheckpointError: it cannot be read, or makes no sense. Without a key it is not known whether
+            it was altered.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: does not say how weights are encrypted ({error!s:.200})"
+        ) from error
+    if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES or not manifest.files:
+        raise CheckpointError(f"{path}: does not say how weights are encrypted")
+    for name, file in manifest.files.items():
+        if not _NAME.fullmatch(name) or file.num_bytes < 0 or not _DIGEST.fullmatch(file.digest):
+            raise CheckpointError(f"{path}: {name!r:.200} is no file of weights")
+    return manifest
+
+
+def new_manifest(
+    files: dict[str, StoredFile], chunk_bytes: int, data_key: bytes, keys: KeyRing
+) -> Manifest:
+    """Return the manifest of files encrypted with `data_key`, which is encrypted with the first of
+    `keys`.
+    """
+    plain = Manifest(
+        "mooncake-weights-1", "AES-256-GCM", chunk_bytes, files, _wrap(data_key, keys), ""
+    )
+    return plain.with_tag(data_key)
+
+
+def rewrapped(manifest: Manifest, data_key: bytes, keys: KeyRing) -> Manifest:
+    """Return the manifest with its data key encrypted with the first of `keys`."""
+    return msgspec.structs.replace(manifest, key=_wrap(data_key, keys))
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write it whole or not at all. Raises OSError."""
+    path = directory / MANIFEST_NAME
+    new = directory / f".{MANIFEST_NAME}.{os.getpid()}"
+    try:
+        with new.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def data_key_of(directory: Path, manifest: Manifest, keys: KeyRing) -> bytes:
+    """Return the key that the files were encrypted with.
+
+    Raises:
+        ConfigError: none of `keys` is the one that encrypts it.
+        CheckpointError: the manifest was altered.
+    """
+    path = directory / MANIFEST_NAME
+    key = keys.get(_from_hex(manifest.key.key_id))
+    if key is None:
+        raise ConfigError(
+            f"weights-key: {directory} was encrypted with another key (its id is "
+            f"{manifest.key.key_id:.64}; the id of the key given is {keys.first.id.hex()})"
+        )
+    try:
+        data_key = unseal(key.derive(_WRAPPING), manifest.key.data_key)
+    except Altered as error:
+        raise CheckpointError(f"{path}: its key was altered; restore the file") from error
+    whole = len(data_key) == KEY_BYTES
+    wanted = manifest.with_tag(data_key).tag.encode()
+    if not (whole and hmac.compare_digest(wanted, manifest.tag.encode(errors="replace"))):
+        raise CheckpointError(f"{path}: was altered; restore the file")
+    return data_key
+
+
+def file_chunks(data_key: bytes, name: str, num_bytes: int, chunk_bytes: int) -> Chunks:
+    """Return the cipher of one file, bound to its name, length and chunk size."""
+    identity = msgspec.json.encode((name, num_bytes, chunk_bytes))
+    return Chunks(derive(data_key, "file", identity))
+
+
+def sealed_bytes(num_bytes: int, chunk_bytes: int) -> int:
+    """Return how long a file is, encrypted."""
+    return num_bytes + -(-num_bytes // chunk_bytes) * TAG_BYTES
+
+
+class SealedBytes:
+    """The plain bytes of one encrypted file (see `FileBytes`). `read` decrypts the chunks that it
+    needs, straight from the mapped file into the memory that it returns.
+    """
+
+    def __init__(self, directory: Path, name: str, manifest: Manifest, data_key: bytes) -> None:
+        """Raises CheckpointError when the file is missing, not listed, or not as long as it was."""
+        if name not in manifest.files:
+            raise CheckpointError(f"{directory / MANIFEST_NAME}: does not list {name}")
+        self.path = directory / f"{name}{SUFFIX}"
+        self.num_bytes = manifest.files[name].num_bytes
+        self._chunk_bytes = manifest.chunk_bytes
+        self._chunks = file_chunks(data_key, name, self.num_bytes, self._chunk_bytes)
+        self._sealed = memoryview(mapped(self.path) or b"")
+        wanted = sealed_bytes(self.num_bytes, self._chunk_bytes)
+        if len(self._sealed) != wanted:
+            raise CheckpointError(
+                f"{self.path}: has {len(self._sealed)} bytes and was written with {wanted}; "
+                "copy it again"
+            )
+
+    def read(self, begin: int, end: int) -> memoryview:
+        out = np.empty(end - begin, np.uint8).data
+        step = self._chunk_bytes
+        for number in range(begin // step, -(-end // step)) if begin < end else ():
+            first, last = number * step, min((number + 1) * step, self.num_bytes)
+            if begin <= first and last <= end:
+                self._unseal(number, out[first - begin : last - begin])
+                continue
+            chunk = np.empty(last - first, np.uint8).data
+            self._unseal(number, chunk)
+            start, stop = max(begin, first), min(end, last)
+            out[start - begin : stop - begin] = chunk[start - first : stop - first]
+        return out
+
+    def _unseal(self, number: int, out: memoryview) -> None:
+        at = number * (self._chunk_bytes + TAG_BYTES)
+        try:
+            self._chunks.unseal_into(number, self._sealed[at : at + len(out) + TAG_BYTES], out)
+        except Altered as error:
+            raise CheckpointError(
+                f"{self.path}: what lies at byte {at} is not what was encrypted: altered, or of "
+                "another file or checkpoint; copy the file again"
+            ) from error
+
+
+def _wrap(data_key: bytes, keys: KeyRing) -> WrappedKey:
+    return WrappedKey(keys.first.id.hex(), seal(keys.first.derive(_WRAPPING), data_key))
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""

@@ -1,0 +1,118 @@
+"""The revision of a checkpoint: a name for its weights, equal only for equal bytes.
+
+Every file is hashed whole, once: the digests are kept in a cache file, under the identity that the
+file system gives each file (device, inode, size and times). Needs no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from mooncake.model.checkpoint.files.file_bytes import FileBytes
+
+CACHE_NAME = "file-digests.json"
+MAX_CACHED = 4096
+"""Files remembered; the oldest are forgotten first."""
+PIECE_BYTES = 64 * 2**20
+"""Hashed by one thread at a time; part of the definition of a file's digest."""
+MAX_THREADS = 16
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes hashed, bytes to hash)."""
+
+logger = logging.getLogger(__name__)
+
+
+def weights_revision(config: bytes, digests: Mapping[str, str]) -> str:
+    """Return 16 hex digits of SHA-256 over `config` (the bytes of config.json) and all files:
+    `digests` by name. How the files are stored, encrypted or not, does not count.
+    """
+    whole = hashlib.sha256(config)
+    for name in sorted(digests):
+        whole.update(f"\n{name} {digests[name]}".encode())
+    return whole.hexdigest()[:16]
+
+
+def file_digests(
+    files: Sequence[FileBytes], cache_dir: Path | None = None, progress: Progress | None = None
+) -> dict[str, str]:
+    """Return the digest of each file by its name: the SHA-256 of its pieces' SHA-256.
+
+    Digests of files that have not changed since they were last hashed come from `cache_dir`;
+    without one, nothing is kept. A cache that cannot be read or written costs time and nothing
+    else.
+    """
+    cache = _Cache(cache_dir)
+    unknown = [file for file in files if cache.get(file.path) is None]
+    if unknown:
+        for file, digest in zip(unknown, _hash_files(unknown, progress), strict=True):
+            cache.put(file.path, digest)
+        cache.save()
+    return {file.path.name: str(cache.get(file.path)) for file in files}
+
+
+def pieces_of(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """Return where the pieces of a file begin and end."""
+    starts = range(0, num_bytes, piece_bytes)
+    return [(begin, min(begin + piece_bytes, num_bytes)) for begin in starts]
+
+
+def _hash_files(files: Sequence[FileBytes], progress: Progress | None) -> list[str]:
+    """Return the digest of each file; pieces of all files are hashed by several threads."""
+    pieces = [(file, *ends) for file in files for ends in pieces_of(file.num_bytes)]
+    digests = {file.path: hashlib.sha256() for file in files}
+    total, done = sum(file.num_bytes for file in files), 0
+    # hashlib releases the interpreter for pieces of this size.
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        hashed = threads.map(lambda piece: hashlib.sha256(piece[0].read(*piece[1:])), pieces)
+        for (file, begin, end), piece in zip(pieces, hashed, strict=True):
+            digests[file.path].update(piece.digest())
+            done += end - begin
+            if progress is not None:
+                progress(done, total)
+    return [digests[file.path].hexdigest() for file in files]
+
+
+class _Cache:
+    """Digests of files by their identity in the file system."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / CACHE_NAME
+        self._digests: dict[str, str] = {}
+        if self._path is not None:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                self._digests = msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
+
+    def get(self, path: Path) -> str | None:
+        return self._digests.get(_identity(path))
+
+    def put(self, path: Path, digest: str) -> None:
+        self._digests[_identity(path)] = digest
+
+    def save(self) -> None:
+        """Write the cache whole or not at all; of two writers the later one wins."""
+        if self._path is None:
+            return
+        kept = dict(list(self._digests.items())[-MAX_CACHED:])
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
+                file.write(msgspec.json.encode(kept))
+            Path(file.name).replace(self._path)
+        except OSError as error:
+            logger.warning("digests of weights are not kept: %s: %s", self._path, error.strerror)
+
+
+def _identity(path: Path) -> str:
+    """Return what changes whenever the file's content may have: ctime cannot be set back."""
+    found = path.stat()
+    return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"

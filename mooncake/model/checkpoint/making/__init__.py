@@ -1,0 +1,1 @@
+"""Checkpoints that are made: presets, other formats, encrypted ones."""

@@ -1,0 +1,1 @@
+"""Grammars that tokens are held to."""

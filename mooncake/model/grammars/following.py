@@ -1,0 +1,297 @@
+"""Token masks from grammars. Owns compiled grammars (shared) and where each sequence stands in its
+own (one `Follower` a sequence, dropped with it).
+
+A grammar is compiled when its request comes, before there is a step to wait for it. Nothing is kept
+between workers: a follower is rebuilt from the grammar and the output tokens. The next mask is
+computed on a thread while the model runs the next step, so it costs the step nothing unless it
+takes longer than the forward pass. Which grammars are right is the API server's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import llguidance
+import numpy as np
+import torch
+
+from mooncake.base import Grammar, InternalError, MooncakeError
+from mooncake.base.bounded_map import BoundedMap
+from mooncake.model.grammars.grammar_jobs import GrammarJobs, Job, TookTooLong
+from mooncake.model.grammars.grammar_tokens import GrammarTokens
+
+MAX_COMPILED_BYTES = 1 << 30
+"""Of compiled grammars that are kept, the ones used last; most compile in about a millisecond."""
+COMPILED_BYTES_A_CHAR = 300
+MIN_COMPILED_BYTES = 1 << 18
+"""Of one compiled grammar, at least; measured with schemas of 10 to 9,000 properties."""
+MAX_TOO_COSTLY = 256
+MAX_PREPARING = 64
+MAX_REASON_CHARS = 200
+"""Of the library's words in an error."""
+NUM_THREADS = 2
+"""Compute the masks of all sequences; the library releases the interpreter meanwhile."""
+MASK_LIMIT_S = 3.0
+"""For compiling a grammar and its first mask, or for one later mask: a step waits for it. Real
+schemas take milliseconds, the largest ones that are let in half a second."""
+
+
+class Grammars:
+    """Compiles grammars over one vocabulary; shared by all runners of a process."""
+
+    def __init__(
+        self, vocab_size: int, load: Callable[[], GrammarTokens], limit_s: float = MASK_LIMIT_S
+    ) -> None:
+        """Start the threads. `load` is called by `read_vocabulary`, or with the first grammar;
+        `limit_s`: the longest that one mask may take.
+        """
+        self._vocab_size = vocab_size
+        self._load = load
+        self._lock = threading.Lock()
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._jobs = GrammarJobs(NUM_THREADS, limit_s, "grammar")
+        self._early = GrammarJobs(1, limit_s, "grammar-early")
+        self._preparing: set[str] = set()
+        self._too_costly: BoundedMap[bytes, None] = BoundedMap(MAX_TOO_COSTLY)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def num_compiled_bytes(self) -> int:
+        """An estimate of the memory of the compiled grammars that are kept."""
+        num_chars = sum(map(len, self._compiled))
+        return len(self._compiled) * MIN_COMPILED_BYTES + num_chars * COMPILED_BYTES_A_CHAR
+
+    def read_vocabulary(self) -> None:
+        """Do what the first grammar would wait for: with 160,000 tokens the library holds Python's
+        lock for about a second. What is wrong with it, the first grammar says.
+        """
+        with contextlib.suppress(Exception):
+            self._vocabulary()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar that comes soon, on a thread that no mask waits for. What is too much
+        for it is left to the first step.
+        """
+        text = grammar.text
+        with self._lock:
+            wanted = text not in self._compiled and text not in self._preparing
+            if not wanted or len(self._preparing) >= MAX_PREPARING:
+                return
+            self._preparing.add(text)
+        self._early.submit(functools.partial(self._prepare, text))
+
+    def _prepare(self, text: str) -> None:
+        try:
+            self.matcher(text).compute_bitmask()  # copies share what the library finds out here
+        except MooncakeError:
+            pass  # who follows it says what is wrong
+        finally:
+            with self._lock:
+                self._preparing.remove(text)
+
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._load(), self._vocab_size)
+            return self._tokenizer
+
+    def follow(self, grammar: Grammar, output_tokens: Sequence[int]) -> Follower:
+        """Return a follower of `grammar` after `output_tokens`; never blocks."""
+        return Follower(grammar, output_tokens, self, self._jobs)
+
+    def refuse(self, text: str) -> None:
+        """Remember that the grammar `text` exceeded its time: it is not tried again."""
+        with self._lock:
+            self._too_costly[_digest(text)] = None
+
+    def matcher(self, text: str) -> llguidance.LLMatcher:
+        """Return a fresh matcher of the grammar `text`. Called on the pool's threads.
+
+        Raises:
+            InternalError: the grammar does not compile or has exceeded its time before, or there is
+                no vocabulary to read.
+        """
+        with self._lock:
+            if self._too_costly and _digest(text) in self._too_costly:
+                raise InternalError("the grammar has exceeded its time before")
+            known = self._compiled.get(text)
+            if known is not None:
+                self._compiled.move_to_end(text)
+                return known.deep_copy()
+        made = llguidance.LLMatcher(
+            self._vocabulary(), llguidance.LLMatcher.grammar_from_lark(text), log_level=0
+        )
+        if made.is_error():
+            raise InternalError(f"the grammar does not compile: {_first_line(made.get_error())}")
+        with self._lock:
+            self._compiled[text] = made
+            while len(self._compiled) > 1 and self.num_compiled_bytes > MAX_COMPILED_BYTES:
+                self._compiled.popitem(last=False)
+        return made.deep_copy()
+
+
+class _State(Enum):
+    FIRST = "first"
+    """Nothing is out yet, and the first token may open a think block."""
+    FREE = "free"
+    BOUND = "bound"
+    ENDED = "ended"
+
+
+class Follower:
+    """One sequence's place in its grammar.
+
+        FIRST ──<think>──► FREE ──trigger, </think>──► BOUND ──end token──► ENDED
+          └────────────any other───────────────────────► │
+    Only one job runs at a time, so the matcher needs no lock.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        output_tokens: Sequence[int],
+        grammars: Grammars,
+        jobs: GrammarJobs,
+    ) -> None:
+        self._grammar = grammar
+        self._grammars = grammars
+        self._jobs = jobs
+        self._matcher: llguidance.LLMatcher | None = None
+        self._ends = [token for token in grammar.end_ids if 0 <= token < grammars.vocab_size]
+        self._triggers = frozenset(grammar.triggers)
+        if grammar.free:
+            self._state = _State.FREE
+        else:
+            self._state = _State.BOUND if grammar.think_begin is None else _State.FIRST
+        self._job: Job[torch.Tensor | None] = self._submit(list(output_tokens))
+
+    def forbidden(self) -> torch.Tensor | None:
+        """Return bool [vocab] of the tokens that may not come next, None = all may; waits for it.
+
+        Raises:
+            InternalError: the grammar is broken, or its mask takes longer than the limit.
+        """
+        try:
+            return self._jobs.wait(self._job)
+        except TookTooLong:
+            self._grammars.refuse(self._grammar.text)
+            raise
+
+    def advance(self, token: int) -> None:
+        """Take the sampled token and begin to compute the next mask; call `forbidden` before."""
+        free = self._state is _State.FREE and token not in self._triggers
+        if free and token != self._grammar.think_end:
+            return  # the mask of free text does not change
+        self._job = self._submit([token])
+
+    def _submit(self, tokens: Sequence[int]) -> Job[torch.Tensor | None]:
+        return self._jobs.submit(functools.partial(self._work, tokens))
+
+    def _work(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        try:
+            for token in tokens:
+                self._take(token)
+            return self._mask()
+        except MooncakeError:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception; it ends one alone
+            raise InternalError(f"the grammar cannot be followed: {_first_line(error)}") from error
+
+    def _take(self, token: int) -> None:
+        grammar = self._grammar
+        if self._state is _State.FIRST and token == grammar.think_begin:
+            self._state = _State.FREE
+        elif self._state is _State.FREE:
+            if token in self._triggers:
+                self._state = _State.BOUND
+                self._consume(token)
+            elif token == grammar.think_end:
+                self._state = _State.BOUND
+        elif self._state is not _State.ENDED:
+            self._state = _State.BOUND
+            if token in self._ends and self._bound().is_accepting():
+                self._state = _State.ENDED
+            else:
+                self._consume(token)
+
+    def _consume(self, token: int) -> None:
+        if not self._bound().consume_token(token):
+            problem = _first_line(self._bound().get_error())
+            raise InternalError(f"token {token} does not fit the grammar: {problem}")
+
+    def _bound(self) -> llguidance.LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._grammars.matcher(self._grammar.text)
+        return self._matcher
+
+    def _mask(self) -> torch.Tensor | None:
+        size = self._grammars.vocab_size
+        if self._state is _State.FREE:
+            if self._grammar.optional:
+                return None
+            return _marked(self._ends, size)  # what must come has not come yet
+        if self._state is _State.ENDED:
+            return ~_marked(self._ends, size)
+        matcher = self._bound()
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            problem = _first_line(matcher.get_error())
+            raise InternalError(f"the grammar cannot be followed: {problem}")
+        allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+        allowed[self._ends] = matcher.is_accepting()
+        if self._state is _State.FIRST:
+            allowed[self._grammar.think_begin] = True
+        return torch.from_numpy(~allowed)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
+def _first_line(problem: object) -> str:
+    """Return what is wrong in one line: the library's words may have all its tokens or a backtrace
+    behind them."""
+    lines = str(problem).splitlines()
+    return lines[0][:MAX_REASON_CHARS] if lines else "no reason given"
+
+
+def _marked(tokens: Sequence[int], size: int) -> torch.Tensor:
+    marks = torch.zeros(size, dtype=torch.bool)
+    marks[list(tokens)] = True
+    return marks
+
+
+class _Tokens:
+    """A vocabulary in the form the library asks for. Added tokens match no text, only their id."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: GrammarTokens, size: int) -> None:
+        table = vocabulary.table[:size]
+        table += [b""] * (size - len(table))
+        # The library puts one end token into its masks. Ours are many and differ by request
+        # (`Grammar.end_ids`), so it gets one past the vocabulary, which no mask of ours shows.
+        self.eos_token_id = size
+        self.tokens = [*table, b"<end>"]
+        self.special_token_ids = [*(i for i in vocabulary.added if i < size), size]
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        """Where only one text can follow, the library allows it in these tokens alone: the model
+        then sees it cut as in training."""
+        return self._encode(text)
+
+
+def _tokenizer(vocabulary: GrammarTokens, size: int) -> llguidance.LLTokenizer:
+    wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary, size))
+    return llguidance.LLTokenizer(wrapper, n_vocab=size + 1)

@@ -1,0 +1,1 @@
+"""One step of an engine, as the lead and as its followers run it."""

@@ -1,0 +1,442 @@
+"""A follower: a rank that computes its part of every step that its lead names. Samples nothing.
+
+Owns the process it runs in: it ends with its lead, and any error ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from mooncake.base import MooncakeError, PageArray
+from mooncake.base.vital_thread import VitalThread
+from mooncake.crypto.keys import KeyRing
+from mooncake.engine.plan import StepSlot
+from mooncake.engine.ranks.kv_moves import (
+    ALL_LAYERS,
+    Alive,
+    Progress,
+    RankAnswer,
+    RankWord,
+    Written,
+    encode_answer,
+)
+from mooncake.engine.ranks.rank_group import SIGN_S
+from mooncake.engine.ranks.step_log import (
+    Ahead,
+    CapturedSizes,
+    Held,
+    Measure,
+    RankMessage,
+    RankStep,
+    StepReader,
+    UsePages,
+    Way,
+    decode,
+)
+from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
+from mooncake.model.copies import Copies, HostCopies
+from mooncake.model.device.graphs import DecodeGraphs, GraphPort
+from mooncake.model.device.layer_reports import LayerReports
+from mooncake.model.device.pages import PageMemory
+from mooncake.model.drafts.model_drafts import ModelDrafts
+from mooncake.model.drafts.mtp import MtpRows
+from mooncake.model.inputs import SlotRows
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.loading import load_model
+from mooncake.model.measuring import MemoryMeter, measure_memory
+from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.exchange import ExpertRanks
+from mooncake.model.parallel.group import Group
+from mooncake.model.parallel.joining import join
+from mooncake.model.parallel.lead import Loaded, receive, send
+from mooncake.model.rank_device import RankDevice
+from mooncake.model.running.forward_pass import ForwardPass, capture_steps
+from mooncake.model.running.output_logits import prompt_pieces, sampled_rows
+from mooncake.transfer.device import DeviceMemory
+
+_log = logging.getLogger(__name__)
+
+Word = tuple[RankMessage, int | None]
+"""What the lead says, and the descriptor that came with it."""
+
+
+class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a follower is started with."""
+
+    rank: int
+    model: str
+    dtype: str
+    options: ModelOptions
+    num_threads: int | None = None
+    """torch's CPU threads while it loads; each `UsePages` says how many compute."""
+    timeout_s: float
+    """How long it waits for the other ranks in an exchange."""
+    sign_s: float = SIGN_S
+    """Between two of its signs of life."""
+    store: tuple[str, int] | None = None
+    """(host, port) where ranks on several machines find each other; None: by a file."""
+    number: int = 0
+    """Of its instance, among those that share experts."""
+
+
+class PageMoves(Protocol):
+    """What moves the pages of this rank where they lie in a memory of its own."""
+
+    def close(self) -> None:
+        """End all that moves in the last memory, if there is one; peers reach it no more."""
+
+    def open(self, pages: PageArray, transfer: bytes, device: DeviceMemory | None) -> memoryview:
+        """Return a memory for `pages`, after `close`, or an empty one where they lie in that of a
+        `device`; tell the lead where peers reach it, or why it cannot be.
+
+        transfer: see `UsePages`. Raises MooncakeError: it cannot be.
+        """
+
+    def tell(self, word: RankWord) -> None:
+        """Do what the lead says; from any thread."""
+
+    def reached(self, progress: Progress) -> None:
+        """This rank has computed so far, its device too; from one thread at a time."""
+
+
+class Follower:
+    """One rank's part of a model, and the pages it computes over."""
+
+    def __init__(
+        self,
+        model: KimiK2,
+        group: Group,
+        open_graphs: Callable[[], GraphPort | None] = lambda: None,
+        moves: PageMoves | None = None,
+        meter: MemoryMeter | None = None,
+        copies: Copies | None = None,
+        device_pages: Callable[[PageArray], PageMemory] | None = None,
+        answer: Callable[[RankAnswer], None] = lambda _: None,
+    ) -> None:
+        """open_graphs: makes what captures decode steps over some pages, meter: measures memory,
+        both on all ranks at once; None: it cannot, nor can the lead. moves: what moves pages of
+        this rank's own; None: the lead moves them for all. copies: to the device and back; None: it
+        is the host. device_pages: makes pages in the device's own memory; None: they lie in that of
+        the host. answer: tells the lead which layers are written, from one thread at a time.
+        """
+        self._model = model
+        self._moves = moves
+        self._copies = copies
+        self._copier = copies or HostCopies()
+        self._device_pages = device_pages
+        self._memory: PageMemory | None = None
+        self._answer = answer
+        self._reports: LayerReports[tuple[Progress, Written | None]] = LayerReports(self._report)
+        stage = model.stage
+        self._speaks = not stage.is_last and stage.ranks.rank == 0
+        """Whether this rank reports the layers of its stage."""
+        self._num_steps = 0
+        self._group = group
+        self._open_graphs = open_graphs
+        self._meter = meter
+        self._decoder: DecodeGraphs | None = None
+        self._last: Sequence[StepSlot] = ()
+        self.rank = group.rank
+        self._reader = StepReader()
+        self._forward: ForwardPass | None = None
+        self._drafts: ModelDrafts | None = None
+
+    def use(self, kv: KvTensors, sizes: CapturedSizes) -> None:
+        """Compute over these pages; no sequence is known any more. Steps of `sizes` are captured
+        with the lead's.
+        """
+        self._reader = StepReader()
+        self._num_steps = 0
+        if self._model.mtp is not None:
+            layer = MtpRows(self._model, kv, self._copier)
+            num_layers = self._model.spec.num_hidden_layers
+            self._drafts = ModelDrafts(layer, num_layers, self._copier, self._group)
+        self._group.meet()
+        prompts = None
+        if sizes.most_rows:
+            graphs = self._open_graphs()
+            assert graphs is not None, "the lead captures steps and this rank does not"
+            captured = capture_steps(self._model, kv, graphs, sizes, self._copies)
+            self._decoder, prompts = captured.decode, captured.prompts
+            if self._memory is not None:
+                self._memory.last_guess = lambda: captured.decode.last_guess
+        self._forward = ForwardPass(self._model, kv, prompts)
+
+    def step(self, step: RankStep) -> None:
+        """Compute this rank's part of a step, all exchanges in the lead's order."""
+        assert self._forward is not None, "a step came before pages"
+        slots = self._last = self._reader.slots(step)
+        self._num_steps += 1
+        self._reached(0)
+        if not slots:  # of other instances, with which this one shares experts
+            with torch.inference_mode():
+                self._model.serve()
+            self._model.stage.ranks.meet()
+            self._reached(ALL_LAYERS)
+            return
+        if step.way is not Way.AS_IT_COMES:
+            self._replay(slots, step.way)
+            self._reached(ALL_LAYERS)
+            return
+        with torch.inference_mode():
+            self._compute(slots, step)
+        # Others may be at later steps by now, or at earlier ones.
+        self._model.stage.ranks.meet()
+        self._reached(ALL_LAYERS)
+
+    def _compute(self, slots: Sequence[StepSlot], step: RankStep) -> None:
+        """Compute a step as it comes, as the lead's runner does."""
+        assert self._forward is not None
+        wanted, read = frozenset(step.logprob_rows), None
+        if self._drafts is not None:
+            self._drafts.forget(step.forgotten)
+            slots, read = self._drafts.make(slots), self._drafts.read_states()
+            wanted = frozenset(slot.sequence_id for slot in slots)
+
+        def after_write(layer: int) -> None:
+            of_stage = self._speaks and layer in self._model.stage.layers
+            self._reached(layer + 1, step.reported_as if of_stage else None)
+
+        inputs, hidden = self._forward(slots, wanted, after_write, read)
+        if self._model.stage.is_last:
+            self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
+        if self._drafts is not None and read is not None:
+            self._drafts.keep(inputs.input_rows, read, None, handed_on=step.reported_as is not None)
+
+    def _reached(self, num_layers: int, reported_as: int | None = None) -> None:
+        """So many layers of this step are written; the lead hears of it where it has a name."""
+        progress = (self._num_steps, num_layers)
+        written = None if reported_as is None else Written(reported_as, progress)
+        if self._moves is not None or written is not None:
+            self._reports.add((progress, written), self._copier.mark())
+
+    def _report(self, reached: tuple[Progress, Written | None]) -> None:
+        progress, written = reached
+        if self._moves is not None:
+            self._moves.reached(progress)
+        if written is not None:
+            self._answer(written)
+
+    def _replay(self, slots: Sequence[StepSlot], way: Way) -> None:
+        """Replay a step, unless it has begun; its last exchange lies behind all writes to pages."""
+        assert self._decoder is not None, "no steps were captured"
+        if way is Way.REPLAYED:
+            with torch.inference_mode():
+                self._decoder.replay(slots)
+
+    def ahead(self) -> None:
+        """Begin the decode step that follows the last."""
+        assert self._decoder is not None, "no steps were captured"
+        with torch.inference_mode():
+            none = torch.zeros(len(self._last), dtype=torch.int64, device=self._model.device)
+            tokens = self._group.gather(none)[: len(self._last)]
+            self._decoder.run_ahead(self._last, tokens)
+
+    def _make_logits(
+        self, output_rows: Sequence[SlotRows], hidden: torch.Tensor, counts: Mapping[int, int]
+    ) -> None:
+        """Make this rank's part of the logits that the lead makes."""
+        for rows in output_rows:
+            for first, num in prompt_pieces(rows, counts.get(rows.slot.sequence_id, 0)):
+                self._model.logits(hidden[first : first + num])
+        sampled = self._copier.send(sampled_rows(output_rows))
+        if sampled.numel():
+            self._model.logits(hidden.index_select(0, sampled))
+
+    def follow(self, words: Iterable[Word]) -> None:
+        """Do what the lead says about steps and pages, until it says nothing more."""
+        for message, descriptor in words:
+            if isinstance(message, RankStep):
+                self.step(message)
+            elif isinstance(message, Held):
+                self.check(message)
+            elif isinstance(message, Ahead):
+                self.ahead()
+            elif isinstance(message, Measure):
+                self.measure(message)
+            elif isinstance(message, UsePages):
+                kv = self._pages(message, descriptor)
+                self.use(kv, message.captured)
+                if message.num_threads is not None:
+                    torch.set_num_threads(message.num_threads)
+
+    def _pages(self, message: UsePages, descriptor: int | None) -> KvTensors:
+        """Make this rank's own memory of pages, or map that of all; return what it holds there."""
+        if descriptor is None:
+            assert self._moves is not None, "pages of its own are for a rank that can move them"
+            array = message.pages.of_rank(self.rank, self._model.stage.layers)
+            self._reports.drain()
+            self._moves.close()
+            if self._device_pages is None:
+                return KvTensors.view(array, self._moves.open(array, message.transfer, None))
+            if self._memory is not None:
+                self._forward = self._decoder = None  # a device has no room for two
+                self._memory.free()
+            self._memory = self._device_pages(array)
+            self._moves.open(array, message.transfer, self._memory)
+            return self._memory.kv
+        try:
+            memory = mmap.mmap(descriptor, message.pages.num_bytes)
+        finally:
+            os.close(descriptor)
+        return KvTensors.view(
+            message.pages, memoryview(memory), self.rank % message.pages.num_homes
+        )
+
+    def measure(self, asked: Measure) -> None:
+        """Measure the memory of this rank with the others."""
+        assert self._meter is not None, "the lead measures memory and this rank does not"
+        measure_memory(self._model, self._meter, asked, self._group)
+        self._group.meet()
+
+    def check(self, held: Held) -> None:
+        """Compare what this rank holds with what the lead says; both errors of `StepReader.check`
+        end this rank.
+        """
+        self._reader.check(held)
+        self._group.meet()
+
+
+def run(
+    link: socket.socket,
+    joined: Callable[[FollowerSettings], Group],
+    shared: int | None,
+    keys: Callable[[ModelOptions], KeyRing | None],
+    open_moves: Callable[[Callable[[bytes], None]], PageMoves],
+) -> None:
+    """Be a follower until the lead goes.
+
+    link: to the lead, whose first message are `FollowerSettings`. joined: returns the group of
+    all ranks. shared: descriptor of that by which ranks of all instances are joined that
+    share experts; None: there are no others. keys: finds the keys of encrypted weights. open_moves:
+    makes what moves pages, given what sends an answer to the lead.
+    """
+    first = receive(link)
+    if first is None:
+        return
+    settings = msgspec.msgpack.decode(first, type=FollowerSettings)
+    words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
+    options = settings.options
+    sending = threading.Lock()
+
+    def say(answer: bytes) -> None:
+        with sending:
+            send(link, answer)
+
+    moves = open_moves(say)
+    hearing = threading.Thread(target=_hear, args=(link, words, moves), name="lead", daemon=True)
+    hearing.start()
+    group = joined(settings)
+    sharing = None
+    if shared is not None:
+        sharing = join_experts(options, settings.rank, settings.number, shared, settings.timeout_s)
+    try:
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.rank)
+        model = _load(settings, device, group, sharing, keys(options))
+    except MooncakeError as error:
+        say(msgspec.msgpack.encode(Loaded(error.message)))
+        return
+    say(msgspec.msgpack.encode(Loaded()))
+    signs = VitalThread(_give_signs, "signs", say, settings.sign_s)
+    signs.start()
+    follower = Follower(
+        model,
+        group,
+        device.open_graphs,
+        moves,
+        device.open_meter(),
+        device.open_copies(),
+        device.pages if device.owns_pages else None,
+        lambda answer: say(encode_answer(answer)),
+    )
+    try:
+        follower.follow(iter(words.get, None))
+    except BaseException:
+        group.fail()
+        _log.exception("rank %d failed and cannot go on", settings.rank)
+        os._exit(1)
+
+
+def _give_signs(say: Callable[[bytes], None], every_s: float) -> None:
+    """Show the lead that this process goes on, until the lead is gone."""
+    with contextlib.suppress(OSError):
+        while True:
+            say(encode_answer(Alive()))
+            time.sleep(every_s)
+
+
+def join_experts(
+    options: ModelOptions, rank: int, number: int, descriptor: int, timeout_s: float
+) -> ExpertRanks:
+    """Return the ranks of all instances that share experts, seen from `rank` of instance
+    `number`; ranks of the same part lie side by side. See `joining.join`.
+    """
+    shape = options.shape
+    place = rank * shape.dp + number
+    ranks = join(options.group_kind, shape.ep, place, descriptor, timeout_s)
+    return ExpertRanks.of_instances(ranks, shape.dp)
+
+
+def _load(
+    settings: FollowerSettings,
+    device: RankDevice,
+    group: Group,
+    sharing: ExpertRanks | None,
+    keys: KeyRing | None,
+) -> KimiK2:
+    options = settings.options
+    return load_model(
+        Checkpoint.open(Path(settings.model), keys),
+        dtype=SPEC_DTYPES[settings.dtype],
+        device=device.device,
+        backends=device.backends,
+        group=group,
+        shape=options.shape,
+        sharing=sharing,
+        eplb=options.eplb,
+        host=device.host_experts(),
+        with_mtp=options.with_mtp,
+    )
+
+
+def heard(link: socket.socket) -> Iterator[Word]:
+    """Yield what the lead says, until it goes."""
+    while (data := receive(link)) is not None:
+        message, descriptor = decode(data), None
+        if isinstance(message, UsePages) and not message.own:
+            _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
+        yield message, descriptor
+
+
+def _hear(link: socket.socket, words: queue.SimpleQueue[Word | None], moves: PageMoves) -> None:
+    """Hear what the lead says, whatever this rank is doing, and end this process when the lead's
+    has ended.
+    """
+    try:
+        for message, descriptor in heard(link):
+            if isinstance(message, RankWord):
+                moves.tell(message)
+            else:
+                words.put((message, descriptor))
+    except OSError:  # the lead was killed
+        pass
+    except Exception:
+        _log.exception("what the lead says is not understood")
+    finally:
+        os._exit(0)

@@ -1,0 +1,535 @@
+"""Runs step plans on the model, in order, on a thread of its own (`engine.ports.PolledRunner`).
+
+Owns the state of each sequence: its prompt (for prompt logprobs) and, in the sampler, its history.
+Every plan names the pages of its sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mooncake.base import Failure, Grammar, InternalError, TokenLogprobs
+from mooncake.base.mailbox import Mailbox
+from mooncake.base.parallel import stage_layers
+from mooncake.base.vital_thread import VitalThread
+from mooncake.engine.plan import (
+    Counted,
+    LayerDone,
+    RunnerEvent,
+    Sample,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    StepSlot,
+)
+from mooncake.engine.ranks.kv_moves import ALL_LAYERS, OfRank
+from mooncake.engine.ranks.step_log import Way
+from mooncake.model.copies import Copies, HostCopies
+from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.model.device.layer_reports import LayerReports
+from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
+from mooncake.model.inputs import SlotRows, StepInputs
+from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.sampler import Drawn
+from mooncake.model.parallel.lead import Lead
+from mooncake.model.parallel.peers import Peers
+from mooncake.model.parallel.stages import StageTimes
+from mooncake.model.running.forward_pass import CapturedSteps, ForwardPass
+from mooncake.model.running.output_logits import prompt_pieces, sampled_rows
+
+_PATIENCE = 0.5
+"""For what share of its last step's time an instance that has just computed one waits for its next
+before it takes part in a step of others without rows: two busy ones would else take turns.
+"""
+_COUNTED_EVERY = 16
+"""Steps of others, in which this runner takes part, for one report of its counts."""
+
+
+class TokenSampler(Protocol):
+    """Chooses tokens; `layers.sampler.Sampler` in production."""
+
+    def start(self, start: SequenceStart) -> None:
+        """Add a sequence: its settings and its history."""
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Start compiling the grammar of a sequence to come; from any thread."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence."""
+
+    def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
+        """Return which of these sequences cannot go on, and why; called before `sample`."""
+
+    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
+        """Return one sample a row of `logits` [rows, vocab] float32; adds it to the history."""
+
+    def begin(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Drawn:
+        """Choose as `sample` does, without waiting for the device."""
+
+    def finish(self, drawn: Drawn) -> list[Sample]:
+        """Wait for the tokens of `begin`, add them to the history, return the samples."""
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
+    ) -> list[TokenLogprobs]:
+        """Return for each row the log-probability of its next token and of the `num` best."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    samples: list[Sample]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    failures: dict[int, Failure]
+
+
+class ModelRunner:
+    """One model, its KV pages and a sampler behind a queue of plans."""
+
+    def __init__(
+        self,
+        model: KimiK2,
+        kv: KvTensors,
+        sampler: TokenSampler,
+        *,
+        num_threads: int | None = None,
+        captured: CapturedSteps | None = None,
+        copies: Copies | None = None,
+        lead: Lead | None = None,
+        peers: Peers | None = None,
+        draft_layer: DraftLayer | None = None,
+    ) -> None:
+        """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
+
+        captured: steps over the same pages; None = every step is run as it comes.
+        copies: to the model's device; None = it is the host.
+        lead: the followers that compute each step with this rank; None = there are none.
+        peers: the instances that share experts with this one, and step with it; None = none do.
+        draft_layer: makes the drafts that a plan leaves to the model; None = it leaves none.
+        The queue is as long as the engine lets it be (two steps in flight; one more than there
+        are stages).
+        """
+        self._model = model
+        self._forward = ForwardPass(model, kv, None if captured is None else captured.prompts)
+        self._sampler = sampler
+        self._num_threads = num_threads
+        self._decoder = None if captured is None else captured.decode
+        self._copies = copies or HostCopies()
+        self._lead = lead
+        self._drafts: ModelDrafts | None = None
+        if draft_layer is not None:
+            self._drafts = ModelDrafts(
+                draft_layer, model.spec.num_hidden_layers, self._copies, model.stage.ranks
+            )
+        self._peers = peers
+        self._stages: StageTimes | None = None
+        """Where there are stages before this one's."""
+        self._num_windows = 0
+        """Of rows of experts, that were reported."""
+        self._asked = 0
+        """The last step that another instance has begun."""
+        self._starts: dict[int, SequenceStart] = {}
+        self._plans: queue.SimpleQueue[StepPlan | int | None] = queue.SimpleQueue()
+        """With the numbers of steps that others begin; None: the last."""
+        self._untold: queue.SimpleQueue[StepPlan | None] | None = None
+        """Steps that the stages before this one's have not heard of; None: there are none."""
+        self._events: Mailbox[RunnerEvent] = Mailbox()
+        self._ended = -1
+        """The last step whose result has been emitted."""
+        self._layers = LayerReports(self._emit)
+        self._lock = threading.Lock()
+        self._closed = False
+        if lead is not None:
+            lead.watch(self._events.ring, self._hear)
+        if peers is not None:
+            peers.watch(
+                self._plans.put,
+                self._events.ring,
+                lambda: self._emit(Counted(counters=dict(peers.counters))),
+            )
+        self._threads = [VitalThread(self._run, "model-runner")]
+        if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
+            self._untold = queue.SimpleQueue()
+            assert lead is not None
+            layers = stage_layers(model.spec.num_hidden_layers, lead.num_stages)
+            self._stages = StageTimes([len(each) for each in layers])
+            self._threads.append(VitalThread(self._tell_ahead, "step-log"))
+        for thread in self._threads:
+            thread.start()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Start compiling the grammar of a sequence to come; never blocks."""
+        self._sampler.prepare(grammar)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step; never blocks. RuntimeError: the runner is closed."""
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        (self._untold or self._plans).put(plan)
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable while events wait."""
+        return self._events.fileno()
+
+    def poll(self) -> Sequence[RunnerEvent]:
+        """Return the events since the last call, oldest first, without waiting.
+
+        Raises:
+            InternalError: a rank of this model was lost; no step can be run any more.
+        """
+        for others in (self._peers, self._lead):
+            if others is not None and others.lost is not None:
+                raise InternalError(f"{others.lost}: all ranks of this worker end")
+        return self._events.receive()
+
+    def check_integrity(self) -> None:
+        """Raise where a rank holds pages of a sequence that has ended (see `Lead.check_integrity`),
+        or what makes drafts holds memory of one. No step may be running.
+        """
+        if self._drafts is not None:
+            self._drafts.check_integrity(self._starts)
+        if self._lead is not None:
+            self._lead.check_integrity(self._starts)
+
+    def close(self) -> None:
+        """Finish the running step, drop queued ones and free the descriptor. May be called twice.
+
+        Events not yet polled are lost. Model, pages and captured steps are released, so a remaining
+        reference to this runner holds no device memory.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._lead is not None:
+            self._lead.watch(lambda: None, lambda _: None)
+        if self._peers is not None:
+            self._peers.watch(lambda _: None, lambda: None, lambda: None)
+        (self._untold or self._plans).put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._peers is not None:
+            self._peers.leave()
+        self._layers.close()
+        self._events.close()
+        del self._model, self._forward, self._decoder, self._sampler, self._drafts
+
+    def _emit(self, event: RunnerEvent) -> None:
+        with self._lock:
+            self._append(event)
+
+    def _hear(self, event: OfRank | LayerDone) -> None:
+        """Emit what a follower says, unless it is of a step whose result was."""
+        with self._lock:
+            if not isinstance(event, LayerDone) or event.step_id > self._ended:
+                self._append(event)
+
+    def _append(self, event: RunnerEvent) -> None:
+        self._events.put(event)
+        if isinstance(event, StepResult):
+            self._ended = event.step_id
+
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        patience_s = 0.0
+        with torch.inference_mode():
+            while True:
+                try:
+                    plan = self._plans.get(timeout=patience_s if self._is_awaited() else None)
+                except queue.Empty:
+                    patience_s = 0.0
+                    self._serve()
+                else:
+                    if plan is None or self._closed:
+                        return
+                    if isinstance(plan, int):
+                        self._asked = max(self._asked, plan)
+                    else:
+                        result = self._step(plan)
+                        patience_s = _PATIENCE * result.seconds if plan.slots else 0.0
+                        self._emit(result)
+                self._tell_rows()
+                if self._peers is not None:
+                    assert self._model.exchange is not None
+                    self._peers.name_slow(self._model.exchange.take_slow(), time.monotonic())
+
+    def _is_awaited(self) -> bool:
+        """Whether others have begun a step in which this instance has not taken part yet."""
+        if self._peers is None or self._peers.lost is not None:
+            return False
+        assert self._model.exchange is not None
+        return self._model.exchange.num_steps < self._asked
+
+    def _serve(self) -> None:
+        """Take part in the step that others have begun, without rows."""
+        assert self._model.exchange is not None
+        try:
+            if self._lead is not None:
+                self._lead.step([], {})
+                self._lead.begin_step()
+            self._model.serve()
+            if self._lead is not None:
+                self._model.stage.ranks.meet()
+        except Exception as error:  # whatever it was, no rank can go on
+            self._fail(f"a step of others: {error}")
+            return
+        if self._model.exchange.num_steps % _COUNTED_EVERY == 0:
+            self._emit(Counted(counters=self._counters()))
+
+    def _tell_rows(self) -> None:
+        """Report the rows of experts, where a window has ended."""
+        balancer = self._model.balancer
+        if balancer is not None and balancer.num_windows > self._num_windows:
+            self._num_windows = balancer.num_windows
+            self._emit(Counted(counters=self._counters(), expert_rows=balancer.rows))
+
+    def _counters(self) -> dict[str, float]:
+        others = {} if self._peers is None else self._peers.counters
+        stages = {} if self._stages is None else self._stages.counters
+        return self._model.counters | others | stages
+
+    def _fail(self, why: str) -> None:
+        """End the ranks that wait for this one in a step's middle."""
+        for others in (self._peers, self._lead):
+            if others is not None:
+                others.fail(why)
+
+    def _tell_ahead(self) -> None:
+        """Have stages before this one hear of each step as soon as it is there."""
+        assert self._untold is not None
+        assert self._lead is not None
+        while True:
+            plan = self._untold.get()
+            if plan is not None and not self._closed:
+                try:
+                    self._tell(plan)
+                except Exception as error:  # whatever it was, no rank can go on
+                    self._lead.fail(f"step {plan.step_id}: {error}")
+            self._plans.put(plan)
+            if plan is None:
+                return
+
+    def _tell(self, plan: StepPlan) -> Way:
+        """Learn which sequences begin and end with this step, and tell the followers all of it;
+        return how it is computed.
+        """
+        for sequence_id in plan.ended:
+            self._starts.pop(sequence_id, None)
+        for start in plan.starts:
+            self._starts[start.sequence_id] = start
+        unknown = [s.sequence_id for s in plan.slots if s.sequence_id not in self._starts]
+        if unknown:
+            raise ValueError(f"sequences {unknown} were never started")
+        way = self._way(plan)
+        if self._lead is not None:
+            self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
+            if plan.slots:
+                counts = {s.sequence_id: len(self._following(s)) for s in self._whole(plan)}
+                reported_as = plan.step_id if plan.report_layers else None
+                self._lead.step(plan.slots, counts, way, reported_as=reported_as)
+        return way
+
+    def _way(self, plan: StepPlan) -> Way:
+        decoder = self._decoder
+        if decoder is None or plan.report_layers or self._whole(plan):
+            return Way.AS_IT_COMES
+        if not decoder.takes(plan.slots):
+            return Way.AS_IT_COMES
+        return Way.BEGUN if decoder.has_begun(plan.slots) else Way.REPLAYED
+
+    def _whole(self, plan: StepPlan) -> list[StepSlot]:
+        """Return the slots of which every row is wanted at the end."""
+        return [slot for slot in plan.slots if self._logprobs_wanted(slot.sequence_id)]
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        begin = time.perf_counter()
+        try:
+            try:
+                outcome = self._execute(plan)
+            finally:
+                self._layers.drain()  # nothing is heard of a step after its result
+        except Exception as error:  # whatever it was, the engine must hear that the step ended
+            self._fail(f"step {plan.step_id}: {error}")
+            return StepResult(
+                step_id=plan.step_id,
+                samples=[],
+                seconds=time.perf_counter() - begin,
+                error=f"step {plan.step_id}: {type(error).__name__}: {error}",
+            )
+        seconds = time.perf_counter() - begin
+        if self._stages is not None and plan.slots:
+            of_stages = self._model.stage.seconds
+            self._stages.add(of_stages, time.monotonic())
+            seconds = max(of_stages)
+        return StepResult(
+            step_id=plan.step_id,
+            samples=outcome.samples,
+            seconds=seconds,
+            prompt_logprobs=outcome.prompt_logprobs,
+            failures=outcome.failures,
+            counters=self._counters(),
+        )
+
+    def _execute(self, plan: StepPlan) -> _Outcome:
+        for sequence_id in plan.ended:
+            self._sampler.forget(sequence_id)
+        for start in plan.starts:
+            self._sampler.start(start)
+        way = self._tell(plan) if self._untold is None else Way.AS_IT_COMES
+        if self._drafts is not None:
+            self._drafts.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
+        if not plan.slots:
+            return _Outcome([], {}, {})
+        slots: Sequence[StepSlot] = plan.slots
+        lead = self._lead
+        if lead is not None:
+            lead.begin_step()
+        if self._peers is not None:
+            assert self._model.exchange is not None
+            self._peers.wake(self._model.exchange.num_steps + 1)
+        if self._decoder is not None:
+            if way is not Way.AS_IT_COMES:
+                return self._decode(self._decoder, slots)
+            self._decoder.interrupt()
+        wanted = whole = frozenset(slot.sequence_id for slot in self._whole(plan))
+        read = None
+        if self._drafts is not None:
+            slots, read = self._drafts.make(slots), self._drafts.read_states()
+            if self._drafts.reads_all_outputs:
+                wanted = frozenset(slot.sequence_id for slot in slots)
+
+        def after_write(layer: int) -> None:
+            if lead is not None:
+                lead.reached(layer + 1)
+            self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
+
+        reports = after_write if plan.report_layers else None
+        inputs, hidden = self._forward(slots, wanted, reports, read)
+        logprobs = {
+            rows.slot.sequence_id: self._prompt_logprobs(rows, hidden)
+            for rows in inputs.output_rows
+            if rows.slot.sequence_id in whole
+        }
+        asked = [rows.slot for rows in inputs.output_rows if rows.slot.sample]
+        logits = self._sampled_logits(inputs, hidden) if asked else None
+        if read is None:
+            self._leave_pages()
+        failures = self._sampler.broken([slot.sequence_id for slot in asked])
+        samples = [] if logits is None else self._sample(logits, asked, failures)
+        written = False
+        if self._drafts is not None and read is not None:
+            rows = inputs.input_rows
+            written = self._drafts.keep(rows, read, samples, handed_on=plan.report_layers)
+            self._leave_pages()
+        if written or not samples:  # samples would have come behind all else
+            self._wait()
+        return _Outcome(samples, logprobs, failures)
+
+    def _leave_pages(self) -> None:
+        """Return when no rank writes to pages of this step any more."""
+        if self._lead is not None:
+            self._model.stage.ranks.meet()
+            self._lead.reached(ALL_LAYERS)
+
+    def _sampled_logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the rows that may be sampled from."""
+        rows = self._copies.send(sampled_rows(inputs.output_rows))
+        return self._model.logits(hidden.index_select(0, rows))
+
+    def _sample(
+        self, logits: torch.Tensor, slots: Sequence[StepSlot], failures: Mapping[int, Failure]
+    ) -> list[Sample]:
+        """Sample for those of `slots` that have not failed: after the token before its drafts, and
+        in further rounds after each draft that is what was sampled. So every token is sampled as in
+        a step of its own, from settings and grammar that know all tokens before it.
+
+        logits: of each slot the row of that token and those of its drafts, slot after slot.
+        """
+        samples: list[Sample] = []
+        row, open_ = 0, []
+        for slot in slots:
+            if slot.sequence_id not in failures:
+                open_.append((row, slot))
+            row += 1 + slot.num_drafts
+        for turn in itertools.count():
+            if turn and open_:
+                broken = self._sampler.broken([slot.sequence_id for _, slot in open_])
+                # The next step says so of one that is broken here: it begins with this very token.
+                open_ = [(row, slot) for row, slot in open_ if slot.sequence_id not in broken]
+            if not open_:
+                return samples
+            rows = [row + turn for row, _ in open_]
+            part = logits
+            if rows != list(range(len(logits))):
+                part = logits.index_select(0, self._copies.send(torch.tensor(rows)))
+            made = self._sampler.sample(part, [slot.sequence_id for _, slot in open_])
+            samples += made
+            open_ = [
+                (row, slot)
+                for (row, slot), sample in zip(open_, made, strict=True)
+                if turn < slot.num_drafts and slot.drafts[turn] == sample.token
+            ]
+        raise AssertionError("rounds end with the drafts")
+
+    def _decode(self, decoder: DecodeGraphs, slots: Sequence[StepSlot]) -> _Outcome:
+        """Replay a step; where the batch has settled, begin the next before this one's tokens are
+        read.
+        """
+        logits = decoder.logits(slots)
+        if self._lead is not None:
+            self._lead.reached(ALL_LAYERS)
+        asked = [slot.sequence_id for slot in slots if slot.sample]
+        failures = self._sampler.broken(asked)
+        rows = [
+            row
+            for row, slot in enumerate(slots)
+            if slot.sample and slot.sequence_id not in failures
+        ]
+        if not rows:
+            self._wait()
+            return _Outcome([], {}, failures)
+        every = len(rows) == len(slots)
+        if not every:
+            logits = logits[: len(slots)].index_select(0, self._copies.send(torch.tensor(rows)))
+        drawn = self._sampler.begin(logits, [slots[row].sequence_id for row in rows])
+        if every and drawn.logits is None and decoder.settled(slots):
+            if self._lead is not None:
+                self._lead.ahead(drawn.tokens)
+            decoder.run_ahead(slots, drawn.tokens)
+        samples = self._sampler.finish(drawn)
+        decoder.confirm([sample.token for sample in samples])
+        return _Outcome(samples, {}, failures)
+
+    def _wait(self) -> None:
+        """Block until the device has finished the step; its pages may be reused afterwards."""
+        end = self._copies.mark()
+        if end is not None:
+            end.reached()
+
+    def _logprobs_wanted(self, sequence_id: int) -> bool:
+        return self._starts[sequence_id].sampling.num_prompt_logprobs is not None
+
+    def _prompt_logprobs(self, rows: SlotRows, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        start = self._starts[rows.slot.sequence_id]
+        num = start.sampling.num_prompt_logprobs
+        assert num is not None
+        following = self._following(rows.slot)
+        found: list[TokenLogprobs] = []
+        for first, count in prompt_pieces(rows, len(following)):
+            begin = first - rows.first
+            logits = self._model.logits(hidden[first : first + count])
+            found += self._sampler.prompt_logprobs(logits, following[begin : begin + count], num)
+        return found
+
+    def _following(self, slot: StepSlot) -> Sequence[int]:
+        """Return the prompt tokens that come after those of a slot, one further on."""
+        first = slot.start + 1
+        return self._starts[slot.sequence_id].prompt_tokens[first : first + len(slot.tokens)]

@@ -1,0 +1,71 @@
+"""Work of the grammar library under a time limit: who exceeds it fails alone, threads come back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mooncake.base import SamplingParams, Unavailable
+from mooncake.engine.plan import SequenceStart
+from mooncake.model.grammars.grammar_jobs import MAX_ABANDONED, GrammarJobs, TookTooLong
+from mooncake.model.layers.sampler import Sampler
+from tests.support.api.grammars import TOKENIZER, grammar_of, tiny_grammars
+
+
+@pytest.fixture
+def go_on() -> threading.Event:
+    return threading.Event()
+
+
+def test_outcomes_are_those_of_the_work() -> None:
+    jobs = GrammarJobs(2, 30.0, "test")
+    wanted = [jobs.submit(lambda n=n: n * n) for n in range(20)]
+    assert [jobs.wait(job) for job in wanted] == [n * n for n in range(20)]
+    with pytest.raises(ZeroDivisionError):
+        jobs.wait(jobs.submit(lambda: 1 // 0))
+    assert jobs.num_abandoned == 0
+
+
+def test_a_job_past_its_limit_fails_alone(go_on: threading.Event) -> None:
+    jobs = GrammarJobs(1, 0.2, "test")
+    late = jobs.submit(lambda: go_on.wait(60))
+    behind = jobs.submit(lambda: "done")
+    assert jobs.wait(behind) == "done"
+    with pytest.raises(TookTooLong, match=r"more than 0\.2 s"):
+        jobs.wait(late)
+    assert jobs.num_abandoned == 1
+    go_on.set()
+    assert jobs.wait(jobs.submit(lambda: "again")) == "again"
+
+
+def test_jobs_are_refused_while_too_many_threads_hang(go_on: threading.Event) -> None:
+    jobs = GrammarJobs(1, 0.05, "test")
+    for _ in range(MAX_ABANDONED):
+        with pytest.raises(TookTooLong):
+            jobs.wait(jobs.submit(lambda: go_on.wait(60)))
+    with pytest.raises(Unavailable, match="grammars of others"):
+        jobs.wait(jobs.submit(lambda: None))
+    go_on.set()
+    while jobs.num_abandoned:
+        pass
+    assert jobs.wait(jobs.submit(lambda: "well")) == "well"
+
+
+def test_a_request_that_finds_no_thread_left_may_go_to_another_worker() -> None:
+    grammars = tiny_grammars(limit_s=0.05)
+    go_on = threading.Event()
+    for _ in range(MAX_ABANDONED):
+        with pytest.raises(TookTooLong):
+            grammars._jobs.wait(grammars._jobs.submit(lambda: go_on.wait(60)))
+    sampler = Sampler(TOKENIZER.vocab_size, grammars)
+    sampler.start(
+        SequenceStart(
+            sequence_id=1,
+            sampling=SamplingParams(max_tokens=4, grammar=grammar_of('"a"')),
+            prompt_tokens=[1],
+            output_tokens=[],
+        )
+    )
+    assert sampler.broken([1])[1].status == 503
+    go_on.set()
