@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.rpc.channel import PolledChannel
+from mooncake.rpc.kv_events import KvEventPublisher, KvEventsConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.gateway.status import ClusterStatus
 from mooncake.scheduler.placement.conductor import Conductor
@@ -27,6 +30,8 @@ from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.recent import Recent
+
+logger = logging.getLogger(__name__)
 
 GATEWAY_ID = "gateway"
 """Of the first gateway of a cluster."""
@@ -110,7 +115,7 @@ class GatewayProcess:
             recent=lambda: self._recent.status(self._clock.now()),
             vitals=vitals,
         )
-        with self._driven():
+        with self._driven(), self._publishing(config.kv_events_config):
             following = self._follow_keys(config)
             try:
                 await serve(self._app, api_server, stop=stop, ready=ready, listener=listener)
@@ -125,6 +130,19 @@ class GatewayProcess:
         with self._driven():
             await stop.wait()
             self.gateway.say_goodbye()
+
+    @contextlib.contextmanager
+    def _publishing(self, config: KvEventsConfig | None) -> Iterator[None]:
+        if config is None or not config.enable_kv_cache_events:
+            yield
+            return
+        publisher = KvEventPublisher(config, time.time)
+        logger.info("block events: %s, replays %s", publisher.endpoint, publisher.replay_endpoint)
+        self.gateway.publish_blocks(publisher.publish)
+        try:
+            yield
+        finally:
+            publisher.close()
 
     @contextlib.contextmanager
     def _driven(self) -> Iterator[None]:

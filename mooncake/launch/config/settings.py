@@ -50,6 +50,7 @@ from mooncake.model.options import (
     RANK_BACKENDS,
     ModelOptions,
 )
+from mooncake.rpc.kv_events import KvEventsConfig
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.transfer.net.protection import PROTECTIONS
 from mooncake.transfer.rdma.backend import RdmaSettings
@@ -282,6 +283,9 @@ class ServeConfig:
     allow_special_tokens_in_chat: bool = owned(ApiConfig, "allow_special_tokens_in_chat", truth,
         API, "", "let messages spell control tokens: any user can then speak as the system",
         switch=True)
+    kv_events_config: KvEventsConfig | None = setting(None, table(KvEventsConfig), API, "JSON",
+        "publish which blocks are cached, in vLLM's format, for routers in front of this server: "
+        '\'{"endpoint": "tcp://127.0.0.1:5557"}\'; the events hold prompts and answers')
     shutdown_timeout: float = owned(ApiConfig, "drain_s", positive, API, "S",
         "seconds that running requests get to finish at the end")
     max_num_seqs: int = setting(64, count(1, 65536), ENGINE, "N", "sequences in an engine's batch")

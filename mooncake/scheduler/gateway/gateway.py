@@ -8,7 +8,7 @@ choices. Text, HTTP and sockets may not go in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,6 +27,7 @@ from mooncake.base import (
 from mooncake.base.messages import AskCluster, ClusterTold, DoubtPeers, GatewayNews, PeersHeard
 from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
 from mooncake.rpc.channel import Channel, PeerEnded
+from mooncake.rpc.kv_events import KvEvent
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.balance import RoleChange
@@ -47,6 +48,7 @@ from mooncake.scheduler.gateway.status import (
 )
 from mooncake.scheduler.membership_table import Member, MembershipTable
 from mooncake.scheduler.placement.admission import draining
+from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.placement.views import InstanceView
 from mooncake.scheduler.ports import GatewayPorts
@@ -98,6 +100,7 @@ class Gateway:
             config, channel, self._membership, conductor, self._request_manager
         )
         self._removed = RemovedBlocks(worker)
+        self._feed: BlockFeed | None = None
         self._draining_since_s: float | None = None
         self._started_s: float | None = None
 
@@ -115,6 +118,10 @@ class Gateway:
         returns, and its workers are told to abort it. Unknown and ended ids are ignored.
         """
         self._request_manager.abort(request_id, now)
+
+    def publish_blocks(self, publish: Callable[[Sequence[KvEvent]], None]) -> None:
+        """From now on publish which blocks of requests can be reused, and which no more."""
+        self._feed = self._request_manager.feed = BlockFeed(self._conductor.replicas, publish)
 
     def drain(self, now: float) -> None:
         """Refuse new requests from now on; `idle` becomes true when the accepted ones end."""
@@ -199,6 +206,8 @@ class Gateway:
         level = logging.INFO if hello.role is Role.CLIENT else logging.WARNING  # they come and go
         logger.log(level, "worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
         self._conductor.on_lost(worker_id)
+        if self._feed is not None:
+            self._feed.on_lost()
         if hello.role is Role.KVSTORE:
             self._removed.on_lost(worker_id)
         self._request_manager.counters["workers_lost"] += 1
@@ -306,6 +315,8 @@ class Gateway:
                 self._on_load(event, now)
             case BlockEvents():
                 self._conductor.on_blocks(event)
+                if self._feed is not None:
+                    self._feed.on_blocks(event)
                 self._check_snapshot(event.worker, now)
             case DoubtPeers():
                 self._losses.open(self._membership.missing(event.peers, now))

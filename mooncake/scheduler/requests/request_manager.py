@@ -49,6 +49,7 @@ from mooncake.scheduler.placement.admission import (
     reject,
     spread_retry,
 )
+from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.scheduler.placement.conductor import Conductor, Placement
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.requests.attempt_tracker import AttemptTracker
@@ -101,6 +102,8 @@ class RequestManager:
         self._deadlines = Deadlines()
         self._next_scan_s = 0.0
         self.counters: Counter[str] = Counter()
+        self.feed: BlockFeed | None = None
+        """Is told of the tokens of all requests, where somebody outside follows blocks."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -286,6 +289,7 @@ class RequestManager:
         return result
 
     def _choose(self, record: RequestRecord, now: float) -> Placement | Rejection:
+        self._learn_blocks(record)
         return self._conductor.place(
             record.request,
             record.block_keys(self._conductor.layout),
@@ -294,6 +298,12 @@ class RequestManager:
             record.exclude if record.num_attempts else None,
             record.queue_position,
         )
+
+    def _learn_blocks(self, record: RequestRecord) -> None:
+        layout = self._conductor.layout
+        if self.feed is not None and layout is not None:
+            tokens = record.request.tokens_with(record.order.tokens)
+            self.feed.learn(record.block_keys(layout), tokens, layout.block_tokens)
 
     def _find_yielding(self, result: Placement | Rejection) -> RequestRecord | None:
         """Return the batch request that was placed last among those in the way, or None."""
@@ -516,6 +526,7 @@ class RequestManager:
             if record.state is RequestState.FINISHED:
                 return  # its sink has aborted it
         self._delivery.drop(record.request_id)
+        self._learn_blocks(record)
         well = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._attempts.end(record, done)
         self._conductor.release(record.request_id, record.num_output_tokens if well else None)

@@ -1,0 +1,172 @@
+"""Block events as vLLM publishes them, for routers outside the cluster: ZeroMQ PUB, and ROUTER for
+what a subscriber missed. A gateway owns one publisher; its thread owns the sockets.
+
+A message is [topic, number (8 bytes, big-endian), batch]; a batch is msgpack [time, events, 0] (the
+format of vLLM 0.32). A replay request is [empty, first number]; the answers are [empty, number,
+batch] and in the end [empty, -1, empty].
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from mooncake.base import ConfigError
+from mooncake.base.mailbox import Mailbox
+from mooncake.base.vital_thread import VitalThread
+
+MAX_QUEUED = 100_000
+"""Batches that wait for the thread; what comes on top is dropped, as its number shows."""
+MAX_UNREAD = 100_000
+"""Batches that wait for a slow subscriber; ZeroMQ drops what comes on top."""
+MAX_REPLAY_BYTES = 64
+"""Of a request for a replay: it holds one number."""
+END = (-1).to_bytes(8, "big", signed=True)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvEventsConfig:
+    """What `--kv-events-config` says, by vLLM's names.
+
+    Raises:
+        ConfigError: a value is out of range; the key is named.
+    """
+
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Of the events, which hold the tokens of prompts and answers: for whoever connects."""
+    replay_endpoint: str | None = None
+    """Where missed batches can be asked for; None: nowhere."""
+    buffer_steps: int = 10_000
+    """Batches kept for replays."""
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        if self.publisher != "zmq":
+            raise ConfigError(f"publisher: {self.publisher!r} is not zmq")
+        if not isinstance(self.buffer_steps, int) or self.buffer_steps < 1:
+            raise ConfigError(f"buffer_steps: {self.buffer_steps!r} is not a number above 0")
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if value is not None and not str(value).startswith(("tcp://", "ipc://")):
+                raise ConfigError(f"{name}: {value!r} does not begin with tcp:// or ipc://")
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A chain of blocks that can be reused from now on."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    """Of the block before the first; None: there is none."""
+    token_ids: list[int]
+    """Of all blocks, `block_size` each."""
+    block_size: int
+    medium: str
+    """GPU (an engine's memory), CPU (a pool node's) or STORAGE (its SSD)."""
+    lora_id: None = None
+    lora_name: None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks that are in no such memory of the cluster any more."""
+
+    block_hashes: list[int]
+    medium: str
+
+
+KvEvent = BlockStored | BlockRemoved
+
+
+class KvEventPublisher:
+    """Publishes batches of events in order, numbered from 0 on."""
+
+    def __init__(self, config: KvEventsConfig, now: Callable[[], float]) -> None:
+        """Bind the sockets. now: seconds since 1970.
+
+        Raises:
+            ConfigError: an endpoint cannot be bound; the message names it.
+        """
+        self._now = now
+        self._topic = config.topic.encode()
+        self._context = zmq.Context()
+        self._publisher = self._context.socket(zmq.PUB)
+        self._publisher.set_hwm(MAX_UNREAD)
+        self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_REPLAY_BYTES)
+        try:
+            self.endpoint = _bound(self._publisher, "endpoint", config.endpoint)
+            self.replay_endpoint = None
+            if config.replay_endpoint is not None:
+                self.replay_endpoint = _bound(
+                    self._replay, "replay_endpoint", config.replay_endpoint
+                )
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._queue: Mailbox[bytes] = Mailbox(MAX_QUEUED)
+        self._next_no = self._num_dropped = 0
+        self._ends = False
+        self._thread = VitalThread(self._run, "kv-events")
+        self._thread.start()
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Publish one batch; from the gateway's thread. Never waits."""
+        if self._queue.put(self._encoder.encode((self._now(), events, 0))):
+            return
+        self._num_dropped += 1
+        if self._num_dropped == 1:
+            logger.warning("block events are dropped: %d batches wait to be published", MAX_QUEUED)
+
+    def close(self) -> None:
+        """Publish what is queued and free the sockets."""
+        self._ends = True
+        self._queue.ring()
+        self._thread.join()
+        self._queue.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._queue.fileno(), zmq.POLLIN)
+        poller.register(self._replay, zmq.POLLIN)
+        while not self._ends:
+            ready = dict(poller.poll())
+            self._publish_queued()
+            if self._replay in ready:
+                self._answer_replay()
+        self._publish_queued()
+        self._context.destroy(linger=0)
+
+    def _publish_queued(self) -> None:
+        for batch in self._queue.receive():
+            number = self._next_no.to_bytes(8, "big")
+            self._next_no += 1
+            self._kept.append((number, batch))
+            self._publisher.send_multipart((self._topic, number, batch))
+
+    def _answer_replay(self) -> None:
+        asker, *rest = self._replay.recv_multipart()
+        if len(rest) != 2 or len(rest[1]) != len(END):
+            return  # no request for a replay
+        for number, batch in self._kept:
+            if number >= rest[1]:
+                self._replay.send_multipart((asker, b"", number, batch))
+        self._replay.send_multipart((asker, b"", END, b""))
+
+
+def _bound(socket: zmq.Socket[bytes], name: str, address: str) -> str:
+    """Bind `socket` and return its address, with the port that the system gave."""
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"kv-events-config: {name}: {address}: {error}") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,128 @@
+"""What routers outside the cluster are told of its blocks: stored with their tokens when the first
+worker holds them in a kind of memory, removed when none does any more.
+
+Workers report keys, requests have tokens: this joins the two. Pure but for `publish`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from mooncake.base import BlockEvents, BlockKey, Tier
+from mooncake.kvstore.index.directory import Replica
+from mooncake.rpc.kv_events import BlockRemoved, BlockStored, KvEvent
+
+MAX_BLOCKS = 262_144
+"""Blocks whose tokens are kept; the ones not used for longest are reported as removed."""
+MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.SSD: "STORAGE"}
+
+
+_Place = tuple[BlockKey, Tier]
+
+
+class _Known(NamedTuple):
+    parent: BlockKey | None
+    tokens: Sequence[int]
+
+
+class BlockFeed:
+    """The blocks of the requests that pass this gateway, and what was said of them."""
+
+    def __init__(
+        self,
+        replicas: Callable[[BlockKey], Sequence[Replica]],
+        publish: Callable[[Sequence[KvEvent]], None],
+        max_blocks: int = MAX_BLOCKS,
+    ) -> None:
+        self._replicas = replicas
+        self._publish = publish
+        self._max_blocks = max_blocks
+        self._known: OrderedDict[BlockKey, _Known] = OrderedDict()
+        self._told: dict[BlockKey, set[Tier]] = {}
+
+    def learn(self, keys: Sequence[BlockKey], tokens: Sequence[int], block_tokens: int) -> None:
+        """Take in the full blocks of a request; `tokens` are those of prompt and output so far."""
+        new = []
+        for index, key in enumerate(keys):
+            if key in self._known:
+                self._known.move_to_end(key)
+                continue
+            parent = keys[index - 1] if index else None
+            begin = index * block_tokens
+            self._known[key] = _Known(parent, tokens[begin : begin + block_tokens])
+            new.append(key)
+        gone: list[_Place] = []
+        while len(self._known) > self._max_blocks:
+            key, _ = self._known.popitem(last=False)
+            gone += [(key, tier) for tier in sorted(self._told.pop(key, ()))]
+        self._tell(new, gone)
+
+    def on_blocks(self, events: BlockEvents) -> None:
+        """Look again at what a worker reports, after the Conductor has taken it in."""
+        if events.snapshot:
+            self._tell([*self._told, *events.stored])
+        else:
+            self._tell([*events.removed, *events.stored])
+
+    def on_lost(self) -> None:
+        """Look again at all blocks: a worker is gone with what it held."""
+        self._tell(list(self._told))
+
+    def _tell(
+        self, keys: Iterable[BlockKey], removed: Iterable[tuple[BlockKey, Tier]] = ()
+    ) -> None:
+        """Publish what has changed of these blocks, and that `removed` are gone."""
+        gone, come = list(removed), []
+        for key in dict.fromkeys(keys):
+            if key not in self._known:
+                continue
+            present = {replica.tier for replica in self._replicas(key)}
+            told = self._told.get(key, set())
+            gone += [(key, tier) for tier in sorted(told - present)]
+            come += [(key, tier) for tier in sorted(present - told)]
+            if present:
+                self._told[key] = present
+            else:
+                self._told.pop(key, None)
+        events = [*self._removals(gone), *self._chains(come)]
+        if events:
+            self._publish(events)
+
+    def _removals(self, gone: Sequence[_Place]) -> list[KvEvent]:
+        return [
+            BlockRemoved(
+                block_hashes=[_number(key) for key, each in gone if each is tier],
+                medium=MEDIA[tier],
+            )
+            for tier in sorted({tier for _, tier in gone})
+        ]
+
+    def _chains(self, come: Sequence[_Place]) -> list[KvEvent]:
+        """Return the blocks as chains: one event for those that follow one another."""
+        events: list[KvEvent] = []
+        for tier in sorted({tier for _, tier in come}):
+            last: BlockKey | None = None
+            for key, each in come:
+                if each is not tier:
+                    continue
+                parent, tokens = self._known[key]
+                if last is None or parent != last:
+                    chain = BlockStored(
+                        block_hashes=[],
+                        parent_block_hash=None if parent is None else _number(parent),
+                        token_ids=[],
+                        block_size=len(tokens),
+                        medium=MEDIA[tier],
+                    )
+                    events.append(chain)
+                chain.block_hashes.append(_number(key))
+                chain.token_ids.extend(tokens)
+                last = key
+        return events
+
+
+def _number(key: BlockKey) -> int:
+    """Return a block's name as subscribers expect it: 64 bits."""
+    return int.from_bytes(key[:8], "big")
