@@ -26,6 +26,8 @@ MAX_UNREAD = 100_000
 """Batches that wait for a slow subscriber; ZeroMQ drops what comes on top."""
 MAX_REPLAY_BYTES = 64
 """Of a request for a replay: it holds one number."""
+LINGER_MS = 500
+"""At the end, for what subscribers have not read."""
 END = (-1).to_bytes(8, "big", signed=True)
 
 logger = logging.getLogger(__name__)
@@ -144,7 +146,7 @@ class KvEventPublisher:
             if self._replay in ready:
                 self._answer_replay()
         self._publish_queued()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=LINGER_MS)
 
     def _publish_queued(self) -> None:
         for batch in self._queue.receive():

@@ -27,11 +27,32 @@ ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_MS = 10_000
 
 
+class Readers:
+    """Sockets of subscribers, closed together."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+
+    def connect(self, kind: int, address: str | None) -> zmq.Socket[bytes]:
+        assert address is not None
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"kv")
+        socket.connect(address)
+        return socket
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
 @pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    context: zmq.Context[Any] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+def readers() -> Iterator[Readers]:
+    readers = Readers()
+    yield readers
+    readers.close()
 
 
 @pytest.fixture
@@ -42,19 +63,9 @@ def publisher() -> Iterator[KvEventPublisher]:
     publisher.close()
 
 
-def reader(context: zmq.Context[Any], kind: int, address: str | None) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = context.socket(kind)
-    socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-    if kind == zmq.SUB:
-        socket.setsockopt(zmq.SUBSCRIBE, b"kv")
-    assert address is not None
-    socket.connect(address)
-    return socket
-
-
-def subscribed(context: zmq.Context[Any], publisher: KvEventPublisher) -> zmq.Socket[bytes]:
+def subscribed(readers: Readers, publisher: KvEventPublisher) -> zmq.Socket[bytes]:
     """Return a subscriber that misses nothing from now on."""
-    socket = reader(context, zmq.SUB, publisher.endpoint)
+    socket = readers.connect(zmq.SUB, publisher.endpoint)
     socket.setsockopt(zmq.RCVTIMEO, 50)
     while True:
         publisher.publish([REMOVED])
@@ -67,15 +78,11 @@ def subscribed(context: zmq.Context[Any], publisher: KvEventPublisher) -> zmq.So
     return socket
 
 
-def replayed(context: zmq.Context[Any], publisher: KvEventPublisher, first: int) -> list[int]:
+def replayed(readers: Readers, publisher: KvEventPublisher, first: int) -> list[int]:
     """Return the numbers of the batches that a replay from `first` on holds."""
-    socket = reader(context, zmq.REQ, publisher.replay_endpoint)
-    socket.send(first.to_bytes(8, "big"))
-    # A REQ socket reads one answer; a DEALER, as subscribers use, all of them.
-    socket.close()
-    socket = reader(context, zmq.DEALER, publisher.replay_endpoint)
+    socket = readers.connect(zmq.DEALER, publisher.replay_endpoint)
     socket.send_multipart((b"", first.to_bytes(8, "big")))
-    numbers = []
+    numbers: list[int] = []
     while True:
         _, number, batch = socket.recv_multipart()
         if number == END:
@@ -84,10 +91,8 @@ def replayed(context: zmq.Context[Any], publisher: KvEventPublisher, first: int)
         numbers.append(int.from_bytes(number, "big"))
 
 
-def test_a_batch_is_topic_number_and_msgpack(
-    context: zmq.Context[Any], publisher: KvEventPublisher
-) -> None:
-    socket = subscribed(context, publisher)
+def test_a_batch_is_topic_number_and_msgpack(readers: Readers, publisher: KvEventPublisher) -> None:
+    socket = subscribed(readers, publisher)
     publisher.publish([STORED, REMOVED])
     publisher.publish([REMOVED])
     frames = [socket.recv_multipart() for _ in range(2)]
@@ -110,23 +115,21 @@ def test_a_batch_is_topic_number_and_msgpack(
     ]  # fmt: skip
 
 
-def test_what_was_missed_can_be_asked_for(
-    context: zmq.Context[Any], publisher: KvEventPublisher
-) -> None:
+def test_what_was_missed_can_be_asked_for(readers: Readers, publisher: KvEventPublisher) -> None:
     for _ in range(5):
         publisher.publish([REMOVED])
     wanted = [2, 3, 4]  # three are kept
-    while (numbers := replayed(context, publisher, 0)) != wanted:
+    while (numbers := replayed(readers, publisher, 0)) != wanted:
         assert len(numbers) < 3 or numbers[-1] < 4  # its thread is not so far yet
-    assert replayed(context, publisher, 4) == [4]
-    assert replayed(context, publisher, 9) == []
+    assert replayed(readers, publisher, 4) == [4]
+    assert replayed(readers, publisher, 9) == []
 
 
-def test_other_requests_are_ignored(context: zmq.Context[Any], publisher: KvEventPublisher) -> None:
-    socket = reader(context, zmq.DEALER, publisher.replay_endpoint)
+def test_other_requests_are_ignored(readers: Readers, publisher: KvEventPublisher) -> None:
+    socket = readers.connect(zmq.DEALER, publisher.replay_endpoint)
     for frames in ((b"",), (b"", b"\x00"), (b"a", b"b", b"c"), (b"", b"x" * 1000)):
         socket.send_multipart(frames)
-    assert replayed(context, publisher, 0) == []
+    assert replayed(readers, publisher, 0) == []
 
 
 @pytest.mark.parametrize(
