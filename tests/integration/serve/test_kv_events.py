@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from mooncake.model.checkpoint.presets import init_checkpoint
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server import serving
 
 BLOCK = 64
