@@ -31,7 +31,7 @@ from benchmarks import (
     serve,
     sim_vs_real,
     speculation,
-    start,
+    startup,
     step,
     transfer,
     weights,
@@ -67,7 +67,7 @@ BENCHMARKS = {
     "sim-vs-real": sim_vs_real.main,
     "weights": weights.main,
     "step": step.main,
-    "start": start.main,
+    "startup": startup.main,
 }
 
 

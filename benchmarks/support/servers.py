@@ -91,6 +91,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self._process = process
+        self.pid = process.pid
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
         self.log = log
@@ -102,8 +103,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(layout: Layout) -> Iterator[Server]:
-    """Start a server, yield it when it answers, end it and all it started.
+def running(
+    layout: Layout, *, compared: Mapping[str, str] = KEPT_HEAP, poll_s: float = POLL_S
+) -> Iterator[Server]:
+    """Start a server, yield it when it answers, end it and all it started. `compared`: the
+    environment that all servers of a comparison share.
 
     Raises:
         RuntimeError: it did not come up; the message names its log.
@@ -115,20 +119,20 @@ def running(layout: Layout) -> Iterator[Server]:
         inherited = {name: value for name, value in os.environ.items() if name != WAIT_POLICY}
         process = subprocess.Popen(
             [*layout.command, "--host", "127.0.0.1", "--port", str(port)],
-            env={**inherited, **KEPT_HEAP, **layout.environment},
+            env={**inherited, **compared, **layout.environment},
             cwd=ROOT,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-        _await_health(process, port, log)
+        _await_health(process, port, log, poll_s)
         yield Server(process, port, log)
     finally:
         _end(process)
 
 
-def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _await_health(process: subprocess.Popen[bytes], port: int, log: Path, poll_s: float) -> None:
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
@@ -140,7 +144,7 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> Non
             connection.close()
             if status == 200:
                 return
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     raise RuntimeError(f"a server did not come up; see {log}")
 
 
@@ -194,7 +198,7 @@ def _cpu_ticks(pid: int) -> int:
         fields = _stat_fields(pid)
     except OSError:
         return 0
-    return int(fields[11]) + int(fields[12])
+    return sum(int(field) for field in fields[11:15])  # its own, and of children that have ended
 
 
 def process_cpu_s(pids: Sequence[int]) -> float:

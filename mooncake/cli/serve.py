@@ -10,6 +10,7 @@ from rich.table import Table
 from mooncake.cli.command import Command
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment
 from mooncake.launch.worker.forks import forks_workers, worker_forks
 
 EXAMPLES = """\
@@ -32,6 +33,8 @@ def run(config: ServeConfig) -> int:
         return _check_kernels()
     with contextlib.ExitStack() as opened:
         forks = None
+        if config.colocated and not config.dry_run:
+            environment.restart_with(environment.variables())  # before what takes time
         if not config.dry_run and forks_workers(config):
             forks = opened.enter_context(worker_forks(config))  # it imports beside what follows
         from mooncake.launch.cluster import serve

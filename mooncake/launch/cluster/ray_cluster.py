@@ -78,6 +78,8 @@ CONNECT_S = 10.0
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
+START_POLL_S = 0.05
+"""The same while workers start."""
 PLACE_S = 10.0
 """So long Ray may take to set a worker's GPUs aside."""
 HERE_SHARE = 0.001
@@ -532,7 +534,8 @@ class Supervisor:
 
     def _step(self) -> None:
         """Wait a moment; deal with what has happened."""
-        died = {descriptor for descriptor, _ in self._poll.poll(POLL_S * 1000)}
+        wait_s = POLL_S if self._have_started else START_POLL_S
+        died = {descriptor for descriptor, _ in self._poll.poll(wait_s * 1000)}
         if self._stopping.is_set():
             return
         if self._forks is not None and self._forks.ended():

@@ -34,6 +34,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.http_server import Route
+from mooncake.launch.host.start_phases import StartPhases, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.log import configure_logging
@@ -77,6 +78,8 @@ class Workers(Protocol):
         """What `--join` takes, once started; None where the cluster cannot be joined."""
 
 
+OWN_STEPS = ("ray", "engine")
+"""What workers of this process call themselves as they start, and Ray."""
 JOIN_POLL_S = 0.02
 WATCH_S = 1.0
 
@@ -117,14 +120,14 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
         from mooncake.launch.cluster import pool
 
         return pool.serve_alone(config)
+    phases = StartPhases("imports", process_began_s())
+    phases.begin("checks")
     plan = make_plan(config, machine_facts.num_cores())
     check_start(config, plan)
     if not config.headless:
         machine_facts.check_port(config.host, config.port)
-    if config.colocated:
-        environment.restart_with(environment.variables())
     configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
-    return _run(config, plan, lambda: _make(config, plan, SystemIds(), forks))
+    return _run(config, plan, lambda: _make(config, plan, SystemIds(), forks), phases)
 
 
 def _serve_joined(config: ServeConfig) -> int:
@@ -142,15 +145,20 @@ def _serve_joined(config: ServeConfig) -> int:
     configure_logging(
         cluster.gateway_id, sys.stderr, level=config.log_level, form=config.log_format
     )
-    return _run(config, cluster.plan, lambda: (cluster, cluster.open()))
+    phases = StartPhases("joining", process_began_s())
+    return _run(config, cluster.plan, lambda: (cluster, cluster.open()), phases)
 
 
 def _run(
-    config: ServeConfig, plan: ServePlan, make: Callable[[], tuple[Workers, GatewayProcess]]
+    config: ServeConfig,
+    plan: ServePlan,
+    make: Callable[[], tuple[Workers, GatewayProcess]],
+    phases: StartPhases,
 ) -> int:
     """Take the port, open the API server in front of the workers, serve; no port without an API
     server.
     """
+    phases.begin("opening the API server")
     end_with_vital_threads()
     with contextlib.ExitStack() as opened:
         api_server: ApiServer | None = None
@@ -162,7 +170,7 @@ def _run(
             api_server = model, listener
         workers, gateway_process = make()
         opened.callback(gateway_process.channel.close)
-        return run_in_loop(_Serving(config, gateway_process, workers, api_server).run())
+        return run_in_loop(_Serving(config, gateway_process, workers, api_server, phases).run())
 
 
 def _make(
@@ -205,11 +213,13 @@ class _Serving:
         gateway_process: GatewayProcess,
         workers: Workers,
         api_server: ApiServer | None,
+        phases: StartPhases,
     ) -> None:
         self._config = config
         self._gateway_process = gateway_process
         self._workers = workers
         self._api_server = api_server
+        self._phases = phases
         self._console = Console(stderr=True, quiet=config.log_format == "json")
         self._stop = asyncio.Event()
         self._num_signals = 0
@@ -273,8 +283,11 @@ class _Serving:
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
             rows = starting.result()
+            self._phases.begin("meeting the workers")
             while not (stopped.done() or self._has_met(rows)):
                 await asyncio.sleep(JOIN_POLL_S)
+            self._phases.begin("ready")
+            _log.info(self._phases.text())
             self._announce(rows)
             # What was made so far stays: full collections hold up all streams, and skip it now.
             gc.collect()
@@ -285,7 +298,13 @@ class _Serving:
 
     def _start(self) -> list[report.WorkerRow]:
         with report.StartProgress(self._console) as show:
-            return self._workers.start(self._gateway_process, show)
+
+            def told(who: str, what: str, done: int, whole: int) -> None:
+                if who in OWN_STEPS:
+                    self._phases.begin(f"{who}: {what}" if what != report.READY else "workers")
+                show(who, what, done, whole)
+
+            return self._workers.start(self._gateway_process, told)
 
     def _on_open(self, host: str, port: int) -> None:
         scheme = "http" if self._config.ssl_certfile is None else "https"

@@ -54,6 +54,7 @@ from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health, HealthSettings
 from mooncake.launch.host.link_metrics import LinkFamilies
 from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.start_phases import StartPhases
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.pool_node.metrics import NodeFamilies
@@ -550,9 +551,17 @@ def run(
         own_host=advertise_host or settings.bind_host,
     )
 
+    phases = StartPhases("opening the health port")
+
     def show(what: str, done: int, whole: int) -> None:
+        phases.begin(what)
         port.health.starting(what, done, whole)
         progress(what, done, whole)
+
+    def has_started(worker: Worker) -> None:
+        phases.begin("ready")
+        _log.info(phases.text())
+        started(worker)
 
     model: Model | None = None
     following = SecretFollower(secret_file, credential.renew)
@@ -575,7 +584,7 @@ def run(
         while role is not None:
             settings = msgspec.structs.replace(settings, role=role)
             worker = _open(settings, credential, model, show, advertise_host, port.url)
-            role = _be(settings, credential, worker, started, port)
+            role = _be(settings, credential, worker, has_started, port)
     finally:
         following.close()
         if model is not None:
