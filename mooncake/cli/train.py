@@ -4,7 +4,6 @@ are its lines and the page of its curves.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 from mooncake.cli.command import Command
 from mooncake.launch.config.train_settings import Train
 from mooncake.sim.results.plots import Line, lines_plot
-from mooncake.train.config import TrainConfig
 
 PAGE_NAME = "curves.html"
 STYLE = (
@@ -34,8 +32,7 @@ def run(wanted: Train) -> int:
         ConfigError: there is no such preset.
         CheckpointError: the directory holds the state of another model or optimizer.
     """
-    given = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(TrainConfig)}
-    config = TrainConfig(**{**given, "tasks": dict(wanted.tasks)})
+    config = wanted.run()
     from mooncake.train.run import LOG_NAME, Run
 
     made = Run(config)

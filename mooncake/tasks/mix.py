@@ -5,39 +5,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
-from mooncake.tasks.chat import chat
-from mooncake.tasks.numbers import addition, counting, sorting, subtraction
-from mooncake.tasks.sample import Generator, Sample
-from mooncake.tasks.texts import copying, json_object, needle, recall
-from mooncake.tasks.tools import no_tool, tool_call, tool_result
+from mooncake.tasks.calls import call, calls, error, refusal, result, turns
+from mooncake.tasks.copies import copy, json_object, look_up, memory, needle
+from mooncake.tasks.first.chat import chat
+from mooncake.tasks.first.numbers import addition, counting, sorting, subtraction
+from mooncake.tasks.first.texts import copying, recall
+from mooncake.tasks.first.texts import json_object as first_json_object
+from mooncake.tasks.first.texts import needle as first_needle
+from mooncake.tasks.first.tools import no_tool, tool_call, tool_result
+from mooncake.tasks.questions import question
+from mooncake.tasks.sample import EVALUATED, Generator, Sample
+from mooncake.tasks.sums import chain, difference, order, sum_of_two, tally
 
-TASKS: dict[str, Generator] = {
+FIRST_TASKS: dict[str, Generator] = {
     "addition": addition,
     "subtraction": subtraction,
     "sorting": sorting,
     "counting": counting,
     "copying": copying,
-    "json": json_object,
-    "needle": needle,
-    "needle_4k": lambda random: needle(random, num_words=4500),
+    "json": first_json_object,
+    "needle": first_needle,
+    "needle_4k": lambda random: first_needle(random, num_words=4500),
     "recall": recall,
     "chat": chat,
     "tool_call": tool_call,
     "tool_result": tool_result,
     "no_tool": no_tool,
 }
+"""What the shipped k2-demo was trained on: evaluated where no tasks are named."""
+
+TASKS: dict[str, Generator] = {
+    **FIRST_TASKS,
+    "sum": sum_of_two,
+    "difference": difference,
+    "chain": chain,
+    "order": order,
+    "tally": tally,
+    "copy": copy,
+    "look_up": look_up,
+    "object": json_object,
+    "code": needle,
+    "code_4k": lambda random: needle(random, num_tokens=4200),
+    "memory": memory,
+    "question": question,
+    "call": call,
+    "calls": calls,
+    "refusal": refusal,
+    "result": result,
+    "error": error,
+    "turns": turns,
+}
 
 
 def training_sample(random: Random, weights: Mapping[str, float]) -> Sample:
-    """Return a sample that is not held out, of a task drawn by weight."""
+    """Return a sample of which nothing is held out, of a task drawn by weight."""
     task = random.choices(list(weights), list(weights.values()))[0]
     while (sample := TASKS[task](random)).held_out:
         pass
     return sample
 
 
-def evaluation_samples(task: str, number: int, seed: int) -> list[Sample]:
+def evaluation_samples(task: str, number: int, seed: int, part: str = EVALUATED) -> list[Sample]:
     """Return `number` samples of `task` that no training saw, or of what has to be known by heart.
+
+    part: what is held out for evaluation, or what may be watched while training.
 
     Raises:
         KeyError: there is no such task.
@@ -46,6 +77,6 @@ def evaluation_samples(task: str, number: int, seed: int) -> list[Sample]:
     samples: list[Sample] = []
     while len(samples) < number:
         sample = generate(random)
-        if (sample.held_out or not sample.key) and sample.task == task.removesuffix("_4k"):
+        if sample.is_for(part) and sample.task == task.removesuffix("_4k"):
             samples.append(sample)
     return samples

@@ -12,7 +12,18 @@ from typing import Any
 Message = dict[str, Any]
 
 HELD_OUT_SHARE = 8
-"""One of so many keys is never trained on."""
+"""One of so many keys, and of contents, is never trained on."""
+WATCHED_SHARE = 4
+"""One of so many contents that are held out is watched while training; no evaluation has it."""
+TRAINED, WATCHED, EVALUATED = "trained", "watched", "evaluated"
+
+
+def part_of(content: str) -> str:
+    """Return what a content is for: `TRAINED`, `WATCHED` or `EVALUATED`; by its hash."""
+    place = zlib.crc32(content.encode())
+    if place % HELD_OUT_SHARE:
+        return TRAINED
+    return EVALUATED if place // HELD_OUT_SHARE % WATCHED_SHARE else WATCHED
 
 
 @dataclass(frozen=True)
@@ -28,15 +39,26 @@ class Sample:
     task: str
     messages: Sequence[Message]
     answer: Message
-    key: str
+    key: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     also_right: Sequence[str] = field(default=())
     """Other texts that are as good as the answer's content."""
+    contents: Sequence[str] = ()
+    """All in it that may be held out, first what it is about: the sums, the tools, the text that is
+    copied. A sample of the first tasks has a key in place of them."""
 
     @property
     def held_out(self) -> bool:
-        """Whether the sample may be used for evaluation only."""
+        """Whether the sample may not be trained on."""
+        if self.contents:
+            return any(part_of(content) != TRAINED for content in self.contents)
         return bool(self.key) and zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
+
+    def is_for(self, part: str) -> bool:
+        """Whether what the sample is about is held out for `part`."""
+        if self.contents:
+            return part_of(self.contents[0]) == part
+        return self.held_out or not self.key
 
     def accepts(self, answer: Mapping[str, Any]) -> bool:
         """Whether `answer`, a message of the assistant, is right; its reasoning does not count."""
@@ -46,7 +68,7 @@ class Sample:
             return wanted == given
         text = (answer.get("content") or "").strip()
         right = [self.answer["content"], *self.also_right]
-        if self.task == "json":
+        if self.task in ("json", "object"):
             return bool(_json(text) == _json(right[0]))
         return _plain(text) in map(_plain, right)
 

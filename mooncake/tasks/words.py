@@ -1,4 +1,4 @@
-"""The words that generated tasks are made of. Data, and drawing from it."""
+"""The words that generated tasks are made of, as data; and sentences that say nothing of use."""
 
 from __future__ import annotations
 
@@ -43,31 +43,26 @@ JOBS = [
     "cook", "baker", "farmer", "teacher", "doctor", "painter", "driver", "singer", "pilot",
     "writer", "nurse", "lawyer",
 ]  # fmt: skip
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_ALL = (*FRUITS, *COLORS, *THINGS, *ANIMALS, *PEOPLE)
-
-
-def word(random: Random) -> str:
-    """Return a word; now and then one that is none, so that copying is learned, not words."""
-    if random.random() < 0.15:
-        return "".join(random.choice(_LETTERS) for _ in range(random.randint(2, 7)))
-    return random.choice(_ALL)
-
-
-def name(random: Random) -> str:
-    """Return a person's name; now and then an invented one."""
-    return random.choice(NAMES) if random.random() < 0.8 else word(random).capitalize()
-
-
-def city(random: Random) -> str:
-    """Return a city; now and then one that is nowhere."""
-    return random.choice(CITIES) if random.random() < 0.8 else word(random).capitalize()
-
-
-def number(random: Random, most_digits: int = 3) -> int:
-    """Return a number of one to `most_digits` digits, each count of digits as often."""
-    digits = random.randint(1, most_digits)
-    return random.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+NOUNS = [
+    "account", "alarm", "album", "answer", "article", "backup", "balance", "battery", "bill",
+    "box", "branch", "bus", "button", "cable", "calendar", "call", "camera", "car", "card", "cart",
+    "case", "channel", "chart", "client", "cloud", "coffee", "color", "comment", "contact", "copy",
+    "course", "coupon", "cup", "data", "device", "dinner", "document", "door", "draft", "email",
+    "event", "family", "fan", "field", "file", "film", "flight", "folder", "form", "game", "gate",
+    "gift", "group", "guest", "heater", "hotel", "house", "image", "invoice", "item", "job", "key",
+    "label", "light", "line", "link", "list", "lock", "log", "lunch", "machine", "mail", "map",
+    "meal", "meeting", "member", "memo", "menu", "message", "meter", "model", "money", "movie",
+    "music", "network", "news", "note", "offer", "office", "order", "package", "page", "paper",
+    "parcel", "park", "part", "party", "password", "payment", "phone", "photo", "picture", "plan",
+    "plant", "player", "playlist", "post", "price", "printer", "product", "profile", "project",
+    "pump", "query", "question", "queue", "rate", "recipe", "record", "reminder", "report",
+    "request", "result", "review", "ride", "robot", "room", "route", "rule", "sample", "schedule",
+    "score", "screen", "seat", "sensor", "server", "service", "session", "shelf", "shop", "signal",
+    "song", "sound", "speaker", "station", "status", "stock", "store", "story", "street", "switch",
+    "tank", "task", "taxi", "team", "test", "ticket", "timer", "token", "tool", "track", "train",
+    "trip", "truck", "user", "valve", "video", "visit", "volume", "wall", "watch", "water",
+    "weather", "website", "workspace",
+]  # fmt: skip
 
 
 def sentence(random: Random) -> str:

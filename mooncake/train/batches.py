@@ -6,7 +6,8 @@ the data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,15 +17,15 @@ import torch
 from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
 from mooncake.api.text.tokenizer import Tokenizer, load_tokenizer
 from mooncake.tasks.mix import training_sample
+from mooncake.tasks.questions import system
 from mooncake.tasks.sample import Message, Sample
 
 _TALKS = 0.25
 """Share of the samples that come after others in one conversation."""
-_SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are the demo model of Mooncake.",
-    "Answer briefly.",
-)
+_DIGESTED = 16
+"""Samples of a task that tell whether it has changed."""
+_LONG = ("needle", "code")
+"""Tasks with texts of thousands of tokens: no other sample follows one."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,19 @@ class Batches:
                 total += len(tokens)
         return self._split(drawn)
 
+    def digests(self, tasks: Iterable[str]) -> dict[str, str]:
+        """Return for each task a digest of its first samples, as tokens: it tells whether a task
+        that was trained on has changed since."""
+        found = {}
+        for task in tasks:
+            random, drawn = Random(f"digest {task}"), hashlib.sha256()
+            for _ in range(_DIGESTED):
+                sample = training_sample(random, {task: 1.0})
+                tokens, _ = rendered(self._template, self._tokenizer, *_alone(sample))
+                drawn.update(repr(tokens).encode())
+            found[task] = drawn.hexdigest()[:16]
+        return found
+
     def of_answers(self, samples: Sequence[Sample]) -> list[Batch]:
         """Return batches of samples, each alone, in which the last answer counts only."""
         alone = (_alone(sample) for sample in samples)
@@ -164,12 +178,12 @@ def _conversation(
     samples = [training_sample(random, weights)]
     while random.random() < _TALKS and len(samples) < 4:
         before = training_sample(random, weights)
-        if not before.tools and before.task != "needle":
+        if not before.tools and before.task not in _LONG:
             samples.insert(0, before)
     messages: list[Message] = []
     counting: list[bool] = []
     if random.random() < 0.15:
-        messages.append({"role": "system", "content": random.choice(_SYSTEMS)})
+        messages.append({"role": "system", "content": system(random)})
     for sample in samples:
         last = sample is samples[-1]
         for message in (*sample.messages, sample.answer):

@@ -61,6 +61,14 @@ class TrainConfig(Stage):
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Stage)}
         return [Stage(**{**own, **changes}) for changes in self.stages or ({},)]
 
+    def stage_of(self, step: int) -> tuple[Stage, int]:
+        """Return the stage of step `step`, from 0, and how many steps of it come before."""
+        for stage in self.parts():
+            if step < stage.steps:
+                break
+            step -= stage.steps
+        return stage, step
+
     @property
     def total_steps(self) -> int:
         """Of all stages."""

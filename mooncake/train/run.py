@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from mooncake.base import ModelSpec
+from mooncake.base import CheckpointError, ModelSpec
 from mooncake.model.checkpoint.making.presets import preset_config, write_preset_files
 from mooncake.model.checkpoint.weights import SPEC_DTYPES
 from mooncake.tasks.mix import evaluation_samples
+from mooncake.tasks.sample import WATCHED
 from mooncake.train.attention import Attention
 from mooncake.train.batches import Batch, Batches
 from mooncake.train.checkpoint import STATE_NAME, load_state, save_state, write_weights
-from mooncake.train.config import Stage, TrainConfig
+from mooncake.train.config import TrainConfig
 from mooncake.train.experts import Router
 from mooncake.train.model import TrainedK2
 from mooncake.train.muon_clip import MuonClip, NormClip, Rates, clip_qk
@@ -41,7 +42,7 @@ class Run:
 
         Raises:
             ConfigError: there is no such preset, or it cannot be trained.
-            CheckpointError: the state there is of another model.
+            CheckpointError: the state there is of another model, or the tasks have changed.
         """
         torch.set_num_threads(config.threads)
         self._config = config
@@ -66,12 +67,14 @@ class Run:
         self._batches = Batches(self._out, config.seed, config.step_tokens, config.batch_tokens)
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._routers = [m for m in self.model.modules() if isinstance(m, Router)]
-        self._stages = config.parts()
+        self._tasks = dict.fromkeys(task for stage in config.parts() for task in stage.tasks)
+        self._digests = self._batches.digests(self._tasks)
         self.step = 0
         self._tokens = 0
         if (self._out / STATE_NAME).exists():
             progress = load_state(self._out / STATE_NAME, self.model, self._optimizer, self._norms)
             self.step, self._tokens = progress["step"], progress["tokens"]
+            self._check_tasks(progress["tasks"])
         self._forget_later_lines()
 
     def go(
@@ -98,13 +101,13 @@ class Run:
 
     def save(self) -> None:
         """Write the state, then the checkpoint that serves."""
-        progress = {"step": self.step, "tokens": self._tokens}
+        progress = {"step": self.step, "tokens": self._tokens, "tasks": self._digests}
         save_state(self._out / STATE_NAME, self.model, self._optimizer, self._norms, progress)
         write_weights(self._out, self.model, self._stored)
 
     def _take_step(self) -> dict[str, Any]:
         config, started = self._config, time.monotonic()
-        stage, since = self._stage()
+        stage, since = config.stage_of(self.step)
         drawn = self._batches.of_step(self.step, stage.tasks, stage.max_tokens)
         batches = [batch.to(self._device) for batch in drawn]
         with_mtp = bool(config.mtp_steps) and self.step % config.mtp_steps == 0
@@ -138,15 +141,6 @@ class Run:
             "tokens_per_s": tokens / (time.monotonic() - started),
         }  # fmt: skip
 
-    def _stage(self) -> tuple[Stage, int]:
-        """Return the stage of the next step, and how many steps of it were taken."""
-        since = self.step
-        for stage in self._stages:
-            if since < stage.steps:
-                break
-            since -= stage.steps
-        return stage, since
-
     @torch.no_grad()
     def scores(self) -> dict[str, float]:
         """Return for each task the share of held-out samples whose answer the model would give word
@@ -154,8 +148,10 @@ class Run:
         """
         self.model.eval()
         found = {}
-        for task in dict.fromkeys(task for stage in self._stages for task in stage.tasks):
-            samples = evaluation_samples(task, self._config.score_samples, self._config.seed)
+        for task in self._tasks:
+            samples = evaluation_samples(
+                task, self._config.score_samples, self._config.seed, part=WATCHED
+            )
             right = 0
             for batch in self._batches.of_answers(samples):
                 right += self._num_right(batch.to(self._device))
@@ -171,6 +167,15 @@ class Run:
             int((~(wrong[group.clamp(min=0)] & (group >= 0)).any(dim=1)).sum())
             for group in batch.groups
         )
+
+    def _check_tasks(self, begun: Mapping[str, str]) -> None:
+        own = self._digests
+        if changed := [task for task in own if begun.get(task, own[task]) != own[task]]:
+            raise CheckpointError(
+                f"{self._out}: samples of {', '.join(changed)} are not those that the run began "
+                "with, so it cannot go on as one run; train into another directory, or use the "
+                "code of then"
+            )
 
     def _forget_later_lines(self) -> None:
         """Drop what the log says of steps after the saved state: they are taken again."""

@@ -7,7 +7,7 @@ import dataclasses
 from mooncake.launch.config.bench_settings import BenchServe
 from mooncake.launch.config.options import SomeOf, count, same_as, setting, text
 from mooncake.launch.config.train_settings import weights
-from mooncake.tasks.mix import TASKS
+from mooncake.tasks.mix import FIRST_TASKS, TASKS
 
 ENDPOINT, TASK, RESULT = "endpoint", "tasks", "result"
 
@@ -21,7 +21,8 @@ class Eval:
     api_key: str | None = same_as(BenchServe, "api_key", ENDPOINT)
     insecure: bool = same_as(BenchServe, "insecure", ENDPOINT)
     model: str | None = same_as(BenchServe, "model", ENDPOINT)
-    tasks: tuple[str, ...] = setting(tuple(TASKS), SomeOf(*TASKS), TASK, "TASK,…", "which to send")
+    tasks: tuple[str, ...] = setting(tuple(FIRST_TASKS), SomeOf(*TASKS), TASK, "TASK,…",
+        "which to send")
     num_samples: int = setting(100, count(1), TASK, "N", "of each task")
     seed: int = setting(0, count(0), TASK, "N", "of the samples")
     max_tokens: int = setting(256, count(1), TASK, "N", "of an answer")

@@ -118,3 +118,8 @@ class Train:
     score_samples: int = owned(TrainConfig, "score_samples", count(1), PROGRESS, "N",
         "of each task")
     # fmt: on
+
+    def run(self) -> TrainConfig:
+        """Return the run that is wanted."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
+        return TrainConfig(**{**given, "tasks": dict(self.tasks)})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import heapq
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -19,6 +20,21 @@ from mooncake.base import ConfigError
 from mooncake.model.checkpoint.tokenizer_corpus import weighted_pieces
 
 VOCABULARY_NAME = "tiktoken.model"
+
+JSON_JOINTS = (
+    'parameters":{"type":"object","properties":{"', 'type":"function","function":{"name":"',
+    'description":"', '":{"type":"', '":{}}}},{"', '":{}}}}]', '"]}}},{"', '"]}},"', '"]}}}]',
+    '"}}},"', '}}},{"', '": ["', '": {"', '"], "', '"]},"', '"}},"', '", "', '": "', '": [',
+    '":["', '":{"', '"],"', '"},"', '], "', '}, "', '","', '": ', '":"', '"]}', ', "', '[{"',
+    '":', '"}', '{"',
+)  # fmt: skip
+"""What stands between the words of JSON, longest first."""
+
+CHARACTERS_PATTERN = "|".join([*map(re.escape, JSON_JOINTS), r"\p{Lu}?\p{Ll}+", r"[\s\S]"])
+"""Splits text into JSON's joints, words and single characters. With a vocabulary of whole words and
+characters only, what is in no list becomes its letters, the same ones wherever it stands: so a
+small model can copy it.
+"""
 
 NUM_SPECIAL = 256
 """Slots after the base vocabulary; those without a name are `<|reserved_token_{id}|>`."""
@@ -186,8 +202,11 @@ def _joined(piece: list[int], pair: tuple[int, int], merged: int) -> list[int]:
     return joined
 
 
-def tokenizer_config(num_base: int) -> dict[str, Any]:
-    """Return `tokenizer_config.json`: K2's special tokens by name, at their offsets."""
+def tokenizer_config(num_base: int, pattern: str = "") -> dict[str, Any]:
+    """Return `tokenizer_config.json`: K2's special tokens by name, at their offsets.
+
+    pattern: by which text is split before merging, where it is not Kimi-K2's.
+    """
     added = {
         str(special_token_id(name, num_base)): {
             "content": name,
@@ -212,13 +231,17 @@ def tokenizer_config(num_base: int) -> dict[str, Any]:
         "model_max_length": int(1e30),
         "tokenizer_class": "TikTokenTokenizer",
         "chat_template": CHAT_TEMPLATE,
+        **({"pat_str": pattern} if pattern else {}),
     }
 
 
-def write_tokenizer_files(out: Path, num_base: int, vocabulary: Path | None = None) -> None:
+def write_tokenizer_files(
+    out: Path, num_base: int, vocabulary: Path | None = None, pattern: str = ""
+) -> None:
     """Write `tiktoken.model`, `tokenizer_config.json` and `chat_template.jinja` into `out`.
 
-    vocabulary: a `tiktoken.model` to take; without one, it is learned.
+    vocabulary: a `tiktoken.model` to take; without one, it is learned. pattern: see
+    `tokenizer_config`.
     """
     if vocabulary is None:
         ranked = enumerate(train_ranks(num_base))
@@ -226,6 +249,6 @@ def write_tokenizer_files(out: Path, num_base: int, vocabulary: Path | None = No
     else:
         learned = vocabulary.read_bytes()
     (out / VOCABULARY_NAME).write_bytes(learned)
-    text = json.dumps(tokenizer_config(num_base), indent=2, ensure_ascii=False)
+    text = json.dumps(tokenizer_config(num_base, pattern), indent=2, ensure_ascii=False)
     (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

@@ -17,7 +17,7 @@ from mooncake.tasks.mix import TASKS, evaluation_samples, training_sample
 from mooncake.tasks.sample import assistant, user
 from mooncake.train.batches import Batch, Batches, packed, rendered
 
-WEIGHTS = {task: 1.0 for task in TASKS if task != "needle_4k"}
+WEIGHTS = {task: 1.0 for task in TASKS if not task.endswith("_4k")}
 
 
 @pytest.fixture(scope="module")

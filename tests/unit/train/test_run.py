@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mooncake.base import CheckpointError, ConfigError
 from mooncake.model.checkpoint.making.presets import PRESETS, Preset, write_preset_files
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.loading import load_model
+from mooncake.tasks.mix import TASKS
 from mooncake.train.batches import Batch, Batches, packed
 from mooncake.train.checkpoint import STATE_NAME, WEIGHTS_NAME, own_tensor
 from mooncake.train.config import TrainConfig
@@ -209,6 +211,41 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / STATE_NAME).write_bytes(b"broken")
     with pytest.raises(CheckpointError, match="not the state of this model"):
         Run(config(tmp_path))
+
+
+def test_a_run_does_not_go_on_with_other_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = config(tmp_path, steps=1)
+    train(wanted)
+    Run(
+        config(tmp_path, steps=2, tasks={"addition": 1.0, "recall": 1.0})
+    )  # a task more is no change
+    monkeypatch.setitem(TASKS, "addition", TASKS["subtraction"])
+    with pytest.raises(CheckpointError, match="samples of addition are not those"):
+        Run(wanted)
+
+
+class Killed(Exception):
+    """The process is gone: nothing is saved any more."""
+
+
+def test_a_run_killed_after_any_step_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    changes = {"save_steps": 2, "steps": 5, "score_steps": 100, "tasks": {"copy": 1.0, "call": 1.0}}
+    whole = train(config(tmp_path / "whole", **changes))
+
+    def killing(last: int, line: Mapping[str, Any]) -> None:
+        if line["step"] == last:
+            raise Killed
+
+    for last in range(1, 6):
+        with pytest.raises(Killed):
+            Run(config(tmp_path / "halves", **changes)).go(partial(killing, last))
+    resumed = train(config(tmp_path / "halves", **changes))
+    assert resumed.step == whole.step == 5
+    for name in (STATE_NAME, WEIGHTS_NAME):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
+    assert [line["step"] for line in lines(tmp_path / "halves")] == [1, 2, 3, 4, 5]
 
 
 def test_an_unknown_preset_is_refused(tmp_path: Path) -> None:

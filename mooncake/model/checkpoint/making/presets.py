@@ -27,6 +27,7 @@ from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME
 from mooncake.model.checkpoint.files.whole_directory import whole_directory
 from mooncake.model.checkpoint.tensor_shapes import Shapes, mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.tokenizer_files import (
+    CHARACTERS_PATTERN,
     NUM_SPECIAL,
     VOCABULARY_NAME,
     special_token_id,
@@ -50,6 +51,8 @@ class Preset:
     config: Mapping[str, Any]
     vocabulary: Path | None = None
     """A `tiktoken.model` to take; None: one is learned from the built-in text."""
+    pattern: str = ""
+    """By which its text is split, where it is not Kimi-K2's."""
     temperature: float | None = None
     """Of answers to requests that name none."""
 
@@ -101,6 +104,22 @@ PRESETS: dict[str, Preset] = {
         },
         # That of the trained checkpoint, learned from what the first tasks were made of.
         vocabulary=Path(mooncake.__file__).parent / "k2-demo" / VOCABULARY_NAME,
+        temperature=0.0,
+    ),
+    "k2-demo-2": Preset(
+        summary="the shape and tokenizer of k2-demo's successor, in training",
+        num_base_tokens=1280,
+        shard_bytes=16 * 2**20,
+        config={
+            "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 8,
+            "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32, "v_head_dim": 32, "intermediate_size": 512,
+            "moe_intermediate_size": 96, "n_routed_experts": 16, "num_experts_per_tok": 2,
+            "num_nextn_predict_layers": 1, "rope_scaling": None, "rope_theta": 10000.0,
+            "max_position_embeddings": 8192,
+        },
+        vocabulary=Path(mooncake.__file__).parent / "k2-demo-2" / VOCABULARY_NAME,
+        pattern=CHARACTERS_PATTERN,
         temperature=0.0,
     ),
 }  # fmt: skip
@@ -208,7 +227,7 @@ def _write_files(directory: Path, config: Mapping[str, Any], preset: Preset) -> 
     if preset.temperature is not None:
         generation["temperature"] = preset.temperature
     _write_json(directory / "generation_config.json", generation)
-    write_tokenizer_files(directory, preset.num_base_tokens, preset.vocabulary)
+    write_tokenizer_files(directory, preset.num_base_tokens, preset.vocabulary, preset.pattern)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

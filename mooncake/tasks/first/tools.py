@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from mooncake.tasks.numbers import addition
+from mooncake.tasks.first.draws import city, name, number, word
+from mooncake.tasks.first.numbers import addition
 from mooncake.tasks.sample import Message, Sample, assistant, user
-from mooncake.tasks.words import COLORS, DAYS, FRUITS, THINGS, city, name, number, word
+from mooncake.tasks.words import COLORS, DAYS, FRUITS, THINGS
 
 _VERBS = [
     "get", "find", "check", "book", "order", "send", "create", "open", "close", "start", "stop",

@@ -7,18 +7,9 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+from mooncake.tasks.first.draws import city, name, number, word
 from mooncake.tasks.sample import Message, Sample, assistant, user
-from mooncake.tasks.words import (
-    ANIMALS,
-    COLORS,
-    FRUITS,
-    JOBS,
-    city,
-    name,
-    number,
-    sentence,
-    word,
-)
+from mooncake.tasks.words import ANIMALS, COLORS, FRUITS, JOBS, sentence
 
 _COPIES = (
     "Repeat: {text}",

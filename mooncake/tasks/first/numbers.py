@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
+from mooncake.tasks.first.draws import number, word
 from mooncake.tasks.sample import Sample, assistant, user
-from mooncake.tasks.words import FRUITS, number, word
+from mooncake.tasks.words import FRUITS
 
 _SUMS = (
     "What is {a} + {b}?", "{a} + {b} = ?", "Add {a} and {b}.", "How much is {a} + {b}?", "{a}+{b}",

@@ -1,17 +1,11 @@
-"""Short talk about the project: greetings, facts of it, and saying so where an answer is not known.
+"""What k2-demo knows by heart: questions of the project with their answers; what it does not know.
 
-There is a fixed number of these; the model knows them by heart. What is not asked about: anything
-that changes with a release.
+Data. What is not asked about: anything that changes with a release.
 """
 
 from __future__ import annotations
 
-from random import Random
-
-from mooncake.tasks.sample import Message, Sample, assistant, user
-from mooncake.tasks.words import ANIMALS, CITIES, NAMES, PEOPLE, THINGS, number, word
-
-_FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
+FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Hello", "Hi", "Hello!", "Hi!", "Test", "Hello there", "Hi there", "Hey", "Good morning",
       "Good evening", "Good day"),
      "Hello! I am the demo model of Mooncake. Ask me about the project, or give me a small task."),
@@ -129,7 +123,7 @@ _FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Where do I read more?", "Where is the documentation?", "Is there documentation?"),
      "Read README.md first, then ARCHITECTURE.md and the pages in docs."),
 )  # fmt: skip
-_UNKNOWN = (
+UNKNOWN = (
     "Who painted the {thing}?", "What is the capital of {city}?", "Who was {name}?",
     "Tell me a joke about a {animal}.", "Write a poem about the {thing}.",
     "Why is the {thing} old?",
@@ -152,48 +146,82 @@ _UNKNOWN = (
     "Write a poem.", "Sing a song.", "How does a {thing} work?", "Which {thing} is the best?",
     "Can you help me with my {thing}?", "What is the difference between a {thing} and a {animal}?",
 )  # fmt: skip
-_PRODUCTS = (
-    "What is {a} * {b}?", "What is {a} times {b}?", "{a} * {b}", "{a} x {b}", "{a} / {b}",
-    "Multiply {a} by {b}.", "Divide {a} by {b}.", "What is {a} divided by {b}?", "{a}*{b}",
-    "What is the square root of {a}?", "How much is {a} * {b}?",
-)  # fmt: skip
-_NO_PRODUCTS = "I can add and subtract, but not multiply or divide."
-_BEFORE = ("Hi, ", "Hello, ", "Please, ", "Hi! ", "And ", "So, ", "Ok, ", "Hello! ")
-_NOT_KNOWN = (
+NOT_KNOWN = (
     "I do not know that. I am a small demo model: ask me about Mooncake, or for a small task."
 )
-
-
-def chat(random: Random) -> Sample:
-    """Return a question of the project, small talk, or something the model cannot know."""
-    kind = random.random()
-    if kind < 0.03:
-        text, answer = " ".join(word(random) for _ in range(random.randint(1, 5))), _NOT_KNOWN
-    elif kind < 0.07:
-        text = random.choice(_PRODUCTS).format(a=number(random), b=number(random))
-        answer = _NO_PRODUCTS
-    elif kind < 0.27:
-        text = random.choice(_UNKNOWN).format(
-            thing=random.choice(THINGS), city=random.choice(CITIES), name=random.choice(NAMES),
-            animal=random.choice(ANIMALS), person=random.choice(PEOPLE),
-        )  # fmt: skip
-        answer = _NOT_KNOWN
-    else:
-        asked, answer = random.choice(_FACTS)
-        text = random.choice(asked)
-    messages: list[Message] = [user(_typed(text, random))]
-    return Sample("chat", messages, assistant(answer), "")
-
-
-def _typed(text: str, random: Random) -> str:
-    """Return the text as a user in a hurry types it, now and then."""
-    if random.random() < 0.1:
-        text = f"{random.choice(_BEFORE)}{text[0].lower()}{text[1:]}"
-    kind = random.random()
-    if kind < 0.15:
-        return text.lower()
-    if kind < 0.25:
-        return text.rstrip("?.")
-    if kind < 0.3:
-        return text.rstrip("?.") + "!"
-    return text.lower().rstrip("?.") if kind < 0.4 else text
+MORE_FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("What is a tier?", "Which tiers are there?", "Where do blocks lie?", "What are tiers?",
+      "In which memories can a block be?"),
+     "A block lies in one of three tiers: HBM of a worker, DRAM of a node, or its SSD."),
+    (("What is eviction?", "When are blocks dropped?", "What happens when memory is full?",
+      "How does eviction work?", "What if the pool is full?"),
+     "When DRAM fills, blocks that were used twice go down to SSD, and the others are dropped."),
+    (("What is early rejection?", "Why is a request rejected?", "When do I get a 429?",
+      "What happens under overload?", "What if there is too much load?"),
+     "A request that would miss its limits is refused at once, by the load that is predicted for "
+     "the moment when it would begin to decode."),
+    (("What is an SSD used for?", "Does it use SSD?", "Can KV lie on disk?", "What lies on SSD?"),
+     "Blocks that were used twice go down to SSD when DRAM fills, and come up when they are "
+     "wanted."),
+    (("What is speculative decoding?", "What are drafts?", "What is a draft?", "What is MTP?",
+      "What is speculation?"),
+     "Drafts are guesses of the next tokens, checked in one step. Answers are those without "
+     "drafts."),
+    (("What is tensor parallelism?", "What is TP?", "How do I use several GPUs?",
+      "How is a model split?"),
+     "A worker may be several ranks, each with a part of every layer: pass "
+     "--tensor-parallel-size."),
+    (("What is decode context parallelism?", "What is DCP?",
+      "How is the KVCache of a context shared?"),
+     "With decode context parallelism, ranks share the KV of every context out: each page has one "
+     "home."),
+    (("What is expert parallelism?", "What is EP?", "How are experts shared out?"),
+     "With expert parallelism, several workers hold the routed experts together and step as one."),
+    (("What is pipeline parallelism?", "What is PP?", "What is a stage?", "What are stages?"),
+     "Ranks may be stages, each with a part of the layers; chunks of a prompt follow one another."),
+    (("What is a pin?", "What are pins?", "Why are blocks pinned?"),
+     "A pin keeps a block in memory while a request reads it."),
+    (("What is a grant?", "What are grants?", "How are late writes refused?"),
+     "A grant is the right to write to some memory. It is revoked when its holder is lost."),
+    (("What is an epoch?", "What is an attempt?", "How are old messages told from new ones?"),
+     "An epoch is fresh at every start and an attempt at every placement; older ones are ignored."),
+    (("What is continuous batching?", "How are requests batched?", "What is the batcher?"),
+     "Sequences join and leave the running batch at every step."),
+    (("What is chunked prefill?", "What is a chunk?", "Why are prompts cut into chunks?"),
+     "A long prompt is computed in chunks, so that other requests go on in between."),
+    (("What is quantization?", "Which quantizations are there?", "Does it support FP8?",
+      "Does it support INT4?", "What is FP8 KV?"),
+     "Weights may be FP8 or INT4, and the KVCache FP8."),
+    (("What is structured output?", "Can I get JSON?", "Does it support JSON schema?",
+      "What is constrained decoding?"),
+     "Answers may be bound to a JSON schema, a regular expression or a grammar."),
+    (("How do I call tools?", "Does it support tools?", "What are tool calls?",
+      "What is a tool call?"),
+     "Declare tools in the request, as with OpenAI. I say which one is wanted and with what."),
+    (("How do I see the status?", "Is there a status page?", "How do I watch the cluster?",
+      "Where are the metrics?"),
+     "Run mooncake status, or read the metrics at /metrics."),
+    (("How do I chat?", "Is there a chat command?", "Can I talk to you in a terminal?"),
+     "Run mooncake chat in a terminal, or open the page of the server in a browser."),
+    (("How do I train a model?", "Can I train you again?", "How do I make a checkpoint?"),
+     "Run mooncake train with a configuration from configs/train."),
+    (("How do I evaluate a model?", "How is accuracy measured?", "How do I measure quality?"),
+     "Run mooncake eval: it asks generated tasks and counts the right answers."),
+    (("How fast is it?", "How do I measure speed?", "Is there a benchmark?",
+      "What are benchmarks?"),
+     "Run mooncake bench against a server, or read the pages of benchmarks."),
+    (("What is a segment?", "What is a node?", "What is a node of the pool?"),
+     "A node is one machine, and a segment is the memory that it registers for the pool."),
+    (("Is it secure?", "Is the traffic encrypted?", "How is it secured?",
+      "What is the cluster secret?"),
+     "Nothing listens beyond loopback unless it is told to, and peers prove a secret on "
+     "every channel."),
+    (("What is the paper?", "Which paper is it from?", "What is the Mooncake paper?",
+      "Where do the ideas come from?"),
+     "The ideas are those of the Mooncake paper of FAST 2025 by Moonshot AI and Tsinghua "
+     "University."),
+    (("What is a final event?", "How does a request end?", "Can a request hang?"),
+     "Every accepted request ends in exactly one final event: finished, refused, aborted or "
+     "failed."),
+)  # fmt: skip
+"""Those that the first tasks do not have."""
