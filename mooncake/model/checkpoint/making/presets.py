@@ -111,9 +111,9 @@ PRESETS: dict[str, Preset] = {
         num_base_tokens=1280,
         shard_bytes=16 * 2**20,
         config={
-            "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 8,
-            "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32, "v_head_dim": 32, "intermediate_size": 512,
+            "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "q_lora_rank": 96, "kv_lora_rank": 128, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32, "v_head_dim": 64, "intermediate_size": 512,
             "moe_intermediate_size": 96, "n_routed_experts": 16, "num_experts_per_tok": 2,
             "num_nextn_predict_layers": 1, "rope_scaling": None, "rope_theta": 10000.0,
             "max_position_embeddings": 8192,
