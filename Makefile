@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-slow test-all test-browser test-rdma helm api-cases fuzz soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-slow test-all test-browser test-rdma helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
 	@echo "make api-cases 2,000 schemathesis cases of the OpenAPI document against a live k2-nano (CASES=2000)"
 	@echo "make fuzz      mutated inputs for every parser of foreign bytes (SECONDS=60 for each, SEED=0, ARGS='--target http')"
+	@echo "make hold-out  all that a training run reads, searched for what is held out from it"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
 	@echo "make docs      the reference pages of docs/, made from the code"
@@ -109,6 +110,10 @@ SECONDS ?= 60
 SEED ?= 0
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+
+# All that a training run reads, searched for what is held out: ten minutes. ARGS='--every 10' looks at a tenth.
+hold-out: $(STAMP)
+	$(BIN)/python -m tests.support.train.held_out configs/train/k2-demo-2.yaml $(ARGS)
 
 # Faults on simulated clusters, one seed after another: make soak SEEDS=10000 FIRST=0
 SEEDS ?= 1000
