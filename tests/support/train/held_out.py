@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.launch.config.config import read_settings
 from mooncake.launch.config.train_settings import Train
-from mooncake.model.checkpoint.presets import write_preset_files
+from mooncake.model.checkpoint.making.presets import write_preset_files
 from mooncake.tasks.calls import NO_TOOL
 from mooncake.tasks.mix import evaluation_samples
 from mooncake.tasks.sample import EVALUATED, TRAINED, WATCHED, Sample, part_of

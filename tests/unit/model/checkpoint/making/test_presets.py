@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mooncake
+from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import ConfigError, ModelSpec
 from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME
 from mooncake.model.checkpoint.making import presets
@@ -61,7 +62,7 @@ class TestShapes:
         config = preset_config(preset)
         spec = ModelSpec.from_config(config)
         # What was trained on short contexts needs no YaRN.
-        assert (spec.yarn is not None) == (preset != "k2-demo")
+        assert (spec.yarn is not None) == (not preset.startswith("k2-demo"))
         if spec.yarn is not None:
             assert spec.softmax_scale > 1 / math.sqrt(spec.qk_head_dim)
         assert (spec.n_group, spec.n_shared_experts, spec.routed_scaling_factor) == (1, 1, 2.827)
@@ -89,6 +90,21 @@ class TestWriting:
         shipped = Path(mooncake.__file__).parent / "k2-demo"
         assert digests(tmp_path).items() <= digests(shipped).items()
         assert len(digests(tmp_path)) == 5
+
+    def test_k2_demo_2_reads_an_unknown_word_as_the_same_letters_everywhere(
+        self, tmp_path: Path
+    ) -> None:
+        write_preset_files("k2-demo-2", tmp_path)
+        encoding = load_tokenizer(tmp_path)
+        letters = [encoding.encode(letter)[0] for letter in "zorvex"]
+        assert encoding.encode("zorvex") == letters
+        for text in ('{"to": "zorvex"}', "mail to zorvex.", 'a_zorvex, "zorvex-1"', "[zorvex]"):
+            tokens = encoding.encode(text)
+            assert encoding.decode(tokens) == text
+            starts = [at for at, token in enumerate(tokens) if token == letters[0]]
+            assert len(starts) == text.count("zorvex")
+            assert all(tokens[at : at + 6] == letters for at in starts)
+        assert len(encoding.encode("weather")) == len(encoding.encode('": "')) == 1
 
     def test_holds_every_file_and_reads_back(self, nano: Path) -> None:
         checkpoint = Checkpoint.open(nano)
