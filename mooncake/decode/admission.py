@@ -12,6 +12,16 @@ def has_room(num_needed: int, num_available: int, num_running: int) -> bool:
     return num_needed + num_running <= num_available
 
 
+def may_reserve(num_needed: int, num_reserved: int, num_total: int) -> bool:
+    """Return whether a request may hold `num_needed` pages while prefill computes its prompt.
+
+    Such pages cannot be taken back, so all together have half, but for one request that is larger:
+    the rest is of sequences that run, and yield to a tenant or class below its share.
+    """
+    half = num_total // 2
+    return num_reserved + num_needed <= half or num_reserved <= half < num_needed
+
+
 def can_ever_fit(num_blocks: int, num_total: int) -> bool:
     """Return whether a request of `num_blocks` blocks fits an otherwise empty worker of `num_total`
     pages, with one page to grow into.

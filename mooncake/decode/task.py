@@ -55,7 +55,3 @@ class DecodeJob(Job[DecodeTask]):
         """The first block that this node's pool may hold; those before it were pushed by prefill
         and lie in the pool of prefill's node.
         """
-
-    def rank(self) -> tuple[float, int]:
-        """Return the sort key of the queue for room: smaller goes first."""
-        return self.task.turn, self.task.request.priority.order

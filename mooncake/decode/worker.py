@@ -10,6 +10,7 @@ was lost and is fenced (`instance.reservations`).
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -33,6 +34,7 @@ from mooncake.decode.admission import (
     can_ever_fit,
     has_room,
     may_be_passed,
+    may_reserve,
 )
 from mooncake.decode.task import DecodeJob, Stage
 from mooncake.engine.plan import StepResult
@@ -135,8 +137,10 @@ class DecodeWorker:
     def _admit_waiting(self, now: float) -> None:
         """Start those for which there is room, in order; `may_be_passed` has the exception."""
         passed: list[DecodeJob] = []
+        num_reserved = self._reserved().total() if self._waiting else 0
         for job in list(self._waiting):
-            if self._admit(job, now):
+            if self._admit(job, now, num_reserved):
+                num_reserved += len(job.pages)
                 self._waiting.remove(job)
                 for other in passed:
                     other.num_passed += 1
@@ -156,8 +160,11 @@ class DecodeWorker:
             job.num_passed,
         )
 
-    def _admit(self, job: DecodeJob, now: float) -> bool:
-        """Start a waiting job if there is room; return whether it was started."""
+    def _admit(self, job: DecodeJob, now: float, num_reserved: int | None) -> bool:
+        """Start a waiting job if there is room; return whether it was started. `num_reserved`:
+        pages held for others that do not run; None: it is due its pages, and leaves none for others
+        to grow into, for they may have more than their share.
+        """
         instance, layout = self.instance, self.instance.layout
         if job.local:
             self._gather(job, now)
@@ -165,7 +172,13 @@ class DecodeWorker:
         matched = list(instance.pool.match(job.keys))
         num_new = layout.num_blocks(job.num_tokens) - len(matched)
         available = instance.pool.num_available
-        if not has_room(num_new + len(matched), available, instance.engine.num_running):
+        if num_reserved is None:
+            num_growing = 0
+        elif may_reserve(num_new, num_reserved, instance.pool.num_blocks):
+            num_growing = instance.engine.num_running
+        else:
+            return False
+        if not has_room(num_new + len(matched), available, num_growing):
             return False
         instance.pool.hold(matched)
         pages = instance.pool.allocate(num_new)
@@ -183,16 +196,24 @@ class DecodeWorker:
         """
         layout, engine = self.instance.layout, self.instance.engine
         tried: set[Flow] = set()
+        outside = self._reserved()
         for job in list(self._waiting):
-            flow = job.task.request.flow
+            flow = job.flow
             if flow in tried:
                 continue
             tried.add(flow)
-            num_pages = layout.num_blocks(job.num_tokens)
-            num_own = sum(len(one.pages) for one in self._jobs if one.task.request.flow == flow)
-            room = engine.reclaim(flow, num_pages + engine.num_running, num_own + num_pages)
-            if room and self._admit(job, now):
+            room = engine.reclaim(flow, layout.num_blocks(job.num_tokens), outside)
+            if room and self._admit(job, now, num_reserved=None):
                 self._waiting.remove(job)
+                outside[flow] += len(job.pages)
+
+    def _reserved(self) -> Counter[Flow]:
+        """Return how many pages each flow holds for what does not run yet, or not any more."""
+        held: Counter[Flow] = Counter()
+        for job in (*self._jobs, *self._aborted.values()):
+            if job.pages:
+                held[job.flow] += len(job.pages)
+        return held
 
     def _send_reserved(self, job: DecodeJob, now: float) -> None:
         """Tell prefill where to push. A repeat changes nothing, but prefill answers it with

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure, Flow
@@ -227,7 +228,7 @@ class Batcher:
         """Admit sequences of flows below their share at the cost of what others hold above theirs,
         the last in order first.
         """
-        standing = self._standing()
+        standing = self.standing()
         refused: set[Flow] = set()
         for sequence in list(self.waiting):
             flow = sequence.flow
@@ -244,17 +245,19 @@ class Batcher:
             if not victims or (is_full and seat is None):
                 refused.add(flow)
             elif self._admit(sequence, victims, batch, allocate=True, seat=seat):
-                standing = self._standing()
+                standing = self.standing()
             else:
                 refused.add(flow)
 
-    def reclaim(self, flow: Flow, num_pages: int, num_own: int) -> list[Sequence] | None:
+    def reclaim(
+        self, flow: Flow, num_pages: int, outside: Mapping[Flow, int]
+    ) -> list[Sequence] | None:
         """See that `num_pages` can be allocated for a flow that is below its share, if need be by
         preempting what others hold above theirs. Returns what was preempted; None = nothing was
-        done. `num_own`: pages that the flow would hold outside of this batcher.
+        done. `outside`: pages that flows hold outside of this batcher.
         """
-        standing = self._standing(flow)
-        if not standing.is_within(flow, 0, num_own):
+        standing = self.standing(flow, outside)
+        if not standing.is_within(flow, 0, num_pages):
             return None
         victims = standing.above(self._holders(), flow)
         batch = Batch(budget=0)
@@ -266,12 +269,35 @@ class Batcher:
             self._preempt(victim, batch)
         return batch.preempted
 
-    def is_shared_with(self, flow: Flow) -> bool:
-        """Return whether sequences of other flows are here."""
-        return len(self._flows) > (flow in self._flows)
+    def is_shared_with(self, flow: Flow, outside: Mapping[Flow, int]) -> bool:
+        """Return whether other flows have sequences here, or pages outside."""
+        return len(self._flows.keys() | outside.keys() | {flow}) > 1
 
-    def _standing(self, flow: Flow | None = None) -> Standing:
-        return Standing(self._config, (*self.running, *self.waiting), flow)
+    def standing(
+        self, flow: Flow | None = None, outside: Mapping[Flow, int] = MappingProxyType({})
+    ) -> Standing:
+        """Return what each flow holds and is due; `flow` wants a share, too. `outside`: pages that
+        flows hold outside of this batcher.
+        """
+        return Standing(self._config, (*self.running, *self.waiting), flow, outside)
+
+    def due(self, standing: Standing) -> list[tuple[Sequence, int]]:
+        """Return the sequences that are due pages before others, and how many; see `Engine.due`."""
+        found: dict[Flow, tuple[Sequence, int]] = {}
+        for sequence in self.waiting:
+            num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+            found.setdefault(sequence.flow, (sequence, num_pages))
+        return [
+            (sequence, num_pages)
+            for flow, (sequence, num_pages) in found.items()
+            if num_pages > 0
+            and standing.is_within(flow, 0, num_pages)
+            and standing.others_above(flow)
+        ]
+
+    def claim(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its pages, if there are as many."""
+        return self._take_pages(sequence, [], Batch(budget=0), allocate=True)
 
     def _admit_by_force(self, batch: Batch) -> None:
         """Run the front of the queue at the cost of all sequences behind it (rule 4)."""
@@ -301,6 +327,21 @@ class Batcher:
         possible now. Without `allocate` it is moved only if it needs no page. `seat`: gives up its
         seat where all are taken.
         """
+        if not self._take_pages(sequence, victims, batch, allocate=allocate):
+            return False
+        if seat is not None and len(self.running) >= self._config.max_num_seqs:
+            self._unseat(seat, batch)
+        self.waiting.remove(sequence)
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=rank)
+        batch.num_running_streams += sequence.num_missing == 1
+        self._give(sequence, batch)
+        return True
+
+    def _take_pages(
+        self, sequence: Sequence, victims: list[Sequence], batch: Batch, *, allocate: bool
+    ) -> bool:
+        """Give a waiting sequence pages for its known tokens, as `_admit` says."""
         config = self._config
         matched = self._match(sequence)
         num_pages = config.num_pages(sequence.num_tokens) - len(sequence.pages) - len(matched)
@@ -321,13 +362,6 @@ class Batcher:
             if sequence.num_preemptions == 0:
                 reused = min(sequence.num_computed, len(sequence.prompt_tokens))
                 sequence.num_cached_tokens = reused
-        if seat is not None and len(self.running) >= config.max_num_seqs:
-            self._unseat(seat, batch)
-        self.waiting.remove(sequence)
-        sequence.state = SequenceState.RUNNING
-        insort(self.running, sequence, key=rank)
-        batch.num_running_streams += sequence.num_missing == 1
-        self._give(sequence, batch)
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
@@ -410,7 +444,7 @@ class Batcher:
         later = [other for other in self._holders() if rank(other) > rank(sequence)]
         if len(self._flows) == 1:
             return last_in_order(later)
-        standing, flow = self._standing(), sequence.flow
+        standing, flow = self.standing(), sequence.flow
         if standing.is_within(flow, 0, num_pages):
             above = standing.above(self._holders(), flow)
             return above[0] if above else last_in_order(later)

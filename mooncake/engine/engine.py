@@ -36,6 +36,7 @@ from mooncake.engine.drafts.drafters import Drafter, drafter_of
 from mooncake.engine.drafts.speculation import Speculation
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.plan import Counted, Sample, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.policy import Standing
 from mooncake.engine.ports import Runner
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
 
@@ -171,16 +172,34 @@ class Engine:
         del self._unreleased[sequence.sequence_id]
         self.pool.release(sequence.drop_kv())
 
-    def reclaim(self, flow: Flow, num_pages: int, num_own: int) -> bool:
-        """Return whether `num_pages` can be allocated for a flow (a tenant in a class) that would
-        hold `num_own` pages outside of the engine and no more than its share in all. What other
-        flows hold above their shares is preempted for it; where there are none, nothing is done.
+    def reclaim(self, flow: Flow, num_pages: int, outside: Mapping[Flow, int]) -> bool:
+        """Return whether `num_pages` can be allocated for a flow (a tenant in a class) that then
+        holds no more than its share. What other flows hold above their shares is preempted for it;
+        where there are none, nothing is done. `outside`: pages that each flow holds outside of the
+        engine, which cannot be taken back.
         """
-        if not self._batcher.is_shared_with(flow):
+        if not self._batcher.is_shared_with(flow, outside):
             return False
-        preempted = self._batcher.reclaim(flow, num_pages, num_own)
+        preempted = self._batcher.reclaim(flow, num_pages, outside)
         self._count_preempted(preempted or [])
         return preempted is not None
+
+    def standing(self, outside: Mapping[Flow, int]) -> Standing:
+        """Return what each flow holds and is due, with the pages that it holds `outside`."""
+        return self._batcher.standing(outside=outside)
+
+    def due(self, standing: Standing) -> list[tuple[Sequence, int]]:
+        """Return the first waiting sequence of each flow that has its share or less with the pages
+        which the sequence lacks, and how many these are; nothing where no flow has more than its
+        share.
+        """
+        return self._batcher.due(standing)
+
+    def claim(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its pages, before those that wait longer; False: there are not as
+        many.
+        """
+        return self._batcher.claim(sequence)
 
     # ------------------------------------------------------------ steps
 

@@ -11,7 +11,8 @@ the waiting queue is served from its front, and pages are taken back from its re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from mooncake.base.request import Flow, fair_shares
 from mooncake.engine.config import EngineConfig
@@ -34,11 +35,17 @@ class Standing:
     """
 
     def __init__(
-        self, config: EngineConfig, sequences: Iterable[Sequence], flow: Flow | None = None
+        self,
+        config: EngineConfig,
+        sequences: Iterable[Sequence],
+        flow: Flow | None = None,
+        outside: Mapping[Flow, int] = MappingProxyType({}),
     ) -> None:
-        """`sequences`: those that run or wait; `flow` wants a share, too."""
+        """`sequences`: those that run or wait; `flow` wants a share, too; `outside`: pages that
+        flows hold for what is neither.
+        """
         self._seats: Counter[Flow] = Counter()
-        self._pages: Counter[Flow] = Counter()
+        self._pages: Counter[Flow] = Counter(outside)
         self._config = config
         for sequence in sequences:
             self._count(sequence)
@@ -58,6 +65,14 @@ class Standing:
             self._seats[flow] + num_seats <= most_seats
             and self._pages[flow] + num_pages <= share * self._config.num_blocks
         )
+
+    def others_above(self, flow: Flow) -> bool:
+        """Return whether another flow than `flow` holds more than its share."""
+        return any(other != flow and not self.is_within(other) for other in self._shares)
+
+    def give_back(self, flow: Flow, num_pages: int) -> None:
+        """Count so many pages less for a flow."""
+        self._pages[flow] -= num_pages
 
     def above(self, holders: Iterable[Sequence], flow: Flow) -> list[Sequence]:
         """Return those of `holders` that other flows than `flow` have above their shares, the last

@@ -22,6 +22,7 @@ from mooncake.base.messages import (
     WorkerRef,
     is_former,
 )
+from mooncake.base.request import Flow
 from mooncake.engine.sequence import Sequence
 from mooncake.instance.reuse import PrefixReuse
 
@@ -59,6 +60,14 @@ class Job(Generic[TaskT]):
     @property
     def attempt(self) -> int:
         return self.task.attempt
+
+    @property
+    def flow(self) -> Flow:
+        return self.task.request.flow
+
+    def rank(self) -> tuple[float, int]:
+        """Return the sort key of queues: smaller goes first."""
+        return self.task.turn, self.task.request.priority.order
 
     def reusable_keys(self, num_outputs: int) -> list[BlockKey]:
         """Return the keys of the blocks that may come from a cache, when `num_outputs` output

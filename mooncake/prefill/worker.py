@@ -8,6 +8,8 @@ reservations that came before their task wait in the job table (bounded there, a
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from mooncake.base.messages import (
@@ -27,6 +29,7 @@ from mooncake.base.messages import (
 from mooncake.base.request import (
     Failure,
     FinishInfo,
+    Flow,
     RequestOutput,
     packed_logprobs,
     request_finish,
@@ -84,10 +87,40 @@ class PrefillWorker:
             waits = job.stage is Stage.PUSHING and job.decode is None
             if waits and now - job.sampled_s >= self.instance.config.hold_s:
                 self._hand_over_by_pool(job, now)
+        self._make_way(now)
         for message in self._jobs.expired_early(now):
             self._send_push_ended(message, failed=True)
         self._take(self.instance.start_steps(now), now)
         return self.instance.tick(now)
+
+    def _make_way(self, now: float) -> None:
+        """Give pages to the tenants and classes that wait for some and have less than their share.
+        Where there are none, those with more hand over by the pool what waits for room at decode,
+        the last in order first.
+        """
+        instance, engine = self.instance, self.instance.engine
+        held = [job for job in self._jobs if job.stage is Stage.PUSHING]
+        if not engine.num_waiting or not (held or self._settling):
+            return
+        outside: Counter[Flow] = Counter()
+        for job in (*held, *self._settling):
+            outside[job.flow] += instance.layout.num_blocks(job.num_tokens)
+        standing = engine.standing(outside)
+        coming = sum(instance.layout.num_blocks(job.num_tokens) for job in self._settling)
+        held = sorted((job for job in held if job.decode is None), key=PrefillJob.rank)
+        for sequence, num_pages in engine.due(standing):
+            if engine.claim(sequence):
+                continue
+            for job in [job for job in reversed(held) if job.flow != sequence.flow]:
+                if instance.pool.num_available + coming >= num_pages:
+                    break
+                if not standing.is_within(job.flow):
+                    held.remove(job)
+                    num_held = instance.layout.num_blocks(job.num_tokens)
+                    standing.give_back(job.flow, num_held)
+                    self._hand_over_by_pool(job, now)
+                    coming += num_held if job in self._settling else 0
+            engine.claim(sequence)
 
     @property
     def next_role(self) -> Role | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from mooncake.base import FinishReason, Priority
 from mooncake.sim.measure import RequestMeasure
@@ -164,3 +166,65 @@ def test_one_call_of_128_choices_does_not_stand_in_the_way(flood: Fields, mine: 
         assert played.world.gateway.idle
         took.append(max(one.last_s - one.submitted_s for one in found))
     assert took[1] < 3 * took[0]
+
+
+def took_s(trace: list[TraceLine], **changes: object) -> list[float]:
+    """Return how long the answers of 30 tokens took, in order; nothing is left afterwards."""
+    played = simulation(trace, 1, 1, **changes)
+    played.run()
+    for _, machine in played.world.machines():
+        machine.check_integrity()
+    assert played.world.gateway.idle
+    assert {measure.num_finals for measure in played.measures.requests} == {1}
+    found = [m for m in played.measures.requests if m.arrival.num_output_tokens == 30]
+    assert [one.num_tokens for one in found] == [30] * len(found)
+    return [one.last_s - one.submitted_s for one in found]
+
+
+@pytest.mark.parametrize("num_pages", [24, 180])
+@pytest.mark.parametrize(
+    ("flood", "mine"),
+    [({"priority": Priority.PREMIUM}, {}), ({"tenant": "flood"}, {"tenant": "other"})],
+)
+def test_nor_where_memory_is_what_is_short(num_pages: int, flood: Fields, mine: Fields) -> None:
+    """128 sequences of 600 tokens have 256 pages at their ends. With 180 decode is full of them;
+    with 24 prefill is, too, of prompts that wait for room at decode.
+    """
+    asked = [one(3.0 + 2.0 * number, 30, number, mine) for number in range(3)]
+    call = [one(1.0, 300, 999, flood) for _ in range(128)]
+    memory = {"hbm_tokens": num_pages * TRACE_BLOCK_TOKENS}
+    quiet = max(took_s(asked, **memory))
+    took = took_s(sorted([*call, *asked], key=lambda line: line.timestamp), **memory)
+    assert max(took) < 3 * quiet
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(
+    floods=st.lists(
+        st.tuples(st.sampled_from(Priority), st.sampled_from("abc"), st.integers(4, 32)),
+        min_size=1,
+        max_size=4,
+    ),
+    num_tokens=st.sampled_from([40, 200]),
+    num_pages=st.sampled_from([12, 24, 48]),
+    num_permits=st.sampled_from([8, 64, 1024]),
+    num_seats=st.sampled_from([8, 256]),
+)
+def test_a_short_answer_is_not_held_up_by_floods_whatever_is_short(
+    floods: list[tuple[Priority, str, int]], num_tokens: int, num_pages: int, num_permits: int,
+    num_seats: int,
+) -> None:  # fmt: skip
+    """Permits, seats or pages: at most three times as long as alone. There are more seats than
+    flows: each that has only one keeps it.
+    """
+    call = [
+        one(1.0, num_tokens, 1000 * number + index, {"priority": priority, "tenant": tenant})
+        for number, (priority, tenant, num_sequences) in enumerate(floods)
+        for index in range(num_sequences)
+    ]
+    asked = [one(2.0 + number, 30, 9000 + number, {"tenant": "mine"}) for number in range(2)]
+    changes = {
+        "hbm_tokens": num_pages * TRACE_BLOCK_TOKENS, "max_num_seqs": num_seats,
+        "scheduler": {"max_inflight": num_permits},
+    }  # fmt: skip
+    assert max(took_s([*call, *asked], **changes)) < 3 * 0.78

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.decode.admission import MAX_PASSED, has_room, may_be_passed
+from mooncake.decode.admission import MAX_PASSED, has_room, may_be_passed, may_reserve
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,13 @@ def test_one_that_is_passed_always_may_run_in_the_end() -> None:
     assert started is not None
     assert num_passed > MAX_PASSED
     assert started <= 200 + 10
+
+
+def test_jobs_that_wait_for_prefill_hold_half_of_the_pages_at_most() -> None:
+    """What they hold cannot be taken back, and what runs can: one below its share finds pages."""
+    assert may_reserve(90, 0, 100), "one may be as large as it is"
+    assert may_reserve(60, 40, 100)
+    assert not may_reserve(60, 60, 100)
+    assert may_reserve(10, 40, 100)
+    assert not may_reserve(11, 40, 100)
+    assert not may_reserve(1, 90, 100)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from mooncake.base import CostSample
-from mooncake.base.request import GenerateRequest, Priority
+from mooncake.base.request import Flow, GenerateRequest, Priority, fair_shares
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.policy import rank
 from mooncake.engine.sequence import Sequence, SequenceState
 from tests.support.engine.engines import ROOMY, request
 
@@ -474,3 +479,86 @@ def test_a_prompt_that_fills_the_model_fails() -> None:
     batch = planner.batcher.plan()
     assert "with max_model_len 10 no further one" in batch.failed[0][1].message
     assert planner.commit(batch) == {fits.sequence_id: 9}
+
+
+# ------------------------------------------------------------ pages of a flow below its share
+
+
+@given(
+    floods=st.lists(
+        st.tuples(
+            st.tuples(st.sampled_from(Priority), st.sampled_from("abc")),
+            st.integers(1, 12),
+            st.integers(1, 30),
+            st.integers(0, 20),
+        ),
+        max_size=5,
+    ),
+    num_pages=st.integers(4, 60),
+    num_seats=st.integers(1, 16),
+    num_steps=st.integers(1, 12),
+    newcomer=st.sampled_from(Priority),
+)
+def test_a_newcomer_gets_pages_up_to_its_share_after_any_floods(
+    floods: list[tuple[tuple[Priority, str], int, int, int]], num_pages: int, num_seats: int,
+    num_steps: int, newcomer: Priority,
+) -> None:  # fmt: skip
+    """At once, however many sequences the floods run: all that is not theirs by share. Of each,
+    what it holds outside of the engine and its first sequence stay.
+    """
+    planner = Planner(num_blocks=num_pages, max_num_seqs=num_seats)
+    outside: Counter[Flow] = Counter()
+    for (priority, tenant), number, num_tokens, num_outside in floods:
+        for _ in range(number):
+            if planner.config.num_pages(num_tokens) <= num_pages:
+                planner.add(num_tokens, priority=priority, tenant=tenant)
+        held = planner.pool.allocate(min(num_outside, planner.pool.num_available // 2)) or []
+        outside[priority, tenant] += len(held)
+    for _ in range(num_steps):
+        planner.plan()
+    batcher, mine = planner.batcher, (newcomer, "mine")
+    lines = (*batcher.running, *batcher.waiting)
+    flows = {one.flow for one in lines} | {flow for flow, number in outside.items() if number}
+    shares = fair_shares([*flows, mine])
+    left = num_pages
+    for flow in flows:
+        own = [one for one in lines if one.flow == flow and one.pages]
+        first = min(own, key=rank, default=None)
+        kept = outside[flow] + (len(first.pages) if first is not None else 0)
+        left -= max(math.floor(shares[flow] * num_pages), kept)
+    due = min(left, math.floor(shares[mine] * num_pages))
+    if due > 0:
+        assert batcher.reclaim(mine, due, +outside) is not None
+        assert planner.pool.allocate(due) is not None
+    planner.pool.check_integrity()
+
+
+def test_what_a_flow_holds_outside_counts_against_its_share() -> None:
+    planner = Planner(num_blocks=8, max_num_seqs=8)
+    a, b = (Priority.INTERACTIVE, "a"), (Priority.INTERACTIVE, "b")
+    for _ in range(4):
+        planner.add(7, tenant="a")
+    planner.plan()
+    assert planner.pool.num_available == 2
+    assert planner.batcher.reclaim(b, 5, {}) is None, "its share is half"
+    assert planner.batcher.reclaim(b, 1, {b: 4}) is None, "it has its share outside"
+    assert planner.batcher.reclaim(b, 3, {a: 2, b: 1}) is not None
+    assert planner.pool.num_available >= 3
+
+
+def test_pages_are_claimed_before_those_that_wait_longer() -> None:
+    """Prefill gives what others hand over to who is due it, not to the front of the queue."""
+    planner = Planner(num_blocks=4, max_num_seqs=4)
+    a = (Priority.INTERACTIVE, "a")
+    held = planner.pool.allocate(4) or []
+    front = planner.add(4, tenant="a")
+    mine = planner.add(6, tenant="b")
+    assert planner.plan() == {}
+    standing = planner.batcher.standing(outside={a: 4})
+    assert planner.batcher.due(standing) == [(mine, 2)]
+    assert planner.batcher.due(planner.batcher.standing(outside={a: 1})) == [], "none has more"
+    assert not planner.batcher.claim(mine)
+    planner.pool.release(held[:2])
+    assert planner.batcher.claim(mine)
+    assert planner.plan() == {mine.sequence_id: 6}
+    assert front.state is WAITING
