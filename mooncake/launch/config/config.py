@@ -25,6 +25,7 @@ Settings = TypeVar("Settings")
 WILDCARDS = ("0.0.0.0", "::", "*")
 """Addresses to listen at, and none to connect to."""
 
+NODES = "start a process on each machine: `mooncake serve --role decode --join HOST:PORT`"
 REFUSED = {
     "trust-remote-code": "no code is ever loaded from a checkpoint; leave the flag out",
     "kv-transfer-config": "prefill and decode are built in: use --prefill N --decode N",
@@ -42,8 +43,31 @@ REFUSED = {
     "seed": "requests have seeds of their own (`seed`); without one each draws its own",
     "pool-port": "it is called --join-port",
     "swap-space": "preempted sequences are kept in the pool: --kvstore-dram-bytes",
+    "cpu-offload-gb": "weights stay in the memory of their device; use more ranks: "
+    "--tensor-parallel-size, --pipeline-parallel-size",
+    "enable-log-requests": "requests are written to the access log: --access-log",
+    "disable-log-requests": "prompts are never logged, and requests only with --access-log",
+    "api-server-count": "start more gateways: --role gateway --join HOST:PORT",
+    "compilation-config": "--enforce-eager captures no CUDA graphs; there is nothing else to set",
+    "hf-overrides": "the checkpoint's config.json decides",
+    "tokenizer": "the checkpoint's own tokenizer is used",
+    "nnodes": NODES,
+    "node-rank": NODES,
+    "master-addr": NODES,
+    "dist-init-addr": NODES,
+    "model-path": "give the checkpoint without a flag: `mooncake serve DIR`",
+    "context-length": "it is called --max-model-len",
+    "tp-size": "it is called --tensor-parallel-size",
+    "pp-size": "it is called --pipeline-parallel-size",
+    "dp-size": "it is called --data-parallel-size",
+    "ep-size": "use --enable-expert-parallel: all ranks of an engine share its experts",
+    "mem-fraction-static": "it is called --gpu-memory-utilization",
+    "max-running-requests": "it is called --max-num-seqs",
+    "chunked-prefill-size": "it is called --max-num-batched-tokens",
+    "disaggregation-mode": "prefill and decode are built in: use --prefill N --decode N",
+    "enable-hierarchical-cache": "the pool is built in: --kvstore N, --kvstore-dram-bytes, --ssd",
 }
-"""Flags that people bring from vLLM, each with what to do here instead."""
+"""Flags that people bring from vLLM and SGLang, each with what to do here instead."""
 
 
 HEALTH = tuple(name for name in options.options_of(ServeConfig) if name.startswith("health_"))
