@@ -303,6 +303,12 @@ def _penalize(s: ModelShape, device: torch.device) -> Case:
     return Case(run, 1e-12)
 
 
+def _most_likely(s: ModelShape, device: torch.device) -> Case:
+    logits = Maker(device).normal(3, s.vocab, dtype=torch.float32)
+    tokens = torch.tensor([0, 1, 2], device=device)
+    return Case(lambda f: list(f(logits, tokens, 5)), EXACT)
+
+
 CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
     "absorb_queries": _absorb_queries,
     "add_rms_norm": _norm("add_rms_norm"),
@@ -321,6 +327,7 @@ CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
     "mla_decode": _decode,
     "mla_expanded": _spans(absorbed=False),
     "mla_prefill": _prefill,
+    "most_likely": _most_likely,
     "penalize": _penalize,
     "quantize_rows": _quantize,
     "query_and_kv": _kv_write(query=True),

@@ -97,11 +97,17 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "draw": {
         REFERENCE: "mooncake_kernels.reference.sampling:draw",
+        NATIVE: "mooncake_kernels.native.sampling:draw",
         TRITON: "mooncake_kernels.triton.sampling:draw",
     },
     "penalize": {
         REFERENCE: "mooncake_kernels.reference.sampling:penalize",
+        NATIVE: "mooncake_kernels.native.sampling:penalize",
         TRITON: "mooncake_kernels.triton.sampling:penalize",
+    },
+    "most_likely": {
+        REFERENCE: "mooncake_kernels.reference.sampling:most_likely",
+        NATIVE: "mooncake_kernels.native.sampling:most_likely",
     },
     "quantize_rows": {
         REFERENCE: "mooncake_kernels.reference.fp8:quantize_rows",

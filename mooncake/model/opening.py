@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
+from mooncake_kernels.dispatch import TRITON
 from mooncake_kernels.native import build
 from mooncake_kernels.native.measured import Timing, timings
 
@@ -274,13 +274,11 @@ class ModelSource:
 
     def _sampler(self, copies: Copies | None) -> Sampler:
         """Return a sampler whose kernels run where the model's do."""
-        on_device = self._device.backends.draws_on_device
         return Sampler(
             self._checkpoint.spec.vocab_size,
             self._grammars,
             copies=copies,
-            draw_tokens=kernel("draw", TRITON) if on_device else None,
-            penalize=kernel("penalize", TRITON if on_device else REFERENCE),
+            ops=self._device.backends.sampling,
         )
 
     def _draft_layer(

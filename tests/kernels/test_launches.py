@@ -23,6 +23,7 @@ from mooncake_kernels.tuning import DecodeTile
 from mooncake.base import KvLayout, SamplingParams
 from mooncake.engine.plan import SequenceStart
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure
+from mooncake.model.backends import Backends
 from mooncake.model.device import prefill_graphs
 from mooncake.model.device.graphs import EagerSteps
 from mooncake.model.inputs import build_inputs
@@ -175,9 +176,7 @@ def test_once_started_no_step_compiles(kind: str, num_ranks: int, deterministic:
 
 def test_once_tried_out_sampling_compiles_nothing() -> None:
     """Whatever number of sequences there is, and how many of them are penalized."""
-    sampler = Sampler(
-        1000, draw_tokens=kernel("draw", "triton"), penalize=kernel("penalize", "triton")
-    )
+    sampler = Sampler(1000, ops=Backends("triton").sampling)
     with noted_launches() as known:
         sampler.try_out(torch.zeros(64, 1000))
     with noted_launches() as found:

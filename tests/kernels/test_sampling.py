@@ -1,19 +1,26 @@
-"""Drawing without a sort against the definition with one, and against the engine's own sampler."""
+"""Drawing without a sort against the definition with one, and against the sampler's plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
+from mooncake_kernels.native import build
 from mooncake_kernels.reference.sampling import DrawSettings, Penalties
 
 from mooncake.model.layers import sampling_math
 from tests.support.kernels.gates import DEVICE
 
 ROWS, VOCAB = 6, 300
+needs_compiled_code = pytest.mark.skipif(
+    DEVICE.type != "cpu" or build.why_not() is not None, reason="computes on the CPU, by g++"
+)
+BACKENDS = ["triton", pytest.param("native", marks=needs_compiled_code)]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def settings(rows: int, **given: list[float]) -> DrawSettings:
@@ -37,6 +44,7 @@ def logits(rows: int = ROWS, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
 SPREAD = [0.0, 0.2, 0.45, 0.7, 0.9, 0.999999]
 
 
+@each_backend
 @pytest.mark.parametrize(
     "given",
     [
@@ -48,30 +56,44 @@ SPREAD = [0.0, 0.2, 0.45, 0.7, 0.9, 0.999999]
         {"temperature": [0.0, 0.3, 0.7, 1.5, 3.0, 0.0], "top_p": [0.9] * 6, "min_p": [0.02] * 6},
     ],
 )
-def test_same_tokens_as_the_definition(given: dict[str, list[float]]) -> None:
+def test_same_tokens_as_the_definition(backend: str, given: dict[str, list[float]]) -> None:
     rows = settings(ROWS, uniform=SPREAD, **given)
-    got = kernel("draw", "triton")(logits(), rows)
+    got = kernel("draw", backend)(logits(), rows)
     assert got.tolist() == kernel("draw")(logits(), rows).tolist()
 
 
 def test_the_definition_is_the_engines_own() -> None:
-    """Where the engine draws on the CPU today: the same settings give the same tokens."""
+    """What plain torch draws on the CPU: the same settings give the same tokens."""
     given = settings(
         ROWS, temperature=[0.5, 1, 1, 2, 1, 0.8], uniform=SPREAD, top_k=[0, 4, 0, 30, 7, 0],
         top_p=[1, 0.9, 0.6, 0.95, 1, 0.2], min_p=[0, 0, 0.01, 0, 0.1, 0],
     )  # fmt: skip
-    engines = sampling_math.DrawSettings(
-        *(
-            getattr(given, name)[:, None]
-            for name in ("temperature", "top_k", "top_p", "min_p", "uniform")
-        )
-    )
-    engines = sampling_math.DrawSettings(
-        engines.temperature, engines.top_k.long(), engines.top_p, engines.min_p, engines.uniform
-    )
-    wanted = sampling_math.draw(logits(seed=1), engines).tolist()
+    wanted = sampling_math.draw(logits(seed=1), given).tolist()
     assert kernel("draw")(logits(seed=1), given).tolist() == wanted
     assert kernel("draw", "triton")(logits(seed=1), given).tolist() == wanted
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 1792, 9_000])
+@pytest.mark.parametrize("scale", [1e-6, 0.1, 2.0, 60.0])
+def test_compiled_code_draws_what_plain_torch_draws(vocab: int, scale: float) -> None:
+    """Also where many tokens tie, so that nothing narrows what is in question."""
+    random = Random(vocab)
+    rows = 48
+    given = settings(
+        rows,
+        temperature=[random.choice([0.1, 0.7, 1.0, 5.0]) for _ in range(rows)],
+        top_k=[random.choice([0, 1, 40, vocab // 2, vocab - 1, vocab]) for _ in range(rows)],
+        top_p=[random.choice([0.0, 1e-9, 0.5, 0.95, 0.999, 1.0]) for _ in range(rows)],
+        min_p=[random.choice([0.0, 0.0, 1e-4, 0.3]) for _ in range(rows)],
+        uniform=[random.choice([0.0, random.random(), 1 - 2**-53]) for _ in range(rows)],
+    )
+    values = logits(rows, vocab, seed=vocab) * scale
+    values[1::4] = (values[1::4] * 3 / scale).round() / 3  # many tie
+    values[2::4] = values[2::4, :1]  # all do
+    values[3::4, 1::2] = -torch.inf
+    wanted = sampling_math.draw(values, given)
+    assert torch.equal(kernel("draw", "native")(values, given), wanted)
 
 
 def test_a_vocabulary_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +117,12 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@each_backend
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("vocab", [7, 64, 200])
-def test_the_set_that_is_drawn_from(form: str, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_set_that_is_drawn_from(
+    backend: str, form: str, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A uniform number next to 1 gives the set's last token; one between depends on its mass."""
     from mooncake_kernels.triton import sampling
 
@@ -110,34 +135,38 @@ def test_the_set_that_is_drawn_from(form: str, vocab: int, monkeypatch: pytest.M
     given = settings(rows, uniform=spots * len(filters), top_k=top_k, top_p=top_p, min_p=min_p)
     values = one.expand(rows, vocab)
     wanted = kernel("draw")(values, given).tolist()
-    assert kernel("draw", "triton")(values, given).tolist() == wanted
+    assert kernel("draw", backend)(values, given).tolist() == wanted
 
 
-def test_ties_stay_together() -> None:
+@each_backend
+def test_ties_stay_together(backend: str) -> None:
     """Five equal best tokens and top-k 2: all five are drawn from; greedy takes the lowest id."""
     values = torch.full((4, 64), -3.0, device=DEVICE)
     values[:, 10:60:10] = 2.0
     given = settings(4, temperature=[1, 1, 1, 0], uniform=[0.0, 0.5, 0.99, 0.3], top_k=[2] * 4)
-    assert kernel("draw", "triton")(values, given).tolist() == [10, 30, 50, 10]
+    assert kernel("draw", backend)(values, given).tolist() == [10, 30, 50, 10]
 
 
-def test_masked_tokens_are_never_drawn() -> None:
+@each_backend
+def test_masked_tokens_are_never_drawn(backend: str) -> None:
     values = logits(4, 50, seed=3)
     values[:, ::2] = float("-inf")
     given = settings(4, uniform=[0.0, 0.3, 0.6, 1 - 2**-53], top_k=[0, 40, 0, 0])
-    tokens = kernel("draw", "triton")(values, given)
+    tokens = kernel("draw", backend)(values, given)
     assert tokens.tolist() == kernel("draw")(values, given).tolist()
     assert all(token % 2 for token in tokens.tolist())
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+@each_backend
+def test_a_row_does_not_depend_on_its_neighbours(backend: str) -> None:
     given = settings(ROWS, uniform=SPREAD, top_p=[0.9] * ROWS)
-    together = kernel("draw", "triton")(logits(), given).tolist()
+    together = kernel("draw", backend)(logits(), given).tolist()
     single = settings(1, uniform=SPREAD[2:3], top_p=[0.9])
-    assert kernel("draw", "triton")(logits()[2:3], single).tolist() == together[2:3]
+    assert kernel("draw", backend)(logits()[2:3], single).tolist() == together[2:3]
 
 
-def test_penalties() -> None:
+@each_backend
+def test_penalties(backend: str) -> None:
     generator = torch.Generator().manual_seed(4)
     values = logits(3, 90, seed=5)
     seen = (torch.rand(3, 90, generator=generator) < 0.3).to(DEVICE)
@@ -146,9 +175,29 @@ def test_penalties() -> None:
         *torch.tensor([[1.3, 1.0, 0.7], [0.0, 0.5, -0.2], [0.1, 0.0, 0.4]], device=DEVICE)
     )
     got, wanted = values.clone(), values.clone()
-    kernel("penalize", "triton")(got, seen, counts, penalties)
+    kernel("penalize", backend)(got, seen, counts, penalties)
     kernel("penalize")(wanted, seen, counts, penalties)
+    if backend == "native":
+        assert torch.equal(got, wanted)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
     repeated = torch.where(values[0] > 0, values[0] / 1.3, values[0] * 1.3)
     row = torch.where(seen[0], repeated, values[0]) - 0.1 * counts[0]
     torch.testing.assert_close(got[0], row, rtol=1e-6, atol=1e-6)
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("most", [1, 20, 700])
+def test_the_most_likely_tokens(most: int) -> None:
+    values = logits(9, 700, seed=6)
+    values[7] = (values[7] * 2).round() / 2
+    values[8, 5:] = -torch.inf
+    tokens = torch.randint(0, 700, (9,), generator=torch.Generator().manual_seed(7))
+    best, ids, ranks = kernel("most_likely", "native")(values[:, :], tokens, most)
+    wanted_best, wanted_ids, wanted_ranks = kernel("most_likely")(values, tokens, most)
+    assert torch.equal(best, wanted_best)
+    assert torch.equal(ranks, wanted_ranks)
+    assert torch.equal(ids[:7], wanted_ids[:7])
+    assert torch.equal(values.gather(1, ids), best), "of those that tie any, each once"
+    assert all(len(set(row)) == most for row in ids.tolist())
+    tied = [tuple(pair) for pair in zip((-best[7]).tolist(), ids[7].tolist(), strict=True)]
+    assert tied == sorted(tied), "the lowest ids first"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _HEADERS = ("lanes.h", "rows.h", "tiles.h")
-_SOURCES = ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp")
+_SOURCES = ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp", "sampling.cpp")
 _COMPILE_S = 120.0
 COMPILED = Path(__file__).with_name("compiled")
 """Of an image: as trusted as the sources beside it."""

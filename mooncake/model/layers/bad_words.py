@@ -1,5 +1,5 @@
 """Which tokens would complete a bad word. One `BadWords` for all sequences of a call; each keeps
-its own last tokens.
+its own place.
 """
 
 from __future__ import annotations
@@ -9,56 +9,68 @@ from collections.abc import Iterable, Sequence
 import torch
 
 
-class _Node:
-    """The words whose tokens before their last one end in those that lead here, read backwards."""
+class Place:
+    """Where a sequence stands: the longest end of its tokens that a word begins with."""
 
-    __slots__ = ("all_ends", "ends", "longer")
+    __slots__ = ("after", "completing", "ends", "shorter")
 
     def __init__(self) -> None:
-        self.longer: dict[int, _Node] = {}
+        self.after: dict[int, Place] = {}
+        """By the next token of a word."""
         self.ends: dict[int, None] = {}
-        """The last tokens of the words that begin exactly here."""
-        self.all_ends: torch.Tensor | None = None
-        """Those and the ones of the nodes before; made when a sequence first comes here."""
+        """The last tokens of the words whose others are exactly these."""
+        self.shorter = self
+        """The next shorter end that a word begins with; itself where there is none."""
+        self.completing: torch.Tensor | None = None
+        """The tokens that would complete a word, int64 on the host. This and `shorter` are found
+        when a sequence first comes here.
+        """
 
 
 class BadWords:
-    """Words by their last token but one, the token before that, and so on: a step looks at the
-    tokens that a sequence ends in, not at the words. Its plain reference is `completing`.
+    """Words as Aho and Corasick's automaton (1975): a step follows one token, however many words
+    there are and however long. Its plain reference is `completing`.
     """
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
         self.num_ends = len(words)
         """The most tokens that can be forbidden at once."""
-        self.longest = max(len(word) for word in words)
-        self._root = _Node()
+        self._longest = max(len(word) for word in words)
+        self._root = Place()
         for *before, last in words:
             if not 0 <= last < vocab_size:
                 continue
-            node = self._root
-            for token in reversed(before):
-                node = node.longer.setdefault(token, _Node())
-            node.ends[last] = None
-        self._root.all_ends = _ids(self._root)
+            place = self._root
+            for token in before:
+                place = place.after.setdefault(token, Place())
+            place.ends[last] = None
+        self._root.completing = _ids(self._root)
 
-    def next(self, recent: Sequence[int]) -> torch.Tensor:
-        """Return the tokens that would complete a word after `recent`, int64 on the host."""
-        node = self._root
-        ends = node.all_ends
-        assert ends is not None
-        for token in reversed(recent):
-            following = node.longer.get(token)
-            if following is None:
-                break
-            node = following
-            if node.all_ends is None:
-                node.all_ends = torch.cat((ends, _ids(node))) if node.ends else ends
-            ends = node.all_ends
-        return ends
+    def start(self, tokens: Sequence[int]) -> Place:
+        """Return where a sequence with these tokens stands."""
+        place = self._root
+        for token in tokens[max(0, len(tokens) - self._longest) :]:
+            place = self.next(place, token)
+        return place
+
+    def next(self, place: Place, token: int) -> Place:
+        """Return where a sequence at `place` stands after one more token."""
+        while token not in place.after:
+            if place is self._root:
+                return place
+            place = place.shorter
+        longer = place.after[token]
+        if longer.completing is None:  # of all shorter ends it is known
+            shorter = self._root if place is self._root else self.next(place.shorter, token)
+            ends = shorter.completing
+            assert ends is not None
+            longer.shorter = shorter
+            longer.completing = torch.cat((ends, _ids(longer))) if longer.ends else ends
+        return longer
 
 
-def _ids(node: _Node) -> torch.Tensor:
-    return torch.tensor(list(node.ends), dtype=torch.int64)
+def _ids(place: Place) -> torch.Tensor:
+    return torch.tensor(list(place.ends), dtype=torch.int64)
 
 
 def completing(words: Iterable[Sequence[int]], tokens: Sequence[int]) -> set[int]:

@@ -8,7 +8,6 @@ and the token's place in the output, so a sequence goes on unchanged on another 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,21 +30,31 @@ from mooncake.base.bounded_map import BoundedMap
 from mooncake.engine.plan import Sample, SequenceStart
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammars.following import Follower, Grammars
-from mooncake.model.layers.bad_words import BadWords
-from mooncake.model.layers.sampling_math import (
-    DrawSettings,
-    draw,
-    token_logprobs,
-    uniform,
-)
+from mooncake.model.layers.bad_words import BadWords, Place
+from mooncake.model.layers.sampling_math import MostLikely, draw, token_logprobs, uniform
 
 DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
+Penalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, on_device.Penalties], None]
 _MASK_RATIO = 8
 """Rows that hide more than this part of the vocabulary hide it by a mask, not one by one."""
 MAX_SHARED = 64
 """Settings of calls that are kept as tensors."""
 
-Penalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, on_device.Penalties], None]
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """What is computed for all rows at once; contracts: `mooncake_kernels.reference.sampling`."""
+
+    draw: DrawTokens = draw
+    penalize: Penalize = on_device.penalize
+    most_likely: MostLikely = on_device.most_likely
+    waits: bool = True
+    """Whether the host may look at numbers on the way: not where that waits for a device. Then
+    `draw` is given rows of temperature 0, too.
+    """
+
+
+PLAIN_OPS = SamplingOps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +84,16 @@ class Sampler:
         grammars: Grammars | None = None,
         *,
         copies: Copies | None = None,
-        draw_tokens: DrawTokens | None = None,
-        penalize: Penalize = on_device.penalize,
+        ops: SamplingOps = PLAIN_OPS,
     ) -> None:
         """`grammars` follows the grammars of requests; None = requests may not have one.
 
-        copies: to and from the device of the logits; None = it is the host. draw_tokens: draws
-        without a look from the host (contract: `mooncake_kernels.reference.sampling`); None = what
-        is fast on a CPU. penalize: takes penalties off many rows (its contract is beside draw's).
+        copies: to and from the device of the logits; None = it is the host.
         """
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._copies = copies or HostCopies()
-        self._draw_tokens = draw_tokens
-        self._penalize = penalize
+        self._ops = ops
         self._sequences: dict[int, _Sequence] = {}
         self._history = _History(vocab_size, self._copies)
         self._shared: BoundedMap[tuple[int, ...], _Shared] = BoundedMap(MAX_SHARED)
@@ -117,7 +122,7 @@ class Sampler:
             sampling=sampling,
             shared=shared,
             num_output=len(start.output_tokens),
-            recent=deque(start.output_tokens, shared.words.longest - 1 if shared.words else 0),
+            word_place=shared.words.start(start.output_tokens) if shared.words else None,
             place=place,
         )
         grammar = sampling.grammar
@@ -197,10 +202,10 @@ class Sampler:
         sequences = [self._known(sequence_id) for sequence_id in sequence_ids]
         adjusted = self._adjusted(logits, sequences) if sequences else logits
         best = adjusted.max(dim=-1)
-        if self._draw_tokens is not None:
-            tokens = self._draw_tokens(adjusted, self._settings(sequences))
-        else:
+        if self._ops.waits:
             tokens = self._choose(adjusted, best, sequences, sequence_ids)
+        else:
+            tokens = self._ops.draw(adjusted, self._settings(sequences))
         arriving = self._copies.fetch(torch.stack((tokens.double(), best.values.double())))
         wanted = any(sequence.sampling.num_logprobs is not None for sequence in sequences)
         return Drawn(tokens, sequence_ids, arriving, logits if wanted else None)
@@ -213,7 +218,7 @@ class Sampler:
                 raise InternalError(f"sequence {sequence_id}: the largest logit is {logit}")
         tokens = [int(token) for token in chosen]
         sequences = [self._known(sequence_id) for sequence_id in drawn.sequence_ids]
-        logprobs = {} if drawn.logits is None else _logprobs(drawn.logits, tokens, sequences)
+        logprobs = {} if drawn.logits is None else self._logprobs(drawn.logits, tokens, sequences)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.append(token)
         self._history.append(
@@ -247,7 +252,22 @@ class Sampler:
         self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
     ) -> list[TokenLogprobs]:
         """Return the logprobs of each prompt token that follows a row of `logits` [rows, vocab]."""
-        return token_logprobs(logits, next_tokens, [num] * len(next_tokens))
+        return token_logprobs(logits, next_tokens, [num] * len(next_tokens), self._ops.most_likely)
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: list[int], sequences: list[_Sequence]
+    ) -> dict[int, TokenLogprobs]:
+        asked = {
+            row: sequence.sampling.num_logprobs
+            for row, sequence in enumerate(sequences)
+            if sequence.sampling.num_logprobs is not None
+        }
+        rows = list(asked)
+        part = logits if len(rows) == len(logits) else logits[rows]
+        results = token_logprobs(
+            part, [tokens[row] for row in rows], list(asked.values()), self._ops.most_likely
+        )
+        return dict(zip(rows, results, strict=True))
 
     def _known(self, sequence_id: int) -> _Sequence:
         sequence = self._sequences.get(sequence_id)
@@ -273,15 +293,10 @@ class Sampler:
         drawn = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
         if drawn:
             rows = logits if len(drawn) == len(sequences) else logits[drawn]
-            columns = self._settings([sequences[row] for row in drawn])
-            settings = DrawSettings(
-                temperature=columns.temperature[:, None],
-                top_k=columns.top_k.long()[:, None],
-                top_p=columns.top_p[:, None],
-                min_p=columns.min_p[:, None],
-                uniform=columns.uniform[:, None],
-            )
-            tokens[drawn] = draw(rows, settings)
+            found = self._ops.draw(rows, self._settings([sequences[row] for row in drawn]))
+            if rows is logits:
+                return found
+            tokens[drawn] = found
         return tokens
 
     def _settings(self, sequences: list[_Sequence]) -> on_device.DrawSettings:
@@ -369,8 +384,10 @@ class Sampler:
         at = self._copies.send(torch.tensor(rows))
         before = logits.index_select(0, at)
         yield
-        after = logits.index_select(0, at)
-        empty = after.isneginf().all(dim=-1, keepdim=True)
+        after = logits if len(rows) == len(logits) else logits.index_select(0, at)
+        empty = after.amax(dim=-1, keepdim=True).isneginf()
+        if self._ops.waits and not bool(empty.any()):
+            return
         logits.index_copy_(0, at, torch.where(empty, before, after))
 
     def _add_bias(self, logits: torch.Tensor, sequences: list[_Sequence]) -> None:
@@ -411,7 +428,7 @@ class Sampler:
             ]
         )
         places = [each.place for each in penalized if each.place is not None]
-        self._penalize(
+        self._ops.penalize(
             part,
             *self._history.rows(places),
             on_device.Penalties(*self._copies.send(settings)[:, : len(rows)]),
@@ -503,8 +520,8 @@ class _Sequence:
     sampling: SamplingParams
     shared: _Shared
     num_output: int
-    recent: deque[int]
-    """As many of the last output tokens as bad words need to be recognised."""
+    word_place: Place | None
+    """In the bad words, where there are some."""
     place: int | None
     """In the history, where a penalty asks for one."""
     follower: Follower | None = None
@@ -519,8 +536,7 @@ class _Sequence:
     @property
     def completing(self) -> torch.Tensor | None:
         """Return the tokens that would complete a bad word."""
-        words = self.shared.words
-        return None if words is None else words.next(self.recent)
+        return None if self.word_place is None else self.word_place.completing
 
     @property
     def may_lose_all(self) -> bool:
@@ -534,7 +550,8 @@ class _Sequence:
 
     def append(self, token: int) -> None:
         self.num_output += 1
-        self.recent.append(token)
+        if self.word_place is not None and self.shared.words is not None:
+            self.word_place = self.shared.words.next(self.word_place, token)
         if self.follower is not None:
             self.follower.advance(token)
 
@@ -551,18 +568,3 @@ def _ids(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
     """Return those of `tokens` that the vocabulary has, int64."""
     found = np.asarray(tokens, dtype=np.int64)
     return torch.from_numpy(found[(found >= 0) & (found < vocab_size)])
-
-
-def _logprobs(
-    logits: torch.Tensor, tokens: list[int], sequences: list[_Sequence]
-) -> dict[int, TokenLogprobs]:
-    asked = {
-        row: sequence.sampling.num_logprobs
-        for row, sequence in enumerate(sequences)
-        if sequence.sampling.num_logprobs is not None
-    }
-    if not asked:
-        return {}
-    rows = list(asked)
-    results = token_logprobs(logits[rows], [tokens[row] for row in rows], list(asked.values()))
-    return dict(zip(rows, results, strict=True))

@@ -5,37 +5,26 @@ Every function treats rows independently, so what a row gets does not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from mooncake_kernels.reference import sampling
+from mooncake_kernels.reference.sampling import LEAST_SCALED, DrawSettings
 
 from mooncake.base import TokenLogprobs
+
+MostLikely = Callable[
+    [torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+]
 
 _MASK64 = 2**64 - 1
 _NUCLEUS_SIZES = (128, 2048, 32768)
 """Most nuclei are small and `topk` is far cheaper than a sort: these sizes are tried before one."""
 _SORT_RATIO = 64
 """On a CPU NumPy's sort of a row takes less time than the `topk` of more than this part of it."""
-_LOGPROB_ROWS = 64
-"""Rows of prompt logprobs worked on at a time: bounds the temporary [rows, vocab] tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawSettings:
-    """Per row, on the device of the logits, each of shape [rows, 1]."""
-
-    temperature: torch.Tensor
-    """fp32, > 0."""
-    top_k: torch.Tensor
-    """int64; 0 = off."""
-    top_p: torch.Tensor
-    """fp64; 1 = off."""
-    min_p: torch.Tensor
-    """fp64; 0 = off."""
-    uniform: torch.Tensor
-    """fp64 in [0, 1): the place in the distribution that is taken."""
+_LOGPROB_LOGITS = 1 << 23
+"""Logits worked on at a time for logprobs: bounds the temporary [rows, vocab] tensors."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -56,24 +45,27 @@ def _splitmix64(state: int) -> int:
 
 
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
-    """Return one token id per row of `logits` [rows, vocab] fp32: int64 [rows].
+    """Return one token id per row of `logits` [rows, vocab] fp32 (temperatures > 0): int64 [rows].
 
     Temperature first; then min-p, top-k and top-p (over what the first two left), as vLLM orders
     them. Each filter is a threshold, so tokens that tie with the last one kept stay in. The token
     is found by inverting the cumulative distribution in order of token id: in that order a small
     error in a logit moves the bounds a little and never swaps two tokens.
     """
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature
+    top_k, top_p = settings.top_k.long()[:, None], settings.top_p[:, None]
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature[:, None]
+    scaled.clamp_(min=LEAST_SCALED - 1)
     # min-p: p / p_max >= min_p, and the largest scaled logit is 0.
-    threshold = settings.min_p.log().to(scaled.dtype)
-    threshold = torch.maximum(threshold, _top_k_threshold(scaled, settings.top_k))
-    if bool((settings.top_p < 1.0).any()):
-        threshold = torch.maximum(threshold, _top_p_threshold(scaled, threshold, settings.top_p))
+    threshold = settings.min_p[:, None].log().to(scaled.dtype).clamp(min=LEAST_SCALED)
+    threshold = torch.maximum(threshold, _top_k_threshold(scaled, top_k))
+    if bool((top_p < 1.0).any()):
+        threshold = torch.maximum(threshold, _top_p_threshold(scaled, threshold, top_p))
     weights = scaled.exp().masked_fill_(scaled < threshold, 0.0)
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Rounding must not carry the target up to the total: there is no token beyond it.
-    target = torch.minimum(settings.uniform * total, torch.nextafter(total, total.new_zeros(())))
+    target = settings.uniform[:, None] * total
+    target = torch.minimum(target, torch.nextafter(total, total.new_zeros(())))
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
@@ -116,33 +108,45 @@ def _top_p_threshold(
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]
+    logits: torch.Tensor,
+    tokens: Sequence[int],
+    num_top: Sequence[int],
+    most_likely: MostLikely = sampling.most_likely,
 ) -> list[TokenLogprobs]:
     """Return, per row of `logits` [rows, vocab] fp32, the logprob and rank of its token and its
     `num_top` most likely tokens, under log_softmax of the row as given.
     """
     results: list[TokenLogprobs] = []
-    for begin in range(0, len(tokens), _LOGPROB_ROWS):
-        end = min(begin + _LOGPROB_ROWS, len(tokens))
-        results += _chunk_logprobs(logits[begin:end], tokens[begin:end], num_top[begin:end])
+    at_a_time = max(1, _LOGPROB_LOGITS // logits.shape[1])
+    for begin in range(0, len(tokens), at_a_time):
+        end = min(begin + at_a_time, len(tokens))
+        results += _chunk_logprobs(
+            logits[begin:end], tokens[begin:end], num_top[begin:end], most_likely
+        )
     return results
 
 
 def _chunk_logprobs(
-    logits: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]
+    logits: torch.Tensor,
+    tokens: Sequence[int],
+    num_top: Sequence[int],
+    most_likely: MostLikely,
 ) -> list[TokenLogprobs]:
-    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
-    normalizer = logits.logsumexp(dim=-1, keepdim=True)
-    ranks = (logits > chosen).sum(dim=-1).add_(1).tolist()
-    values = (chosen - normalizer).squeeze(1).tolist()
-    most = min(max(num_top), logits.shape[1])
-    best = logits.topk(most, dim=-1)
-    best_values, best_ids = (best.values - normalizer).tolist(), best.indices.tolist()
+    there = torch.tensor(tokens, device=logits.device)
+    most = min(max(1, *num_top), logits.shape[1])
+    best, ids, ranks = most_likely(logits, there, most)
+    # As logsumexp computes it; the largest are known already.
+    sums = (logits - best[:, :1]).exp_().sum(dim=-1, keepdim=True)
+    normalizer = sums.log_() + best[:, :1]
+    values = (logits.gather(1, there[:, None]) - normalizer).squeeze(1).tolist()
+    those = (best - normalizer).tolist()
     return [
         TokenLogprobs(
             logprob=values[row],
-            rank=ranks[row],
-            top=list(zip(best_ids[row][:count], best_values[row][:count], strict=True)),
+            rank=rank,
+            top=list(zip(its[:count], those[row][:count], strict=True)),
         )
-        for row, count in enumerate(num_top)
+        for row, (rank, its, count) in enumerate(
+            zip(ranks.tolist(), ids.tolist(), num_top, strict=True)
+        )
     ]

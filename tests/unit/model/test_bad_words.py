@@ -6,7 +6,12 @@ from random import Random
 
 import pytest
 
-from mooncake.model.layers.bad_words import BadWords, completing
+from mooncake.model.layers.bad_words import BadWords, Place, completing
+
+
+def ends(place: Place) -> set[int]:
+    assert place.completing is not None
+    return set(place.completing.tolist())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -18,17 +23,21 @@ def test_what_would_complete_a_word_is_what_a_look_at_each_finds(seed: int) -> N
         for _ in range(random.randrange(1, 60))
     ]
     index = BadWords(words, letters)
-    assert index.longest == max(map(len, words))
     for _ in range(200):
         tokens = [random.randrange(letters) for _ in range(random.randrange(12))]
-        recent = tokens[len(tokens) - min(len(tokens), index.longest - 1) :]
-        found = index.next(recent).tolist()
-        assert set(found) == completing(words, tokens)
-        assert set(index.next(tokens).tolist()) == set(found), "older tokens change nothing"
+        place = index.start([])
+        for num, token in enumerate(tokens):
+            place = index.next(place, token)
+            assert ends(place) == completing(words, tokens[: num + 1])
+        assert ends(index.start(tokens)) == completing(words, tokens)
 
 
 def test_tokens_outside_the_vocabulary_are_left_out() -> None:
     index = BadWords([[9], [1, 9], [1, 2], [-1], [9, 3]], 4)
-    assert index.next([]).tolist() == []
-    assert index.next([1]).tolist() == [2]
-    assert index.next([9]).tolist() == [3]
+    for tokens, wanted in (([], set()), ([1], {2}), ([9], {3}), ([3, 1], {2}), ([1, 3], set())):
+        assert ends(index.start(tokens)) == wanted
+
+
+def test_a_chain_of_words_as_long_as_may_be_is_followed_without_deep_calls() -> None:
+    index = BadWords([[7] * length + [8] for length in range(1, 4096)], 9)
+    assert ends(index.start([7] * 5000)) == {8}

@@ -28,7 +28,7 @@ from mooncake.model.copies import Here
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.sampler import Sampler
+from mooncake.model.layers.sampler import Sampler, SamplingOps
 from mooncake.model.loading import load_model
 from mooncake.model.running.forward_pass import CapturedSteps
 from mooncake.model.running.runner import ModelRunner
@@ -116,7 +116,9 @@ def test_a_decode_step_reads_nothing(launches: list[str]) -> None:
     )
     kv = KvTensors.allocate(layout_for(model.spec), 8, NOWHERE)
     graphs = DecodeGraphs(model, kv, EagerSteps(), most_rows=4, most_pages=3, copies=copies)
-    sampler = Sampler(VOCAB, copies=copies, draw_tokens=kernel("draw", "triton"))
+    sampler = Sampler(
+        VOCAB, copies=copies, ops=SamplingOps(draw=kernel("draw", "triton"), waits=False)
+    )
     for number, sampling in enumerate(MIXED):
         sampler.start(start_of(number, [1, 2], sampling))
     launches.clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_kernels.dispatch import REFERENCE, TRITON, kernel
+from mooncake_kernels.dispatch import TRITON, kernel
 
 from mooncake.base import KvLayout
 from mooncake.engine.config import EngineConfig
@@ -15,7 +15,7 @@ from mooncake.model import opening
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.layers.sampler import Sampler
+from mooncake.model.layers.sampler import PLAIN_OPS, Sampler, SamplingOps
 from mooncake.model.memory import GpuMemory
 from mooncake.model.options import ModelOptions
 from mooncake.model.rank_device import RankDevice
@@ -44,9 +44,8 @@ def test_tokens_are_drawn_and_penalized_where_the_model_computes(
     )  # fmt: skip
     pages = memoryview(bytearray(2 * layout.block_bytes))
     source.runner(layout, config, pages, num_threads=None).close()
-    assert given["draw_tokens"] == (kernel("draw", TRITON) if backend == TRITON else None)
-    wanted = TRITON if backend == TRITON else REFERENCE
-    assert given["penalize"] == kernel("penalize", wanted)
+    on_triton = SamplingOps(kernel("draw", TRITON), kernel("penalize", TRITON), waits=False)
+    assert given["ops"] == (on_triton if backend == TRITON else PLAIN_OPS)
 
 
 @pytest.mark.parametrize("measured", [False, True])

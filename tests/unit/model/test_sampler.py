@@ -10,12 +10,13 @@ import numpy.typing as npt
 import pytest
 import torch
 from mooncake_kernels.reference import sampling as on_device
+from mooncake_kernels.reference.sampling import DrawSettings
 
 from mooncake.base import InternalError, SamplingParams
 from mooncake.engine.plan import SequenceStart
 from mooncake.model.layers.bad_words import completing
-from mooncake.model.layers.sampler import Sampler
-from mooncake.model.layers.sampling_math import DrawSettings, draw, uniform
+from mooncake.model.layers.sampler import Sampler, SamplingOps
+from mooncake.model.layers.sampling_math import draw, uniform
 
 CPU = torch.device("cpu")
 Floats = npt.NDArray[np.float64]
@@ -189,19 +190,26 @@ class TestDistribution:
         assert draw_at(row, SamplingParams(), [0.0]) == [17]
         assert draw_at(row, SamplingParams(), [1 - 2**-53]) == [400]
 
+    def test_what_is_hardly_possible_is_not_drawn_and_changes_nothing(self) -> None:
+        """Its weight would be a subnormal number, which takes long to compute."""
+        row = torch.full((1, 1000), -95.0)
+        row[0, 400] = 0.0
+        for sampling in (SamplingParams(), SamplingParams(top_p=0.999), SamplingParams(top_k=7)):
+            assert draw_at(row, sampling, [0.0, 0.5, 1 - 2**-53]) == [400] * 3
+
 
 def draw_at(logits: torch.Tensor, sampling: SamplingParams, places: list[float]) -> list[int]:
     rows = len(places)
 
     def column(value: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.full((rows, 1), value, dtype=dtype)
+        return torch.full((rows,), value, dtype=dtype)
 
     settings = DrawSettings(
         temperature=column(sampling.temperature, torch.float32),
-        top_k=column(sampling.top_k, torch.int64),
+        top_k=column(sampling.top_k, torch.int32),
         top_p=column(sampling.top_p),
         min_p=column(sampling.min_p),
-        uniform=torch.tensor(places, dtype=torch.float64)[:, None],
+        uniform=torch.tensor(places, dtype=torch.float64),
     )
     tokens: list[int] = draw(logits, settings).tolist()
     return tokens
@@ -295,7 +303,7 @@ class TestAdjustments:
             SamplingParams(temperature=0, frequency_penalty=0.6, logit_bias={2: 0.3}),
         ]
         rows = torch.tensor([[3.0, 2.5, 2.2, 0.0]]).repeat(4, 1)
-        sampler = Sampler(4, penalize=counted)
+        sampler = Sampler(4, ops=SamplingOps(penalize=counted))
         for number, each in enumerate(settings):
             sampler.start(start(each, number))
         found = [sampler.sample(rows, [0, 1, 2, 3]) for _ in range(3)]
