@@ -35,7 +35,7 @@ from mooncake.launch.host import environment
 from mooncake.model.backends import Backends
 from mooncake.model.grammars.following import Grammars
 from mooncake.model.grammars.grammar_tokens import GrammarTokens
-from mooncake.model.layers.sampler import PLAIN_OPS, Sampler, SamplingOps
+from mooncake.model.layers.sampler import PLAIN_OPS, Sampler, SamplingOps, sampling_ops
 
 PROMPT = list(range(64))
 PLAIN: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 10**6}
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     ways = {"plain torch": PLAIN_OPS}
     if build.why_not() is None:
         build.keep_in(environment.cache_dir())
-        ways["compiled"] = Backends(NATIVE).sampling
+        ways["compiled"] = sampling_ops(Backends(NATIVE))
     print(f"| field | {' | '.join(f'CPU ms a step, {way}' for way in ways)} | once a call |")
     print("|---" * (len(ways) + 2) + "|")
     with torch.inference_mode():

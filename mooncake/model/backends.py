@@ -16,7 +16,6 @@ from mooncake_kernels.native import build, packed
 from mooncake_kernels.onednn import linear as onednn
 
 from mooncake.base import ConfigError
-from mooncake.model.layers.sampler import PLAIN_OPS, SamplingOps
 
 AUTO = "auto"
 
@@ -90,17 +89,6 @@ class Backends:
         float32.
         """
         return self.moe == TRITON and not self.deterministic and dtype == torch.bfloat16
-
-    @property
-    def sampling(self) -> SamplingOps:
-        """Return what chooses tokens: on a GPU kernels, so that a step never waits for the host."""
-        if self.attention == TRITON:
-            return SamplingOps(kernel("draw", TRITON), kernel("penalize", TRITON), waits=False)
-        if self.attention in (NATIVE, FIXED):
-            return SamplingOps(
-                *(kernel(name, NATIVE) for name in ("draw", "penalize", "most_likely"))
-            )
-        return PLAIN_OPS
 
     @property
     def few_shapes(self) -> bool:

@@ -34,7 +34,7 @@ from mooncake.model.grammars.following import Grammars
 from mooncake.model.grammars.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.sampler import Sampler
+from mooncake.model.layers.sampler import Sampler, sampling_ops
 from mooncake.model.loading import load_model
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory, pages_that_fit
@@ -278,7 +278,7 @@ class ModelSource:
             self._checkpoint.spec.vocab_size,
             self._grammars,
             copies=copies,
-            ops=self._device.backends.sampling,
+            ops=sampling_ops(self._device.backends),
         )
 
     def _draft_layer(

@@ -29,7 +29,7 @@ from mooncake.model.device.graphs import EagerSteps
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.sampler import Sampler
+from mooncake.model.layers.sampler import Sampler, sampling_ops
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
 from mooncake.model.running.forward_pass import capture_steps
@@ -176,7 +176,7 @@ def test_once_started_no_step_compiles(kind: str, num_ranks: int, deterministic:
 
 def test_once_tried_out_sampling_compiles_nothing() -> None:
     """Whatever number of sequences there is, and how many of them are penalized."""
-    sampler = Sampler(1000, ops=Backends("triton").sampling)
+    sampler = Sampler(1000, ops=sampling_ops(Backends("triton")))
     with noted_launches() as known:
         sampler.try_out(torch.zeros(64, 1000))
     with noted_launches() as found:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mooncake_kernels.dispatch import FIXED, NATIVE, TRITON, kernel
 from mooncake_kernels.reference import sampling as on_device
 
 from mooncake.base import (
@@ -28,6 +29,7 @@ from mooncake.base import (
 )
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.engine.plan import Sample, SequenceStart
+from mooncake.model.backends import Backends
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammars.following import Follower, Grammars
 from mooncake.model.layers.bad_words import BadWords, Place
@@ -55,6 +57,17 @@ class SamplingOps:
 
 
 PLAIN_OPS = SamplingOps()
+
+
+def sampling_ops(backends: Backends) -> SamplingOps:
+    """Return what chooses tokens: on a GPU kernels, so that a step never waits for the host; on the
+    CPU compiled code where the model has some.
+    """
+    if backends.attention == TRITON:
+        return SamplingOps(kernel("draw", TRITON), kernel("penalize", TRITON), waits=False)
+    if backends.attention in (NATIVE, FIXED):
+        return SamplingOps(*(kernel(name, NATIVE) for name in ("draw", "penalize", "most_likely")))
+    return PLAIN_OPS
 
 
 @dataclass(frozen=True, slots=True)
