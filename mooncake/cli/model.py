@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -98,7 +99,12 @@ class Rekey(WeightsKey):
 class Digests:
     """Settings of `mooncake model digests`."""
 
+    # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
+    out: str | None = setting(None, text, OUT, "FOLDER",
+        "write the list there as `digests`, and weights-digests.json, by which processes that read "
+        "no weights know them: both for a ConfigMap")
+    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,13 +206,27 @@ def rekey(wanted: Rekey) -> int:
 
 
 def digests(wanted: Digests) -> int:
-    """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does.
+    """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does, or write them and what
+    its weights are.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or to be written to `out`, it is no checkpoint.
     """
-    for name, digest in digests_of(Path(wanted.model)).items():
-        print(f"{digest}  {name}")
+    from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
+    from mooncake.model.checkpoint.files.encryption import read_manifest
+    from mooncake.model.checkpoint.files.revision import STATED_NAME, StatedDigests, file_digests
+
+    path = Path(wanted.model)
+    lines = [f"{digest}  {name}\n" for name, digest in digests_of(path).items()]
+    if wanted.out is None:
+        print(*lines, sep="", end="")
+        return 0
+    folder = Path(wanted.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "digests").write_text("".join(lines))
+    if read_manifest(path) is None:  # what is encrypted says it in a file of its own
+        stated = StatedDigests(files=file_digests(CheckpointFiles.open(path).contents))
+        (folder / STATED_NAME).write_bytes(msgspec.json.encode(stated))
     return 0
 
 

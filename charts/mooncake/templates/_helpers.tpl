@@ -178,10 +178,13 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- end }}
 {{- end }}
 {{- if not $model }}{{ fail "model.volume: where the checkpoint is" }}{{ end }}
+{{- if and .root.Values.model.download.source ($model.persistentVolumeClaim).readOnly }}
+{{- fail "model.download.source: nothing can be fetched into a claim with readOnly; leave one of the two out" }}
+{{- end }}
 - {{ toYaml (merge (dict "name" "model") ($model | default dict)) | nindent 2 | trim }}
-{{- if and .root.Values.model.download.source .root.Values.model.download.digests }}
+{{- if .root.Values.model.download.source }}
 - name: digests
-  configMap: {name: {{ .root.Values.model.download.digests }}, items: [{key: digests, path: digests}]}
+  configMap: {name: {{ .root.Values.model.download.digests }}}
 {{- end }}
 {{- if ne .role "gateway" }}
 - name: shm
@@ -239,6 +242,9 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- define "mooncake.initContainers" -}}
 {{- with .root.Values.model.download }}
 {{- if .source }}
+{{- if not .digests }}
+{{- fail "model.download.digests: name a ConfigMap of what each file must be; `mooncake model digests DIR --out FOLDER` makes its files" }}
+{{- end }}
 - name: model
   image: {{ .image | default (include "mooncake.image" $.root) }}
   {{- with $.root.Values.securityContext }}
@@ -262,21 +268,14 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
       {{- if hasPrefix "hf://" .source }}
       hf download {{ trimPrefix "hf://" .source | squote }} --revision {{ required "model.download.revision: the commit of the hub to fetch, 40 hexadecimal digits: a branch may change" .revision }} --local-dir {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
       {{- else if hasPrefix "s3://" .source }}
-      {{- if not .digests }}
-      {{- fail "model.download.digests: a bucket may change: name a ConfigMap of what each file must be" }}
-      {{- end }}
       aws s3 cp --recursive {{ .source | squote }} {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
       {{- else }}
       {{- fail (printf "model.download.source: %s: hf://ORGANISATION/NAME or s3://BUCKET/PATH; a claim is model.volume.persistentVolumeClaim" .source) }}
-      {{- end }}
-      {{- if not .digests }}
-      touch {{ $mark | squote }}
       {{- end }}
   volumeMounts:
     - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
     {{- /* Its image may be another's: what it leaves is no file of our HOME. */}}
     - {name: tmp, mountPath: /tmp, subPath: download}
-{{- if .digests }}
 - name: verify
   image: {{ include "mooncake.image" $.root }}
   imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
@@ -289,12 +288,17 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
     - |
       [ ! -e {{ $mark | squote }} ] || exit 0
       mooncake model verify {{ $.root.Values.model.path | squote }} --digests /etc/mooncake-digests/digests{{ if not $weights }} --without-weights{{ end }}
+      {{- /* By it those without weights know them; encrypted ones have a file of their own. */}}
+      {{- $said := printf "%s/weights-digests.json" $.root.Values.model.path }}
+      [ -e {{ printf "%s/encryption.json" $.root.Values.model.path | squote }} ] || cp /etc/mooncake-digests/weights-digests.json {{ $said | squote }} || {
+        echo 'model.download.digests: the ConfigMap has no weights-digests.json; make both with: mooncake model digests DIR --out FOLDER' >&2
+        exit 1
+      }
       touch {{ $mark | squote }}
   volumeMounts:
     - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
     - {name: tmp, mountPath: /tmp}
     - {name: digests, mountPath: /etc/mooncake-digests, readOnly: true}
-{{- end }}
 {{- end }}
 {{- end }}
 - name: enrol
@@ -411,7 +415,7 @@ env:
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: ray-token}}
 {{- end }}
 {{- /* What encrypts disks: only those who read them have it. */}}
-{{- $keys := dict "head" "weights-key" "prefill" "weights-key" "decode" "weights-key" "kvstore" "ssd-key" }}
+{{- $keys := dict "prefill" "weights-key" "decode" "weights-key" "kvstore" "ssd-key" }}
 {{- with get $keys .role }}
   - name: MOONCAKE_{{ . | replace "-" "_" | upper }}
     valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" $.root }}, key: {{ . }}, optional: true}}

@@ -201,8 +201,8 @@ class ServePlan:
 
 def read_model(config: ServeConfig) -> ModelPlan:
     """Read the headers of the checkpoint that `config` names and, unless this is a dry run, the
-    revision of its weights, for which files are hashed that were not hashed here before. Gateways
-    and pool nodes that join need no key of encrypted weights.
+    revision of its weights, for which files are hashed that were not hashed here before. A process
+    without engines believes what the checkpoint says of it, needs no weights then and no key.
 
     Raises:
         CheckpointError: there is no checkpoint, or not one that can be served.
@@ -218,7 +218,7 @@ def read_model(config: ServeConfig) -> ModelPlan:
         )
     keys = read_keys(_weights_key(config))
     read = CheckpointFiles.open_config if config.dry_run else CheckpointFiles.open
-    files = read(directory, keys, may_stay_closed=config.role in ("gateway", "kvstore"))
+    files = read(directory, keys, reads_weights=_reads_weights(config))
     spec = ModelSpec.from_config(files.config)
     longest = spec.max_position_embeddings
     if max_model_len is not None and max_model_len > longest:
@@ -239,6 +239,13 @@ def read_model(config: ServeConfig) -> ModelPlan:
         ),
         revision="" if config.dry_run else files.revision(environment.cache_dir(), _log_hashing),
     )
+
+
+def _reads_weights(config: ServeConfig) -> bool:
+    """Return whether this process starts an engine."""
+    if config.role is not None:
+        return config.role not in ("gateway", "kvstore")
+    return config.colocated or bool(config.prefill or config.decode)
 
 
 def _weights_key(config: ServeConfig) -> KeySource:

@@ -1,6 +1,7 @@
 """Lists of what the files of a checkpoint must be, as `sha256sum` prints them: made and compared.
 
-Stateless. Files of a download tool (`.cache`) and marks that begin with `.complete` do not count.
+Stateless. Files of a download tool (`.cache`), marks that begin with `.complete`, and what a
+checkpoint says of its own weights (`weights-digests.json`) do not count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from mooncake.base import CheckpointError, ConfigError
+from mooncake.model.checkpoint.files.revision import STATED_NAME
 
 NUM_THREADS = 4
 WEIGHTS = ".safetensors"
@@ -43,7 +45,8 @@ def files_of(folder: Path) -> set[str]:
     return {
         each.as_posix()
         for each in found
-        if each.parts[0] != ".cache" and not each.parts[0].startswith(".complete")
+        if each.parts[0] not in (".cache", STATED_NAME)
+        and not each.parts[0].startswith(".complete")
     }
 
 

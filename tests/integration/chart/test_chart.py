@@ -228,7 +228,7 @@ def test_keys_of_disks_are_with_those_who_read_them() -> None:
     weights = {KeySource(name="weights-key").variable: "weights-key"}
     disks = {KeySource(name="ssd-key").variable: "ssd-key"}
     assert found == {
-        "head": weights, "prefill": weights, "decode": weights, "kvstore": disks, "gateway": {}
+        "head": {}, "prefill": weights, "decode": weights, "kvstore": disks, "gateway": {}
     }  # fmt: skip
 
 
@@ -387,7 +387,7 @@ def test_a_certificate_is_mounted_and_probes_use_https() -> None:
     assert config.ssl_certfile == f"{mounts['tls']}/tls.crt"
     assert config.ssl_keyfile == f"{mounts['tls']}/tls.key"
     volumes = {each["name"]: each for each in document["spec"]["template"]["spec"]["volumes"]}
-    assert volumes["tls"]["secret"] == {"secretName": "cert"}
+    assert volumes["tls"]["secret"] == {"secretName": "cert", "defaultMode": 0o440}
     kinds = ("startup", "liveness", "readiness")
     assert {container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in kinds} == {"HTTPS"}
     endpoints = {
@@ -518,7 +518,7 @@ def test_what_a_pod_is_given_is_of_its_role_alone() -> None:
     assert signs == {("mine", "cluster-secret"), *tokens, *authority}
     ray, weights = ("mine", "ray-token"), ("mine", "weights-key")
     assert found == {
-        "head": {("mine", "token-head"), ray, weights},
+        "head": {("mine", "token-head"), ray},
         "gateway": {("mine", "token-gateway"), ("mine", "keys.yaml"), ("cert", "*")},
         "prefill": {("mine", "token-prefill"), ray, weights},
         "ranks": {("mine", "token-prefill"), weights},

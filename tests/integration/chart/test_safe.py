@@ -240,7 +240,7 @@ def test_only_pods_that_download_may_send_to_the_hub(tmp_path: Path) -> None:
         ]
 
     assert hub(NEEDED) == []
-    fetched = {"source": "hf://a/b", "revision": HUB}
+    fetched = {"source": "hf://a/b", "revision": HUB, "digests": "list"}
     values = {**NEEDED, "model": {**NEEDED["model"], "download": fetched}}
     assert len(hub(values)) == 5
     peers = [{"ipBlock": {"cidr": "10.9.0.0/16"}}]
@@ -350,10 +350,14 @@ def test_what_scales_a_role_finds_its_pods_in_our_metrics(role: Role) -> None:
 @pytest.mark.parametrize(
     ("download", "problem"),
     [
-        ({"source": "hf://a/b"}, "model.download.revision: the commit"),
+        ({"source": "hf://a/b", "digests": "list"}, "model.download.revision: the commit"),
         ({"source": "hf://a/b", "revision": "main"}, "Does not match pattern"),
-        ({"source": "s3://a/b"}, "model.download.digests: a bucket may change"),
-        ({"source": "hf://a/b", "revision": HUB, "size": ""}, "model.download.size: without"),
+        ({"source": "s3://a/b"}, "model.download.digests: name a ConfigMap"),
+        ({"source": "hf://a/b", "revision": HUB}, "model.download.digests: name a ConfigMap"),
+        (
+            {"source": "hf://a/b", "revision": HUB, "digests": "l", "size": ""},
+            "model.download.size",
+        ),
     ],
 )
 def test_downloads_that_may_change_or_fill_a_disk_are_refused(
@@ -386,6 +390,7 @@ def run_downloads(role: str, folder: Path, files: dict[str, bytes]) -> list[str]
             continue
         [script] = each["args"]
         script = script.replace("/etc/mooncake-digests/digests", str(folder / "list"))
+        script = script.replace("/etc/mooncake-digests", str(folder / "said"))
         script = script.replace("mooncake model", f"{PROGRAM} model")
         done = subprocess.run(
             [*each["command"], script], capture_output=True, text=True, check=False,
@@ -399,16 +404,23 @@ def run_downloads(role: str, folder: Path, files: dict[str, bytes]) -> list[str]
 def test_what_is_fetched_is_of_one_commit_and_compared_once(role: str, tmp_path: Path) -> None:
     listed = {name: hashlib.sha256(content).hexdigest() for name, content in DIGESTS.items()}
     (tmp_path / "list").write_text("".join(f"{d}  {n}\n" for n, d in listed.items()))
+    (tmp_path / "said").mkdir()
     wrong = run_downloads(role, tmp_path, {**DIGESTS, "a.json": b"[]"})
     assert wrong[0] == ""
     assert f"a.json has the SHA-256 {hashlib.sha256(b'[]').hexdigest()}" in wrong[1]
     assert "fetch it again" in wrong[1]
+    assert (
+        "the ConfigMap has no weights-digests.json; make"
+        in run_downloads(role, tmp_path, DIGESTS)[1]
+    )
+    (tmp_path / "said" / "weights-digests.json").write_text("{}")
     assert run_downloads(role, tmp_path, DIGESTS) == ["", ""]
+    assert (tmp_path / "model" / "weights-digests.json").read_text() == "{}"
     calls = (tmp_path / "called").read_text().splitlines()
     assert all(f"--revision {HUB}" in call for call in calls)
-    assert len(calls) == 2, "what was wrong is fetched again"
+    assert len(calls) == 3, "what was wrong is fetched again"
     assert run_downloads(role, tmp_path, DIGESTS) == ["", ""]
-    assert len((tmp_path / "called").read_text().splitlines()) == 2, "what is whole is kept"
+    assert len((tmp_path / "called").read_text().splitlines()) == 3, "what is whole is kept"
 
 
 def test_the_list_that_is_compared_is_the_one_that_the_command_writes(

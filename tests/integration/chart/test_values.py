@@ -165,7 +165,7 @@ def test_all_values_of_ci_together_use_every_kind() -> None:
     assert kinds >= {
         "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy", "Ingress", "HTTPRoute",
         "InferencePool", "RayCluster", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Secret",
-        "LeaderWorkerSet",
+        "LeaderWorkerSet", "BackendTLSPolicy",
     }  # fmt: skip
 
 
@@ -388,6 +388,42 @@ def test_a_small_volume_is_for_those_who_read_no_weights(tmp_path: Path) -> None
     for role, workload in workloads(from_file(values, tmp_path)).items():
         [model, *_] = workload["spec"]["template"]["spec"]["volumes"]
         assert ("configMap" in model) == (role not in ("prefill", "decode"))
+
+
+def test_ways_in_know_that_gateways_speak_https(tmp_path: Path) -> None:
+    known = {"hostname": "b.example", "wellKnownCACertificates": "System"}
+    values = {
+        **NEEDED, "gateway": {"allowKeyless": True, "tlsSecret": "c"},
+        "ingress": {"hosts": ["a.example"]},
+        "route": {"parentRefs": [{"name": "edge"}], "backendTls": known},
+    }  # fmt: skip
+    documents = from_file(values, tmp_path)
+    [ingress] = [d for d in documents if d["kind"] == "Ingress"]
+    assert set(ingress["metadata"]["annotations"].values()) == {"HTTPS"}
+    [service] = [d for d in documents if d["kind"] == "Service" and component(d) == "gateway"]
+    assert service["spec"]["ports"][0]["appProtocol"] == "https"
+    [policy] = [d for d in documents if d["kind"] == "BackendTLSPolicy"]
+    assert policy["spec"]["validation"] == known
+    [target] = policy["spec"]["targetRefs"]
+    assert (target["kind"], target["name"]) == ("Service", service["metadata"]["name"])
+    for route, problem in (
+        ({}, r"route\.backendTls: gateways speak HTTPS"),
+        ({"endpointPicker": {"name": "p"}}, r"route\.endpointPicker: .* in plain HTTP"),
+    ):
+        asked = {**values, "route": {"parentRefs": [{"name": "edge"}], **route}}
+        with pytest.raises(AssertionError, match=problem):
+            from_file(asked, tmp_path)
+    plain = {**values, "gateway": {"allowKeyless": True}, "route": {}}
+    text = yaml.safe_dump(from_file(plain, tmp_path))
+    assert "appProtocol" not in text
+    assert "backend-protocol" not in text
+
+
+def test_a_claim_that_is_read_only_takes_no_download(tmp_path: Path) -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}}
+    fetched = {"source": "s3://a/b", "digests": "list"}
+    with pytest.raises(AssertionError, match=r"model\.download\.source: nothing can be fetched"):
+        from_file({**NEEDED, "model": {"volume": claim, "download": fetched}}, tmp_path)
 
 
 def test_helm_test_asks_the_service() -> None:

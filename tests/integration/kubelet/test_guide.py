@@ -26,6 +26,7 @@ import yaml
 
 from mooncake.base.messages import OWN_RELEASE, Release
 from mooncake.base.rights import CredentialRole
+from mooncake.cli.main import run as run_command
 from mooncake.identity import cluster_keys, own_credential
 from tests.support.certificates import Host, make_host
 from tests.support.kubelet import network
@@ -285,6 +286,16 @@ def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:
         assert not [each for each in cluster.ended if each.killed or each.code]
 
 
+def write_small(model: Path, folder: Path) -> None:
+    """Write what pods without engines need of a checkpoint, which is no weights."""
+    assert run_command(["model", "digests", str(model), "--out", str(folder)]) == 0
+    for file in model.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
 def write_secret_file(file: Path, **changed: str) -> str:
     """Write what `kubectl patch secret` is given; returns its name."""
     file.write_text(yaml.safe_dump({"stringData": changed}))
@@ -340,8 +351,10 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
         "tls": {"authority": "authority"},
         "secret": {"existing": "own", "apiKeys": True},
         "signer": {"renewSeconds": 5},
+        "model": {"smallVolume": {"hostPath": {"path": f"{tmp_path}/small"}}},
     }
     with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, more=more) as cluster:
+        write_small(tmp_path / "models" / "k2-nano", tmp_path / "small" / "k2-nano")
         secrets = {"cluster-secret": b"old secret", "ray-token": b"a token of forty characters"}
         secrets |= {f"token-{role}": f"of {role}".ljust(40, "t").encode() for role in ROLES}
         cluster.api.put_secret("own", {**secrets, "keys.yaml": keys_file("sk-old").encode()})

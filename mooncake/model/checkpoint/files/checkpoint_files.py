@@ -22,7 +22,13 @@ from mooncake.model.checkpoint.files.encryption import (
     read_manifest,
 )
 from mooncake.model.checkpoint.files.file_bytes import FileBytes, PlainBytes
-from mooncake.model.checkpoint.files.revision import Progress, file_digests, weights_revision
+from mooncake.model.checkpoint.files.revision import (
+    STATED_NAME,
+    Progress,
+    file_digests,
+    stated_digests,
+    weights_revision,
+)
 from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -41,18 +47,20 @@ class CheckpointFiles:
     path: Path
     config: Mapping[str, Any]
     homes: Homes
-    """Empty where encrypted weights were left closed."""
-    sealed_digests: Mapping[str, str] | None = None
-    """Of the files of encrypted weights, as the checkpoint says; None: they are not encrypted."""
+    """Empty where weights were left closed."""
+    stated: Mapping[str, str] | None = None
+    """Digests of the files of weights as the checkpoint says, of encrypted ones, and of plain ones
+    that were left closed; None: they are those of the files.
+    """
 
     @classmethod
     def open(
-        cls, path: Path, keys: KeyRing | None = None, *, may_stay_closed: bool = False
+        cls, path: Path, keys: KeyRing | None = None, *, reads_weights: bool = True
     ) -> CheckpointFiles:
         """Open the directory `path`. With `keys`, only weights that one of them opens will do.
 
-        may_stay_closed: without keys, tensors of encrypted weights are left out, and what the
-            checkpoint says of its revision is believed.
+        reads_weights: if not, what the checkpoint says of its weights is believed: they may be
+            away, encrypted ones need no keys, and their tensors are left out.
 
         Raises:
             CheckpointError: there is no readable checkpoint; the message names the file.
@@ -70,6 +78,14 @@ class CheckpointFiles:
                     "serve them as they are"
                 )
             names = sorted(file.name for file in path.glob("*.safetensors"))
+            if not reads_weights and (stated := stated_digests(path)) is not None:
+                return cls(path, config, {}, stated)
+            if not reads_weights and not any(file.suffix in _WEIGHTS for file in path.iterdir()):
+                raise CheckpointError(
+                    f"{path}: neither weights nor {STATED_NAME}, by which a process that reads no "
+                    "weights knows which ones the others have; `mooncake model digests DIR --out "
+                    "FOLDER` writes it where the weights are"
+                )
             return cls(
                 path, config, _find_tensors(path, names, lambda name: PlainBytes(path / name))
             )
@@ -79,7 +95,7 @@ class CheckpointFiles:
                 path, sorted(manifest.files),
                 lambda name: SealedBytes(path, name, manifest, data_key),
             )  # fmt: skip
-        elif may_stay_closed:
+        elif not reads_weights:
             homes = {}
         else:
             raise CheckpointError(
@@ -96,7 +112,7 @@ class CheckpointFiles:
 
     @classmethod
     def open_config(
-        cls, path: Path, keys: KeyRing | None = None, *, may_stay_closed: bool = False
+        cls, path: Path, keys: KeyRing | None = None, *, reads_weights: bool = True
     ) -> CheckpointFiles:
         """Open a directory that may hold no more than `config.json`, which is enough for a plan.
 
@@ -105,17 +121,28 @@ class CheckpointFiles:
             ConfigError: there are weights, and these are not their keys.
         """
         if any(file.suffix in _WEIGHTS for file in path.iterdir()):
-            return cls.open(path, keys, may_stay_closed=may_stay_closed)
+            return cls.open(path, keys, reads_weights=reads_weights)
         return cls(path, _read_json(path / "config.json"), {})
 
     def revision(self, cache_dir: Path | None = None, progress: Progress | None = None) -> str:
         """Return the name of these weights (see `revision.weights_revision`): two checkpoints with
         one revision give the same KV, however they are stored. Plain weights that are not in
         `cache_dir` are hashed for it; encrypted ones were when they were written.
+
+        Raises:
+            CheckpointError: they are not what the checkpoint says of them.
         """
-        digests = self.sealed_digests
+        digests = self.stated
         if digests is None:
             digests = file_digests(self.contents, cache_dir, progress)
+            stated = stated_digests(self.path)
+            if stated is not None and stated != digests:
+                names = digests.keys() | stated.keys()
+                wrong = min(name for name in names if stated.get(name) != digests.get(name))
+                raise CheckpointError(
+                    f"{self.path / wrong}: it is not what {STATED_NAME} says; fetch it again, or "
+                    f"write {STATED_NAME} anew if you trust it (`mooncake model digests`)"
+                )
         return weights_revision((self.path / "config.json").read_bytes(), digests)
 
 

@@ -10,15 +10,22 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.files.file_bytes import FileBytes
 
+STATED_NAME = "weights-digests.json"
+"""Beside config.json, where it says the digests of files that need not be there."""
+_FILE = re.compile(r"[^/\0]{1,240}\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 CACHE_NAME = "file-digests.json"
 MAX_CACHED = 4096
 """Files remembered; the oldest are forgotten first."""
@@ -30,6 +37,39 @@ Progress = Callable[[int, int], None]
 """Called with (bytes hashed, bytes to hash)."""
 
 logger = logging.getLogger(__name__)
+
+
+class StatedDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """What `weights-digests.json` says."""
+
+    format: Literal["mooncake-weights-digests-1"] = "mooncake-weights-digests-1"
+    files: dict[str, str]
+    """The digest of each file of weights, as `file_digests` returns it, by its name."""
+
+
+def stated_digests(directory: Path) -> Mapping[str, str] | None:
+    """Return what a checkpoint says of its plain weights; None: it says nothing.
+
+    Raises:
+        CheckpointError: it cannot be read, or makes no sense.
+    """
+    path = directory / STATED_NAME
+    try:
+        files = msgspec.json.decode(path.read_bytes(), type=StatedDigests).files
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: does not say digests of weights ({error!s:.200})"
+        ) from error
+    for name, digest in files.items():
+        if not _FILE.fullmatch(name) or not _DIGEST.fullmatch(digest):
+            raise CheckpointError(f"{path}: {name!r:.200} is no file of weights with a digest")
+    if not files:
+        raise CheckpointError(f"{path}: names no file of weights")
+    return files
 
 
 def weights_revision(config: bytes, digests: Mapping[str, str]) -> str:
