@@ -139,22 +139,12 @@ def shown_to(spec: dict[str, Any]) -> set[tuple[str, str]]:
 
 def signing(documents: list[dict[str, Any]]) -> dict[str, set[tuple[str, str]]]:
     """Return the pods that see what can sign for others, and what they see of it."""
-    text = yaml.safe_dump(documents)
-    found = {}
-    for name, spec in all_pods(documents).items():
-        seen = {
-            (secret, key)
-            for secret, key in shown_to(spec)
-            if key in ("cluster-secret", "tls.key", "tls.crt")
-            or (key == "*" and f"secretName: {secret}\n" in text and secret not in PUBLIC)
-        }
-        if seen:
-            found[name] = seen
-    return found
-
-
-PUBLIC = {"api-certificate"}
-"""A whole Secret that gateways see: of the API's own certificate."""
+    specs = all_pods(documents)
+    [signer] = [spec for name, spec in specs.items() if name.endswith("-signer")]
+    wanted = {each for each in shown_to(signer) if not each[1].startswith("token-")}
+    whole = {(secret, "*") for secret, _ in wanted}
+    seen = {name: shown_to(spec) & (wanted | whole) for name, spec in specs.items()}
+    return {name: keys for name, keys in seen.items() if keys}
 
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
