@@ -353,6 +353,8 @@ class ClusterTold(Answer, frozen=True, tag="cluster_told"):
 
     facts: bytes
     """For those who start processes; no machine reads them."""
+    members: list[tuple[Role, str]] = []
+    """The role and node of each worker, and the ids of gateways."""
 
 
 class WhoAreYou(Message, frozen=True, tag="who"):

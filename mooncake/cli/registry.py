@@ -20,6 +20,8 @@ from mooncake.launch.config import options
 
 SUMMARIES = {
     "serve": "serve a checkpoint",
+    "up": "be one machine of a cluster over several",
+    "cluster": "make what the machines of a cluster must have",
     "model": "work with checkpoints",
     "train": "train a small checkpoint on generated tasks",
     "ranks": "compute stages of engines that other machines lead",

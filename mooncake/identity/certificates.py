@@ -139,6 +139,20 @@ def expiry(pem: Pem) -> datetime.datetime:
     return x509.load_pem_x509_certificate(pem.certificate.encode()).not_valid_after_utc
 
 
+def names_in(certificate: str) -> list[str]:
+    """Return the addresses and host names that a certificate in PEM counts for.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        own = x509.load_pem_x509_certificate(certificate.encode())
+        found = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"this is no certificate of a host: {error}") from error
+    return [str(name.value) for name in found]
+
+
 def fingerprint(pem: Pem) -> str:
     """Return the SHA-256 of a certificate, as `openssl x509 -fingerprint` prints it."""
     own = x509.load_pem_x509_certificate(pem.certificate.encode())

@@ -27,6 +27,39 @@ REMIND_S = 30.0
 _log = logging.getLogger(__name__)
 
 
+class Seeds:
+    """The gateways at a few addresses, asked on a channel of its own until `close`."""
+
+    def __init__(self, config: ServeConfig, credential: Credential) -> None:
+        """Raises ConfigError: gateways could not answer to `bind_host`."""
+        _check_way_back(config.seeds, config.bind_host)
+        self.addresses = config.seeds
+        self._channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
+        self._own = WorkerRef("joining", SystemIds().hex(8), self._channel.address)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._channel.close()
+
+    def ask(self) -> list[ClusterTold]:
+        """Ask all of them, and return what has been answered within `ASK_AGAIN_S`, also to earlier
+        questions.
+
+        Raises:
+            MooncakeError: one refuses to answer.
+        """
+        for address in self.addresses:
+            self._channel.send(address, AskCluster(asker=self._own, ticket=0))
+        select.select([self._channel], [], [], ASK_AGAIN_S)
+        told = []
+        for message in self._channel.receive():
+            if isinstance(message, ClusterTold) and message.asker == self._own:
+                told.append(message)
+            elif isinstance(message, Refused):
+                raise MooncakeError(f"join: a gateway refuses: {message.reason}")
+        return told
+
+
 def facts_of_seeds(
     config: ServeConfig, credential: Credential, stop: threading.Event | None = None
 ) -> ClusterFacts:
@@ -38,28 +71,19 @@ def facts_of_seeds(
         ConfigError: gateways could not answer to `bind_host`, or are of another release.
         MooncakeError: a gateway refuses.
     """
-    seeds, stop = config.seeds, stop or threading.Event()
-    _check_way_back(seeds, config.bind_host)
-    channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
-    with contextlib.closing(channel):
-        own = WorkerRef("joining", SystemIds().hex(8), channel.address)
+    stop, named = stop or threading.Event(), " or ".join(config.seeds)
+    with contextlib.closing(Seeds(config, credential)) as seeds:
         began_s = time.monotonic()
         told_s = began_s - REMIND_S + 2.0
         limit_s = max(ANSWER_S, config.join_timeout)
         while not stop.is_set() and (now_s := time.monotonic()) < began_s + limit_s:
-            for seed in seeds:
-                channel.send(seed, AskCluster(asker=own, ticket=0))
-            select.select([channel], [], [], ASK_AGAIN_S)
-            for message in channel.receive():
-                if isinstance(message, ClusterTold) and message.asker == own:
-                    return read_facts(message.facts)
-                if isinstance(message, Refused):
-                    raise MooncakeError(f"{' or '.join(seeds)} refuses: {message.reason}")
+            for told in seeds.ask():
+                return read_facts(told.facts)
             if now_s - told_s > REMIND_S:
                 told_s = now_s
-                _log.warning("no gateway answers yet at %s; it is waited for", " or ".join(seeds))
+                _log.warning("no gateway answers yet at %s; it is waited for", named)
     raise NotUp(
-        f"no gateway answers at {' or '.join(seeds)}: is one there, with the same cluster secret, "
+        f"no gateway answers at {named}: is one there, with the same cluster secret, "
         "and can it reach this machine at --bind-host?"
     )
 

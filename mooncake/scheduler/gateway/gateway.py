@@ -249,8 +249,7 @@ class Gateway:
             case FindHomes():
                 self._channel.send(event.asker.address, find_homes(event, self._conductor))
             case AskCluster() if self.facts:
-                told = ClusterTold(asker=event.asker, ticket=event.ticket, facts=self.facts)
-                self._channel.send(event.asker.address, told)
+                self._channel.send(event.asker.address, self._told(event))
             case PeerEnded():
                 for worker_id in self._membership.at(event.address):
                     self.worker_lost(worker_id, now, "its process ended")
@@ -373,6 +372,17 @@ class Gateway:
         if layout is None or layout.fingerprint == hello.layout_fingerprint:
             return None
         return f"its KVCache layout {hello.layout_fingerprint} is not {layout.fingerprint}"
+
+    def _told(self, question: AskCluster) -> ClusterTold:
+        workers = [member.hello for member in self._membership.members]
+        members = [
+            (hello.role, hello.node_id) for hello in workers if hello.role is not Role.CLIENT
+        ]
+        gateways = [self._own, *self._peers.live]
+        return ClusterTold(
+            asker=question.asker, ticket=question.ticket, facts=self.facts,
+            members=[*members, *((Role.GATEWAY, gateway.worker_id) for gateway in gateways)],
+        )  # fmt: skip
 
     def _on_load(self, report: LoadReport, now: float) -> None:
         worker_id = report.worker.worker_id

@@ -360,7 +360,12 @@ def test_who_wants_to_join_is_told_once_there_is_something_to_tell(harness: Pair
         harness.gateway.facts = facts
         harness.gateway.handle(AskCluster(asker=asker, ticket=7), harness.now)
     told = [message for to, message in harness.channel.sent if to == asker.address]
-    assert told == [ClusterTold(asker=asker, ticket=7, facts=b"facts")]
+    members = [
+        (Role.PREFILL, "node-p0"),
+        (Role.DECODE, "node-d0"),
+        (Role.GATEWAY, GATEWAY.worker_id),
+    ]
+    assert told == [ClusterTold(asker=asker, ticket=7, facts=b"facts", members=members)]
 
 
 def test_messages_for_others_are_ignored(harness: Pair) -> None:

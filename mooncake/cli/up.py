@@ -1,0 +1,51 @@
+"""`mooncake up`: this machine's part of a cluster over several machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import setting, text, truth
+
+EXAMPLES = """\
+mooncake up k2.yaml                     the same line on every machine of the file
+mooncake up k2.yaml --machine node-7    where neither host name nor address says which one this is
+mooncake up k2.yaml --dry-run           what would be started here
+"""
+NOTES = """\
+The secret and the certificates lie beside the file: `mooncake cluster init` makes a folder with
+them for each machine. Processes that end are started again; Ctrl-C or SIGTERM takes this machine
+out of the cluster, and a second one ends it at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpSettings:
+    """Settings of `mooncake up`."""
+
+    # fmt: off
+    file: str = setting("", text, "cluster", "FILE", "what the cluster is", positional=True,
+        required=True)
+    machine: str | None = setting(None, text, "cluster", "NAME",
+        "which machine of the file this is (default: that of this host name, or address)")
+    dry_run: bool = setting(False, truth, "cluster", "",
+        "look whether all fits, print what would be started, start nothing", switch=True)
+    # fmt: on
+
+
+def run(wanted: UpSettings) -> int:
+    """Be this machine's part of the cluster."""
+    from mooncake.launch.cluster.up import up
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    return up(wanted.file, wanted.machine, say, dry_run=wanted.dry_run)
+
+
+COMMANDS = (
+    Command(
+        words="up", summary="be one machine of a cluster over several", examples=EXAMPLES,
+        notes=NOTES, settings=UpSettings, run=run,
+    ),
+)  # fmt: skip

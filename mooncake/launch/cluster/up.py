@@ -1,0 +1,324 @@
+"""`mooncake up`: the processes of one machine of a cluster, started, started again when they end,
+and ended with this one.
+
+Owns its children. They find those of other machines by themselves, so its end costs no machine but
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mooncake.base import ConfigError, MooncakeError, Role, format_bytes
+from mooncake.base.messages import ClusterTold
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
+from mooncake.identity.certificates import names_in
+from mooncake.launch.cluster.seeds import Seeds
+from mooncake.launch.config.cluster_file import (
+    API_PORT,
+    BUNDLE,
+    CERTIFICATE,
+    SECRET,
+    ClusterFile,
+    Machine,
+    Part,
+    read_cluster_file,
+)
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.plan import ServePlan, make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.credentials import read_secret
+
+POLL_S = 0.2
+WELL_S = 60.0
+"""A process that has run for so long is started again at once, one that ends sooner later and
+later.
+"""
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 30.0
+END_S = 15.0
+"""Beyond its own limit, a process gets so long to end."""
+REMIND_S = 60.0
+SILENCE_S = 10.0
+"""Gateways that have not answered for so long are not there."""
+CANNOT = 2
+"""The exit code of a process that can never start as it is told."""
+_CHILD = (
+    "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG
+    "from mooncake.cli.main import program; program()"
+)
+
+
+@dataclasses.dataclass
+class _Child:
+    part: Part
+    environ: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    started_s: float = 0.0
+    num_early_ends: int = 0
+    retry_at_s: float = float("-inf")
+
+
+def own_machine(cluster: ClusterFile, name: str | None) -> Machine:
+    """Return the machine that this one is: of this name, of its host name, or of an address of it.
+
+    Raises:
+        ConfigError: the file names no such machine.
+    """
+    host = machine_facts.host_name()
+    for machine in cluster.machines:
+        if machine.name == (name or host):
+            return machine
+    if name is None:
+        for machine in cluster.machines:
+            with contextlib.suppress(ConfigError):
+                machine_facts.check_port(machine.address, 0)
+                return machine
+    named = ", ".join(f"{machine.name} ({machine.address})" for machine in cluster.machines)
+    raise ConfigError(
+        f"{cluster.path}: {name or host} is none of its machines: {named}; and none of their "
+        "addresses is one of this machine. Say which one it is: --machine NAME"
+    )
+
+
+def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, ServeConfig, ServePlan]]:
+    """Return what each process of a machine will do, having looked whether all fit together there.
+    Run beside the file.
+
+    Raises:
+        ConfigError: a setting is wrong, a file is missing, or the machine is too small.
+    """
+    for file in BUNDLE:
+        if not Path(file).is_file():
+            raise ConfigError(
+                f"{file}: it is not beside {cluster.path.name}; `mooncake cluster init` makes a "
+                f"folder with it for {machine.name}: copy that folder here"
+            )
+    if machine.address not in (names := names_in(Path(CERTIFICATE).read_text())):
+        raise ConfigError(
+            f"{CERTIFICATE}: it is of {', '.join(names)}, and {machine.name} is {machine.address}: "
+            "copy the folder of this machine here"
+        )
+    machine_facts.check_port(machine.address, 0, "address")
+    if not Path(cluster.model).is_dir():
+        raise ConfigError(f"model: {cluster.model} is not on {machine.name}; copy the checkpoint")
+    cores, planned = machine_facts.num_cores(), []
+    for part in cluster.parts(machine):
+        try:
+            config = resolve({**part.given, "dry_run": True}, None, {})
+            planned.append((part, config, make_plan(config, cores)))
+        except ConfigError as error:
+            raise ConfigError(f"{part.name} of {machine.name}: {error.message}") from error
+    _check_memory(machine, [(part, plan) for part, _, plan in planned])
+    return planned
+
+
+def _check_memory(machine: Machine, planned: Sequence[tuple[Part, ServePlan]]) -> None:
+    available = machine_facts.available_bytes()
+    wanted = {
+        part.name: plan.total_bytes
+        for part, plan in planned
+        if part.role == "kvstore" or plan.options.device == "cpu"
+    }
+    total = sum(wanted.values())
+    if available is not None and total > available:
+        each = ", ".join(f"{name} {format_bytes(size)}" for name, size in wanted.items() if size)
+        raise ConfigError(
+            f"{machine.name} has {format_bytes(available)} of memory free, and its processes need "
+            f"{format_bytes(total)} ({each}): run fewer there, or give them less"
+        )
+
+
+def _children(machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan]]) -> list[_Child]:
+    """Return the processes with the cores and GPUs that each gets.
+
+    Raises:
+        ConfigError: there are not enough GPUs.
+    """
+    environ = dict(environment.variables())
+    engines = [(part, plan) for part, _, plan in planned if plan.num_engines]
+    ranks = sum(plan.num_ranks for _, plan in engines)
+    on_gpus = sum(plan.num_ranks for _, plan in engines if plan.options.device == "cuda")
+    there = machine_facts.num_gpus()
+    if on_gpus > there:
+        raise ConfigError(
+            f"{machine.name} has {there} GPUs, and the ranks of its engines need {on_gpus}: run "
+            "fewer engines there"
+        )
+    seen = environ.get(environment.SEEN_GPUS)
+    gpus = iter(seen.split(",") if seen is not None else [str(gpu) for gpu in range(there)])
+    threads = max(1, machine_facts.num_cores() // max(1, ranks))
+    children = []
+    for part, config, plan in planned:
+        own = dict(environ)
+        given = dict(part.given)
+        if plan.num_engines and config.num_threads is None:
+            given["num_threads"] = threads
+        if plan.num_engines and plan.options.device == "cuda":
+            own[environment.SEEN_GPUS] = ",".join(next(gpus) for _ in range(plan.num_ranks))
+        children.append(_Child(dataclasses.replace(part, given=given), own))
+    return children
+
+
+class Up:
+    """The processes of a machine, until a signal."""
+
+    def __init__(
+        self,
+        cluster: ClusterFile,
+        machine: Machine,
+        children: list[_Child],
+        say: Callable[[str], None],
+    ) -> None:
+        self._cluster = cluster
+        self._machine = machine
+        self._children = children
+        self._say = say
+        self._num_signals = 0
+        self._missing: dict[str, int] | None = None
+        self._said_s = self._answered_s = float("-inf")
+
+    def run(self, seeds: Seeds, limit_s: float) -> int:
+        """Look after the processes; return the exit code. `limit_s`: so long each may take to end.
+
+        Raises:
+            MooncakeError: one cannot start as the file tells it.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        try:
+            while not self._num_signals:
+                for child in self._children:
+                    self._look_at(child)
+                self._tell(seeds.ask())
+                time.sleep(POLL_S)
+        finally:
+            self._end(limit_s)
+        return 0
+
+    def _on_signal(self, *_: object) -> None:
+        self._num_signals += 1
+
+    def _look_at(self, child: _Child) -> None:
+        """Start a process that does not run, at once or a while after it ended."""
+        now_s, name = time.monotonic(), child.part.name
+        if child.process is not None:
+            code = child.process.poll()
+            if code is None:
+                return
+            if code == CANNOT and child.num_early_ends == 0 and now_s - child.started_s < WELL_S:
+                raise MooncakeError(
+                    f"{name} cannot start on {self._machine.name}; it says why above"
+                )
+            early = now_s - child.started_s < WELL_S
+            child.num_early_ends = child.num_early_ends + 1 if early else 0
+            wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**child.num_early_ends) if early else 0.0
+            child.retry_at_s, child.process = now_s + wait_s, None
+            self._say(f"{name} has ended ({_fate(code)}) and starts again in {wait_s:.1f} s")
+        if now_s >= child.retry_at_s:
+            child.started_s = now_s
+            child.process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, *child.part.words],
+                stdin=subprocess.DEVNULL, env=child.environ,
+            )  # fmt: skip
+
+    def _tell(self, answers: Sequence[ClusterTold]) -> None:
+        """Say, when it has changed and now and then, who of the cluster is not there yet."""
+        now_s = time.monotonic()
+        if answers:
+            self._answered_s = now_s
+        elif now_s < self._answered_s + SILENCE_S:
+            return
+        missing = self._absent(answers)
+        if missing == self._missing and (not missing or now_s < self._said_s + REMIND_S):
+            return
+        self._missing, self._said_s = missing, now_s
+        if missing:
+            self._say("waiting for " + "; ".join(self._named(missing)))
+            return
+        urls = [
+            f"https://{machine.address}:{self._port + index}/v1"
+            for machine in self._cluster.machines
+            for index in range(machine.counts.get("gateway", 0))
+        ]
+        self._say(f"all processes of {self._cluster.path.name} are here: {' '.join(urls)}")
+
+    @property
+    def _port(self) -> int:
+        settings = {**self._cluster.settings["settings"], **self._cluster.settings["gateway"]}
+        return int(str(settings.get("port", API_PORT)))
+
+    def _absent(self, answers: Sequence[ClusterTold]) -> dict[str, int]:
+        """Return how many of each kind no gateway knows. Without an answer all gateways are."""
+        here: Counter[str] = Counter()
+        for told in answers:
+            here |= Counter(
+                name if role is Role.GATEWAY else f"{role.value}@{name}"
+                for role, name in told.members
+            )
+        wanted = Counter[str]()
+        for machine in self._cluster.machines:
+            wanted += Counter(self._cluster.members(machine))
+        return dict(wanted - here)
+
+    def _named(self, missing: dict[str, int]) -> Iterator[str]:
+        for machine in self._cluster.machines:
+            own = [name for name in self._cluster.members(machine) if name in missing]
+            if own:
+                what = ", ".join(name.partition("@" if "@" in name else "-")[0] for name in own)
+                yield f"{machine.name} ({machine.address}): {what}"
+
+    def _end(self, limit_s: float) -> None:
+        """Have all processes leave, and kill those that do not; a second signal hurries them."""
+        running = [child.process for child in self._children if child.process is not None]
+        num_sent, end_s = 0, time.monotonic() + limit_s + END_S
+        while any(process.poll() is None for process in running):
+            if time.monotonic() > end_s:
+                for process in running:
+                    process.kill()
+            elif num_sent < max(1, min(2, self._num_signals)):
+                num_sent += 1
+                for process in running:
+                    process.terminate()
+            time.sleep(POLL_S)
+
+
+def _fate(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool = False) -> int:
+    """Be one machine of the cluster that a file describes, until a signal; returns the exit code.
+    `dry_run`: only look, and say what would be started.
+
+    Raises:
+        MooncakeError: this machine has no part in it, or cannot be what the file says.
+    """
+    machine_facts.check_system()
+    path = Path(file)
+    cluster = read_cluster_file(file)
+    machine = own_machine(cluster, name)
+    os.chdir(path.resolve().parent)
+    planned = plan_parts(cluster, machine)
+    children = _children(machine, planned)
+    say(f"{machine.name}: {', '.join(child.part.name for child in children)}")
+    if dry_run:
+        for child in children:
+            say(f"mooncake {' '.join(child.part.words)}")
+        return 0
+    _, config, _ = planned[0]
+    limit_s = max(config.shutdown_timeout for _, config, _ in planned)
+    credential = own_credential(read_secret(Path(SECRET)), CredentialRole.WORKER, name="up")
+    with contextlib.closing(Seeds(config, credential)) as seeds:
+        return Up(cluster, machine, children, say).run(seeds, limit_s)

@@ -1,0 +1,232 @@
+"""The file that says once what a cluster over several machines is: `mooncake up FILE` on each.
+
+Reads the file and says what runs on which machine, as settings of `mooncake serve`. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mooncake.base import ConfigError
+from mooncake.launch.config import options
+from mooncake.launch.config.config import read_yaml, unknown_setting
+from mooncake.launch.config.options import bracketed, count, flag
+from mooncake.launch.config.settings import API, ServeConfig
+from mooncake.launch.host.environment import is_loopback
+
+ROLES = ("gateway", "prefill", "decode", "kvstore")
+"""In the order in which they are named and started."""
+JOIN_PORT = 6400
+"""The first gateway of a machine is joined here, the second one port further."""
+API_PORT = 8000
+JOIN_TIMEOUT_S = 24 * 3600
+SECRET, CERTIFICATE, KEY, AUTHORITY = "secret", "cert.pem", "key.pem", "ca.pem"
+"""Files of a machine's bundle, beside the file of the cluster."""
+BUNDLE = (SECRET, CERTIFICATE, KEY, AUTHORITY)
+
+_TOP = ("model", "machines", "settings", *ROLES)
+_MACHINE = ("address", *ROLES)
+_DECIDED = frozenset(
+    {
+        "model", "role", "join", "join_port", "join_timeout", "join_ca_certs", "headless",
+        "colocated", "prefill", "decode", "kvstore", "node_id", "bind_host", "cluster_secret",
+        "cluster_secret_file", "dry_run", "check", "hardware", "health_host", "host",
+    }
+) | {name for name in options.options_of(ServeConfig) if name.startswith("ray_")}  # fmt: skip
+"""Settings that follow from the rest of the file."""
+_OF_GATEWAYS = frozenset(
+    name
+    for name, (option, _) in options.options_of(ServeConfig).items()
+    if option.group == API and name != "shutdown_timeout"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine: where others reach it, and how many of each role run there."""
+
+    name: str
+    address: str
+    counts: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One process of a machine."""
+
+    name: str
+    role: str
+    given: Mapping[str, object]
+    """Its settings, as written."""
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command that starts it."""
+        return [
+            "serve",
+            *(word for name, value in self.given.items() for word in _flags(name, value)),
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterFile:
+    """What the file says."""
+
+    path: Path
+    model: str
+    machines: tuple[Machine, ...]
+    settings: Mapping[str, Mapping[str, object]]
+    """Of all processes ("settings") and of those of each role."""
+
+    @property
+    def seeds(self) -> str:
+        """What each process joins."""
+        return ",".join(
+            f"{options.DIRECT}{bracketed(machine.address)}:{JOIN_PORT + index}"
+            for machine in self.machines
+            for index in range(machine.counts.get("gateway", 0))
+        )
+
+    def members(self, machine: Machine) -> dict[str, int]:
+        """Return how many workers of each role the gateways know of a machine, and its gateways by
+        their ids.
+        """
+        wanted = {
+            f"{role}@{machine.name}": machine.counts[role]
+            for role in ROLES[1:]
+            if machine.counts.get(role)
+        }
+        for index in range(machine.counts.get("gateway", 0)):
+            wanted[f"gateway-{machine.name}-{JOIN_PORT + index}"] = 1
+        return wanted
+
+    def parts(self, machine: Machine) -> list[Part]:
+        """Return the processes of a machine; files they name are beside the cluster's."""
+        tls = {"certfile": CERTIFICATE, "keyfile": KEY}
+        parts = []
+        for role in ROLES:
+            of_role = {**self.settings["settings"], **self.settings[role]}
+            if role != "gateway":
+                of_role = {n: v for n, v in of_role.items() if n not in _OF_GATEWAYS}
+            for index in range(machine.counts.get(role, 0)):
+                given: dict[str, object] = {
+                    "model": self.model, "role": role, "join": self.seeds,
+                    "bind_host": machine.address, "node_id": machine.name,
+                    "cluster_secret_file": SECRET, "join_timeout": JOIN_TIMEOUT_S,
+                }  # fmt: skip
+                if role == "gateway":
+                    port = int(str(of_role.get("port", API_PORT))) + index
+                    given |= {"join_port": JOIN_PORT + index, "host": machine.address}
+                    given |= {f"ssl_{name}": file for name, file in tls.items()}
+                    given |= {"prefill": sum(m.counts.get("prefill", 0) for m in self.machines)}
+                    given |= {**of_role, "port": port}
+                else:
+                    given |= {"health_host": machine.address}
+                    given |= {f"health_ssl_{name}": file for name, file in tls.items()}
+                    given |= of_role
+                parts.append(Part(name=f"{role}-{index}", role=role, given=given))
+        return parts
+
+
+def read_cluster_file(path: str) -> ClusterFile:
+    """Return what a file of a cluster says.
+
+    Raises:
+        ConfigError: it cannot be read, a key is unknown, or it describes no cluster.
+    """
+    loaded = _mapping(path, "it", read_yaml(path, "file"), _TOP)
+    model = loaded.get("model")
+    if not isinstance(model, str):
+        raise ConfigError(f"{path}: model: name the directory of the checkpoint on each machine")
+    machines = loaded.get("machines")
+    if not isinstance(machines, dict) or not machines:
+        raise ConfigError(f"{path}: machines: name each with its address and the roles that it has")
+    found = ClusterFile(
+        path=Path(path),
+        model=model,
+        machines=tuple(_machine(path, str(name), told) for name, told in machines.items()),
+        settings={
+            group: _settings(path, group, loaded.get(group)) for group in ("settings", *ROLES)
+        },
+    )
+    _check(found)
+    return found
+
+
+def _check(found: ClusterFile) -> None:
+    def total(role: str) -> int:
+        return sum(machine.counts.get(role, 0) for machine in found.machines)
+
+    for role, why in (("gateway", "clients ask one"), ("decode", "no tokens come without")):
+        if not total(role):
+            raise ConfigError(f"{found.path}: machines: none has a {role}, and {why}")
+    addresses = [machine.address for machine in found.machines]
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ConfigError(f"{found.path}: machines: {address} is the address of two")
+        if is_loopback(address) and len(addresses) > 1:
+            raise ConfigError(f"{found.path}: machines: others cannot reach {address}")
+
+
+def _machine(path: str, name: str, told: object) -> Machine:
+    where = f"machines: {name}"
+    values = _mapping(path, where, told, _MACHINE)
+    if not isinstance(values.get("address"), str):
+        raise ConfigError(f"{path}: {where}: address: give that by which the others reach it")
+    counts = {role: _count(path, where, role, values[role]) for role in ROLES if role in values}
+    if not any(counts.values()):
+        raise ConfigError(f"{path}: {where}: nothing runs there; name a role, such as decode: 1")
+    if counts.get("kvstore", 0) > 1:
+        raise ConfigError(
+            f"{path}: {where}: kvstore: a machine has one pool node; give it more DRAM"
+        )
+    return Machine(name=name, address=str(values["address"]), counts=counts)
+
+
+def _count(path: str, where: str, role: str, value: object) -> int:
+    try:
+        return int(count(0, 64)(role, value))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {where}: {error.message}") from error
+
+
+def _settings(path: str, group: str, told: object) -> dict[str, object]:
+    known = options.options_of(ServeConfig)
+    found = {}
+    for key, value in ({} if told is None else _mapping(path, group, told, None)).items():
+        name = str(key).replace("-", "_")
+        if name in _DECIDED:
+            raise ConfigError(f"{path}: {group}: {flag(name)} follows from the rest of this file")
+        if name not in known:
+            raise ConfigError(f"{path}: {group}: {unknown_setting(str(key))}")
+        found[name] = value
+    return found
+
+
+def _mapping(path: str, where: str, told: object, known: tuple[str, ...] | None) -> dict[str, Any]:
+    if not isinstance(told, dict):
+        raise ConfigError(f"{path}: {where}: must hold `name: value` lines")
+    for key in told:
+        if known is not None and key not in known:
+            raise ConfigError(
+                f"{path}: {where}: unknown key {key!r}{options.nearest(str(key), known)}; one of "
+                f"{', '.join(known)}"
+            )
+    return told
+
+
+def _flags(name: str, value: object) -> list[str]:
+    """Return a setting as it is typed."""
+    option, _ = options.options_of(ServeConfig)[name]
+    if option.positional:
+        return [str(value)]
+    if option.switch:
+        return [f"--{flag(name)}" if option.read(name, value) else f"--no-{flag(name)}"]
+    if isinstance(value, list):
+        return [f"--{flag(name)}={each}" for each in value]
+    written = json.dumps(value) if isinstance(value, dict) else str(value)
+    return [f"--{flag(name)}={written}"]

@@ -1,0 +1,93 @@
+"""`mooncake cluster init` and what `mooncake up` refuses before it starts anything."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mooncake.cli import main as cli
+from mooncake.identity.certificates import names_in
+from tests.support.model.checkpoints import write_config_only
+
+Run = Any
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> Run:
+    """Makes the folders of a cluster of this machine and another one; types `up` in ours."""
+    model = write_config_only(tmp_path / "small")
+
+    def typed(*words: str, **changes: Any) -> tuple[int, str]:
+        told = {
+            "model": str(model),
+            "machines": {
+                "here": {"address": "127.0.0.1", "gateway": 1, "decode": 1, "kvstore": 1},
+            },
+            "settings": {"kv-cache-memory-bytes": "1MiB", "device": "cpu"},
+            "kvstore": {"kvstore-dram-bytes": "1MiB"},
+            **changes,
+        }
+        (tmp_path / "k2.yaml").write_text(yaml.safe_dump(told))
+        monkeypatch.chdir(tmp_path)
+        assert cli.run(["cluster", "init", "k2.yaml"]) == 0
+        monkeypatch.chdir(tmp_path / "k2" / next(iter(told["machines"])))
+        capsys.readouterr()
+        code = cli.run(["up", "k2.yaml", *words])
+        return code, capsys.readouterr().err
+
+    return typed
+
+
+def test_a_dry_run_prints_the_command_of_each_process(run: Run) -> None:
+    code, said = run("--dry-run")
+    assert code == 0
+    first, *commands = said.splitlines()
+    assert first == "here: gateway-0, decode-0, kvstore-0", "found by its address"
+    assert [line.split("--role=")[1].split()[0] for line in commands] == [
+        "gateway", "decode", "kvstore",
+    ]  # fmt: skip
+
+
+def test_what_is_made_once_stays_and_is_private(run: Run, tmp_path: Path) -> None:
+    run("--dry-run")
+    place = tmp_path / "k2"
+    before = {file: file.read_bytes() for file in place.rglob("*") if file.is_file()}
+    more = {"here": {"address": "127.0.0.1", "gateway": 1, "decode": 1}}
+    run("--dry-run", machines=more, settings={})
+    for file, content in before.items():
+        assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0 or file.suffix == ".yaml", file
+        assert file.read_bytes() == content or file.suffix == ".yaml", file
+    assert set(names_in((place / "here" / "cert.pem").read_text())) >= {"127.0.0.1", "here"}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "message"),
+    [
+        (["--machine", "x"], {}, "x is none of its machines: here (127.0.0.1)"),
+        (
+            [],
+            {"machines": {"far": {"address": "192.0.2.1", "gateway": 1, "decode": 1}}},
+            "none of their addresses is one of this machine",
+        ),
+        ([], {"model": "nowhere"}, "model: nowhere is not on here; copy the checkpoint"),
+        ([], {"kvstore": {"kvstore-dram-bytes": "90TiB"}}, "kvstore-0 90 TiB): run fewer there"),
+        ([], {"decode": {"max-model-len": "9999k"}}, "decode-0 of here: max-model-len: "),
+        ([], {"decode": {"device": "cuda"}}, "here has 0 GPUs, and the ranks of its engines need 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    run: Run, words: list[str], changes: dict[str, Any], message: str
+) -> None:
+    code, said = run(*words, **changes)
+    assert code == 2
+    assert message in " ".join(said.split())
+
+
+def test_a_folder_without_its_secret_is_refused(run: Run, tmp_path: Path) -> None:
+    run("--dry-run")
+    (tmp_path / "k2" / "here" / "secret").unlink()
+    assert cli.run(["up", "k2.yaml"]) == 2

@@ -1,0 +1,115 @@
+"""A cluster's file: what each machine is to run by it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mooncake.base import ConfigError
+from mooncake.cli.main import make_parser
+from mooncake.launch.config import options
+from mooncake.launch.config.cluster_file import ClusterFile, read_cluster_file
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.settings import ServeConfig
+
+TOLD: dict[str, Any] = {
+    "model": "/m",
+    "machines": {
+        "a": {"address": "10.0.0.7", "gateway": 2, "prefill": 1, "kvstore": 1},
+        "b": {"address": "fd00::8", "gateway": 1, "decode": 2},
+    },
+    "settings": {"dtype": "float32", "slo-ttft-s": 3, "shutdown-timeout": 9},
+    "gateway": {"port": 9000, "api-key": ["one", "two"]},
+    "decode": {
+        "max-num-seqs": 8, "enable-prefix-caching": False,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    def given(**changes: Any) -> ClusterFile:
+        told = {key: value for key, value in {**TOLD, **changes}.items() if value is not None}
+        (tmp_path / "k2.yaml").write_text(yaml.safe_dump(told))
+        return read_cluster_file(str(tmp_path / "k2.yaml"))
+
+    return given
+
+
+def config_of(words: list[str]) -> ServeConfig:
+    """Return what `mooncake serve` makes of a process' words."""
+    arguments = make_parser("serve").parse_args(words)
+    known = options.options_of(ServeConfig)
+    given = {name: value for name, value in vars(arguments).items() if name in known}
+    del given["cluster_secret_file"]
+    return resolve({**given, "cluster_secret": "s"}, None, {})
+
+
+def test_each_process_is_a_command_that_can_be_typed(read: Any) -> None:
+    cluster = read()
+    a, b = cluster.machines
+    seeds = ("tcp://10.0.0.7:6400", "tcp://10.0.0.7:6401", "tcp://[fd00::8]:6400")
+    configs = {
+        (machine.name, part.name): config_of(part.words)
+        for machine in (a, b)
+        for part in cluster.parts(machine)
+    }
+    assert [name for _, name in configs] == [
+        "gateway-0", "gateway-1", "prefill-0", "kvstore-0", "gateway-0", "decode-0", "decode-1",
+    ]  # fmt: skip
+    assert all(config.seeds == seeds for config in configs.values())
+    assert all(config.is_seed for (_, name), config in configs.items() if "gateway" in name)
+    second = configs["a", "gateway-1"]
+    assert (second.port, second.join_port, second.api_key) == (9001, 6401, ("one", "two"))
+    assert (second.slo_ttft_s, second.prefill) == (3, 1)
+    decode = configs["b", "decode-1"]
+    assert (decode.max_num_seqs, decode.enable_prefix_caching) == (8, False)
+    assert decode.speculative_config is not None
+    assert (decode.node_id, decode.bind_host, decode.dtype) == ("b", "fd00::8", "float32")
+    assert decode.shutdown_timeout == 9
+    assert decode.api_key == ()
+
+
+def test_who_is_to_be_there(read: Any) -> None:
+    cluster = read()
+    a, b = cluster.machines
+    assert cluster.members(a) == {
+        "prefill@a": 1, "kvstore@a": 1, "gateway-a-6400": 1, "gateway-a-6401": 1,
+    }  # fmt: skip
+    assert cluster.members(b) == {"decode@b": 2, "gateway-b-6400": 1}
+
+
+ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "model: name the directory"),
+        ({"machine": {}}, r"unknown key 'machine' \(did you mean machines\?\)"),
+        ({"machines": None}, "machines: name each"),
+        ({"machines": {"a": {**ONE, "decod": 1}}}, "machines: a: unknown key 'decod'"),
+        ({"machines": {"a": {"decode": 1}}}, "machines: a: address: give"),
+        ({"machines": {"a": {"address": "10.0.0.7"}}}, "machines: a: nothing runs there"),
+        ({"machines": {"a": {**ONE, "decode": "x"}}}, "machines: a: decode: 'x' is not a whole"),
+        ({"machines": {"a": {**ONE, "kvstore": 2}}}, "a machine has one pool node"),
+        ({"machines": {"a": {**ONE, "decode": 0}}}, "none has a decode, and no tokens come"),
+        ({"machines": {"a": {**ONE, "gateway": 0}}}, "none has a gateway, and clients ask one"),
+        ({"machines": {"a": ONE, "b": ONE}}, r"10\.0\.0\.7 is the address of two"),
+        (
+            {"machines": {"a": ONE, "b": {**ONE, "address": "127.0.0.1"}}},
+            r"others cannot reach 127\.0\.0\.1",
+        ),
+        ({"settings": {"join": "h:1"}}, "settings: join follows from the rest of this file"),
+        ({"decode": {"ray-address": "h:1"}}, "decode: ray-address follows from the rest"),
+        ({"decode": {"max-num-seq": 1}}, r"decode: unknown setting max-num-seq \(did you mean"),
+        ({"decode": [1]}, "decode: must hold `name: value` lines"),
+    ],
+)
+def test_what_describes_no_cluster(read: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(**changes)
