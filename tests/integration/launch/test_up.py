@@ -76,7 +76,7 @@ def test_what_is_made_once_stays_and_is_private(run: Run, tmp_path: Path) -> Non
         ([], {"model": "nowhere"}, "model: nowhere is not on here; copy the checkpoint"),
         ([], {"kvstore": {"kvstore-dram-bytes": "90TiB"}}, "kvstore-0 90 TiB): run fewer there"),
         ([], {"decode": {"max-model-len": "9999k"}}, "decode-0 of here: max-model-len: "),
-        ([], {"decode": {"device": "cuda"}}, "here has 0 GPUs, and the ranks of its engines need 1"),
+        ([], {"decode": {"device": "cuda"}}, "here has 0 GPUs, and the ranks of its"),
     ],
 )
 def test_what_does_not_fit_is_refused(
