@@ -140,6 +140,8 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     health_url: str = ""
     """Where probes ask its process; empty for a thread of the gateway's process."""
     release: Release = UNNAMED_RELEASE
+    transports: list[str] = []
+    """By which it moves KV to and from other processes."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -72,6 +72,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     is faster. 0 = only when no prefill worker is alive, and for the last tokens of requests that
     were decoding on a worker that left.
     """
+    require_transport: str | None = None
+    """Workers that move KV by anything else are not used. None: by whatever they share."""
     needs_prefill: bool = False
     """The cluster is meant to have prefill workers: without one it is not ready, although decode
     would run whole requests.

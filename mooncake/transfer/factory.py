@@ -53,6 +53,16 @@ def choose_protocols(names: Sequence[str], protection: str = AUTO) -> tuple[str,
     return tuple(name for name in PROTOCOLS if name in wanted and name != "inproc")
 
 
+def check_usable(name: str) -> None:
+    """Raise ConfigError where a protocol cannot work on this machine; it says what is missing."""
+    if name != "rdma":
+        return
+    if not has_rdma_devices():
+        raise ConfigError("this machine shows no RDMA device (/sys/class/infiniband is empty)")
+    if not has_pyverbs():
+        raise ConfigError("pyverbs is not installed: pip install 'mooncake-serve[rdma]'")
+
+
 def choose_protection(name: str) -> Protection | None:
     """Return the protection that is called `name`, None for "auto". Raises ConfigError."""
     if name not in (AUTO, *PROTECTIONS):

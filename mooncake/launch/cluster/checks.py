@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.api.http.server import check_tls
-from mooncake.base import Role
+from mooncake.base import ConfigError, Role
 from mooncake.launch.cluster.gateway_process import api_config
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
@@ -11,6 +11,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.pool_node.disks import check_disks
+from mooncake.transfer.factory import check_usable
 
 
 def ray_environment(config: ServeConfig) -> dict[str, str]:
@@ -33,6 +34,17 @@ def ray_environment(config: ServeConfig) -> dict[str, str]:
     return environ
 
 
+def check_transport(config: ServeConfig) -> None:
+    """Raise ConfigError where the only transport that KV may use does not work here."""
+    if config.require_transport is not None:
+        try:
+            check_usable(config.require_transport)
+        except ConfigError as error:
+            raise ConfigError(
+                f"require-transport: {config.require_transport} does not work here: {error.message}"
+            ) from error
+
+
 def check_start(config: ServeConfig, plan: ServePlan) -> None:
     """Look at memory, key file, certificates and disks. Ports are not looked at: what is to be
     replaced may still hold them.
@@ -46,6 +58,8 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
     tls = api_config(config).tls
     if tls is not None:
         check_tls(tls)
+    if config.ray_address is None and config.role != "gateway":
+        check_transport(config)
     if config.ray_address is None:  # else workers may run on other machines
         for worker in cluster_workers(config, plan, "", "", machine_facts.host_name()):
             for files in (worker.health.tls, worker.admin.tls if worker.admin else None):

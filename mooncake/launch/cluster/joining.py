@@ -11,6 +11,7 @@ import msgspec
 
 from mooncake.base import SystemIds
 from mooncake.identity import Credential
+from mooncake.launch.cluster.checks import check_transport
 from mooncake.launch.cluster.facts import ClusterFacts, NotUp, when_up
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import check_memory, make_plan
@@ -46,9 +47,12 @@ def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> Wor
     template = facts.worker
     model = config.model or template.model
     local = dataclasses.replace(
-        config, model=model, dtype=template.dtype, block_size=template.layout.block_tokens,
+        config, model=model,
+        require_transport=facts.scheduler.require_transport or config.require_transport,
+        dtype=template.dtype, block_size=template.layout.block_tokens,
         max_model_len=template.engine.max_model_len,
     )  # fmt: skip
+    check_transport(local)
     plan = make_plan(local, machine_facts.num_cores())
     check_memory(plan, machine_facts.available_bytes())
     host = machine_facts.host_name()

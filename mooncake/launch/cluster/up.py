@@ -23,6 +23,7 @@ from mooncake.base.messages import ClusterTold
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.identity.certificates import names_in
+from mooncake.launch.cluster.checks import check_transport
 from mooncake.launch.cluster.seeds import Seeds
 from mooncake.launch.config.cluster_file import (
     API_PORT,
@@ -117,6 +118,8 @@ def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, Serve
     for part in cluster.parts(machine):
         try:
             config = resolve({**part.given, "dry_run": True}, None, {})
+            if part.role != "gateway":
+                check_transport(config)
             planned.append((part, config, make_plan(config, cores)))
         except ConfigError as error:
             raise ConfigError(f"{part.name} of {machine.name}: {error.message}") from error

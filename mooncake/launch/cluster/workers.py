@@ -48,6 +48,7 @@ def cluster_workers(
     }
     node = config.node_id or host
     num_nodes = max(1, plan.num_kvstores)
+    names = [config.require_transport] if config.require_transport else config.transport
     places = itertools.count(1 if config.headless else 0)
     return [
         WorkerSettings(
@@ -60,7 +61,7 @@ def cluster_workers(
             gateway_address=gateway_address,
             seeds=list(config.seeds),
             cluster_secret=cluster_secret,
-            transfer_protocols=list(choose_protocols(config.transport, config.transfer_protection)),
+            transfer_protocols=list(choose_protocols(names, config.transfer_protection)),
             transfer_protection=config.transfer_protection,
             rdma=_rdma_settings(config),
             model=str(plan.model.path),

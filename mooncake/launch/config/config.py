@@ -215,6 +215,9 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     if config.ssd_encryption and not config.ssd:
         raise ConfigError("ssd-encryption: there are no disks; add --ssd DIR:SIZE")
     both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
+    both("require_transport", "transport", "the first names the only one")
+    if config.colocated and config.require_transport is not None:
+        raise ConfigError("require-transport: colocated is one process, which moves no KV")
     if config.hardware is not None and not config.dry_run:
         raise ConfigError("hardware: only a plan is made for other machines: add --dry-run")
     if config.colocated:

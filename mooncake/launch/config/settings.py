@@ -170,6 +170,10 @@ class ServeConfig:
         "name of this machine (default: its host name)")
     transport: tuple[str, ...] = setting(("auto",), SomeOf("auto", "shm", "rdma", "tcp"), CLUSTER,
         "LIST", "how KV may move, e.g. shm,tcp; auto: all that work on this machine")
+    require_transport: str | None = owned(SchedulerConfig, "require_transport",
+        OneOf("shm", "rdma", "tcp"), CLUSTER, "NAME",
+        "KV moves by this one alone: a worker that cannot use it does not start, and gateways use "
+        "no worker that moves KV by another (default: see --transport)")
     transfer_protection: str = setting("auto", OneOf("auto", *PROTECTIONS), CLUSTER, "KIND",
         "of KV on sockets: from nothing, from changes (mac), or from readers, too; auto: mac, none "
         "where workers listen on loopback. RDMA cannot encrypt")

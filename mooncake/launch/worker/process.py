@@ -375,6 +375,7 @@ def build(
         block_bytes=settings.layout.block_bytes,
         expert_group=settings.expert_group.name if settings.expert_group is not None else "",
         health_url=health_url,
+        transports=settings.transfer_protocols,
     )
     ports = WorkerPorts(channel=channel, transfer=transfer, clock=MonotonicClock())
     if settings.role is Role.KVSTORE:

@@ -366,6 +366,12 @@ class Gateway:
         foreign = self._membership.foreign(hello)
         if foreign is not None:
             return foreign
+        wanted = self._config.require_transport
+        if hello.role is not Role.CLIENT and wanted and hello.transports != [wanted]:
+            return (
+                f"it moves KV by {', '.join(hello.transports) or 'nothing'}, and this cluster by "
+                f"{wanted} alone (--require-transport)"
+            )
         if hello.role is not Role.CLIENT:
             return self._conductor.on_hello(hello)
         layout = self._conductor.layout

@@ -9,7 +9,8 @@ import pytest
 
 from mooncake.base import CheckpointError, ConfigError, Role
 from mooncake.crypto.keys import KeyRing
-from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.cluster import checks, joining
+from mooncake.launch.cluster.workers import cluster_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES, RankMemory
@@ -87,7 +88,6 @@ def test_a_joining_worker_computes_on_its_own_devices(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster's template names a device of the gateway's machine; how to compute, it says."""
-    from mooncake.launch.cluster import joining
     from mooncake.launch.cluster.ray_cluster import ClusterFacts
 
     monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 8)
@@ -105,6 +105,35 @@ def test_a_joining_worker_computes_on_its_own_devices(
     options = joining.joining_worker(config, facts, "secret").options
     assert (options.device, options.measure_pages) == ("cpu", False)
     assert options.attention_backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("has_device", "message"), [(False, "shows no RDMA device"), (True, "pyverbs is not installed")]
+)
+def test_a_required_transport_that_does_not_work_here_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, has_device: bool, message: str
+) -> None:
+    """At start, in a dry run, and by a worker that hears of it from the cluster it joins."""
+    monkeypatch.setattr("mooncake.transfer.factory.has_rdma_devices", lambda: has_device)
+    monkeypatch.setattr("mooncake.transfer.factory.has_pyverbs", lambda: False)
+    config = resolve({"model": str(model), "require_transport": "rdma"}, None, {})
+    plan = make_plan(config, 8)
+    with pytest.raises(ConfigError, match=f"require-transport: rdma does not work.*{message}"):
+        checks.check_start(config, plan)
+    facts = own_facts(config, plan, "tcp://g:1")
+    joins = resolve({"role": "decode", "join": "h:1"}, None, {})
+    with pytest.raises(ConfigError, match=message):
+        joining.joining_worker(joins, facts, "secret")
+
+
+def test_a_required_transport_is_the_only_one(model: Path) -> None:
+    config = resolve({"model": str(model), "require_transport": "tcp"}, None, {})
+    plan = make_plan(config, 8)
+    workers = cluster_workers(config, plan, "tcp://g:1", "secret", "host")
+    assert [worker.transfer_protocols for worker in workers] == [["tcp"]] * 3
+    joins = resolve({"role": "decode", "join": "h:1"}, None, {})
+    joined = joining.joining_worker(joins, own_facts(config, plan, "tcp://g:1"), "secret")
+    assert joined.transfer_protocols == ["tcp"]
 
 
 def test_gpus_are_counted_as_processes_will_see_them(

@@ -276,6 +276,18 @@ def test_a_worker_of_another_layout_is_not_used(
     assert [worker.id for worker in harness.gateway.status(0.0).workers] == ["p0", "d0"]
 
 
+def test_workers_that_move_kv_by_anything_but_what_is_required_are_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    harness = SchedulerHarness(require_transport="rdma")
+    for name, transports in (("d1", ["shm", "rdma", "tcp"]), ("d2", []), ("d3", ["rdma"])):
+        harness.join(name, Role.DECODE, transports=transports)
+    assert [worker.id for worker in harness.gateway.status(0.0).workers] == ["d3"]
+    assert "d1 is not used: it moves KV by shm, rdma, tcp, and this cluster by rdma alone" in (
+        caplog.text
+    )
+
+
 def test_a_worker_of_a_release_that_speaks_no_common_version_is_told_so(harness: Pair) -> None:
     later = Release("9.0", OWN_RELEASE.version + 2, OWN_RELEASE.version + 1)
     newcomer = msgspec.structs.replace(hello("d1", Role.DECODE), release=later)
