@@ -1,20 +1,27 @@
-"""`mooncake chat`: a conversation in the terminal, answers shown as they come. Keeps the turns."""
+"""`mooncake chat`: a conversation in the terminal, answers shown as they come. Keeps the turns, and
+runs the tools that the model calls where the person allows it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
 from typing import Any, TextIO
 
-from mooncake.base import MooncakeError
+from mooncake.base import ConfigError, MooncakeError
+from mooncake.cli.chat_tools import ChatTools
 from mooncake.cli.command import Command
 from mooncake.cli.status import ServerAddress
-from mooncake.launch.config.options import count, number, setting, text
+from mooncake.launch.config.options import count, number, setting, text, truth
 from mooncake.launch.host.http_client import Client
 
-ANSWERS = "answers"
+ANSWERS, TOOLS = "answers", "tools"
+MAX_ROUNDS = 8
+"""Answers with calls to one question: a model that only calls would go on for ever."""
 
 HELP = "/new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -27,8 +34,18 @@ class Chat(ServerAddress):
     system: str | None = setting(None, text, ANSWERS, "TEXT", "system message")
     max_tokens: int = setting(512, count(1), ANSWERS, "N", "of an answer")
     temperature: float | None = setting(None, number, ANSWERS, "T", "default: the model's")
+    tools: bool = setting(
+        False,
+        truth,
+        TOOLS,
+        "",
+        "let the model read a clock, a calculator, the cluster's status and the files of --folder",
+        switch=True,
+    )
+    folder: str = setting(".", text, TOOLS, "DIR", "whose files --tools may list and read")
 
 
+NO_TOOLS = '{"error": "no tools were declared"}'
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -41,11 +58,12 @@ def plain(text: str) -> str:
 class Conversation:
     """A conversation with one model: keeps its turns."""
 
-    def __init__(self, client: Client, wanted: Chat) -> None:
+    def __init__(self, client: Client, wanted: Chat, tools: ChatTools | None = None) -> None:
         self._client = client
         self._wanted = wanted
+        self._tools = tools
         self.model = wanted.model or str(client.get("/v1/models")["data"][0]["id"])
-        self.turns: list[dict[str, str]] = []
+        self.turns: list[dict[str, Any]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -56,39 +74,90 @@ class Conversation:
     def ask(self, question: str, out: TextIO) -> str:
         """Send a question, write the answer to `out` as it arrives and return it.
 
-        An answer that is interrupted stays in the conversation as far as it came; one that failed
-        takes its question with it.
+        Where the model calls tools, they are run, shown, and the model goes on with what they
+        returned. An answer that is interrupted stays in the conversation as far as it came; one
+        that failed takes its question with it.
+
+        Raises:
+            MooncakeError: the server failed, or the model does nothing but call.
         """
+        begun = len(self.turns)
         self.turns.append({"role": "user", "content": question})
+        try:
+            for _ in range(MAX_ROUNDS):
+                text, calls = self._answer(out)
+                turn = {"role": "assistant", "content": text}
+                self.turns.append(turn | {"tool_calls": calls} if calls else turn)
+                if not calls:
+                    return text
+                self._run(calls, out)
+        except MooncakeError:
+            del self.turns[begun:]
+            raise
+        del self.turns[begun:]
+        raise MooncakeError(f"the model called tools {MAX_ROUNDS} times and gave no answer")
+
+    def _answer(self, out: TextIO) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text of one answer and its calls; one that is interrupted has no calls."""
         body: dict[str, Any] = {
             "model": self.model, "messages": self.turns, "stream": True,
             "max_tokens": self._wanted.max_tokens,
         }  # fmt: skip
         if self._wanted.temperature is not None:
             body["temperature"] = self._wanted.temperature
+        if self._tools is not None:
+            body["tools"] = self._tools.declarations()
         parts: list[str] = []
+        calls: dict[int, dict[str, Any]] = {}
         try:
             for event in self._client.stream("/v1/chat/completions", body):
                 for choice in event.get("choices", []):
-                    text = choice.get("delta", {}).get("content") or ""
+                    delta = choice.get("delta", {})
+                    _add(calls, delta.get("tool_calls") or ())
+                    text = delta.get("content") or ""
                     parts.append(text)
                     out.write(plain(text))
                     out.flush()
         except KeyboardInterrupt:
             out.write(" …")
-        except MooncakeError:
-            self.turns.pop()
-            raise
+            calls = {}
         finally:
-            out.write("\n")
-        self.turns.append({"role": "assistant", "content": "".join(parts)})
-        return "".join(parts)
+            if not calls or any(parts):
+                out.write("\n")
+        return "".join(parts), [calls[index] for index in sorted(calls)]
+
+    def _run(self, calls: list[dict[str, Any]], out: TextIO) -> None:
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            answer = self._tools.run(name, arguments) if self._tools is not None else NO_TOOLS
+            out.write(f"  {plain(f'{name}({arguments}) -> {answer}')}\n")
+            turn = {"role": "tool", "tool_call_id": call["id"], "content": answer}
+            self.turns.append(turn)
+
+
+def _add(calls: dict[int, dict[str, Any]], pieces: Iterable[Mapping[str, Any]]) -> None:
+    """Add the pieces of calls in one event of a stream to the calls so far."""
+    for piece in pieces:
+        empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        call = calls.setdefault(piece["index"], empty)
+        call["id"] += piece.get("id") or ""
+        for key, more in (piece.get("function") or {}).items():
+            call["function"][key] += more or ""
 
 
 def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None = None) -> int:
-    """Converse until the person leaves. `read` asks for a line, `out` gets the answers."""
+    """Converse until the person leaves. `read` asks for a line, `out` gets the answers.
+
+    Raises:
+        ConfigError: the folder of the tools is none.
+        MooncakeError: no server answers.
+    """
+    if wanted.tools and not Path(wanted.folder).is_dir():
+        raise ConfigError(f"--folder: {wanted.folder} is no folder")
     out = out or sys.stdout
-    conversation = Conversation(Client(wanted.url, wanted.api_key), wanted)
+    client = Client(wanted.url, wanted.api_key)
+    tools = ChatTools(client, Path(wanted.folder), datetime.now) if wanted.tools else None
+    conversation = Conversation(client, wanted, tools)
     out.write(f"Talking to {plain(conversation.model)}. {HELP}.\n")
     while True:
         try:
@@ -112,7 +181,8 @@ def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None
 COMMANDS = (
     Command(
         words="chat", summary="talk to a server in the terminal", settings=Chat, run=talk,
-        examples="mooncake chat\nmooncake chat --url http://10.0.0.7:8000 --max-tokens 300 "
+        examples="mooncake chat\nmooncake chat --tools --folder docs\n"
+        "mooncake chat --url http://10.0.0.7:8000 --max-tokens 300 "
         '--system "You answer in one sentence."',
     ),
 )  # fmt: skip

@@ -74,7 +74,7 @@ class Run:
         if (self._out / STATE_NAME).exists():
             progress = load_state(self._out / STATE_NAME, self.model, self._optimizer, self._norms)
             self.step, self._tokens = progress["step"], progress["tokens"]
-            self._check_tasks(progress["tasks"])
+            self._check_tasks(progress.get("tasks", {}))
         self._forget_later_lines()
 
     def go(
