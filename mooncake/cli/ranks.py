@@ -36,6 +36,7 @@ class Ranks:
         "seconds that ranks still compute after SIGTERM, or until their leads have gone")
     cluster_secret: str | None = same_as(ServeConfig, "cluster_secret", GROUP)
     cluster_secret_file: str | None = same_as(ServeConfig, "cluster_secret_file", GROUP)
+    audit_log: str | None = same_as(ServeConfig, "audit_log", GROUP)
     # fmt: on
 
 
@@ -49,6 +50,7 @@ def run(wanted: Ranks) -> int:
     from mooncake.launch.host.secret_file import SecretFollower
     from mooncake.launch.host.vital_threads import end_with_vital_threads
     from mooncake.launch.worker.rank_host import RankHost
+    from mooncake.telemetry.audit import configure_audit
     from mooncake.telemetry.log import configure_logging
 
     if not wanted.cluster_secret:
@@ -62,6 +64,7 @@ def run(wanted: Ranks) -> int:
             f"{wanted.bind_host}; give one address"
         )
     configure_logging("ranks", sys.stderr)
+    configure_audit("ranks", wanted.audit_log)
     end_with_vital_threads()
     credential = own_credential(wanted.cluster_secret, CredentialRole.WORKER, name="ranks")
     host = RankHost(wanted.bind_host, wanted.port, credential)

@@ -38,6 +38,9 @@ class Signer:
         "that a certificate for TLS counts (default: as long as the authority's)")
     host: str = setting("127.0.0.1", text, GROUP, "HOST", "where it listens")
     port: int = setting(8300, count(0), GROUP, "PORT", "0: any free one")
+    audit_log: str | None = setting(None, text, GROUP, "PATH",
+        "append who was given a credential and who was refused, one JSON object a line; -: on "
+        "standard error")
     # fmt: on
 
 
@@ -49,9 +52,11 @@ def run(wanted: Signer) -> int:
     """
     from mooncake.launch.host.signer import Signer as Server
     from mooncake.launch.host.signer import SignerSettings
+    from mooncake.telemetry.audit import configure_audit
     from mooncake.telemetry.log import configure_logging
 
     configure_logging("signer", sys.stderr)
+    configure_audit("signer", wanted.audit_log)
     stop = threading.Event()
     for number_ in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number_, lambda *_: stop.set())

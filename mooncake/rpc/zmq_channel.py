@@ -29,7 +29,8 @@ from zmq.utils.monitor import parse_monitor_message
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
-from mooncake.base.messages import Refused, StepOutputs
+from mooncake.base.messages import Drain, Refused, StepOutputs
+from mooncake.base.pool_messages import RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, Credential, check_certificate
 from mooncake.rpc.channel import PeerEnded
@@ -42,6 +43,7 @@ from mooncake.rpc.codec import (
     head_of,
 )
 from mooncake.rpc.ended_peers import EndedPeers
+from mooncake.telemetry.audit import audit
 
 _LOG = logging.getLogger(__name__)
 _MAX_PER_RECEIVE = 4096
@@ -334,6 +336,7 @@ class ZmqChannel:
             holder = self._gate.holder(data, key)
         except Forbidden as error:
             self._refuse(key, error.message)
+            audit("proof_failed", proof="credential", whence=whence, reason=error.message)
             return None
         self._connections.proven(frame.get(zmq.SRCFD), holder, self._port)
         try:
@@ -351,9 +354,13 @@ class ZmqChannel:
             or refusal(holder.sender, message, whence)
             or holder.over(message, self._clock.now())
         )
+        who = holder.certificate.name
         if reason is None:
+            if type(message) in _AUDITED:
+                _audit(message, who, whence)
             return message
         self._refuse(key, reason)
+        audit("message_refused", kind=key, who=who, whence=whence, reason=reason)
         self._send_refusal(holder.sender, message, reason, whence)
         return None
 
@@ -393,6 +400,16 @@ class ZmqChannel:
         self._inbox.close()
         self._doorbell.close()
         self._context.destroy(linger=self._limits.linger_ms)
+
+
+_AUDITED = {Drain: "drain", RemoveBlocks: "removal"}
+"""Messages whose senders are written down."""
+
+
+def _audit(message: AnyMessage, who: str, whence: str) -> None:
+    event = _AUDITED[type(message)]
+    num_blocks = len(message.keys) if isinstance(message, RemoveBlocks) else None
+    audit(event, kind=who, who=who, whence=whence, num_blocks=num_blocks)
 
 
 class _Connections:

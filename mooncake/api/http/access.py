@@ -22,6 +22,7 @@ from mooncake.api.errors import forbidden
 from mooncake.api.http.limits import Account, InFlight, Limited, Shares
 from mooncake.api.http.response import ErrorResponse
 from mooncake.base import Clock, IdSource, MooncakeError, Priority, Unauthorized
+from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
 from mooncake.telemetry.events import Recorder, Refused
 
 OPEN_PATHS = frozenset(
@@ -146,11 +147,15 @@ class Access:
             if account is None:
                 error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
                 self._refused(request_id, error.http_status, "no_valid_key")
+                audit("proof_failed", proof="API key", whence=_client(scope), path=scope["path"])
                 await ErrorResponse(error)(scope, receive, named_send)
                 return
         if account is not None:
             state["key_name"] = account.key.name
-            if scope["path"].startswith(OPERATOR_PATH) and not account.key.operator:
+            is_operators = scope["path"].startswith(OPERATOR_PATH)
+            if is_operators:
+                self._audit(account.key, scope)
+            if is_operators and not account.key.operator:
                 error = forbidden(
                     f"{scope['path']} tells of hosts, processes and the requests of all tenants: "
                     "use an operator's key (`operator: true` in --api-keys-file, or --api-key)"
@@ -195,6 +200,14 @@ class Access:
         finally:
             in_flight.end()
 
+    def _audit(self, key: ApiKey, scope: Scope) -> None:
+        """Write down who uses an operator's route, or may not."""
+        audit(
+            OPERATOR_ROUTE if key.operator else "operator_route_refused",
+            kind=f"{key.name} {scope['path']}", who=key.name, whence=_client(scope),
+            path=scope["path"],
+        )  # fmt: skip
+
     def _refused(self, request_id: str, status: int, reason: str) -> None:
         at_s = self._clock.now()
         self._recorder.record(
@@ -215,6 +228,10 @@ def _host_name(headers: Headers) -> str:
     given = headers.get("host", "localhost")
     name = given.rpartition(":")[0] if re.search(r":[0-9]*$", given) else given
     return name.removeprefix("[").removesuffix("]").lower()
+
+
+def _client(scope: Scope) -> str | None:
+    return scope["client"][0] if scope.get("client") else None
 
 
 def _is_loopback(host: str) -> bool:

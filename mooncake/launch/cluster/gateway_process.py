@@ -26,6 +26,7 @@ from mooncake.rpc.kv_events import KvEventPublisher, KvEventsConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.gateway.status import ClusterStatus
 from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.telemetry.audit import reopen
 from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
@@ -163,7 +164,12 @@ class GatewayProcess:
             return None
         asked = asyncio.Event()
         asked.set()  # it may have changed since it was read for the API server
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+
+        def on_signal() -> None:
+            asked.set()
+            reopen()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
         keyring = self._app.state.keyring
         return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
 

@@ -37,6 +37,7 @@ from mooncake.launch.worker import process
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.events import Recorders
 from mooncake.telemetry.log import configure_logging
 from mooncake.telemetry.metrics import Metrics
@@ -92,6 +93,7 @@ def serve_alone(config: ServeConfig) -> int:
     plan = make_plan(config, machine_facts.num_cores())
     check_start(config, plan)
     configure_logging("pool", sys.stderr, level=config.log_level, form=config.log_format)
+    configure_audit("pool", config.audit_log)
     registry = Registry(config, plan, str(config.cluster_secret)) if config.join is None else None
     address = registry.address if registry is not None else config.seeds[0]
     node_id = config.node_id or machine_facts.host_name()

@@ -54,6 +54,7 @@ from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.log import configure_logging
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class WorkerActor:
         )
         end_with_vital_threads()
         try:
+            configure_audit(settings.worker_id, settings.audit_log)
             secret, file = _secret_here(Path(secret_file))
             process.run(
                 msgspec.structs.replace(settings, cluster_secret=secret),

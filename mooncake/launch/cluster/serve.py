@@ -36,6 +36,7 @@ from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.start_phases import StartPhases, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.log import configure_logging
 
@@ -127,6 +128,7 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     if not config.headless:
         machine_facts.check_port(config.host, config.port)
     configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
+    configure_audit("gateway", config.audit_log)
     return _run(config, plan, lambda: _make(config, plan, SystemIds(), forks), phases)
 
 
@@ -145,6 +147,7 @@ def _serve_joined(config: ServeConfig) -> int:
     configure_logging(
         cluster.gateway_id, sys.stderr, level=config.log_level, form=config.log_format
     )
+    configure_audit(cluster.gateway_id, config.audit_log)
     phases = StartPhases("joining", process_began_s())
     return _run(config, cluster.plan, lambda: (cluster, cluster.open()), phases)
 

@@ -20,6 +20,7 @@ from mooncake.api import ApiKey
 from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host.credentials import check_mode
+from mooncake.telemetry.audit import audit
 
 LIMITS = ("requests_per_min", "tokens_per_min", "max_concurrent")
 FIELDS = ("name", "key", "sha256", "tenant", "priorities", "operator", *LIMITS)
@@ -49,8 +50,10 @@ class KeyFile:
             keys = read_keys(self._path)
         except ConfigError as error:
             _log.error("the keys stay as they were: %s", error.message)
+            audit("keys_refused", file=self._path, reason=error.message)
             return None
         _log.info("api-keys-file: %d keys read from %s", len(keys), self._path)
+        audit("keys_read", file=self._path, names=sorted(key.name for key in keys))
         return keys
 
     def _look(self) -> tuple[int, ...]:

@@ -342,6 +342,9 @@ class ServeConfig:
         "of the log on standard error")
     log_format: str = setting("text", OneOf("text", "json"), OTHER, "FORMAT",
         "json: one object a line")
+    audit_log: str | None = setting(None, text, OTHER, "PATH",
+        "append who drained, removed, changed keys or failed to prove himself, one JSON object a "
+        "line; -: on standard error")
     dry_run: bool = setting(False, truth, OTHER, "", switch=True,
         text="print the configuration and memory plan, check all that `serve` would, start nothing")
     hardware: str | None = setting(None, text, OTHER, "H", "with --dry-run: fit the model on these "

@@ -15,6 +15,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import Trust
 from mooncake.launch.host.credentials import SCHEME, RequestVerifier
 from mooncake.launch.host.http_server import Answer, Request, Route, error
+from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
 
 
 class Guard:
@@ -37,6 +38,13 @@ class Guard:
         """Return the answer to one who may not ask this; None: he may."""
         signer = self.verifier.signer(request.authorization, request.method, request.path)
         if signer is None and not self._has_token(request.authorization):
+            if request.authorization:  # the first request of a signer comes without any
+                audit(
+                    "proof_failed",
+                    proof="signature or token",
+                    whence=request.client,
+                    path=request.path,
+                )
             token = "send 'Authorization: Bearer TOKEN' with an --admin-token of the node, or "
             return error(
                 HTTPStatus.UNAUTHORIZED,
@@ -44,7 +52,13 @@ class Guard:
                 "credential, as `mooncake pool` does",
                 WWW_Authenticate=f"{SCHEME} {self.verifier.challenge()}",
             )
-        if signer is not None and not set(roles).intersection(signer.roles):
+        who = signer.name if signer is not None else "an admin token"
+        may = signer is None or bool(set(roles).intersection(signer.roles))
+        audit(
+            OPERATOR_ROUTE if may else "operator_route_refused", kind=f"{who} {request.path}",
+            who=who, whence=request.client, path=request.path,
+        )  # fmt: skip
+        if signer is not None and not may:
             wanted = " or ".join(sorted(role.value for role in roles))
             return error(
                 HTTPStatus.FORBIDDEN,

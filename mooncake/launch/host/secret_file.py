@@ -10,6 +10,7 @@ from pathlib import Path
 from mooncake.base import ConfigError, MooncakeError
 from mooncake.base.vital_thread import VitalThread
 from mooncake.launch.host.credentials import read_secret
+from mooncake.telemetry.audit import audit
 
 LOOK_S = 2.0
 """How often the file is read. What it says counts once two looks have found it: a file that is
@@ -52,8 +53,10 @@ class SecretFollower:
                 self._use(found)
             except MooncakeError as error:
                 _log.error("the cluster secret stays as it was: %s", error.message)
+                audit("secret_refused", file=str(file), reason=error.message)
             else:
                 _log.info("cluster-secret-file: %s has been read again and counts now", file)
+                audit("secret_read", file=str(file))
 
 
 def _read(file: Path) -> str | None:

@@ -30,6 +30,7 @@ from mooncake.identity.enrolment import (
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.health import probe_routes
 from mooncake.launch.host.http_server import Answer, HttpServer, Request, Route, error
+from mooncake.telemetry.audit import audit
 from mooncake.telemetry.health import Vitals
 
 PATH = "/v1/enrol/"
@@ -93,10 +94,12 @@ class Signer:
             token = self._token(place)
             question = decode(request.body, Question, token)
             enrolled = self._enrolled(place, question, _plain(request.client))
-        except Forbidden as problem:
-            return error(HTTPStatus.FORBIDDEN, problem.message)
         except MooncakeError as problem:
-            return error(HTTPStatus.SERVICE_UNAVAILABLE, problem.message)
+            is_his = isinstance(problem, Forbidden)
+            audit("enrolment_refused", place=place, whence=request.client, reason=problem.message)
+            status = HTTPStatus.FORBIDDEN if is_his else HTTPStatus.SERVICE_UNAVAILABLE
+            return error(status, problem.message)
+        audit("enrolled", kind=place, place=place, whence=request.client)
         return Answer(HTTPStatus.OK, BYTES, encode(enrolled, token, request.body))
 
     def _enrolled(self, place: str, question: Question, address: str) -> Enrolled:

@@ -167,6 +167,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     self_profile: bool
     log_level: str
     log_format: str
+    audit_log: str | None = None
     options: ModelOptions
     health: HealthSettings = HealthSettings()
     """Of a worker with a process of its own."""

@@ -20,6 +20,7 @@ from mooncake.launch.worker.far_ranks import HOSTS_NAME, RankWanted
 from mooncake.launch.worker.rank_processes import start_follower
 from mooncake.launch.worker.sealed_link import SealedLink
 from mooncake.model.options import ModelOptions
+from mooncake.telemetry.audit import audit
 
 MAX_RANKS = 64
 MAX_UNPROVEN = 64
@@ -102,6 +103,7 @@ class RankHost:
                     self._places.release()
         except (OSError, MooncakeError, msgspec.MsgspecError) as error:
             _log.warning("%s asked for a rank in vain: %s", whence, error)
+            audit("proof_failed", proof="rank", whence=whence, reason=str(error))
 
     def _follow(self, link: SealedLink, whence: str) -> None:
         """Run the follower of a proven lead for as long as both live."""

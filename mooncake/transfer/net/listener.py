@@ -76,6 +76,15 @@ def watch_host(sock: socket.socket, dead_host_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * dead_host_s))
 
 
+def whence(sock: socket.socket) -> str | None:
+    """Return the address of the other end; None: it has gone, or is of this host."""
+    try:
+        peer = sock.getpeername()
+    except OSError:
+        return None
+    return str(peer[0]) if isinstance(peer, tuple) else None
+
+
 class Session(Protocol):
     """One connection of a peer to us."""
 

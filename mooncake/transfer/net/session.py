@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
+from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.codec import Answer, Ask, Codec
 from mooncake.transfer.net.control_link import ControlLink, begin_to_connect
 from mooncake.transfer.net.directory import PeerDirectory, PeerKey
 from mooncake.transfer.net.endpoint import parse_endpoint
 from mooncake.transfer.net.handshake import AcceptingSide, ConnectingSide, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop, Timer
+from mooncake.transfer.net.listener import whence
 
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
@@ -185,6 +187,7 @@ class OwnerStream:
         self._name = name
         self._handshake = handshake
         self._events = events
+        self._whence = whence(sock)
         self._link = ControlLink(loop, sock, self._on_frame, self._on_end)
         self._timer = loop.call_later(handshake_s, self._on_silence)
 
@@ -211,6 +214,10 @@ class OwnerStream:
         self._link.send(answer)
         if self._handshake.refusal is not None:
             _LOG.warning("%s peer refused: %s", self._name, self._handshake.refusal)
+            audit(
+                "proof_failed", proof="transfer", whence=self._whence,
+                reason=self._handshake.refusal,
+            )  # fmt: skip
             self._events.close()
 
     def _on_silence(self) -> None:

@@ -11,6 +11,7 @@ import socket
 import threading
 
 from mooncake.base.errors import ProtocolError
+from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, IoLoop
 from mooncake.transfer.net.listener import Listener
@@ -160,6 +161,7 @@ class ShmSession:
         self._sock.send(answer)
         if self._handshake.refusal is not None:
             _LOG.warning("shared-memory peer refused: %s", self._handshake.refusal)
+            audit("proof_failed", proof="transfer", reason=self._handshake.refusal)
             self.close()
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake.base.errors import ProtocolError
+from mooncake.telemetry.audit import audit
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import (
@@ -30,7 +31,7 @@ from mooncake.transfer.net.handshake import (
     PeerIdentity,
 )
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
-from mooncake.transfer.net.listener import Listener, tcp_listener, watch_host
+from mooncake.transfer.net.listener import Listener, tcp_listener, watch_host, whence
 from mooncake.transfer.net.seals import UNSEALED
 from mooncake.transfer.regions import RangeRefused, RegionTable, Withdrawable, withdrawn
 from mooncake.transfer.tcp import wire
@@ -120,6 +121,7 @@ class ServerConnection:
         self._request: wire.Header | None = None
         self._began_s = 0.0
         self._nic = sock.getsockname()[0]
+        self._whence = whence(sock)
         self._refusal: str | None = None
         self._needed: list[Withdrawable] = []
         """The regions that the request in hand touches, its grant, and a pool client's loans."""
@@ -227,6 +229,12 @@ class ServerConnection:
         answer = self._handshake.step(data)
         if self._handshake.refusal is not None:
             _LOG.warning("transfer connection refused: %s", self._handshake.refusal)
+            audit(
+                "proof_failed",
+                proof="transfer",
+                whence=self._whence,
+                reason=self._handshake.refusal,
+            )
             self._sock.send(wire.pack_handshake(answer))
             self.close()
             return

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.server import serve
 from mooncake.api.model import ServedModel
 from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
+from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.events import EventList, Refused
 from tests.support.api.server import Script, ScriptedBackend, answer, refusal, says, tiny_model
 
@@ -271,6 +274,31 @@ def test_the_cluster_is_shown_to_operators_only() -> None:
             assert (await client.get("/v1/models", headers=bearer("alice"))).is_success
 
     asyncio.run(main())
+
+
+def test_who_uses_operators_routes_and_who_fails_is_written_down(tmp_path: Path) -> None:
+    """By the names of keys: no line has a key, also none of those that do not count."""
+    place = tmp_path / "audit.jsonl"
+
+    async def main() -> None:
+        keys = (key("alice"), key("root", operator=True))
+        async with limited_api_server(ScriptedBackend(says("hello")), *keys) as client:
+            for name in ("nobody", "alice", "root", "root"):
+                async with client.stream("GET", "/v1/cluster/status", headers=bearer(name)):
+                    pass
+
+    configure_audit("gw", str(place))
+    try:
+        asyncio.run(main())
+    finally:
+        configure_audit("", None)
+    lines = [json.loads(line) for line in place.read_text().splitlines()]
+    assert [(each["event"], each.get("who")) for each in lines] == [
+        ("proof_failed", None), ("operator_route_refused", "alice"), ("operator_route", "root"),
+    ]  # fmt: skip
+    assert {each["path"] for each in lines} == {"/v1/cluster/status"}
+    assert {each["whence"] for each in lines} == {"127.0.0.1"}
+    assert "nobody" not in place.read_text()
 
 
 def test_a_client_that_leaves_while_its_schema_is_compiled_frees_its_place_at_once(

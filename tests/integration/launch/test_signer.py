@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
+import json
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from mooncake.identity import check_certificate, cluster_keys, own_credential
 from mooncake.launch.host.enrol import Enrolment, enrol
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.host.signer import PLACES, Signer, SignerSettings
+from mooncake.telemetry.audit import configure_audit
 from tests.support.certificates import Host
 
 NAMES = ("credential", "cert.pem", "key.pem", "ca.pem")
@@ -113,6 +115,8 @@ def test_a_process_goes_on_with_a_renewed_credential(
 def test_another_token_address_or_place_gets_nothing(
     settings: SignerSettings, signer: Signer, tmp_path: Path
 ) -> None:
+    place = tmp_path / "audit.jsonl"
+    configure_audit("signer", str(place))
     gateways = str(tmp_path / "tokens" / "gateway")
     for changed, problem in (
         ({"token_file": gateways}, "not made with the token of this role"),
@@ -125,6 +129,12 @@ def test_another_token_address_or_place_gets_nothing(
     with pytest.raises(ConfigError, match="'operator' is none of head"):
         enrol(wanted(signer, tmp_path, "operator"))
     assert not (tmp_path / "own").exists()
+    configure_audit("", None)
+    lines = [json.loads(line) for line in place.read_text().splitlines()]
+    assert [(each["event"], each["place"], each["whence"]) for each in lines] == [
+        ("enrolment_refused", "prefill", "127.0.0.1"), ("enrolled", "prefill", "127.0.0.1"),
+    ]  # fmt: skip
+    assert "not made with the token" in lines[0]["reason"]
 
 
 def test_a_changed_token_counts_at_once_and_a_short_one_never(

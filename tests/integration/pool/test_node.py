@@ -20,7 +20,7 @@ import pytest
 from mooncake.base import Tier, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
-from mooncake.identity import own_credential
+from mooncake.identity import issue, own_credential
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.pool_client.session import PoolSession, locate
 from tests.support.kvstore.pool_process import SECRET, PoolProcess, has_ipv6, until
@@ -282,6 +282,51 @@ def test_a_second_node_of_one_name_on_one_machine_is_refused(
     assert cli.run(["serve", str(model), "--role", "kvstore", "--dram", "1MiB", *join]) == 2
     assert "runs on this machine already" in capsys.readouterr().err
     until(lambda: ask(f"{node.url}/health", key="")[0] == 200, "the first goes on")
+
+
+def test_who_did_what_is_written_down(model: Path, tmp_path: Path) -> None:
+    """With names, without keys, in a file that logrotate moves away; and SIGHUP ends nothing."""
+    place, moved = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    words = ("--dram", "1MiB", "--audit-log", str(place), "--cluster-secret-file", str(secret))
+    with PoolProcess(model, tmp_path / "log", *words) as node:
+
+        def events(file: Path, name: str) -> list[dict[str, Any]]:
+            found = [json.loads(line) for line in file.read_text().splitlines()]
+            return [each for each in found if each["event"] == name]
+
+        client = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT], tenant="acme")
+        with node.session(cluster_secret=client.text) as session:
+            blocks = blocks_of(session, 1, 2)
+            session.put(blocks)
+            session.remove(list(blocks))
+        (removal,) = events(place, "removal")
+        assert (removal["who"], removal["num_blocks"], removal["whence"]) == ("etl", 2, "127.0.0.1")
+        assert removal["process"] == "pool"
+        for _ in range(3):
+            assert ask(f"{node.url}/v1/pool/stats", key="a wrong secret")[0] == 401
+        failed = events(place, "proof_failed")
+        assert {(each["whence"], each["path"]) for each in failed} == {
+            ("127.0.0.1", "/v1/pool/stats")
+        }
+        with node.session(cluster_secret=client.text) as session:
+            session.drain()
+            until(lambda: bool(events(place, "message_refused")), "it may not")
+        (refused,) = events(place, "message_refused")
+        assert "may not send Drain" in refused["reason"]
+        place.rename(moved)
+        node.process.send_signal(signal.SIGHUP)
+        until(place.exists, "the file is made anew")
+        secret.write_text(f"{SECRET}\nthe next one\n")
+        until(lambda: bool(events(place, "secret_read")), "the new secret counts")
+        operator = issue(SECRET, "ann", [CredentialRole.OPERATOR])
+        assert ask(f"{node.url}/v1/pool/drain", "POST", operator.text)[0] == 202
+        (route,) = [e for e in events(place, "operator_route") if e["path"] == "/v1/pool/drain"]
+        assert route["who"] == "ann"
+        written = moved.read_text() + place.read_text()
+        assert not any(each in written for each in (SECRET, "the next one", operator.text))
+        assert node.stop(signal.SIGTERM) == 0
 
 
 def test_a_node_that_hears_no_gateway_is_not_well(model: Path, tmp_path: Path) -> None:
