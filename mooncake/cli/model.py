@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -212,9 +211,8 @@ def digests(wanted: Digests) -> int:
     Raises:
         CheckpointError: a file cannot be read, or to be written to `out`, it is no checkpoint.
     """
-    from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
+    from mooncake.model.checkpoint.files.checkpoint_files import state_digests
     from mooncake.model.checkpoint.files.encryption import read_manifest
-    from mooncake.model.checkpoint.files.revision import STATED_NAME, StatedDigests, file_digests
 
     path = Path(wanted.model)
     lines = [f"{digest}  {name}\n" for name, digest in digests_of(path).items()]
@@ -225,8 +223,7 @@ def digests(wanted: Digests) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "digests").write_text("".join(lines))
     if read_manifest(path) is None:  # what is encrypted says it in a file of its own
-        stated = StatedDigests(files=file_digests(CheckpointFiles.open(path).contents))
-        (folder / STATED_NAME).write_bytes(msgspec.json.encode(stated))
+        state_digests(path, folder)
     return 0
 
 

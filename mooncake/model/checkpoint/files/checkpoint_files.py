@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mooncake.base import CheckpointError
 from mooncake.crypto.keys import KeyRing
 from mooncake.model.checkpoint.files.encryption import (
@@ -25,6 +27,7 @@ from mooncake.model.checkpoint.files.file_bytes import FileBytes, PlainBytes
 from mooncake.model.checkpoint.files.revision import (
     STATED_NAME,
     Progress,
+    StatedDigests,
     file_digests,
     stated_digests,
     weights_revision,
@@ -144,6 +147,17 @@ class CheckpointFiles:
                     f"write {STATED_NAME} anew if you trust it (`mooncake model digests`)"
                 )
         return weights_revision((self.path / "config.json").read_bytes(), digests)
+
+
+def state_digests(path: Path, folder: Path) -> None:
+    """Write into `folder` what the plain weights in `path` are: `weights-digests.json`, by which
+    processes that read no weights know them.
+
+    Raises:
+        CheckpointError: there are none, or they cannot be read.
+    """
+    stated = StatedDigests(files=file_digests(CheckpointFiles.open(path).contents))
+    (folder / STATED_NAME).write_bytes(msgspec.json.encode(stated))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from mooncake.base import ConfigError
-from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME
+from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME, state_digests
+from mooncake.model.checkpoint.files.revision import STATED_NAME
 from mooncake.model.checkpoint.files.whole_directory import copy_beside, whole_directory
 from mooncake.model.checkpoint.quant import quantize_fp8_block, quantize_int4_packed
 from mooncake.model.checkpoint.quant_format import (
@@ -76,7 +77,7 @@ def convert_checkpoint(
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write `source` quantized as `format_name` ("fp8" or "int4") to the directory `out`, with what
-    it has of MTP layers.
+    it has of MTP layers, and with `weights-digests.json`.
 
     Files beside the weights (tokenizer, templates) are copied. The directory appears whole or not
     at all. shard_bytes: of the source's weights, that go into one file.
@@ -95,6 +96,7 @@ def convert_checkpoint(
     with whole_directory(out) as staging:
         _copy_beside(source, staging, QUANTIZATION_CONFIGS[format_name])
         _write(checkpoint, staging, QUANTIZATION_CONFIGS[format_name], progress, shard_bytes)
+        state_digests(staging, staging)
     return out
 
 
@@ -112,7 +114,7 @@ def quantized(
 
 
 def _copy_beside(source: Path, staging: Path, quantization: Mapping[str, Any]) -> None:
-    copy_beside(source, staging, skip=(INDEX_NAME,))
+    copy_beside(source, staging, skip=(INDEX_NAME, STATED_NAME))
     config = json.loads((source / "config.json").read_bytes())
     config["quantization_config"] = dict(quantization)
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mooncake.base import ConfigError
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, state_digests
+from mooncake.model.checkpoint.files.revision import file_digests, stated_digests
 from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS, convert_checkpoint
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.quant_format import Fp8Block, Int4Group
@@ -38,6 +40,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     model = truth("yarn", dtype="float32", **WIDER)
     home = tmp_path_factory.mktemp("convert")
     model.save_pretrained(home / "plain")
+    state_digests(home / "plain", home / "plain")  # which is not what comes out
     (home / "plain" / "tokenizer.json").write_text("{}")
     seen: list[tuple[int, int]] = []
     out = convert_checkpoint(
@@ -85,6 +88,11 @@ def test_the_layout_is_the_published_one(converted) -> None:
         assert found[kept][0] == torch.float32
     assert len(list(out.glob("*.safetensors"))) > 1
     assert (out / "tokenizer.json").read_text() == "{}"
+    assert stated_digests(out) == file_digests(CheckpointFiles.open(out).contents)
+    assert (
+        CheckpointFiles.open(out).revision()
+        == CheckpointFiles.open(out, reads_weights=False).revision()
+    )
 
 
 def test_logits_equal_transformers_on_the_dequantized_weights(converted) -> None:
