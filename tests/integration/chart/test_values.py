@@ -255,7 +255,7 @@ def test_the_head_hears_of_shapes_and_each_rank_gets_a_gpu(tmp_path: Path) -> No
         role: workload["spec"]["template"]["spec"]["containers"][0]["resources"]
         for role, workload in workloads(documents).items()
     }
-    assert resources["prefill"]["limits"] == {"nvidia.com/gpu": 4}
+    assert resources["prefill"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": 4}
     assert resources["prefill"]["requests"]["memory"] == "32Gi"
     assert resources["decode"]["limits"] == {"memory": "9Gi", "amd.com/gpu": 8}
     assert resources["decode"]["requests"]["cpu"] == 3
