@@ -22,6 +22,7 @@ SUMMARIES = {
     "serve": "serve a checkpoint",
     "up": "be one machine of a cluster over several",
     "cluster": "make what the machines of a cluster must have",
+    "doctor": "look at a machine: driver, NICs, limits, clock, peers, disks",
     "model": "work with checkpoints",
     "train": "train a small checkpoint on generated tasks",
     "ranks": "compute stages of engines that other machines lead",

@@ -14,11 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mooncake.base import ConfigError, MooncakeError, Role, format_bytes
+from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.base.messages import ClusterTold
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
@@ -243,7 +242,7 @@ class Up:
             self._answered_s = now_s
         elif now_s < self._answered_s + SILENCE_S:
             return
-        missing = self._absent(answers)
+        missing = self._cluster.missing(told.members for told in answers)
         if missing == self._missing and (not missing or now_s < self._said_s + REMIND_S):
             return
         self._missing, self._said_s = missing, now_s
@@ -261,19 +260,6 @@ class Up:
     def _port(self) -> int:
         settings = {**self._cluster.settings["settings"], **self._cluster.settings["gateway"]}
         return int(str(settings.get("port", API_PORT)))
-
-    def _absent(self, answers: Sequence[ClusterTold]) -> dict[str, int]:
-        """Return how many of each kind no gateway knows. Without an answer all gateways are."""
-        here: Counter[str] = Counter()
-        for told in answers:
-            here |= Counter(
-                name if role is Role.GATEWAY else f"{role.value}@{name}"
-                for role, name in told.members
-            )
-        wanted = Counter[str]()
-        for machine in self._cluster.machines:
-            wanted += Counter(self._cluster.members(machine))
-        return dict(wanted - here)
 
     def _named(self, missing: dict[str, int]) -> Iterator[str]:
         for machine in self._cluster.machines:

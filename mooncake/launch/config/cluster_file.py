@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Role
 from mooncake.launch.config import options
 from mooncake.launch.config.config import read_yaml, unknown_setting
 from mooncake.launch.config.options import bracketed, count, flag
@@ -103,6 +104,18 @@ class ClusterFile:
         for index in range(machine.counts.get("gateway", 0)):
             wanted[f"gateway-{machine.name}-{JOIN_PORT + index}"] = 1
         return wanted
+
+    def missing(self, told: Iterable[Iterable[tuple[Role, str]]]) -> dict[str, int]:
+        """Return how many of each kind no gateway knows, by the members that each has told."""
+        here: Counter[str] = Counter()
+        for members in told:
+            here |= Counter(
+                name if role is Role.GATEWAY else f"{role.value}@{name}" for role, name in members
+            )
+        wanted: Counter[str] = Counter()
+        for machine in self.machines:
+            wanted += Counter(self.members(machine))
+        return dict(wanted - here)
 
     def parts(self, machine: Machine) -> list[Part]:
         """Return the processes of a machine; files they name are beside the cluster's."""

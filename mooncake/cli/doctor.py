@@ -1,0 +1,63 @@
+"""`mooncake doctor`: looks at a machine, and says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from mooncake.cli.command import Command
+from mooncake.launch.config.options import setting, text, truth
+
+EXAMPLES = """\
+mooncake doctor                              this machine
+mooncake doctor k2.yaml                      and its part of a cluster, on any of its machines
+mooncake doctor k2.yaml --json | jq '.[] | select(.state != "ok")'
+mooncake doctor k2.yaml --bundle support.tar.gz
+"""
+NOTES = "It exits with 1 where something fails, with 0 where there are warnings at most."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Settings of `mooncake doctor`."""
+
+    # fmt: off
+    file: str = setting("", text, "cluster", "FILE", "what the cluster is (see `mooncake up`)",
+        positional=True)
+    machine: str | None = setting(None, text, "cluster", "NAME",
+        "which machine of the file this is (default: that of this host name, or address)")
+    json: bool = setting(False, truth, "output", "", "print what was found as JSON", switch=True)
+    bundle: str | None = setting(None, text, "output", "FILE",
+        "write it, the cluster's settings and facts of the machine to a new tar.gz; no secrets")
+    # fmt: on
+
+
+def run(wanted: Doctor) -> int:
+    """Look, and print what was found; return 1 when something fails."""
+    from mooncake.launch.cluster import doctor
+
+    findings = doctor.examine(wanted.file or None, wanted.machine)
+    if wanted.bundle is not None:
+        doctor.write_bundle(Path(wanted.bundle), findings, wanted.file or None)
+    if wanted.json:
+        print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
+    else:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("", "", "found", "to do"):
+            table.add_column(heading, overflow="fold")
+        for each in findings:
+            table.add_row(each.state, each.name, each.found, each.todo)
+        Console().print(table)
+    return int(any(each.state == doctor.FAIL for each in findings))
+
+
+COMMANDS = (
+    Command(
+        words="doctor", summary="look at a machine: driver, NICs, limits, clock, peers, disks",
+        examples=EXAMPLES, notes=NOTES, settings=Doctor, run=run,
+    ),
+)  # fmt: skip

@@ -1,0 +1,365 @@
+"""What `mooncake doctor` finds on this machine: each thing looked at, how it is, what to do.
+
+Reads the system and, where a cluster's file is given, asks its gateways. Changes nothing but a file
+with which it times a disk, and removes that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import importlib.metadata
+import io
+import os
+import platform
+import resource
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from mooncake.base import ConfigError, MooncakeError, format_bytes
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
+from mooncake.identity.certificates import Pem, expiry, names_in
+from mooncake.launch.cluster.seeds import Seeds
+from mooncake.launch.cluster.up import own_machine
+from mooncake.launch.config import options
+from mooncake.launch.config.cluster_file import (
+    AUTHORITY,
+    CERTIFICATE,
+    KEY,
+    SECRET,
+    ClusterFile,
+    Machine,
+    read_cluster_file,
+)
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
+from mooncake.launch.host.credentials import read_secret
+from mooncake.transfer.rdma.verbs import has_pyverbs
+from mooncake.transfer.topology import list_rdma_devices
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+FILES = 65536
+"""Descriptors that a gateway with thousands of clients needs."""
+SOON_DAYS = 30
+CONNECT_S = 3.0
+DISK_BYTES = 64 * 2**20
+SLOW_DISK = 200 * 2**20
+"""Bytes a second below which reading a block may take longer than computing it."""
+UNSYNCHRONIZED = 5
+"""What adjtimex(2) returns of a clock that nothing keeps right."""
+SYSFS = Path("/sys")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    name: str
+    state: str
+    """`ok`, `warn` (it works, not at its best or not for long) or `fail`."""
+    found: str
+    todo: str = ""
+
+
+def examine(file: str | None, machine: str | None) -> list[Finding]:
+    """Look at this machine and, where `file` describes a cluster, at its part of it.
+
+    Raises:
+        ConfigError: the file describes no cluster, or this machine has no part in it.
+    """
+    looks: list[Callable[[], Iterator[Finding]]] = [
+        system, gpus, nics, limits, huge_pages, clock,
+    ]  # fmt: skip
+    if file is not None:
+        cluster = read_cluster_file(file)
+        own = own_machine(cluster, machine)
+        folder = Path(file).resolve().parent
+        looks += [
+            lambda: certificates(folder, own),
+            lambda: ports(own),
+            lambda: peers(cluster, own, folder),
+            lambda: disks(cluster, own, folder),
+        ]
+    return [finding for look in looks for finding in look()]
+
+
+def system() -> Iterator[Finding]:
+    """The machine and its programs."""
+    memory = machine_facts.available_bytes()
+    free = "unknown" if memory is None else format_bytes(memory)
+    yield Finding(
+        name="system", state=OK,
+        found=f"{platform.system()} {platform.release()}, Python {sys.version.split()[0]}, "
+        f"{machine_facts.num_cores()} cores, {free} of memory free",
+    )  # fmt: skip
+
+
+def gpus() -> Iterator[Finding]:
+    """The GPUs, and whether their driver answers."""
+    number = machine_facts.num_gpus()
+    if not number:
+        yield Finding(name="gpu", state=OK, found="none: engines compute on the CPU")
+        return
+    program = shutil.which("nvidia-smi")
+    query = [str(program), "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        yield Finding(name="gpu", state=OK, found="; ".join(done.stdout.strip().splitlines()))
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding(
+            name="gpu", state=FAIL,
+            found=f"{number} devices, and the driver does not answer: {error}",
+            todo="install the driver that fits the kernel, or reboot after its update",
+        )  # fmt: skip
+
+
+def nics(sysfs: Path = SYSFS) -> Iterator[Finding]:
+    """RDMA devices, the state of their ports, and the GIDs that peers reach."""
+    devices = list_rdma_devices(sysfs)
+    if not devices:
+        yield Finding(name="rdma", state=OK, found="no device: KV moves by TCP between machines")
+        return
+    if not has_pyverbs():
+        yield Finding(
+            name="rdma", state=FAIL, found=f"{', '.join(devices)}, and pyverbs is not installed",
+            todo="pip install 'mooncake-serve[rdma]'",
+        )  # fmt: skip
+    for device in devices:
+        for port in sorted((sysfs / "class/infiniband" / device / "ports").iterdir()):
+            state = (port / "state").read_text().strip()
+            gids = [gid.read_text().strip() for gid in sorted((port / "gids").iterdir())]
+            usable = [gid for gid in gids if gid.replace(":", "").strip("0")]
+            active = "ACTIVE" in state
+            good = active and bool(usable)
+            yield Finding(
+                name=f"rdma {device} port {port.name}", state=OK if good else WARN,
+                found=f"{state}, {len(usable)} GIDs",
+                todo="" if good else "bring its link up, or leave it out: --rdma-device",
+            )  # fmt: skip
+
+
+def limits() -> Iterator[Finding]:
+    """Limits of this user's processes."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = files == resource.RLIM_INFINITY or files >= FILES
+    yield Finding(
+        name="open files", state=OK if enough else WARN, found=str(files),
+        todo="" if enough else f"ulimit -n {FILES}, or LimitNOFILE={FILES} in the unit",
+    )  # fmt: skip
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    free = locked == resource.RLIM_INFINITY
+    needs = bool(list_rdma_devices()) or machine_facts.num_gpus() > 0
+    yield Finding(
+        name="locked memory", state=OK if free or not needs else FAIL,
+        found="unlimited" if free else format_bytes(locked),
+        todo="" if free or not needs else "NICs and GPUs lock memory: ulimit -l unlimited, or "
+        "LimitMEMLOCK=infinity in the unit",
+    )  # fmt: skip
+    shared = shutil.disk_usage("/dev/shm").free
+    yield Finding(name="/dev/shm", state=OK, found=f"{format_bytes(shared)} free")
+
+
+def huge_pages(sysfs: Path = SYSFS) -> Iterator[Finding]:
+    """Whether memory comes in large pages where a process asks for them."""
+    try:
+        told = (sysfs / "kernel/mm/transparent_hugepage/enabled").read_text().strip()
+    except OSError:
+        told = "[never]"
+    never = "[never]" in told
+    yield Finding(
+        name="huge pages", state=WARN if never else OK, found=told,
+        todo="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if never else "",
+    )  # fmt: skip
+
+
+def clock() -> Iterator[Finding]:
+    """Whether something keeps the clock right: credentials and certificates expire by it."""
+    found = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    bad = found == UNSYNCHRONIZED or found < 0
+    yield Finding(
+        name="clock", state=WARN if bad else OK,
+        found="nothing keeps it right" if bad else "synchronized",
+        todo="start chronyd or systemd-timesyncd" if bad else "",
+    )  # fmt: skip
+
+
+def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
+    """The machine's bundle: whose certificate it is, until when, and whether the key fits."""
+    missing = [
+        name for name in (SECRET, CERTIFICATE, KEY, AUTHORITY) if not (folder / name).is_file()
+    ]
+    if missing:
+        yield Finding(
+            name="certificate", state=FAIL, found=f"{', '.join(missing)} not in {folder}",
+            todo="copy this machine's folder, which `mooncake cluster init` makes",
+        )  # fmt: skip
+        return
+    try:
+        text = (folder / CERTIFICATE).read_text()
+        names, until = names_in(text), expiry(Pem(text, ""))
+        context = ssl.create_default_context(cafile=str(folder / AUTHORITY))
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")
+    except (ConfigError, OSError, ValueError) as error:
+        yield Finding(
+            name="certificate", state=FAIL, found=f"{CERTIFICATE}, {KEY}, {AUTHORITY}: {error}",
+            todo="copy this machine's folder again",
+        )  # fmt: skip
+        return
+    days = (until - datetime.datetime.now(datetime.UTC)).days
+    if own.address not in names:
+        state, todo = FAIL, f"it is another machine's: copy the folder of {own.name}"
+    elif days < SOON_DAYS:
+        state = FAIL if days < 0 else WARN
+        todo = "remove it and run `mooncake cluster init` again, with a new authority if need be"
+    else:
+        state, todo = OK, ""
+    found = f"of {', '.join(names)}, {days} days left"
+    yield Finding(name="certificate", state=state, found=found, todo=todo)
+
+
+def ports(own: Machine) -> Iterator[Finding]:
+    """Whether this machine has the address that the file gives it."""
+    try:
+        machine_facts.check_port(own.address, 0, "address")
+        yield Finding(name="address", state=OK, found=own.address)
+    except ConfigError as error:
+        yield Finding(
+            name="address", state=FAIL, found=error.message, todo="correct it in the file"
+        )
+
+
+def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
+    """Whether each gateway's port can be reached, and who is there by what gateways say."""
+    for seed in cluster.seeds.split(","):
+        host, _, port = seed.removeprefix("tcp://").rpartition(":")
+        try:
+            began_s = time.monotonic()
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+                took_ms = 1000 * (time.monotonic() - began_s)
+            yield Finding(name=f"gateway {seed}", state=OK, found=f"reached in {took_ms:.1f} ms")
+        except OSError as error:
+            yield Finding(
+                name=f"gateway {seed}", state=FAIL, found=str(error.strerror or error),
+                todo="is `mooncake up` running there, and no firewall between?",
+            )  # fmt: skip
+    if not (folder / SECRET).is_file():
+        return
+    config = resolve(
+        {"role": "decode", "join": cluster.seeds, "bind_host": own.address, "cluster_secret": "-"},
+        None, {},
+    )  # fmt: skip
+    credential = own_credential(read_secret(folder / SECRET), CredentialRole.WORKER, name="doctor")
+    try:
+        with contextlib.closing(Seeds(config, credential)) as seeds:
+            answers = seeds.ask() or seeds.ask() or seeds.ask()
+    except MooncakeError as error:
+        yield Finding(name="members", state=FAIL, found=error.message, todo="see above")
+        return
+    missing = cluster.missing(told.members for told in answers)
+    yield Finding(
+        name="members", state=WARN if missing else OK,
+        found=f"not there: {', '.join(missing)}" if missing else "all are there",
+        todo="look at the log of `mooncake up` on their machines" if missing else "",
+    )  # fmt: skip
+
+
+def disks(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
+    """How fast the directories of this machine's pool are written and read."""
+    for part in cluster.parts(own):
+        if part.role != "kvstore":
+            continue
+        given = {**part.given, "cluster_secret": "-"}
+        del given["cluster_secret_file"]
+        config = resolve(given, None, {})
+        for directory, _ in config.ssd:
+            yield _disk(folder / directory)
+
+
+def _disk(directory: Path) -> Finding:
+    name, file = f"disk {directory}", directory / f".mooncake-doctor-{os.getpid()}"
+    try:
+        began_s = time.monotonic()
+        opened = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            for _ in range(DISK_BYTES // 2**20):
+                os.write(opened, os.urandom(2**20))
+            os.fsync(opened)
+            written_s = time.monotonic() - began_s
+            os.posix_fadvise(opened, 0, DISK_BYTES, os.POSIX_FADV_DONTNEED)
+            began_s = time.monotonic()
+            os.lseek(opened, 0, os.SEEK_SET)
+            while os.read(opened, 2**20):
+                pass
+            read_s = time.monotonic() - began_s
+        finally:
+            os.close(opened)
+            file.unlink()
+    except OSError as error:
+        return Finding(name=name, state=FAIL, found=str(error), todo="mount or repair it")
+    speeds = DISK_BYTES / max(written_s, 1e-9), DISK_BYTES / max(read_s, 1e-9)
+    slow = min(speeds) < SLOW_DISK
+    return Finding(
+        name=name, state=WARN if slow else OK,
+        found=f"{format_bytes(int(speeds[0]))}/s written, {format_bytes(int(speeds[1]))}/s read",
+        todo="blocks come from it slower than they are worth; use another disk" if slow else "",
+    )  # fmt: skip
+
+
+def write_bundle(target: Path, findings: list[Finding], file: str | None) -> None:
+    """Write what a person who helps needs to know, without any secret: not the files of keys, no
+    value of the environment, and settings that may hold secrets only as "(set)".
+
+    Raises:
+        ConfigError: it cannot be written, or is there already.
+    """
+    documents: dict[str, object] = {
+        "doctor.json": msgspec.to_builtins(findings),
+        "environment.json": sorted(os.environ),
+        "packages.json": sorted(
+            f"{found.name} {found.version}" for found in importlib.metadata.distributions()
+        ),
+    }
+    if file is not None:
+        cluster = read_cluster_file(file)
+        documents["cluster.json"] = {
+            "model": cluster.model,
+            "machines": {
+                machine.name: {"address": machine.address, **machine.counts}
+                for machine in cluster.machines
+            },
+            **{
+                group: {name: _shown(name, value) for name, value in given.items()}
+                for group, given in cluster.settings.items()
+            },
+        }
+    try:
+        with tarfile.open(target, "x:gz") as bundle:
+            for name, document in documents.items():
+                data = msgspec.json.format(msgspec.json.encode(document), indent=2)
+                entry = tarfile.TarInfo(f"mooncake/{name}")
+                entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+                bundle.addfile(entry, io.BytesIO(data))
+            for path in ("/proc/meminfo", "/proc/cpuinfo", "/proc/mounts"):
+                with contextlib.suppress(OSError):
+                    data = Path(path).read_bytes()
+                    entry = tarfile.TarInfo(f"mooncake{path}")
+                    entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+                    bundle.addfile(entry, io.BytesIO(data))
+    except OSError as error:
+        raise ConfigError(f"bundle: cannot write {target}: {error.strerror or error}") from error
+
+
+def _shown(name: str, value: object) -> object:
+    option, _ = options.options_of(ServeConfig)[name]
+    return "(set)" if option.secret or name.endswith("_command") else value
