@@ -17,7 +17,7 @@ from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.protection import PROTECTIONS, Protection
 from mooncake.transfer.rdma.backend import RdmaSettings, open_rdma
 from mooncake.transfer.rdma.verbs import has_pyverbs
-from mooncake.transfer.regions import RegionTable
+from mooncake.transfer.regions import Progress, RegionTable, no_progress
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.shm.backend import ShmBackend
 from mooncake.transfer.staging.arena import StagingLimits
@@ -113,17 +113,21 @@ def open_transfer(
     credential: Credential | None = None,
     ids: IdSource | None = None,
     fabric: InprocFabric | None = None,
+    progress: Progress = no_progress,
 ) -> RoutedTransfer:
     """Return a transfer engine ready for peers, listening where its protocols ask for it.
 
     `engine_id` must be fresh at every start. `credential`: of the process, which may be renewed;
     without it one is made of the secret. Engines of one process see each other's memory when
-    they share `fabric`. Raises ConfigError for unknown protocols and unusable addresses.
+    they share `fabric`. `progress` hears how far registration has come.
+
+    Raises:
+        ConfigError: a protocol is unknown, or an address unusable.
     """
     _check(config)
     ids = ids or SystemIds()
     fabric = fabric or InprocFabric()
-    table = RegionTable(fabric.gates)
+    table = RegionTable(fabric.gates, progress)
     router = RoutedTransfer(engine_id, config.host, table, clock)
     listen = config.tcp.listen
     usual = Protection.NONE if listen.is_loopback else Protection.MAC

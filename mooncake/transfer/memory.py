@@ -2,20 +2,27 @@
 
 Callers own what they get, and close the descriptors. The kernel makes a page resident when it is
 first written: a start need not wait until it has cleared gigabytes of which few are used soon.
-Registration with a NIC or a GPU pins all of it.
+Registration with a NIC or a GPU pins all of it; `make_resident` has several threads do that first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from mooncake.base.errors import TransferError
 from mooncake.base.memory import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
+RESIDENT_BYTES = 2**30
+"""Memory is made resident in steps of so many bytes; less of it is pinned soon enough."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14 and newer, which the mmap module does not name."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -42,6 +49,24 @@ def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
             "lower the size or free memory on this machine"
         ) from error
     return memory, fd
+
+
+def make_resident(address: int, num_bytes: int, report: Callable[[int, int], None]) -> None:
+    """Have the kernel clear memory in several threads at once; `report` hears (bytes done, of how
+    many). A kernel that cannot, or has not enough memory, leaves it to whoever pins the memory.
+    """
+    if num_bytes <= RESIDENT_BYTES:
+        return
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+
+    def clear(begin: int) -> None:
+        size = min(RESIDENT_BYTES, num_bytes - begin)
+        madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), _POPULATE_WRITE)
+
+    begins = range(0, num_bytes, RESIDENT_BYTES)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "make-resident") as threads:
+        for number, _ in enumerate(threads.map(clear, begins), 1):
+            report(min(number * RESIDENT_BYTES, num_bytes), num_bytes)
 
 
 class SharedWords:

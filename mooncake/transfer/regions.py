@@ -182,11 +182,21 @@ def withdrawn(needed: Iterable[Withdrawable]) -> str | None:
     return None
 
 
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how much is done, of how much); of 0: it is not counted."""
+
+
+def no_progress(what: str, done: int, whole: int) -> None:
+    """Ignore the progress of a registration."""
+
+
 class RegionTable:
     """What one engine has registered. Ids start at 1 and are never used twice; thread-safe."""
 
-    def __init__(self, gates: Gates) -> None:
+    def __init__(self, gates: Gates, progress: Progress = no_progress) -> None:
+        """`progress`: hears how far the registration of much memory has come."""
         self.gates = gates
+        self.progress = progress
         self.loans = Loans(gates.pass_all)
         self.words = SharedWords(NUM_SLOTS)
         """Of the grants, which peers of this host read."""

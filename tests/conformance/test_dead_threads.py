@@ -9,6 +9,7 @@ import asyncio
 import base64
 import json
 import mmap
+import queue
 import select
 import socket
 import struct
@@ -30,19 +31,24 @@ from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk import DiskDone, DiskScanned, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
 from mooncake.launch.cluster import ray_cluster
+from mooncake.launch.cluster.pool import Registry
 from mooncake.launch.cluster.ray_workers import RayWorkers
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.health import Watchdog
+from mooncake.launch.host.http_server import HttpServer
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.rank_moves import _Memory
 from mooncake.model.device.cuda_memory import _Ends
 from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.parallel.lead import Lead, Loaded, send
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
+from mooncake.model.running.follower import _give_signs, _hear
 from mooncake.model.running.runner import ModelRunner
+from mooncake.rpc.kv_events import KvEventPublisher, KvEventsConfig
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.regions import Gates, RegionTable
@@ -66,6 +72,7 @@ THREADS = {
     "base/deep_stack.py:Thread": TOLD,
     "base/deep_stack.py:start_deep_thread": TOLD,
     "kvstore/storage/disk_files.py:VitalThread": VITAL,
+    "launch/cluster/lone_worker.py:Thread": NOTHING,
     "launch/cluster/pool.py:Thread": OWN,
     "launch/cluster/ray_workers.py:Thread": ENDS,
     "launch/cluster/serve.py:Thread": TOLD,
@@ -95,10 +102,57 @@ THREADS = {
     "model/parallel/peers.py:VitalThread": VITAL,
     "model/placing.py:ThreadPoolExecutor": TOLD,
     "model/running/runner.py:VitalThread": VITAL,
+    "rpc/kv_events.py:VitalThread": VITAL,
+    "transfer/memory.py:ThreadPoolExecutor": TOLD,
     "transfer/local/copying.py:VitalThread": VITAL,
     "transfer/net/io_loop.py:VitalThread": VITAL,
 }
 """Every place that starts threads, and what a dead one means."""
+
+DRIVER = (
+    "tests/unit/launch/host/test_driver.py::test_a_fault_in_the_machine_ends_the_loop_and_is_raised"
+)
+FAR = (
+    "tests/integration/launch/test_sealed_link.py::"
+    "test_what_comes_at_one_end_leaves_at_the_other_until_one_is_gone"
+)
+SHOWN_BY = {
+    "kvstore/storage/disk_files.py:VitalThread": "test_disks",
+    "launch/cluster/pool.py:Thread": "test_the_registry_of_a_pool",
+    "launch/cluster/ray_workers.py:Thread": "test_what_looks_after_the_workers",
+    "launch/host/health.py:VitalThread": "test_the_watchdog",
+    "launch/host/http_server.py:VitalThread": "test_a_port_for_operators",
+    "launch/host/secret_file.py:VitalThread": "test_what_follows_the_cluster_secret",
+    "launch/llm.py:Thread": "test_a_callback_of_a_gateway_that_fails_ends_alone",
+    "launch/pool_client/session.py:Thread": DRIVER,
+    "launch/worker/far_ranks.py:Thread": FAR,
+    "launch/worker/local.py:Thread": (
+        "tests/unit/launch/worker/test_local.py::"
+        "test_a_machine_that_fails_is_told_and_its_worker_can_be_started_again"
+    ),
+    "launch/worker/page_hasher.py:ThreadPoolExecutor": "test_blocks_that_are_hashed",
+    "launch/worker/rank_host.py:Thread": (
+        "tests/integration/launch/test_sealed_link.py::test_who_is_not_of_the_cluster_is_refused"
+    ),
+    "launch/worker/rank_moves.py:Thread": "test_moves_of_a_rank",
+    "launch/worker/sealed_link.py:Thread": FAR,
+    "model/device/cuda_memory.py:VitalThread": "test_copies_of_a_device",
+    "model/device/layer_reports.py:VitalThread": "test_layers_of_a_device",
+    "model/running/follower.py:Thread": "test_what_a_rank_hears",
+    "model/running/follower.py:VitalThread": "test_signs_of_a_rank",
+    "model/grammars/grammar_jobs.py:start_deep_thread": (
+        "tests/unit/model/grammars/test_grammar_jobs.py::test_outcomes_are_those_of_the_work"
+    ),
+    "model/parallel/lead.py:VitalThread": "test_what_watches_ranks",
+    "model/parallel/peers.py:VitalThread": "test_what_watches_those_that_share_experts",
+    "model/running/runner.py:VitalThread": "test_steps_of_a_model",
+    "rpc/kv_events.py:VitalThread": "test_what_publishes_kv_events",
+    "transfer/local/copying.py:VitalThread": "test_copies",
+    "transfer/net/io_loop.py:VitalThread": "test_sockets_of_transfers",
+}
+"""The test in which each loop dies. Where the exception comes to who waits, or nobody waits, there
+is no loop.
+"""
 
 
 def makers(path: Path) -> Iterator[str]:
@@ -121,6 +175,13 @@ def test_every_thread_is_known_and_what_its_death_means() -> None:
     assert {name for name, means in THREADS.items() if means == VITAL} == {
         name for name in THREADS if name.endswith(":VitalThread")
     }
+    loops = {name for name, means in THREADS.items() if means not in (TOLD, NOTHING)}
+    assert loops == SHOWN_BY.keys(), "each loop has a test in which it dies"
+    own = str(Path(__file__).relative_to(ROOT))
+    for shown in SHOWN_BY.values():
+        file, _, name = shown.rpartition("::")
+        defined = ast.walk(ast.parse((ROOT / (file or own)).read_text()))
+        assert name in {each.name for each in defined if isinstance(each, ast.FunctionDef)}, shown
 
 
 # ---------------------------------------------------------------- in real processes
@@ -422,3 +483,86 @@ def test_blocks_that_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert poll.poll(1000 * WAIT_S)
     assert [done.checksums for done in hasher.poll()] == [[0, 0, 0]]
     hasher.close()
+
+
+def test_a_port_for_operators(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socketserver.BaseServer.service_actions", die)
+    server = HttpServer("127.0.0.1", 0, {}, "health-port")
+    faults.of("health-port")
+    server.close()
+
+
+def test_the_registry_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends: without it the dead hold memory."""
+    ended = Codes(monkeypatch, "mooncake.launch.cluster.pool")
+    registry = object.__new__(Registry)
+    monkeypatch.setattr(registry, "_driver", Dying(), raising=False)
+    registry._drive()
+    assert ended.codes == [1]
+
+
+def test_moves_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends, and with it all ranks: the lead hears that."""
+    ended = Codes(monkeypatch, "mooncake.launch.worker.rank_moves")
+    memory = object.__new__(_Memory)
+    monkeypatch.setattr(memory, "_driver", Dying(), raising=False)
+    memory._run()
+    assert ended.codes == [1]
+
+
+class Codes:
+    """The codes with which a module would have ended its process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+        self.codes: list[int] = []
+        monkeypatch.setattr(f"{module}.os._exit", self.codes.append)
+
+
+class Dying:
+    """A driver whose machine has failed."""
+
+    def run(self) -> None:
+        die()
+
+
+def test_what_a_rank_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = Codes(monkeypatch, "mooncake.model.running.follower")
+    ours, theirs = socket.socketpair()
+    send(theirs, b"what no lead says")
+    _hear(ours, queue.SimpleQueue(), None)  # type: ignore[arg-type]
+    assert ended.codes == [0]
+    for end in (ours, theirs):
+        end.close()
+
+
+def test_what_publishes_kv_events(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvEventPublisher, "_publish_queued", die)
+    publisher = KvEventPublisher(
+        KvEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint=None), lambda: 0.0
+    )
+    publisher.publish([])
+    faults.of("kv-events")
+    publisher.close()
+    publisher._context.destroy(linger=0)
+
+
+def test_signs_of_a_rank(faults: Faults) -> None:
+    VitalThread(_give_signs, "signs", die, 0.01).start()
+    faults.of("signs")
+
+
+def test_a_callback_of_a_gateway_that_fails_ends_alone() -> None:
+    """The loop of an event loop outlives what runs in it; `LLM` waits for what it has started."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    loop.call_soon_threadsafe(die)
+
+    async def answer() -> str:
+        return "it goes on"
+
+    assert asyncio.run_coroutine_threadsafe(answer(), loop).result(WAIT_S) == "it goes on"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(WAIT_S)
+    loop.close()

@@ -8,6 +8,7 @@ Pages hold bytes of which wrong ones give wrong tokens; nothing is compared unle
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,44 +174,83 @@ def test_all_words_said_again_when_their_pages_are_others(cluster: Cluster, afte
 # ---------------------------------------------------------------- with and without checksums
 
 
+class ThreadWire:
+    """Keeps what threads say of the first request; changes what is said next, where it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: list[tuple[InprocChannel, str, AnyMessage]] = []
+        self.num_changed = 0
+        self._moves: type[msgspec.Struct] | None = None
+        self._send = send = InprocChannel.send
+
+        def hear(channel: InprocChannel, address: str, message: AnyMessage) -> None:
+            if request_of(message) == "r0":
+                self.kept.append((channel, address, message))
+            if self._moves is not None and isinstance(message, self._moves):
+                self._moves, self.num_changed = None, self.num_changed + 1
+                message = _moved(message)
+            send(channel, address, message)
+
+        monkeypatch.setattr(InprocChannel, "send", hear)
+
+    def move_next(self, word: type[msgspec.Struct]) -> None:
+        """Have the next word of a kind name places that do not exist."""
+        self._moves = word
+
+    def again(self, change: Callable[[Any], Any] = lambda message: message) -> None:
+        for channel, address, message in list(self.kept):
+            self._send(channel, address, change(message))
+
+
 @pytest.mark.parametrize("checksums", ["on", "off"])
-def test_all_words_of_threads_said_again_with_checksums_and_without(
+def test_five_kinds_of_words_among_threads_with_checksums_and_without(
     checksums: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real threads and copies: what was said of a first request is said again while others run."""
+    """Real threads and copies: words about nobody's request, about places that do not exist, said
+    twice, said when their pages are others', and of a boot that has gone, while others run.
+    """
     model = str(write_config_only(tmp_path / "hash-model", max_position_embeddings=1024))
-    kept: list[tuple[InprocChannel, str, AnyMessage]] = []
-    send = InprocChannel.send
-
-    def hear(channel: InprocChannel, address: str, message: AnyMessage) -> None:
-        if request_of(message) == "r0":
-            kept.append((channel, address, message))
-        send(channel, address, message)
-
-    monkeypatch.setattr(InprocChannel, "send", hear)
+    wire, numbers = ThreadWire(monkeypatch), itertools.count(1)
 
     async def play() -> None:
         world = LocalWorld(
             model, prefill=1, decode=1, kvstore=1, push_checksums=checksums,
             num_gpu_blocks_override=16,
         )  # fmt: skip
-        async with world, asyncio.timeout(120):
-            asked = [local_request(n, [n * 5 + p % 90 for p in range(150)]) for n in range(9)]
-            answers = [await world.generate(asked[0])]
-            for number in range(1, len(asked), 2):
-                pair = asyncio.gather(
-                    *(world.generate(each) for each in asked[number : number + 2])
-                )
-                await asyncio.sleep(0.002 * number)
-                for channel, address, message in list(kept):
-                    send(channel, address, message)
-                answers += await pair
-            for each, (tokens, final) in zip(asked, answers, strict=True):
-                assert final.reason is FinishReason.LENGTH
-                assert tokens == expected_output(world.layout, each, max_model_len=512)
+
+        async def ask(number: int, disturb: Callable[[], None] = lambda: None) -> None:
+            asked = local_request(number, [number * 5 + p % 90 for p in range(150)])
+            answer = asyncio.ensure_future(world.generate(asked))
+            await asyncio.sleep(0.002 * (number % 4))
+            disturb()
+            tokens, final = await answer
+            assert final.reason is FinishReason.LENGTH
+            assert tokens == expected_output(world.layout, asked, max_model_len=512)
+
+        async def beside(disturb: Callable[[], None]) -> None:
+            """Two requests at once, which use all pages; `disturb` while they run."""
+            await asyncio.gather(ask(next(numbers), disturb), ask(next(numbers)))
+
+        async with world, asyncio.timeout(240):
+            await ask(0)
+            await beside(wire.again)  # used up
+            for _ in range(3):  # older than their pages, which others have by now
+                await beside(wire.again)
+            await beside(lambda: wire.again(unknown))
+            wire.move_next(Reserved)
+            await beside(lambda: None)
+            assert wire.num_changed == 1
+            [prefill] = [each for each in world.workers if each.worker_id == "prefill-0"]
+            await asyncio.to_thread(world.cluster.kill, "prefill-0")
+            await asyncio.to_thread(world.cluster.start, [prefill])
+            await world.until(
+                lambda: all(each.state == "up" for each in world.gateway_process.status().workers)
+            )
+            await beside(wire.again)  # of a boot that has gone
+            await beside(lambda: None)
             assert (world.counters("decode-0")["blocks_pushed_compared"] > 0) == (checksums == "on")
             await world.settle()
 
     asyncio.run(play())
-    kinds = {type(message) for _, _, message in kept}
+    kinds = {type(message) for _, _, message in wire.kept}
     assert kinds >= {PrefillTask, Reserved, KVReady}

@@ -17,6 +17,8 @@ from tests.support.examples import examples
 FIRST = int(os.environ.get("SOAK_FIRST", "0"))
 NUM_SEEDS = int(os.environ.get("SOAK_SEEDS") or examples(200))
 SEEDS_A_TEST = 10
+HEARTBEAT_S = 2.0
+"""A worker that says nothing for so long is given up in these clusters."""
 
 
 def play(seed: int) -> TrialReport:
@@ -48,15 +50,21 @@ def test_a_seed_is_the_same_run_again() -> None:
     assert Trial(17).run() == Trial(17).run()
 
 
-def test_all_kinds_of_faults_are_tried() -> None:
+def test_all_kinds_of_faults_are_tried_and_stopped_workers_write_late() -> None:
+    """Also a worker that goes on after it was given up, and writes by grants that are revoked."""
     kinds: set[str] = set()
+    num_late = num_stopped_for_long = 0
     for seed in range(40):
         trial = Trial(seed)
         trial.run()
         kinds |= {fault.kind for fault in trial.faults}
-        if kinds == set(KINDS):
+        num_late += trial.world.network.num_writes_refused
+        num_stopped_for_long += sum(
+            fault.kind == "hang" and fault.seconds > HEARTBEAT_S for fault in trial.faults
+        )
+        if kinds == set(KINDS) and num_late and num_stopped_for_long:
             return
-    pytest.fail(f"never tried: {set(KINDS) - kinds}")
+    pytest.fail(f"never tried: {set(KINDS) - kinds}; {num_late} late writes")
 
 
 def test_a_failure_names_its_seed_its_command_and_what_came_before(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class Faults:
     old_handles_give_their_prompt: bool = False
     """A handle that was used, or has grown old, gives the answer of the prompt it was made for."""
     warm_differs: bool = False
+    fresh_change: bool = False
+    """The answer of a prompt that got 24 tokens once is another one the second time."""
     hangs_one_in: int = 0
     """Of the requests; 0: none."""
     refuses_in_html: bool = False
@@ -39,6 +42,8 @@ class _State:
     faults: Faults
     held: int = 0
     seen: set[str] = field(default_factory=set)
+    times: Counter[str] = field(default_factory=Counter)
+    """How often each prompt was answered."""
     num_asked: int = 0
     handles: dict[str, list[int]] = field(default_factory=dict)
     """Of prompts that were computed and not fetched yet."""
@@ -106,9 +111,11 @@ class _Handler(BaseHTTPRequestHandler):
         name, count = json.dumps(prompt), body["max_tokens"]
         ids = answer_of(self._taken(prompt, body.get("kv_transfer_params") or {}), count)
         cached = len(prompt) // 16 * 16 if name in state.seen else 0
-        if cached and faults.warm_differs:
+        times = state.times[name]
+        if cached and (faults.warm_differs or (faults.fresh_change and times == 1 and count == 24)):
             ids[-1] += 1
         state.seen.add(name)
+        state.times[name] += 1
         usage: dict[str, Any] = {"completion_tokens": count}
         if faults.tells_cached:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}

@@ -12,7 +12,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
     issues: tuple[str, ...]
     """Public issues, as repository#number."""
     tests: tuple[str, ...]
-    """Those of this repository that show that Mooncake does not have it; empty: none does yet."""
+    """Those of this repository that show that Mooncake does not have it."""
 
 
 COMPLAINTS = {
@@ -28,7 +28,13 @@ COMPLAINTS = {
     "late-writer": Complaint(
         words="a late writer overwrites pages that are used again",
         issues=("sglang#24527", "vllm#48633"),
-        tests=("tests/integration/transfer/test_failures.py", "tests/sim/test_cut_off_workers.py"),
+        tests=(
+            "tests/integration/transfer/test_fences.py",
+            "tests/integration/transfer/test_rdma_fences.py",
+            "tests/integration/serve/test_stopped_writer.py",
+            "tests/integration/serve/test_conformance.py",
+            "tests/sim/test_cut_off_workers.py",
+        ),
     ),
     "stale-handle": Complaint(
         words="a stale or forged handle gives garbage, or another prompt's answer, with status 200",
@@ -43,6 +49,7 @@ COMPLAINTS = {
         words="the cache's key ignores layout, dtype or weights",
         issues=("LMCache#4463", "dynamo#14416", "Mooncake#4153", "sglang#26792"),
         tests=(
+            "tests/conformance/test_cold_and_warm.py",
             "tests/unit/model/checkpoint/test_weights.py",
             "tests/integration/serve/test_warm_server.py",
         ),
@@ -65,18 +72,24 @@ COMPLAINTS = {
         issues=("vllm#49238", "vllm#58063"),
         tests=(
             "tests/conformance/test_replacements.py",
+            "tests/conformance/test_registrations.py",
             "tests/integration/serve/test_real_processes.py",
         ),
     ),
     "frozen-ranks": Complaint(
         words="KV growth on one data-parallel rank freezes the others",
         issues=("sglang#30033",),
-        tests=(),
+        tests=(
+            "tests/conformance/test_frozen_ranks.py",
+            "tests/integration/launch/test_ranks.py",
+            "tests/integration/launch/test_expert_peers.py",
+            "tests/integration/serve/test_rank_processes.py",
+        ),
     ),
     "slower": Complaint(
         words="disaggregated is slower than aggregated for short prompts",
         issues=("dynamo#4425", "sglang#6411", "sglang#34815"),
-        tests=(),
+        tests=("tests/conformance/test_short_prompts.py",),
     ),
     "slow-transport": Complaint(
         words="a slow transport is chosen without a word",
@@ -91,7 +104,7 @@ COMPLAINTS = {
     "registration": Complaint(
         words="memory registration takes minutes and says nothing",
         issues=("Mooncake#848",),
-        tests=(),
+        tests=("tests/conformance/test_registrations.py",),
     ),
     "shapes": Complaint(
         words="unequal shapes give silent garbage, or hang",
@@ -109,7 +122,11 @@ COMPLAINTS = {
     "rollout": Complaint(
         words="a rollout cuts streams",
         issues=("aibrix#2413", "dynamo#11173"),
-        tests=("tests/integration/serve/test_rolling_restart.py", "tests/sim/test_leaving.py"),
+        tests=(
+            "tests/integration/serve/test_rolling_restart.py",
+            "tests/integration/serve/test_conformance.py",
+            "tests/sim/test_leaving.py",
+        ),
     ),
     "hit-rate": Complaint(
         words="nothing tells the hit rate, or why a block missed",

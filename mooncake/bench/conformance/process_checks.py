@@ -16,6 +16,8 @@ NUM_STREAMS = 6
 BEGUN_TOKENS = 4
 ANSWER_TIMES = 8
 """Answers in mid-stream are so many times as long as others: they must outlast what is done."""
+FRESH_S = 0.5
+"""Between new prompts that are sent while a process stands still."""
 SPARE_BYTES = 64 * 2**20
 SPARE_DESCRIPTORS = 16
 SPARE_MAPPINGS = 64
@@ -132,40 +134,65 @@ async def killed_decode(target: Target) -> str:
 
 
 async def stopped_prefill(target: Target) -> str:
-    """Prefill stands still in the middle of a hand-over, others use the pages, it goes on."""
+    """Prefill stands still in the middle of a hand-over, others use its pages, it goes on: nobody
+    waits for it for ever, and what others were answered meanwhile is still what their KV says.
+    """
     processes = _processes(target)
     pid = (await processes.of_role(target.main, "prefill"))[0]
     calm = await _calm(target)
     first = asyncio.create_task(target.main.complete(target.prompt(4 * target.prompt_tokens), 4))
     await asyncio.sleep(0.05)
     processes.signal(pid, signal.SIGSTOP)
-    begun, num_during = time.monotonic(), 0
+    begun = time.monotonic()
     try:
-        while (left := begun + target.stop_s - time.monotonic()) > 0:
-            await asyncio.wait([asyncio.create_task(asyncio.sleep(min(left, 1.0)))])
-            probe = target.main.complete(calm.prompts[0], PROBE_TOKENS)
-            try:
-                async with asyncio.timeout(max(0.5, left)):
-                    found = await probe
-            except TimeoutError:
-                continue
-            if not found.error and found.tokens != calm.answers[0].tokens[:PROBE_TOKENS]:
-                raise Failed("while prefill stands still an answer has other tokens")
-            num_during += not found.error
+        fresh, first_s = await _fresh_while(target, begun + target.stop_s)
     finally:
         processes.signal(pid, signal.SIGCONT)
     tasks = await _streams(target, calm)
     finished, failed = await _ends(target, calm, tasks)
-    try:
-        async with asyncio.timeout(target.deadline_s):
-            await first
-    except TimeoutError:
-        raise Failed("the request whose prefill stood still hangs") from None
-    again = await _whole_again(target, calm)
+    _, hanging = await asyncio.wait([first, *fresh], timeout=target.deadline_s)
+    for task in hanging:
+        task.cancel()
+    if hanging:
+        raise Failed(
+            f"{len(hanging)} requests that were sent before prefill went on hang "
+            f"{target.deadline_s:g} s later"
+        )
+    answered = {task: prompt for task, prompt in fresh.items() if not task.result().error}
+    for task, prompt in answered.items():
+        again = await target.whole(prompt, PROBE_TOKENS)
+        if again.tokens != task.result().tokens:
+            raise Failed(
+                "a prompt answered while prefill stood still has another answer afterwards: "
+                + difference(task.result(), again)
+            )
+    later = await _whole_again(target, calm)
     return (
-        f"stopped for {target.stop_s:g} s: {num_during} answers meanwhile; afterwards {finished} "
-        f"streams with their own tokens, {failed} failed in words; {again}"
+        f"stopped for {target.stop_s:g} s: "
+        + ("no new prompt answered" if first_s is None else f"new prompts after {first_s:.1f} s")
+        + f", {len(answered)} of {len(fresh)} answered in the end, and again the same; afterwards "
+        f"{finished} streams with their own tokens, {failed} failed in words; {later}"
     )
+
+
+async def _fresh_while(
+    target: Target, until_s: float
+) -> tuple[dict[asyncio.Task[Answer], list[int]], float | None]:
+    """Send new prompts until a time, few at once. Return them all, each with its answer to come,
+    and the seconds until the first was answered.
+    """
+    begun = time.monotonic()
+    fresh: dict[asyncio.Task[Answer], list[int]] = {}
+    first_s = None
+    while (now := time.monotonic()) < until_s:
+        if sum(not task.done() for task in fresh) < NUM_STREAMS:
+            prompt = target.prompt(target.prompt_tokens)
+            fresh[asyncio.create_task(target.main.complete(prompt, PROBE_TOKENS))] = prompt
+        await asyncio.wait(fresh, timeout=min(1.0, until_s - now))
+        await asyncio.sleep(min(FRESH_S, max(0.0, until_s - time.monotonic())))
+        if first_s is None and any(task.done() and not task.result().error for task in fresh):
+            first_s = time.monotonic() - begun
+    return fresh, first_s
 
 
 async def replaced_prefill(target: Target) -> str:

@@ -29,6 +29,7 @@ from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.log import configure_logging
+from mooncake.transfer.regions import Progress
 
 
 def serve_worker(config: ServeConfig) -> int:
@@ -72,7 +73,7 @@ def serve_worker(config: ServeConfig) -> int:
 def run_worker(
     config: ServeConfig,
     settings: WorkerSettings,
-    progress: process.Progress,
+    progress: Progress,
     started: Callable[[process.Worker], None],
 ) -> None:
     """Be the worker until a signal. It then leaves for `shutdown_timeout` at most: an engine serves

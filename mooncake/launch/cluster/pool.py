@@ -41,6 +41,7 @@ from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.events import Recorders
 from mooncake.telemetry.log import configure_logging
 from mooncake.telemetry.metrics import Metrics
+from mooncake.transfer.regions import no_progress
 
 DEFAULT_ADMIN_PORT = 8100
 
@@ -126,7 +127,7 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
         watch = node_lock.JoinWatch(begun.driver, settings.worker_id, gateway_address)
 
     try:
-        run_worker(config, settings, process.no_progress, started)
+        run_worker(config, settings, no_progress, started)
     finally:
         if watch is not None:
             watch.close()

@@ -18,16 +18,15 @@ from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.host.health import Health, Watchdog
 from mooncake.launch.worker.process import (
     Model,
-    Progress,
     Worker,
     WorkerSettings,
     build,
-    no_progress,
 )
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.regions import Progress, no_progress
 
 _log = logging.getLogger(__name__)
 

@@ -72,19 +72,13 @@ from mooncake.transfer.engine import PolledTransfer, Region
 from mooncake.transfer.factory import AUTO, TransferConfig, choose_protection, open_transfer
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
+from mooncake.transfer.regions import Progress, no_progress
 from mooncake.transfer.tcp.backend import TcpSettings
 
 _log = logging.getLogger(__name__)
 
 FIGURES_S = 2.0
 """A driver that does not answer within this time is left out of the metrics."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, how much is done, of how much); of 0: it is not counted."""
-
-
-def no_progress(what: str, done: int, whole: int) -> None:
-    """Ignore the progress of a start."""
 
 
 class Pages(DeviceMemory, Protocol):
@@ -511,8 +505,9 @@ def _open(
             rdma=settings.rdma,
         )
         transfer = open_transfer(
-            config, SystemIds().hex(8), MonotonicClock(), credential=credential
-        )
+            config, SystemIds().hex(8), MonotonicClock(), credential=credential,
+            progress=progress,
+        )  # fmt: skip
         opened.callback(transfer.close)
         worker = build(
             settings, channel, transfer, model=model, progress=progress, health_url=health_url,

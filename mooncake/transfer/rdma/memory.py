@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mooncake.base.errors import TransferError
 from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.memory import make_resident
 from mooncake.transfer.rdma.nic import Nic, Registration
 from mooncake.transfer.rdma.wire import RegionKeys, RegionUnknown
 from mooncake.transfer.regions import AnyRegion, DeviceRegion, RegionTable
@@ -66,6 +67,11 @@ class RdmaMemory:
                 region.protocols.add("rdma")
             else:
                 address, num_bytes = region.address, region.num_bytes
+                make_resident(
+                    address,
+                    num_bytes,
+                    functools.partial(self.table.progress, f"clearing {region.label}"),
+                )
                 known = self._on_all(
                     address,
                     num_bytes,
@@ -87,7 +93,8 @@ class RdmaMemory:
         """Register with all NICs there are or, raising TransferError, with none."""
         done: dict[str, Registration] = {}
         try:
-            for nic in self._nics:
+            for number, nic in enumerate(self._nics):
+                self.table.progress("registering memory with NICs", number, len(self._nics))
                 if nic.address.name not in self._lost:
                     done[nic.address.name] = register(nic)
         except TransferError:

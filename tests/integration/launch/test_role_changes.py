@@ -18,8 +18,9 @@ from mooncake.identity import own_credential
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.worker import process
-from mooncake.launch.worker.process import Worker, WorkerSettings, no_progress
+from mooncake.launch.worker.process import Worker, WorkerSettings
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.regions import no_progress
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import HashModel, LocalWorld, request

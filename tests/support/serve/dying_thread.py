@@ -19,6 +19,7 @@ from mooncake.base import MooncakeError
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import Worker, WorkerSettings
+from mooncake.transfer.regions import no_progress
 from tests.support.serve.local_world import HashModel
 
 OWN = "reader of stdin"
@@ -61,7 +62,7 @@ def main() -> None:
     end_with_vital_threads()
     threading.Thread(target=read_name, name=OWN, daemon=True).start()
     try:
-        process.run(settings, progress=process.no_progress, started=started)
+        process.run(settings, progress=no_progress, started=started)
     except (MooncakeError, Died):
         sys.exit(1)
 

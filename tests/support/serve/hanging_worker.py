@@ -18,6 +18,7 @@ from mooncake.engine.plan import StepPlan
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import Pages, WorkerSettings
 from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.regions import no_progress
 from tests.support.engine.fake_runner import FakeRunner
 from tests.support.serve.local_world import HashModel, PolledFakeRunner
 
@@ -53,7 +54,7 @@ def main() -> None:
     settings = msgspec.msgpack.decode(written, type=WorkerSettings)
     process.open_model = lambda *_: HangingModel(settings.weights_revision)  # type: ignore[assignment]
     try:
-        process.run(settings, progress=process.no_progress, started=lambda _: None)
+        process.run(settings, progress=no_progress, started=lambda _: None)
     except MooncakeError as error:
         print(error.message, flush=True)
         sys.stdin.read()

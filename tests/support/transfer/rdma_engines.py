@@ -38,7 +38,7 @@ class Engine:
     ) -> None:
         self.nics = [FakeNic(fabric, f"{name}-{rail}", rail) for rail in range(num_nics)]
         gates, clock = InprocFabric().gates, MonotonicClock()
-        table = RegionTable(gates)
+        self.table = table = RegionTable(gates)
         self.transfer = RoutedTransfer(name, f"host of {name}", table, clock)
         credentials = Credentials(
             engine_id=name,
