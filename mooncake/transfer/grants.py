@@ -99,4 +99,9 @@ class Permit:
         """Why nothing may be written by it any more, or None."""
         if self._words[self._slot] <= self.number:
             return None
-        return f"grant {self.number} was revoked"
+        return revoked(self.number)
+
+
+def revoked(number: int) -> str:
+    """Say why nothing may be written by a number any more."""
+    return f"grant {number} was revoked"

@@ -55,12 +55,13 @@ class PeerDirectory(Generic[PeerT]):
         self._protocol = protocol
         self._make = make
         self._forget_unused = forget_unused
-        self._peers: dict[PeerKey, PeerT] = {}
+        self._peers: dict[tuple[str, str], PeerT] = {}
+        """By what would be their keys: plain tuples are made sooner, and one is for each batch."""
         self._health = PeerHealth()
         self._closed = False
 
-    def _key(self, ref: SegmentRef) -> PeerKey:
-        return PeerKey(ref.endpoints.get(self._protocol, ""), ref.engine_id)
+    def _key(self, ref: SegmentRef) -> tuple[str, str]:
+        return ref.endpoints.get(self._protocol, ""), ref.engine_id
 
     def find(self, ref: SegmentRef) -> PeerT | None:
         """Return the peer that `ref` names if there is one already."""
@@ -75,7 +76,7 @@ class PeerDirectory(Generic[PeerT]):
         peer = self._peers.get(key)
         if peer is None:
             with self.lock:
-                peer = self._peers.get(key) or self._add(key)
+                peer = self._peers.get(key) or self._add(PeerKey(*key))
         return peer
 
     def _add(self, key: PeerKey) -> PeerT:

@@ -22,7 +22,7 @@ from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op
-from mooncake.transfer.grants import Permit
+from mooncake.transfer.grants import NUM_SLOTS, revoked
 from mooncake.transfer.link_stats import MEMORY, LinkStats
 from mooncake.transfer.local.copying import (
     COPY_LIMITS,
@@ -231,13 +231,15 @@ class ShmPeer:
         if pages is None or self.gone is not None:
             return False
         regions: dict[int, MappedRegion] = {}
+        grant = job.grant if job.op is Op.WRITE else 0
+        needs_grant = job.op is Op.WRITE and not grant
         try:
             for op in job.ops:
                 region = regions.get(op.remote_region) or self._live_region(op.remote_region)
                 if region is None:
                     return False
                 region.check(self.engine_id, op.remote_offset, op.num_bytes)
-                if region.guarded and job.op is Op.WRITE and not job.grant:
+                if needs_grant and region.guarded:
                     raise RangeRefused(
                         f"{self.engine_id} refused: region {op.remote_region} is written to by "
                         "grants only"
@@ -247,7 +249,6 @@ class ShmPeer:
         except RangeRefused as error:
             job.stop(error.message)
             return True
-        grant = job.grant if job.op is Op.WRITE else 0
         guard = _ShmGuard(self, pages, grant, regions.values(), local.values())
         slices = plan_slices(job.ops, self._hub.pool.num_connections, COPY_LIMITS)
         self._hub.pool.run(job, copy_parts(job, slices, local, regions, guard))
@@ -296,6 +297,8 @@ class ShmPeer:
 class _ShmGuard(Guard):
     """The `Guard` of copies to or from one peer of this host."""
 
+    __slots__ = ("_grant", "_ours", "_pages", "_peer", "_theirs")
+
     def __init__(
         self,
         peer: ShmPeer,
@@ -306,28 +309,28 @@ class _ShmGuard(Guard):
     ) -> None:
         self._peer = peer
         self._pages = pages
-        self._permit = Permit(pages.grants, grant) if grant else None
+        self._grant = grant
         self._theirs = theirs
         self._ours = ours
 
     def enter(self, hand: int) -> str | None:
-        permit = self._permit
-        if permit is not None:
+        pages, grant = self._pages, self._grant
+        if grant:
             # Shown before it is looked at: either we see that the grant was revoked, or the owner
             # sees our hand (`resting.FIRST_LOOK_S` later, when all cores have seen both).
-            self._pages.hands[hand] = permit.number
-            if permit.withdrawn is not None:
-                return f"{self._peer.engine_id} refused: {permit.withdrawn}"
+            pages.hands[hand] = grant
+            if pages.grants[grant % NUM_SLOTS] > grant:
+                return f"{self._peer.engine_id} refused: {revoked(grant)}"
         if self._peer.gone is not None:
             self._peer.stats.failed(MEMORY, self._peer.engine_id)
             return f"{self._peer.engine_id}: {self._peer.gone}"
         for theirs in self._theirs:
-            if self._pages.state[theirs.slot] != theirs.region_id:
+            if pages.state[theirs.slot] != theirs.region_id:
                 return f"{self._peer.engine_id} refused: region {theirs.region_id} was unregistered"
         return withdrawn(self._ours)
 
     def leave(self, hand: int) -> None:
-        if self._permit is not None:
+        if self._grant:
             self._pages.hands[hand] = 0
 
     def confirm(self) -> str | None:
