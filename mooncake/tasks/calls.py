@@ -7,7 +7,8 @@ Before a call the model says what is wanted and which tool is for it: "book room
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from mooncake.tasks.asked import Request, request, written
@@ -19,6 +20,7 @@ from mooncake.tasks.sums import sum_of_two
 from mooncake.tasks.values import identifier, integer, phrase, word
 
 NO_TOOL = "I have no tool for that."
+_SUM = re.compile(r"\d+ ?[+-] ?\d+")
 _AND = (" And ", " Then ", " Also ", " ")
 
 
@@ -188,7 +190,8 @@ def _sample(
     asked: Sequence[Request], *more: str,
 ) -> Sample:  # fmt: skip
     contents = dict.fromkeys([*more, *(one.wanted for one in asked if " " in one.wanted)])
-    contents |= dict.fromkeys(one.content for one in tools)
+    contents |= dict.fromkeys(one for declared in tools for one in declared.contents)
+    contents |= dict.fromkeys(sum_ for one in asked for sum_ in _sums(one))
     used = {made["function"]["name"] for made in answer.get("tool_calls") or ()}
     first = [one.content for one in tools if one.name in used]
     ordered = tuple(dict.fromkeys([*first, *contents]))
@@ -197,9 +200,16 @@ def _sample(
     )
 
 
+def _sums(asked: Request) -> Iterator[str]:
+    """Yield the sums of two numbers that are asked for as arguments."""
+    for value in asked.arguments.values():
+        if isinstance(value, str) and _SUM.fullmatch(value):
+            yield value.replace(" ", "")
+
+
 def _without(tools: Sequence[Tool], plain: Sample) -> Sample:
     """Return a sample of another task beside tools that are not for it."""
-    contents = (*plain.contents, *(one.content for one in tools))
+    contents = (*plain.contents, *(one for declared in tools for one in declared.contents))
     declared = [one.declaration for one in tools]
     return Sample(
         "refusal", plain.messages, plain.answer, tools=declared, also_right=plain.also_right,

@@ -5,6 +5,7 @@ What is said to them is `asked`'s.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -93,6 +94,12 @@ class Tool:
     def content(self) -> str:
         """What makes it the tool it is."""
         return f"{self.verb} {self.noun}"
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """What it is, and what its name says, which may be something else."""
+        parts = re.findall(r"[A-Z]?[a-z]+|\d+", self.name)
+        return self.content, " ".join(parts).lower()
 
     @property
     def means(self) -> tuple[str, ...]:

@@ -98,7 +98,9 @@ def identifier(random: Random) -> str:
         return f"{letters(random, 1, 4, LATIN).upper()}-{integer(random)}"
     if kind == 3:
         joint = random.choice("-_.:")
-        return joint.join(letters(random, 1, 5, _HEX) for _ in range(random.randint(2, 4)))
+        groups = [letters(random, 1, 5, _HEX) for _ in range(random.randint(2, 4))]
+        # A letter first: "706-7" would be a difference, and could be one that is held out.
+        return joint.join([random.choice(LATIN) + groups[0], *groups[1:]])
     return f"{word(random)}{random.choice('_-.')}{integer(random, 4)}"
 
 

@@ -29,7 +29,7 @@ _ASKED = re.compile(r"<\|im_user\|>user<\|im_middle\|>(.*?)<\|im_end\|>", re.DOT
 _ANSWERED = re.compile(r"<\|im_assistant\|>assistant<\|im_middle\|>(.*?)<\|im_end\|>", re.DOTALL)
 _NAMED = re.compile(r'"name":"([^"]+)"')
 _WANTED = re.compile(r"(?:<think>|\. )([^;]+);")
-_SUM = re.compile(r"(?<![\d+-])\d+[+-]\d+(?![\d+-])")
+_SUM = re.compile(r"(?<![\w+*/.-])\d+[+-]\d+(?![\w+*/.-])")
 _BY_ANSWER = ("copy", "object", "code", "memory")
 _SPELLINGS = (
     (re.compile(r"(?i)(?:add|sum of) (\d+) and (\d+)"), r"\1+\2"),
@@ -37,7 +37,9 @@ _SPELLINGS = (
     (re.compile(r"(?<=\d) ?(?:\+|plus) ?(?=\d)"), "+"),
     (re.compile(r"(?<=\d) ?(?:-|minus) ?(?=\d)"), "-"),
     (re.compile(r"([a-z])([A-Z])"), r"\1 \2"),
-    (re.compile(r"[^\w+-]+|_"), " "),
+    (re.compile(r"(?<=[a-z])-(?=[a-z])"), " "),
+    (re.compile(r" ?([*/]) ?"), r"\1"),
+    (re.compile(r"[^\w+*/-]+|_"), " "),
 )
 
 
@@ -64,7 +66,7 @@ class Sought:
             if sample.tools:
                 self.pairs |= held_out - self.sums
             elif sample.task == "question":
-                self.asked |= held_out
+                self.asked |= {*held_out, spelled(sample.messages[-1]["content"])}
             elif sample.task in _BY_ANSWER:
                 self.answers.add(spelled(sample.answer["content"]))
             else:
@@ -77,15 +79,14 @@ class Sought:
     def found_in(self, text: str) -> set[str]:
         """Return what a rendered text asks, answers, adds up or names as a tool and should not."""
         asked, answered = _ASKED.findall(text), _ANSWERED.findall(text)
-        named = [
-            *_NAMED.findall(text),
-            *(one for said in answered for one in _WANTED.findall(said)),
-        ]
+        named = set(map(spelled, _NAMED.findall(text)))
+        wanted = {spelled(one) for said in answered for one in _WANTED.findall(said)}
         added = [one for said in (*asked, *answered) for one in _SUM.findall(spelled(said))]
         return {
             *(self.asked.intersection(map(spelled, asked))),
             *(self.answers.intersection(map(spelled, answered))),
-            *(self.pairs.intersection(map(spelled, named))),
+            *(self.pairs & named),
+            *(pair for pair in self.pairs & wanted if " " in pair),
             *(self.sums.intersection(added)),
         }
 

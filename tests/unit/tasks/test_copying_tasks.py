@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from mooncake.tasks.calls import NO_TOOL
+from mooncake.tasks.declared import tool
 from mooncake.tasks.mix import FIRST_TASKS, TASKS, evaluation_samples, training_sample
 from mooncake.tasks.sample import EVALUATED, TRAINED, WATCHED, Message, Sample, part_of
 
@@ -219,6 +220,14 @@ def test_nothing_held_out_is_trained(task: str) -> None:
         sample = training_sample(random, {task: 1.0})
         assert sample.contents
         assert all(part_of(content) == TRAINED for content in sample.contents)
+
+
+def test_a_tool_is_held_out_by_what_it_does_and_by_what_its_name_says() -> None:
+    random = Random(2)
+    for _ in range(300):
+        made = tool(random)
+        assert made.contents[0] == f"{made.verb} {made.noun}"
+        assert re.sub(r"[^a-z0-9]", "", made.name.lower()) == made.contents[1].replace(" ", "")
 
 
 @pytest.mark.parametrize("task", TOOLS)

@@ -13,7 +13,7 @@ from mooncake.launch.config.config import read_settings
 from mooncake.launch.config.shipped import configs
 from mooncake.launch.config.train_settings import Train
 from mooncake.tasks.mix import TASKS, evaluation_samples
-from mooncake.tasks.sample import Sample
+from mooncake.tasks.sample import EVALUATED, Sample, part_of, user
 from mooncake.train.config import TrainConfig
 from tests.support.train.held_out import SHORTEST, Sought, evaluated, spelled, texts
 
@@ -67,6 +67,15 @@ def test_a_tool_that_is_held_out_is_found_by_its_name_and_by_what_is_thought() -
     said = "<|im_assistant|>assistant<|im_middle|><think>{}; x</think>ok<|im_end|>"
     assert sought.found_in(said.format(pair)) == {pair}
     assert sought.found_in(said.format("find cat")) == set()
+
+
+def test_a_sum_inside_a_longer_expression_is_another() -> None:
+    sum_ = next(f"{a}+47" for a in range(30, 90) if part_of(f"{a}+47") == EVALUATED)
+    sought = Sought([Sample("sum", [user("x")], {"content": ""}, contents=(sum_,))])
+    asked = "<|im_user|>user<|im_middle|>What is {}?<|im_end|>"
+    assert sought.found_in(asked.format(sum_.replace("+", " plus "))) == {sum_}
+    for longer in (f"5*{sum_}", f"{sum_} / 2", f"{sum_}1", f"a{sum_}", f"{sum_}-3"):
+        assert sought.found_in(asked.format(longer)) == set()
 
 
 def held_out_pair() -> str:
