@@ -50,6 +50,8 @@ _log = logging.getLogger(__name__)
 
 THREAD_CHARS = 20_000
 """Longer texts are encoded in a thread (about 5 ms of work), so that streams do not stutter."""
+THREAD_SEQUENCES = 128
+"""Calls of more sequences are made in a thread: a thousand take some 50 ms."""
 LANE_PLACES = 4096
 """Of work that waits in each lane. A script may ask for a thousand answers at once."""
 

@@ -15,6 +15,9 @@ from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEven
 
 SUBMIT_BYTES = 1 << 18
 """Of prompts that are submitted in one go, about: a few milliseconds."""
+REQUEST_BYTES = 1 << 13
+"""What one more request counts for beside its prompt: a call may have a thousand short ones."""
+ABORTS_AT_ONCE = 32
 
 
 class Backend(Protocol):
@@ -97,7 +100,7 @@ class EventStream:
         num_bytes = 0
         try:
             for request in self._requests:
-                num_bytes += len(request.prompt)
+                num_bytes += len(request.prompt) + REQUEST_BYTES
                 if num_bytes > SUBMIT_BYTES:
                     await asyncio.sleep(0)  # other tasks' turn: finding a place reads the prompt
                     num_bytes = 0
@@ -153,6 +156,12 @@ class EventStream:
             self._waiter.set_result(None)
 
     def _abort_open(self) -> None:
+        """Abort what has not ended, some now and the others in the loop's next turns."""
         ids, self._open = list(self._open), {}
-        for request_id in ids:
+        self._abort_some(ids)
+
+    def _abort_some(self, ids: list[str]) -> None:
+        for request_id in ids[:ABORTS_AT_ONCE]:
             self._backend.abort(request_id)
+        if left := ids[ABORTS_AT_ONCE:]:
+            asyncio.get_running_loop().call_soon(self._abort_some, left)

@@ -51,6 +51,7 @@ WORD_TOKENS = Bound(32, "tokens in one word", "send a shorter word")
 STOP_IDS = Bound(1024, "token ids")
 BIASED_IDS = Bound(1024, "token ids")
 ALLOWED_IDS = Bound(65_536, "token ids", "exclude tokens by logit_bias or bad_words instead")
+CHOICES = Bound(1000, "choices", "list more in a JSON schema's enum")
 SETTINGS_BYTES = Bound(
     MAX_SETTINGS_BYTES, "bytes of settings that travel with the request", "make this one smaller"
 )
@@ -71,6 +72,11 @@ PROMPT_LOGPROBS = Bound(
     "send fewer or shorter prompts, or ask for fewer log-probabilities",
 )
 PROMPT_IDS = Bound(1 << 18, "token ids of prompts in one reply", "send fewer or shorter prompts")
+ANSWER_IDS = Bound(
+    1 << 19,
+    "token ids of answers in one reply (n x max_tokens)",
+    "set max_tokens to a smaller number, or ask for fewer answers",
+)
 ANSWER_LOGPROBS = Bound(
     1 << 19,
     "log-probabilities (n x max_tokens x (k + 1))",
@@ -93,7 +99,7 @@ PRICES: Mapping[str, Price] = {
     "logprobs": Price((_LOGPROBS, ANSWER_LOGPROBS)),
     "top_logprobs": Price((_LOGPROBS, ANSWER_LOGPROBS)),
     "prompt_logprobs": Price((_LOGPROBS, PROMPT_LOGPROBS), "prompt tokens x (k + 1), once"),
-    "return_token_ids": Price((PROMPT_IDS,)),
+    "return_token_ids": Price((PROMPT_IDS, ANSWER_IDS)),
     "stop": Price(
         (
             Bound(_DEFAULTS.max_stops, "stop strings"),
@@ -108,7 +114,7 @@ PRICES: Mapping[str, Price] = {
     "response_format": Price((SETTINGS_BYTES,)),
     "guided_json": Price((SETTINGS_BYTES,)),
     "guided_regex": Price((SETTINGS_BYTES,)),
-    "guided_choice": Price((SETTINGS_BYTES,)),
+    "guided_choice": Price((CHOICES, SETTINGS_BYTES)),
     "guided_grammar": Price((SETTINGS_BYTES,)),
     "tools": Price((SETTINGS_BYTES,)),
 }

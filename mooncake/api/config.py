@@ -62,9 +62,9 @@ class ApiConfig:
     """None: plain HTTP."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call us; "*" = all."""
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 16 * 1024 * 1024
     """Larger bodies get 413. A prompt of 256k tokens is about 1.5 MB."""
-    max_body_cost: int = 1 << 19
+    max_body_cost: int = 3 << 17
     """Bodies of more values get 413 too: parsing them would stop all streams. `http.json_cost` says
     how values count."""
     max_inflight_body_bytes: int = 512 * 1024 * 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.api.api_server import THREAD_CHARS, ApiServer
+from mooncake.api.api_server import THREAD_CHARS, THREAD_SEQUENCES, ApiServer
 from mooncake.api.constrained.constraints import answer_form, asks_form, form_constraint
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.review import Review
@@ -41,13 +41,15 @@ async def new_completion_call(
         shared, review = await api_server.compiling.run(lambda: _sampling(api_server, body), tenant)
     else:
         shared, review = _sampling(api_server, body)
-    if sum(map(len, asked)) <= THREAD_CHARS:
+
+    def made() -> tuple[Call, list[str]]:
         prompts, texts = _prompts(api_server, body, shared)
-    else:
-        prompts, texts = await api_server.tokenizing.run(
-            lambda: _prompts(api_server, body, shared), tenant
-        )
-    return api_server.new_call(name, prompts, body, text_options(body), review), texts
+        return api_server.new_call(name, prompts, body, text_options(body), review), texts
+
+    num_sequences = len(asked) * max(body.n or 1, body.best_of or 1)
+    if sum(map(len, asked)) <= THREAD_CHARS and num_sequences <= THREAD_SEQUENCES:
+        return made()
+    return await api_server.tokenizing.run(made, tenant)
 
 
 def _prompts(

@@ -19,6 +19,7 @@ import llguidance
 import llguidance.gbnf_to_lark
 import msgspec
 
+from mooncake.api.bounds import CHOICES
 from mooncake.api.constrained.schema_graph import (
     MAPS_OF_SCHEMAS,
     MAX_PARTS,
@@ -35,8 +36,6 @@ MAX_GRAMMAR_CHARS = 1_000_000
 """The longest grammar made of one schema."""
 MAX_OWN_CHARS = 100_000
 """The longest pattern or grammar that a client may write."""
-MAX_CHOICES = 1_000
-"""The library follows at most 2,000 alternatives at a time."""
 MAX_RULES = 500
 """The most rules of a client's own grammar. The library compiles nested rules by recursion, and a
 stack of 8 MiB overflows at 1,600."""
@@ -213,10 +212,7 @@ def choice_rule(choices: Sequence[str], param: str) -> str:
     """
     if not choices or not all(choices):
         raise InvalidRequest(f"{param}: at least one choice, none of them empty", param=param)
-    if len(choices) > MAX_CHOICES:
-        raise InvalidRequest(
-            f"{param}: at most {MAX_CHOICES} choices; a JSON schema's enum takes more", param=param
-        )
+    CHOICES.check(param, len(choices))
     rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
     _check(f"start: answer\nanswer: {rule}", param)
     return f"({rule})"

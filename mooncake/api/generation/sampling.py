@@ -11,6 +11,7 @@ import msgspec
 
 from mooncake.api.bounds import (
     ALLOWED_IDS,
+    ANSWER_IDS,
     ANSWER_LOGPROBS,
     BAD_WORD_TOKENS,
     BAD_WORDS,
@@ -206,7 +207,8 @@ def fit_output(
         raise ContextTooLong(
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{num_prompt_tokens + wanted.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
-            f"{wanted.max_tokens} in the answer). Please ask for less or shorten the prompt.",
+            f"{wanted.max_tokens} in the answer). {wanted.max_tokens_param}: please ask for less, "
+            "or shorten the prompt.",
             param=wanted.max_tokens_param,
         )
     if sampling.min_tokens > sampling.max_tokens:
@@ -221,8 +223,8 @@ def fit_output(
 def most_tokens(
     fields: GenerationFields, sampling: SamplingParams, num_prompt_tokens: int
 ) -> int | None:
-    """Return the longest answer that the bounds on beams and log-probabilities leave; None = they
-    set no limit.
+    """Return the longest answer that the bounds on beams, log-probabilities and returned token ids
+    leave; None = they set no limit.
     """
     width = max(fields.n or 1, fields.best_of or 1)
     limits: list[int] = []
@@ -230,6 +232,8 @@ def most_tokens(
         limits += [BEAM_TOKENS.limit // width, BEAM_CONTEXT.limit // width - num_prompt_tokens]
     if sampling.num_logprobs is not None:
         limits.append(ANSWER_LOGPROBS.limit // (width * (sampling.num_logprobs + 1)))
+    if fields.return_token_ids:
+        limits.append(ANSWER_IDS.limit // width)
     return max(1, min(limits)) if limits else None
 
 
@@ -256,6 +260,7 @@ def check_amounts(
     ANSWER_LOGPROBS.check("logprobs", answer_entries)
     if fields.return_token_ids:
         PROMPT_IDS.check("return_token_ids", prompt_ids)
+        ANSWER_IDS.check("return_token_ids", answer_tokens)
     if fields.use_beam_search:
         BEAM_WIDTH.check("best_of" if fields.best_of else "n", width)
         BEAM_TOKENS.check("max_tokens", answer_tokens)

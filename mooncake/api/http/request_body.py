@@ -4,6 +4,7 @@ served. Holds no state.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -16,6 +17,9 @@ from mooncake.api.http.json_cost import ITEM_COST, NODE_COST, JsonCost
 from mooncake.api.schema.json_object import RequestBody
 
 Body = TypeVar("Body", bound=RequestBody)
+
+TURN_BYTES = 1 << 20
+"""Of a body, about, that are read in one go."""
 
 
 async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:
@@ -37,13 +41,17 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
     length = request.headers.get("content-length", "0")
     _check_size(int(length) if length.isdecimal() else 0, 0, config)
     parts: list[bytes] = []
-    size, cost = 0, JsonCost()
+    size, cost, since_turn = 0, JsonCost(), 0
     async for part in request.stream():
         size += len(part)
         cost.add(part)
         _check_size(size, cost.total, config)
         request.state.in_flight.add_bytes(len(part))
         parts.append(part)
+        since_turn += len(part)
+        if since_turn > TURN_BYTES:
+            await asyncio.sleep(0)  # other tasks' turn: what has arrived is read without a wait
+            since_turn = 0
     body = b"".join(parts)
     try:
         fields = kind.model_validate_json(body)

@@ -63,6 +63,8 @@ class Guard:
                 pieces += [text[end : found.start()], token]
                 end = found.end()
         pieces.append(text[end:])
+        if window is not None and window.from_end:
+            pieces.reverse()
         return joined(pieces, lambda piece: self._ids_of(piece, window), window)
 
     def _ids_of(self, piece: str | int, window: Window | None) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -196,7 +196,8 @@ class TiktokenTokenizer(_ByteTable):
         window: Window | None = None,
     ) -> list[int]:
         del add_special  # these checkpoints add nothing
-        return joined(cut_text(text), lambda piece: self._ids_of(piece, allow_special), window)
+        pieces = cut_text(text, from_end=window is not None and window.from_end)
+        return joined(pieces, lambda piece: self._ids_of(piece, allow_special), window)
 
     def _ids_of(self, piece: str, allow_special: bool) -> list[int]:
         if allow_special:
@@ -258,17 +259,19 @@ Piece = TypeVar("Piece")
 
 
 def joined(
-    pieces: Sequence[Piece], encode: Callable[[Piece], list[int]], window: Window | None
+    pieces: Iterable[Piece], encode: Callable[[Piece], list[int]], window: Window | None
 ) -> list[int]:
-    """Return the ids of `pieces` in their order, as many from one end as `window` asks for."""
-    from_end = window is not None and window.from_end
+    """Return the ids of `pieces`, as many from one end as `window` asks for. The pieces come in
+    their order; where `window` asks for the end, in the reverse of it.
+    """
     parts: list[list[int]] = []
     num_tokens = 0
-    for piece in reversed(pieces) if from_end else pieces:
+    for piece in pieces:
         parts.append(encode(piece))
         num_tokens += len(parts[-1])
         if window is not None and num_tokens > window.num_tokens:
             break
+    from_end = window is not None and window.from_end
     return list(itertools.chain.from_iterable(reversed(parts) if from_end else parts))
 
 
@@ -288,13 +291,16 @@ def _enough(text: str, window: Window, count: Callable[[str], int]) -> str:
     return text
 
 
-def cut_text(text: str) -> list[str]:
+def cut_text(text: str, *, from_end: bool = False) -> Iterator[str]:
     """Cut `text` where Kimi-K2's tokenizer does before it encodes: pieces of at most
-    `MAX_ENCODE_CHARS`, runs of at most `MAX_RUN_CHARS`."""
+    `MAX_ENCODE_CHARS`, runs of at most `MAX_RUN_CHARS`. from_end: the last piece first.
+    """
     if len(text) <= MAX_RUN_CHARS:
-        return [text] if text else []
-    pieces: list[str] = []
-    for start in range(0, len(text), MAX_ENCODE_CHARS):
+        if text:
+            yield text
+        return
+    starts = range(0, len(text), MAX_ENCODE_CHARS)
+    for start in reversed(starts) if from_end else starts:
         part = text[start : start + MAX_ENCODE_CHARS]
         cuts = [
             cut
@@ -302,8 +308,8 @@ def cut_text(text: str) -> list[str]:
             for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS)
         ]
         bounds = [0, *cuts, len(part)]
-        pieces += [part[a:b] for a, b in itertools.pairwise(bounds)]
-    return pieces
+        pieces = [part[a:b] for a, b in itertools.pairwise(bounds)]
+        yield from reversed(pieces) if from_end else pieces
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
-from mooncake.api.backend import EventStream
+from mooncake.api.backend import ABORTS_AT_ONCE, REQUEST_BYTES, SUBMIT_BYTES, EventStream
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call, Choice, TextOptions
 from mooncake.api.text.message_parser import TOOL_MARKERS, find_markers
@@ -150,6 +151,29 @@ def make_call(backend: ScriptedBackend, n: int, stops: tuple[str, ...] = ()) -> 
     options = TextOptions(stops=stops)
     choices = [Choice(i, one, TOKENIZER, options, [EOS]) for i, one in enumerate(asked)]
     return Call(EventStream(backend, asked), "r", asked, choices, n)
+
+
+def test_many_sequences_are_submitted_and_aborted_a_few_a_turn_of_the_loop() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(lambda request: [None])
+        turns: list[tuple[int, int]] = []
+
+        async def watch() -> None:
+            while True:
+                turns.append((len(backend.requests), len(backend.aborted)))
+                await asyncio.sleep(0)
+
+        watcher = asyncio.create_task(watch())
+        async with make_call(backend, 300):
+            assert len(backend.requests) == 300
+        while len(backend.aborted) < 300:
+            await asyncio.sleep(0)
+        watcher.cancel()
+        for each, most in ((0, SUBMIT_BYTES // REQUEST_BYTES + 1), (1, ABORTS_AT_ONCE)):
+            counts = [turn[each] for turn in turns]
+            assert max(b - a for a, b in itertools.pairwise(counts)) <= most
+
+    asyncio.run(main())
 
 
 def test_call_merges_choices_and_counts_the_prompt_once() -> None:

@@ -267,6 +267,11 @@ AMOUNTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"num_prompt": 1 << 8, "num_prompts": (1 << 10) + 1, "return_token_ids": True},
         "return_token_ids",
     ),
+    "return_token_ids of answers": (
+        {"num_prompt": 1, "n": 128, "max_tokens": 1 << 12, "return_token_ids": True},
+        {"num_prompt": 1, "n": 128, "max_tokens": (1 << 12) + 1, "return_token_ids": True},
+        "return_token_ids",
+    ),
     "beams": (
         {"num_prompt": 1, "best_of": 32, "max_tokens": 2048, **BEAMS},
         {"num_prompt": 1, "best_of": 33, "max_tokens": 1, **BEAMS},
@@ -300,6 +305,7 @@ def test_what_all_sequences_ask_for_together_is_bounded(case: str) -> None:
         ({}, None, None),
         ({}, 20, (1 << 19) // 21),
         ({"n": 128}, 0, 1 << 12),
+        ({"n": 128, "return_token_ids": True}, None, 1 << 12),
         ({"n": 4, **BEAMS}, None, 1 << 14),
         ({"n": 4, "best_of": 32, **BEAMS}, 20, (1 << 19) // 32 // 21),
     ],

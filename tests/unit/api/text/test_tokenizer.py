@@ -223,7 +223,7 @@ def test_special_text_stays_text_in_tokenizer_json_when_asked(tmp_path: Path) ->
 
 def test_long_texts_are_cut_without_losing_a_character() -> None:
     text = "ab " * 10 + "x" * (2 * MAX_RUN_CHARS + 7) + " " * (MAX_RUN_CHARS + 1) + "end"
-    pieces = cut_text(text)
+    pieces = list(cut_text(text))
     assert "".join(pieces) == text
     assert [len(piece) for piece in pieces] == [
         30 + MAX_RUN_CHARS,
@@ -231,6 +231,7 @@ def test_long_texts_are_cut_without_losing_a_character() -> None:
         7 + MAX_RUN_CHARS,
         4,
     ]
+    assert list(cut_text(text, from_end=True)) == pieces[::-1]
     long = "word " * (MAX_ENCODE_CHARS // 4)
     assert "".join(cut_text(long)) == long
     assert max(map(len, cut_text(long))) <= MAX_ENCODE_CHARS

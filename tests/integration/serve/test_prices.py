@@ -1,0 +1,269 @@
+"""What a field may cost others: every field of every POST route at its dearest legal value, and the
+dearest pairs, against a live server that a second tenant uses meanwhile.
+
+Of each row: no piece of work holds the gateway's loop for over 100 ms. The other tenant's median
+latency is at most three times what it is just before the row; for rows with many answers, three
+times what it is beside a plain call of 128. A row is too dear if it is so in three tries: other
+work of the machine passes. At the end no process has grown by more than 300 MB, blocks and permits
+are back, and no accepted request has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import mooncake
+from tests.support.api.dearest import ROUTES, WIDE, Route
+from tests.support.serve.server_process import ServerProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+MODEL = Path(mooncake.__file__).parent / "k2-demo"
+KEYS = """keys:
+  - {name: foe, key: sk-foe, priorities: [premium, interactive, batch]}
+  - {name: other, key: sk-other}
+  - {name: boss, key: sk-boss, operator: true}
+"""
+LEAVES_S = 0.7
+"""The client of a row leaves after so long: what is not done then is aborted."""
+REST_S = 30.0
+TRIES = 3
+MOST_SLOWER = 3.0
+MOST_HELD = "0.1"
+MOST_GROWN = 300 << 20
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PAIRS = (
+    (CHAT, "top_logprobs", "return_tokens_as_token_ids"),
+    (CHAT, "top_logprobs", "bad_words"),
+    (CHAT, "stream_options", "top_logprobs"),
+    (CHAT, "messages", "documents"),
+    (CHAT, "truncate_prompt_tokens", "response_format"),
+    (CHAT, "allowed_token_ids", "logit_bias"),
+    (COMPLETIONS, "prompt_logprobs", "return_token_ids"),
+    (COMPLETIONS, "prompt", "logit_bias"),
+    (COMPLETIONS, "prompt", "stop"),
+    (COMPLETIONS, "n", "logprobs"),
+)
+
+
+class Other:
+    """The second tenant: its requests' begins and ends."""
+
+    def __init__(self, url: str) -> None:
+        words = [sys.executable, "-m", "tests.support.serve.timed_client", url, "sk-other"]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self._times: list[tuple[float, float]] = []
+        self.failures: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            begin, end, status = line.split()
+            if status != "200":
+                self.failures.append(status)
+            self._times.append((float(begin), float(end)))
+
+    def leave(self) -> None:
+        """End it in the middle of a request."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def latency_s(self, begin: float, end: float) -> float:
+        """Return the median latency of what ran between; waits for one that still does."""
+        limit = time.monotonic() + REST_S
+        while True:
+            ended = [(a, b) for a, b in self._times if b > begin and a < end]
+            if ended and (ended[-1][1] >= end or time.monotonic() > limit):
+                return statistics.median(b - a for a, b in ended)
+            time.sleep(0.005)
+
+    def quiet_s(self, num: int = 3) -> float:
+        """Return the median latency of the next requests."""
+        seen = len(self._times)
+        while len(self._times) < seen + num + 1:
+            time.sleep(0.005)
+        return statistics.median(b - a for a, b in self._times[seen + 1 :])
+
+
+class Walk:
+    """A live server and what is measured of it."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.url = server.url
+        self.other = Other(server.url)
+        self._boss = httpx.Client(
+            base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-boss"}
+        )
+        root = psutil.Process(server.process.pid)
+        self._processes = [root, *root.children(recursive=True)]
+        self.other.quiet_s(10)
+        self._rss = self.rss()
+        self.rest = self.free_blocks()
+
+    def close(self) -> None:
+        self.other.leave()
+        self._boss.close()
+
+    def rss(self) -> dict[int, int]:
+        return {each.pid: each.memory_info().rss for each in self._processes}
+
+    def grown(self) -> int:
+        """Return by how much the process that has grown most has grown."""
+        return max(now - self._rss[pid] for pid, now in self.rss().items())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a series."""
+        total = 0.0
+        for line in self._boss.get("/metrics").text.splitlines():
+            found = re.match(r"(mooncake:\w+)(?:\{(.*)\})? (\S+)$", line)
+            if found and found[1] == f"mooncake:{name}":
+                has = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
+                if all(has.get(label) == value for label, value in labels.items()):
+                    total += float(found[3])
+        return total
+
+    def num_long_holds(self) -> float:
+        name = "event_loop_held_seconds"
+        return self.metric(f"{name}_count") - self.metric(f"{name}_bucket", le=MOST_HELD)
+
+    def free_blocks(self) -> float:
+        return self.metric("worker_free_blocks")
+
+    def send(self, path: str, body: bytes) -> int | None:
+        """Return the status; None: the client has left."""
+        headers = {"authorization": "Bearer sk-foe", "content-type": "application/json"}
+        with httpx.Client(base_url=self.url, headers=headers, timeout=60) as client:
+            leaving = threading.Timer(LEAVES_S, lambda: _leave(client))
+            leaving.start()
+            try:
+                with client.stream("POST", path, content=body) as reply:
+                    for _ in reply.iter_raw():
+                        pass
+                    return reply.status_code
+            except (httpx.HTTPError, RuntimeError, OSError):
+                return None
+            finally:
+                leaving.cancel()
+
+    def row(self, path: str, body: Mapping[str, Any], beside: bytes | None) -> list[str]:
+        """Send a row; return in what it was too dear, [] = in nothing."""
+        text = json.dumps(body).encode()
+        quiet_s = self.other.quiet_s()
+        if beside is not None:
+            begin = time.monotonic()
+            self.send(CHAT, beside)
+            quiet_s = max(quiet_s, self.other.latency_s(begin, time.monotonic()))
+        holds, begin = self.num_long_holds(), time.monotonic()
+        status = self.send(path, text)
+        end = time.monotonic()
+        slower = self.other.latency_s(begin, end) / quiet_s
+        found: list[str] = []
+        if status not in (None, 200):
+            found.append(f"status {status}")
+        if slower > MOST_SLOWER:
+            found.append(f"the other tenant takes {slower:.1f} times as long")
+        if (more := self.num_long_holds() - holds) > 0:
+            found.append(f"{more:.0f} holds of the loop over {MOST_HELD} s")
+        return found
+
+    def at_rest(self) -> bool:
+        """Whether nothing of the other tenant's enemies runs or waits any more."""
+        busy = self.metric("num_requests_running") + self.metric("num_requests_waiting")
+        return busy <= 1 and self.free_blocks() >= self.rest - 8
+
+
+def _leave(client: httpx.Client) -> None:
+    transport: Any = client._transport
+    for connection in list(transport._pool.connections):
+        with contextlib.suppress(Exception):
+            stream = connection._connection._network_stream
+            stream.get_extra_info("socket").shutdown(2)
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text(KEYS)
+    words = (
+        "--port", "0", "--colocated", "--api-keys-file", str(keys),
+        "--kv-cache-memory-bytes", "64MiB", "--kvstore-dram-bytes", "32MiB",
+    )  # fmt: skip
+    with ServerProcess(str(MODEL), *words) as server:
+        server.wait_until_serving()
+        walk = Walk(server)
+        try:
+            yield walk
+        finally:
+            walk.close()
+
+
+def rows() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, route in ROUTES.items():
+        for name in route.fields:
+            yield path, name, route.dearest(name)
+    for path, one, two in PAIRS:
+        route: Route = ROUTES[path]
+        yield (
+            path,
+            f"{one}, {two}",
+            {**route.dearest(two), **route.dearest(one)}
+            | {name: route.fields[name].value for name in (one, two)},
+        )
+
+
+def test_no_field_costs_others_more_than_its_bound(walk: Walk) -> None:
+    plain = json.dumps(ROUTES[CHAT].body("n", WIDE["n"], {"max_tokens": 128, "ignore_eos": True}))
+    dear: dict[str, list[str]] = {}
+    for path, name, body in rows():
+        wide = max(body.get("n", 1), body.get("best_of", 1), 1) > 8
+        wide = wide or (isinstance(body.get("prompt"), list) and len(body["prompt"]) < 1024)
+        for _ in range(TRIES):
+            found = walk.row(path, body, plain.encode() if wide else None)
+            if not found:
+                break
+        else:
+            dear[f"{path} {name}"] = found
+    assert not dear, "\n".join(f"{where}: {', '.join(what)}" for where, what in dear.items())
+    assert walk.grown() <= MOST_GROWN
+    walk.other.leave()
+    end = time.monotonic() + REST_S
+    while not walk.at_rest() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert walk.at_rest()
+    assert walk.metric("request_failure_total") == 0
+    assert walk.other.failures == []
+
+
+def test_more_than_a_bound_is_refused_by_name(walk: Walk) -> None:
+    headers = {"authorization": "Bearer sk-foe"}
+    wrong: list[str] = []
+    with httpx.Client(base_url=walk.url, headers=headers, timeout=120) as client:
+        for path, route in ROUTES.items():
+            for name in route.fields:
+                if (more := route.above(name)) is None:
+                    continue
+                body, named = more
+                reply = client.post(path, json=body)
+                text = reply.text
+                if reply.status_code != 400 or named not in text:
+                    wrong.append(f"{path} {name}: {reply.status_code} {text[:200]}")
+    assert not wrong, "\n".join(wrong)

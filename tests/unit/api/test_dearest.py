@@ -1,0 +1,39 @@
+"""Every field that a POST route takes has a dearest value, so that the walk of all prices
+(tests/integration/serve/test_prices.py) leaves none out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mooncake.api.app import create_app
+from mooncake.api.bounds import PRICES
+from mooncake.api.config import ApiConfig
+from tests.support.api.dearest import ROUTES
+from tests.support.api.server import ScriptedBackend, says, tiny_model
+
+
+def bodies() -> dict[str, set[str]]:
+    """Return the fields of each POST route, as the served document lists them."""
+    document: dict[str, Any] = create_app(
+        ScriptedBackend(says("x")), tiny_model(), ApiConfig()
+    ).openapi()
+    found: dict[str, set[str]] = {}
+    for path, operations in document["paths"].items():
+        if "post" in operations:
+            content = operations["post"]["requestBody"]["content"]["application/json"]
+            name = content["schema"]["$ref"].rpartition("/")[2]
+            found[path] = set(document["components"]["schemas"][name]["properties"])
+    return found
+
+
+def test_every_field_of_the_document_has_a_dearest_value() -> None:
+    declared = {path: set(route.fields) for path, route in ROUTES.items()}
+    assert declared == bodies()
+
+
+def test_every_field_with_a_price_has_a_value_above_its_bound() -> None:
+    generating = {path: route for path, route in ROUTES.items() if "count" not in path}
+    for path, route in generating.items():
+        for name in PRICES.keys() & route.fields.keys():
+            assert route.above(name) is not None, f"{path}: {name}"
