@@ -127,7 +127,7 @@ MALFORMED: list[tuple[tuple[str, Any], int, str | None, str]] = [
     ((CHAT, {"messages": ASK["messages"] * 65_537}), 400, "messages", "at most 65536 items"),
     (chat(tools=[CALL] * 1025), 400, "tools", "at most 1024 items"),
     (chat(tools=[CALL] * 2), 400, "tools", "declared twice"),
-    (chat(guided_choice=[str(i) for i in range(1001)]), 400, "guided_choice", "at most 1000"),
+    (chat(guided_choice=[str(i) for i in range(1001)]), 400, "guided_choice", "limit of 1000"),
     (chat(guided_regex="a" * 100_001), 400, "guided_regex", "limit of 100000 characters"),
     (chat(guided_grammar="#" * 100_001), 400, "guided_grammar", "limit of 100000 characters"),
     (chat(functions=[{"name": "f"}]), 400, "functions", "use tools"),

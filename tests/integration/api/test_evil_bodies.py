@@ -36,7 +36,7 @@ EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "openings": (400, CHAT, says_user("<" * N)),
     "openings, cut": (200, CHAT, says_user("<" * N, **KEEP)),
     "half names, cut": (200, CHAT, says_user("<|reserved_token_" * (N // 3), **KEEP)),
-    "names, cut": (200, CHAT, says_user("<|im_end|>" * N, **KEEP)),
+    "names, cut": (200, CHAT, says_user("<|im_end|>" * (N // 2), **KEEP)),
     "long runs": (200, COMPLETIONS, {"prompt": RUNS, "max_tokens": 1, **KEEP}),
     "long runs to count": (400, TOKENIZE, {"prompt": RUNS}),
     "openings to count": (400, TOKENIZE, {"messages": [{"role": "user", "content": "<" * N}]}),
