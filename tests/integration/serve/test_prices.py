@@ -10,14 +10,16 @@ times as long as on the quiet server the other tenant's requests took.
 
 from __future__ import annotations
 
-import contextlib
+import http.client
 import json
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -150,19 +152,22 @@ class Walk:
 
     def send(self, path: str, body: bytes) -> int | None:
         """Return the status; None: the client has left."""
-        headers = {"authorization": "Bearer sk-foe", "content-type": "application/json"}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=60) as client:
-            leaving = threading.Timer(LEAVES_S, lambda: _leave(client))
+        address = urllib.parse.urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        connection.connect()
+        leaving = threading.Timer(LEAVES_S, connection.sock.shutdown, [socket.SHUT_RDWR])
+        headers = {"Authorization": "Bearer sk-foe", "Content-Type": "application/json"}
+        try:
+            connection.request("POST", path, body, headers)
             leaving.start()
-            try:
-                with client.stream("POST", path, content=body) as reply:
-                    for _ in reply.iter_raw():
-                        pass
-                    return reply.status_code
-            except (httpx.HTTPError, RuntimeError, OSError):
-                return None
-            finally:
-                leaving.cancel()
+            reply = connection.getresponse()
+            reply.read()
+            return reply.status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            leaving.cancel()
+            connection.close()
 
     def row(self, path: str, name: str, body: Mapping[str, Any]) -> list[str]:
         """Send a row; return in what it was too dear, [] = in nothing."""
@@ -185,14 +190,6 @@ class Walk:
         """Whether nothing of the other tenant's enemies runs or waits any more."""
         busy = self.metric("num_requests_running") + self.metric("num_requests_waiting")
         return busy <= 1 and self.free_blocks() >= self.rest - 8
-
-
-def _leave(client: httpx.Client) -> None:
-    transport: Any = client._transport
-    for connection in list(transport._pool.connections):
-        with contextlib.suppress(Exception):
-            stream = connection._connection._network_stream
-            stream.get_extra_info("socket").shutdown(2)
 
 
 @pytest.fixture(scope="module")
