@@ -2,7 +2,7 @@
 dearest pairs, against a live server that a second tenant uses meanwhile.
 
 Of each row: no piece of work holds the gateway's loop for over 100 ms, and the other tenant's
-median latency stays below 5 s (one request's settings once made it 14 and 59 s). A row fails if it
+median latency stays below 10 s (one request's settings once made it 14 and 59 s). A row fails if it
 does so in three tries: other work of the machine passes. At the end no process has grown by more
 than 300 MB, blocks and permits are back, and no accepted request has failed. `-s` prints how many
 times as long as on the quiet server the other tenant's requests took.
@@ -44,7 +44,7 @@ LEAVES_S = 0.5
 """The client of a row leaves after so long: what is not done then is aborted."""
 REST_S = 30.0
 TRIES = 3
-MOST_S = 5.0
+MOST_S = 10.0
 MOST_HELD = "0.1"
 MOST_GROWN = 300 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -52,12 +52,12 @@ PAIRS = (
     (CHAT, "top_logprobs", "return_tokens_as_token_ids"),
     (CHAT, "top_logprobs", "bad_words"),
     (CHAT, "stream_options", "top_logprobs"),
-    (CHAT, "messages", "documents"),
+    (CHAT, "documents", "bad_words"),
     (CHAT, "truncate_prompt_tokens", "response_format"),
     (CHAT, "allowed_token_ids", "logit_bias"),
     (COMPLETIONS, "prompt_logprobs", "return_token_ids"),
-    (COMPLETIONS, "prompt", "logit_bias"),
-    (COMPLETIONS, "prompt", "stop"),
+    (COMPLETIONS, "prompt", "seed"),
+    (COMPLETIONS, "logit_bias", "stop"),
     (COMPLETIONS, "n", "logprobs"),
 )
 
