@@ -4,8 +4,8 @@ dearest pairs, against a live server that a second tenant uses meanwhile.
 Of each row: no piece of work holds the gateway's loop for over 100 ms, and the other tenant's
 median latency stays below 10 s (one request's settings once made it 14 and 59 s). A row fails if it
 does so in three tries: other work of the machine passes. At the end no process has grown by more
-than 300 MB, blocks and permits are back, and no accepted request has failed. `-s` prints how many
-times as long as on the quiet server the other tenant's requests took.
+than 300 MB, and each request has ended: none runs or waits, all blocks are free. `-s` prints how
+many times as long as on the quiet server the other tenant's requests took.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ class Walk:
         return found
 
     def at_rest(self) -> bool:
-        """Whether nothing of the other tenant's enemies runs or waits any more."""
+        """Whether no request runs or waits any more, and all blocks are free."""
         busy = self.metric("num_requests_running") + self.metric("num_requests_waiting")
-        return busy <= 1 and self.free_blocks() >= self.rest - 8
+        return busy == 0 and self.free_blocks() >= self.rest
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,6 @@ def test_no_field_costs_others_more_than_its_bound(walk: Walk) -> None:
     while not walk.at_rest() and time.monotonic() < end:
         time.sleep(0.1)
     assert walk.at_rest()
-    assert walk.metric("request_failure_total") == 0
     assert walk.other.failures == []
 
 
