@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -53,7 +53,6 @@ from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.drafts.mtp import MtpRows
-from mooncake.model.inputs import SlotRows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
@@ -64,8 +63,8 @@ from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import join
 from mooncake.model.parallel.lead import Loaded, receive, send
 from mooncake.model.rank_device import RankDevice
+from mooncake.model.running.computed_step import ComputedStep
 from mooncake.model.running.forward_pass import ForwardPass, capture_steps
-from mooncake.model.running.output_logits import prompt_pieces, sampled_rows
 from mooncake.transfer.device import DeviceMemory
 
 _log = logging.getLogger(__name__)
@@ -201,21 +200,22 @@ class Follower:
     def _compute(self, slots: Sequence[StepSlot], step: RankStep) -> None:
         """Compute a step as it comes, as the lead's runner does."""
         assert self._forward is not None
-        wanted, read = frozenset(step.logprob_rows), None
         if self._drafts is not None:
             self._drafts.forget(step.forgotten)
-            slots, read = self._drafts.make(slots), self._drafts.read_states()
-            wanted = frozenset(slot.sequence_id for slot in slots)
 
         def after_write(layer: int) -> None:
             of_stage = self._speaks and layer in self._model.stage.layers
             self._reached(layer + 1, step.reported_as if of_stage else None)
 
-        inputs, hidden = self._forward(slots, wanted, after_write, read)
+        computed = ComputedStep(
+            self._model, self._forward, self._copier, self._drafts, slots, step.logprob_rows,
+            after_write,
+        )  # fmt: skip
         if self._model.stage.is_last:
-            self._make_logits(inputs.output_rows, hidden, step.logprob_rows)
-        if self._drafts is not None and read is not None:
-            self._drafts.keep(inputs.input_rows, read, None, handed_on=step.reported_as is not None)
+            for _ in computed.prompt_logits():
+                pass  # the lead reads them
+            computed.sampled_logits()
+        computed.keep(None, handed_on=step.reported_as is not None)
 
     def _reached(self, num_layers: int, reported_as: int | None = None) -> None:
         """So many layers of this step are written; the lead hears of it where it has a name."""
@@ -245,17 +245,6 @@ class Follower:
             none = torch.zeros(len(self._last), dtype=torch.int64, device=self._model.device)
             tokens = self._group.gather(none)[: len(self._last)]
             self._decoder.run_ahead(self._last, tokens)
-
-    def _make_logits(
-        self, output_rows: Sequence[SlotRows], hidden: torch.Tensor, counts: Mapping[int, int]
-    ) -> None:
-        """Make this rank's part of the logits that the lead makes."""
-        for rows in output_rows:
-            for first, num in prompt_pieces(rows, counts.get(rows.slot.sequence_id, 0)):
-                self._model.logits(hidden[first : first + num])
-        sampled = self._copier.send(sampled_rows(output_rows))
-        if sampled.numel():
-            self._model.logits(hidden.index_select(0, sampled))
 
     def follow(self, words: Iterable[Word]) -> None:
         """Do what the lead says about steps and pages, until it says nothing more."""

@@ -36,15 +36,14 @@ from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
-from mooncake.model.inputs import SlotRows, StepInputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Drawn
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.stages import StageTimes
+from mooncake.model.running.computed_step import ComputedStep
 from mooncake.model.running.forward_pass import CapturedSteps, ForwardPass
-from mooncake.model.running.output_logits import prompt_pieces, sampled_rows
 
 _PATIENCE = 0.5
 """For what share of its last step's time an instance that has just computed one waits for its next
@@ -332,9 +331,8 @@ class ModelRunner:
         if self._lead is not None:
             self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
             if plan.slots:
-                counts = {s.sequence_id: len(self._following(s)) for s in self._whole(plan)}
                 reported_as = plan.step_id if plan.report_layers else None
-                self._lead.step(plan.slots, counts, way, reported_as=reported_as)
+                self._lead.step(plan.slots, self._prompt_rows(plan), way, reported_as=reported_as)
         return way
 
     def _way(self, plan: StepPlan) -> Way:
@@ -348,6 +346,10 @@ class ModelRunner:
     def _whole(self, plan: StepPlan) -> list[StepSlot]:
         """Return the slots of which every row is wanted at the end."""
         return [slot for slot in plan.slots if self._logprobs_wanted(slot.sequence_id)]
+
+    def _prompt_rows(self, plan: StepPlan) -> dict[int, int]:
+        """Return how many rows of those slots become logits."""
+        return {slot.sequence_id: len(self._following(slot)) for slot in self._whole(plan)}
 
     def _step(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
@@ -388,7 +390,6 @@ class ModelRunner:
             self._drafts.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
         if not plan.slots:
             return _Outcome([], {}, {})
-        slots: Sequence[StepSlot] = plan.slots
         lead = self._lead
         if lead is not None:
             lead.begin_step()
@@ -397,37 +398,31 @@ class ModelRunner:
             self._peers.wake(self._model.exchange.num_steps + 1)
         if self._decoder is not None:
             if way is not Way.AS_IT_COMES:
-                return self._decode(self._decoder, slots)
+                return self._decode(self._decoder, plan.slots)
             self._decoder.interrupt()
-        wanted = whole = frozenset(slot.sequence_id for slot in self._whole(plan))
-        read = None
-        if self._drafts is not None:
-            slots, read = self._drafts.make(slots), self._drafts.read_states()
-            if self._drafts.reads_all_outputs:
-                wanted = frozenset(slot.sequence_id for slot in slots)
 
         def after_write(layer: int) -> None:
             if lead is not None:
                 lead.reached(layer + 1)
             self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
 
-        reports = after_write if plan.report_layers else None
-        inputs, hidden = self._forward(slots, wanted, reports, read)
-        logprobs = {
-            rows.slot.sequence_id: self._prompt_logprobs(rows, hidden)
-            for rows in inputs.output_rows
-            if rows.slot.sequence_id in whole
-        }
-        asked = [rows.slot for rows in inputs.output_rows if rows.slot.sample]
-        logits = self._sampled_logits(inputs, hidden) if asked else None
-        if read is None:
+        computed = ComputedStep(
+            self._model, self._forward, self._copies, self._drafts, plan.slots,
+            self._prompt_rows(plan), after_write if plan.report_layers else None,
+        )  # fmt: skip
+        logprobs: dict[int, list[TokenLogprobs]] = {s.sequence_id: [] for s in self._whole(plan)}
+        for slot, begin, piece in computed.prompt_logits():
+            num = self._starts[slot.sequence_id].sampling.num_prompt_logprobs
+            assert num is not None
+            following = self._following(slot)[begin : begin + len(piece)]
+            logprobs[slot.sequence_id] += self._sampler.prompt_logprobs(piece, following, num)
+        logits = computed.sampled_logits()
+        if not computed.has_drafts:
             self._leave_pages()
-        failures = self._sampler.broken([slot.sequence_id for slot in asked])
-        samples = [] if logits is None else self._sample(logits, asked, failures)
-        written = False
-        if self._drafts is not None and read is not None:
-            rows = inputs.input_rows
-            written = self._drafts.keep(rows, read, samples, handed_on=plan.report_layers)
+        failures = self._sampler.broken([slot.sequence_id for slot in computed.sampled])
+        samples = [] if logits is None else self._sample(logits, computed.sampled, failures)
+        written = computed.keep(samples, handed_on=plan.report_layers)
+        if computed.has_drafts:
             self._leave_pages()
         if written or not samples:  # samples would have come behind all else
             self._wait()
@@ -438,11 +433,6 @@ class ModelRunner:
         if self._lead is not None:
             self._model.stage.ranks.meet()
             self._lead.reached(ALL_LAYERS)
-
-    def _sampled_logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the rows that may be sampled from."""
-        rows = self._copies.send(sampled_rows(inputs.output_rows))
-        return self._model.logits(hidden.index_select(0, rows))
 
     def _sample(
         self, logits: torch.Tensor, slots: Sequence[StepSlot], failures: Mapping[int, Failure]
@@ -516,18 +506,6 @@ class ModelRunner:
 
     def _logprobs_wanted(self, sequence_id: int) -> bool:
         return self._starts[sequence_id].sampling.num_prompt_logprobs is not None
-
-    def _prompt_logprobs(self, rows: SlotRows, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        start = self._starts[rows.slot.sequence_id]
-        num = start.sampling.num_prompt_logprobs
-        assert num is not None
-        following = self._following(rows.slot)
-        found: list[TokenLogprobs] = []
-        for first, count in prompt_pieces(rows, len(following)):
-            begin = first - rows.first
-            logits = self._model.logits(hidden[first : first + count])
-            found += self._sampler.prompt_logprobs(logits, following[begin : begin + count], num)
-        return found
 
     def _following(self, slot: StepSlot) -> Sequence[int]:
         """Return the prompt tokens that come after those of a slot, one further on."""
