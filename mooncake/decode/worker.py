@@ -28,7 +28,7 @@ from mooncake.base.messages import (
     Welcome,
     WorkerRef,
 )
-from mooncake.base.request import Failure, FinishInfo, Flow, RequestOutput, packed_logprobs
+from mooncake.base.request import Failure, FinishInfo, Flow
 from mooncake.decode.admission import (
     MAX_WAITING_LOOKED_AT,
     can_ever_fit,
@@ -38,7 +38,7 @@ from mooncake.decode.admission import (
 )
 from mooncake.decode.task import DecodeJob, Stage
 from mooncake.engine.plan import StepResult
-from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance import Instance, PrefixReuse
 from mooncake.instance.job_table import JobTable
 
@@ -112,19 +112,11 @@ class DecodeWorker:
     # ------------------------------------------------------------ taking a request in
 
     def _on_task(self, task: DecodeTask, now: float) -> None:
-        if not self._jobs.is_new(task):
+        taken = self.instance.taken(task, self._jobs, lambda older: self._abort(older, now))
+        if taken is None:
             return
-        older = self._jobs.get(task.request.request_id)
-        if older is not None:
-            self._abort(older, now)
-        whole = self.instance.whole_task(task)
-        if whole is None:
-            self._jobs.refuse(task)
-            return
-        task = whole
         layout = self.instance.layout
-        self.instance.engine.prepare(task.request)
-        job = DecodeJob(task, layout)
+        job = DecodeJob(taken, layout)
         self._jobs.add(job)
         if not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
             message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
@@ -336,18 +328,12 @@ class DecodeWorker:
 
     def _run(self, job: DecodeJob, num_computed: int, now: float) -> None:
         """Start the request; `job.pages` hold the KV of its first `num_computed` tokens."""
-        request = job.task.request
         pages, job.pages = job.pages, []
-        sequence = Sequence(
-            sequence_id=self.instance.next_sequence_id(),
-            request=request,
-            attempt=job.attempt,
-            turn=job.task.turn,
-            output_tokens=list(job.output_tokens),
-            pages=pages,
-            num_computed=num_computed,
-            num_cached_tokens=num_computed if job.local else 0,
+        sequence = job.new_sequence(
+            self.instance.next_sequence_id(), job.output_tokens, pages, num_computed
         )
+        if not job.local:
+            sequence.num_cached_tokens = 0
         if not self.instance.engine.add(sequence, now):
             self.instance.pool.release(pages)
             self._fail(job, Failure.turned_away("the decode batch queue is full"))
@@ -376,26 +362,14 @@ class DecodeWorker:
             finish = FinishInfo(
                 reason=output.finish, stop_token_id=output.stop_token_id, failure=output.failure
             )
-        tokens = list(output.tokens)
-        num_outputs = len(output.sequence.output_tokens)
-        first = job.local and num_outputs - len(tokens) == len(job.task.output_tokens)
-        if first and tokens:
-            cached = output.sequence.num_cached_tokens
+        cached = output.sequence.num_cached_tokens
+        num_before = len(output.sequence.output_tokens) - len(output.tokens)
+        first = job.local and num_before == len(job.task.output_tokens)
+        if first and output.tokens:
             self.instance.count("prompt_tokens", job.num_tokens)
             self.instance.count("prompt_tokens_cached", cached)
-        self.instance.queue_output(
-            job.task.gateway,
-            RequestOutput(
-                request_id=job.request_id,
-                attempt=job.attempt,
-                start=num_outputs - len(tokens),
-                tokens=tokens,
-                logprobs=output.logprobs,
-                prompt_logprobs=packed_logprobs(output.prompt_logprobs),
-                num_cached_tokens=output.sequence.num_cached_tokens if first else None,
-                finish=finish,
-            ),
-        )
+        told = job.output(output, finish, num_cached_tokens=cached if first else None)
+        self.instance.queue_output(job.task.gateway, told)
 
     def _write_through(self, job: DecodeJob, now: float) -> None:
         """Put the blocks that have become full into this node's pool."""
@@ -447,8 +421,7 @@ class DecodeWorker:
     def _fail(self, job: DecodeJob, failure: Failure) -> None:
         """Report a failure of a job that holds no pages, and drop it."""
         self._jobs.remove(job)
-        start = len(job.task.output_tokens)
-        self.instance.fail(job.task.gateway, job.request_id, job.attempt, failure, start)
+        self.instance.fail(job.task, failure)
 
     def _end_reservation(self, job: DecodeJob) -> None:
         """Let nobody write to the pages of a job any more; prefill has said that it does not."""
@@ -496,8 +469,7 @@ class DecodeWorker:
         """Fail and end a lost gateway's jobs. If it is alive after all, it places them again."""
         failure = Failure.unavailable("its gateway was taken for dead")
         for job in self._jobs.of_gateway(gateway):
-            start = len(job.task.output_tokens)
-            self.instance.fail(gateway, job.request_id, job.attempt, failure, start)
+            self.instance.fail(job.task, failure)
             self._abort(job, now)
 
     def _rest(self, job: DecodeJob, now: float) -> None:

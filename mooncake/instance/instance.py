@@ -23,6 +23,7 @@ from mooncake.base.messages import (
     PinGranted,
     PutGranted,
     Refused,
+    RequestTask,
     Role,
     StepOutputs,
     Tier,
@@ -41,6 +42,7 @@ from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.fetch import Fetcher, PageReads
+from mooncake.instance.job_table import JobT, JobTable
 from mooncake.instance.kept_settings import KeptSettings, TaskT
 from mooncake.instance.mover import OwnPages, RankPages, SliceMover
 from mooncake.instance.page_pins import PagePins
@@ -236,26 +238,36 @@ class Instance:
         """Send an output with the next tick; all outputs of a tick leave in one message."""
         self._outputs.setdefault(gateway.address, []).append(output)
 
-    def fail(
-        self, gateway: WorkerRef, request_id: str, attempt: int, failure: Failure, start: int
-    ) -> None:
-        """Queue a final output: this attempt failed here, having produced `start` tokens."""
-        finish = FinishInfo(reason=FinishReason.ERROR, failure=failure)
-        output = RequestOutput(request_id=request_id, attempt=attempt, start=start, finish=finish)
-        self.queue_output(gateway, output)
+    def fail(self, task: RequestTask, failure: Failure) -> None:
+        """Queue a final output: this attempt failed here."""
+        output = RequestOutput(
+            request_id=task.request.request_id,
+            attempt=task.attempt,
+            start=len(task.output_tokens),
+            finish=FinishInfo(reason=FinishReason.ERROR, failure=failure),
+        )
+        self.queue_output(task.gateway, output)
 
-    def whole_task(self, task: TaskT) -> TaskT | None:
-        """Return `task` with the settings that it names; None = they are not here, and it has been
-        turned away: the next task carries them.
+    def taken(self, task: TaskT, jobs: JobTable[JobT], end: Callable[[JobT], None]) -> TaskT | None:
+        """Return the task of a new job, with the settings that it names, after `end` has ended the
+        older attempt of its request. None: the task is a repeat or over; or its settings are not
+        here, and it has been turned away: the next task carries them.
         """
+        if not jobs.is_new(task):
+            return None
+        older = jobs.get(task.request.request_id)
+        if older is not None:
+            end(older)
         whole = self.kept_settings.completed(task)
         if whole is None:
-            failure = Failure.turned_away(
-                "this worker does not have the settings that a task names"
+            jobs.refuse(task)
+            self.fail(
+                task,
+                Failure.turned_away("this worker does not have the settings that a task names"),
             )
-            start = len(task.output_tokens)
-            self.fail(task.gateway, task.request.request_id, task.attempt, failure, start)
             self.count("tasks_without_settings")
+            return None
+        self.engine.prepare(task.request)
         return whole
 
     def count(self, name: str, amount: float = 1) -> None:

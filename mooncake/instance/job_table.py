@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mooncake.base.blocks import BlockKey, block_keys
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import (
     AbortTask,
-    DecodeTask,
-    PrefillTask,
+    RequestTask,
     Reserved,
     WorkerRef,
     is_former,
 )
-from mooncake.base.request import Flow
-from mooncake.engine.sequence import Sequence
+from mooncake.base.request import FinishInfo, Flow, RequestOutput, packed_logprobs
+from mooncake.engine.sequence import Sequence, SequenceOutput
 from mooncake.instance.reuse import PrefixReuse
 
 MAX_EARLY = 1024
@@ -31,7 +30,7 @@ MAX_REMEMBERED = 4096
 EARLY_S = 10.0
 """A reservation waits this long for its task."""
 
-TaskT = TypeVar("TaskT", bound="PrefillTask | DecodeTask")
+TaskT = TypeVar("TaskT", bound=RequestTask)
 
 
 class Job(Generic[TaskT]):
@@ -69,6 +68,40 @@ class Job(Generic[TaskT]):
         """Return the sort key of queues: smaller goes first."""
         return self.task.turn, self.task.request.priority.order
 
+    def new_sequence(
+        self, sequence_id: int, output_tokens: list[int], pages: list[int], num_computed: int
+    ) -> Sequence:
+        """Return a sequence of this request over `pages`, of which so many tokens are computed."""
+        return Sequence(
+            sequence_id=sequence_id,
+            request=self.task.request,
+            attempt=self.attempt,
+            turn=self.task.turn,
+            output_tokens=list(output_tokens),
+            pages=pages,
+            num_computed=num_computed,
+            num_cached_tokens=num_computed,
+        )
+
+    def output(
+        self, made: SequenceOutput, finish: FinishInfo | None, *, num_cached_tokens: int | None
+    ) -> RequestOutput:
+        """Return what the gateway hears of the tokens that a step has made.
+
+        num_cached_tokens: with the first of an attempt.
+        """
+        tokens = list(made.tokens)
+        return RequestOutput(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            start=len(made.sequence.output_tokens) - len(tokens),
+            tokens=tokens,
+            logprobs=made.logprobs,
+            prompt_logprobs=packed_logprobs(made.prompt_logprobs),
+            num_cached_tokens=num_cached_tokens,
+            finish=finish,
+        )
+
     def reusable_keys(self, num_outputs: int) -> list[BlockKey]:
         """Return the keys of the blocks that may come from a cache, when `num_outputs` output
         tokens are known. The last known token is always computed, because its logits are wanted.
@@ -80,7 +113,7 @@ class Job(Generic[TaskT]):
         return self.keys[: (num_known - 1) // self._block_tokens]
 
 
-JobT = TypeVar("JobT", bound="Job[PrefillTask] | Job[DecodeTask]")
+JobT = TypeVar("JobT", bound="Job[Any]")
 
 
 class JobTable(Generic[JobT]):
@@ -121,13 +154,13 @@ class JobTable(Generic[JobT]):
         replaced = job is not None and attempt < job.attempt
         return replaced or attempt <= self._ended.get(request_id, -1)
 
-    def is_new(self, task: PrefillTask | DecodeTask) -> bool:
+    def is_new(self, task: RequestTask) -> bool:
         """Whether a task is neither a repeat nor of an attempt that is over."""
         request_id = task.request.request_id
         repeated = self.find(request_id, task.attempt) is not None
         return not repeated and not self.is_over(request_id, task.attempt)
 
-    def refuse(self, task: PrefillTask | DecodeTask) -> None:
+    def refuse(self, task: RequestTask) -> None:
         """Fence off the attempt of a task that does not become a job."""
         self._remember(task.request.request_id, task.attempt)
 

@@ -30,12 +30,10 @@ from mooncake.base.request import (
     Failure,
     FinishInfo,
     Flow,
-    RequestOutput,
-    packed_logprobs,
     request_finish,
 )
 from mooncake.engine.plan import LayerDone, StepResult
-from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance import Destination, Instance, PrefixReuse
 from mooncake.instance.job_table import JobTable
 from mooncake.prefill.task import PrefillJob, Stage
@@ -140,26 +138,18 @@ class PrefillWorker:
     # ------------------------------------------------------------ from task to engine
 
     def _on_task(self, task: PrefillTask, now: float) -> None:
-        if not self._jobs.is_new(task):
-            return
-        older = self._jobs.get(task.request.request_id)
-        if older is not None:
-            self._end(older, now)
-        whole = self.instance.whole_task(task)
-        if whole is None:
-            self._jobs.refuse(task)
-            return
-        task = whole
         instance = self.instance
-        instance.engine.prepare(task.request)
-        job = PrefillJob(task, instance.layout, instance.open_push())
+        taken = instance.taken(task, self._jobs, lambda older: self._end(older, now))
+        if taken is None:
+            return
+        job = PrefillJob(taken, instance.layout, instance.open_push())
         self._jobs.add(job)
 
         def gathered(pages: list[int], at: float) -> None:
             self._on_gathered(job, pages, at)
 
-        reusable = job.reusable_keys(len(task.output_tokens))
-        job.reuse = PrefixReuse(instance.pool, instance.fetcher, reusable, task.sources, gathered)
+        reusable = job.reusable_keys(len(taken.output_tokens))
+        job.reuse = PrefixReuse(instance.pool, instance.fetcher, reusable, taken.sources, gathered)
         job.reuse.start(now)
 
     def _on_gathered(self, job: PrefillJob, pages: list[int], now: float) -> None:
@@ -170,20 +160,11 @@ class PrefillWorker:
             instance.pool.release(pages)
             self._close(job, now)
             return
-        task = job.task
         num_cached = len(pages) * instance.layout.block_tokens
-        sequence = Sequence(
-            sequence_id=instance.next_sequence_id(),
-            request=task.request,
-            attempt=task.attempt,
-            turn=task.turn,
-            output_tokens=list(task.output_tokens),
-            max_new_tokens=len(task.output_tokens) + 1,
-            pages=pages,
-            num_computed=num_cached,
-            num_cached_tokens=num_cached,
-            report_layers=True,
-        )
+        known = job.task.output_tokens
+        sequence = job.new_sequence(instance.next_sequence_id(), known, pages, num_cached)
+        sequence.max_new_tokens = len(known) + 1
+        sequence.report_layers = True
         if not instance.engine.add(sequence, now):
             instance.pool.release(pages)
             self._fail(job, Failure.turned_away("the prefill queue is full"), now)
@@ -290,7 +271,6 @@ class PrefillWorker:
                 self._on_sampled(job, output, output.tokens[0], now)
 
     def _on_sampled(self, job: PrefillJob, output: SequenceOutput, token: int, now: float) -> None:
-        position = len(job.task.output_tokens)
         reason, stop_token_id = request_finish(
             job.task.request,
             output.sequence.output_tokens,
@@ -300,19 +280,8 @@ class PrefillWorker:
         job.num_cached_tokens = output.sequence.num_cached_tokens
         self.instance.count("prompt_tokens", job.num_tokens)
         self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
-        self.instance.queue_output(
-            job.task.gateway,
-            RequestOutput(
-                request_id=job.request_id,
-                attempt=job.attempt,
-                start=position,
-                tokens=[token],
-                logprobs=output.logprobs,
-                prompt_logprobs=packed_logprobs(output.prompt_logprobs),
-                num_cached_tokens=job.num_cached_tokens,
-                finish=finish,
-            ),
-        )
+        told = job.output(output, finish, num_cached_tokens=job.num_cached_tokens)
+        self.instance.queue_output(job.task.gateway, told)
         job.token, job.sampled_s, job.stage = token, now, Stage.PUSHING
         if finish is not None:
             self._leave(job)
@@ -374,8 +343,7 @@ class PrefillWorker:
         self._jobs.remove(job)
 
     def _fail(self, job: PrefillJob, failure: Failure, now: float) -> None:
-        start = len(job.task.output_tokens)
-        self.instance.fail(job.task.gateway, job.request_id, job.attempt, failure, start)
+        self.instance.fail(job.task, failure)
         self._end(job, now)
 
     def _end(self, job: PrefillJob, now: float) -> None:
