@@ -32,7 +32,7 @@ from mooncake.scheduler.placement.prefill_choice import (
 )
 from mooncake.scheduler.placement.views import InstanceView
 
-COLUMNS_FROM = 24
+COLUMNS_FROM = 8
 """From this many workers of a role on, comparing them by columns is quicker."""
 Pair = tuple[PrefillOption, DecodeOption]
 
