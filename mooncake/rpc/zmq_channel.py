@@ -63,6 +63,10 @@ connections, the oldest is hung up, and a further id is refused.
 """
 _CLIENT_IDLE_S = 60.0
 """An id by which a client has not spoken for so long may be another's."""
+LOOK_S = 2.0
+"""Every so often it is looked at whether the certificates of all connections still count. One that
+two looks object to is hung up.
+"""
 _HANDSHAKE_MS = 5000
 _SPARE_SOCKETS = 1023
 """ZeroMQ's own limit, added to ours: closed sockets count until the last message has left."""
@@ -132,6 +136,8 @@ class ZmqChannel:
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closed = False
+        self._look_s = 0.0
+        """When the certificates of connections are looked at next."""
         self.counters = ChannelCounters()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._limits.num_peers + _SPARE_SOCKETS)
@@ -285,6 +291,9 @@ class ZmqChannel:
             os.eventfd_read(self._again_fd)
         self._open_door()
         self._connections.look(self._port)
+        if (now := self._clock.now()) >= self._look_s:
+            self._look_s = now + LOOK_S
+            self._connections.hang_up_untrusted(self._gate.objection, self._port)
         for _ in range(_MAX_PER_RECEIVE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -424,6 +433,10 @@ class _Connections:
         self._of: dict[str, dict[int, None]] = {}
         """By the key that they have proven."""
         self._key: dict[int, str] = {}
+        self._holders: dict[str, _Holder] = {}
+        """The newest by each key; without a connection for a moment only."""
+        self._doubted: set[str] = set()
+        """Keys to which the last look objected."""
         self._closed: list[str] = []
         self._events = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
@@ -439,6 +452,7 @@ class _Connections:
         """Take in that a valid message of `holder` has come on a connection to our `port`. Of too
         many of one client's, hang up the oldest.
         """
+        self._holders[holder.sender.channel_key] = holder
         if descriptor not in self._strangers:
             return  # known already, or closed, or `look` will tell of it
         del self._strangers[descriptor]
@@ -457,6 +471,28 @@ class _Connections:
             del self._of[key][descriptor]
             if not self._of[key]:
                 del self._of[key]
+                self._holders.pop(key, None)
+
+    def hang_up_untrusted(self, objection: Callable[[_Holder], str | None], port: int) -> None:
+        """Hang up all connections of those to whose newest certificate this look and the one before
+        object.
+        """
+        before, self._doubted = self._doubted, set()
+        for key in list(self._of):
+            reason = objection(self._holders[key])
+            if reason is None:
+                continue
+            self._doubted.add(key)
+            if key in before:
+                audit(
+                    "session_ended",
+                    what="control",
+                    peer=self._holders[key].sender.name,
+                    reason=reason,
+                )
+                for descriptor in list(self._of[key]):
+                    self._forget(descriptor)
+                    _hang_up(descriptor, port, reason)
 
     def take_closed(self) -> list[str]:
         """Return the keys of the proven connections that were closed since the last call."""
@@ -503,6 +539,7 @@ class _Holder:
     """What all its messages begin with."""
     certificate: Certificate
     sender: Sender
+    signed: bytes
     names: OrderedDict[tuple[str, str, str], float]
     """By which it has spoken lately, and when, the longest ago first."""
 
@@ -535,6 +572,8 @@ class _Gate:
         self._unix_time = unix_time
         self._known: dict[str, _Holder] = {}
         self._complained: set[str] = set()
+        self._trusted: dict[bytes, object] = {}
+        """Certificates, and the clusters by which each was checked last."""
 
     def holder(self, data: bytes, channel_key: str) -> _Holder:
         """Return who sent `data` on a connection that has proven `channel_key`.
@@ -555,6 +594,19 @@ class _Gate:
             del self._known[next(iter(self._known))]
         return found
 
+    def objection(self, holder: _Holder) -> str | None:
+        """Return why a connection of `holder` counts no more; None: it does."""
+        if self._trusted.get(holder.signed) is not self._credential.clusters:
+            try:
+                check_certificate(holder.signed, self._credential)
+            except ProtocolError:
+                name = holder.certificate.name
+                return f"the secret that signed the credential {name!r} counts no more"
+            if len(self._trusted) >= _MAX_KNOWN:
+                self._trusted.clear()
+            self._trusted[holder.signed] = self._credential.clusters
+        return self.expiry(holder.certificate)
+
     def expiry(self, certificate: Certificate) -> str | None:
         """Return why a certificate counts no more; None: it counts."""
         if not certificate.expires_s:
@@ -572,7 +624,7 @@ class _Gate:
             raise Forbidden(error.message) from error
         if certificate.channel_key.hex() != channel_key:
             raise Forbidden(f"the key of the connection is not that of {certificate.name!r}")
-        return _Holder(head_of(signed), certificate, certificate.sender(), OrderedDict())
+        return _Holder(head_of(signed), certificate, certificate.sender(), signed, OrderedDict())
 
     def complain(self, channel_key: str, reason: str) -> None:
         """Log why a message is refused, once for each peer."""

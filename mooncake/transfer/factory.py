@@ -166,6 +166,8 @@ def open_transfer(
     except ConfigError:
         router.close()
         raise
+    if loops:
+        loops[0].post(lambda: credentials.standing.keep_looking(loops[0], credentials.connect))
     return router
 
 

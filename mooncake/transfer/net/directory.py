@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from mooncake.base.errors import ConfigError, TransferError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.net.handshake import Credentials
+from mooncake.transfer.net.peer_key import PeerKey
+from mooncake.transfer.net.standing import Standing, ended
 from mooncake.transfer.peer_health import PeerHealth
 
 _MANY_PEERS = 1024
@@ -25,13 +27,6 @@ class PeerUnreachable(TransferError):
     """Nothing goes to this peer now; the message has the reason."""
 
 
-class PeerKey(NamedTuple):
-    """Names one peer of one protocol. A restarted engine has another id, so it is another peer."""
-
-    endpoint: str
-    engine_id: str
-
-
 class PeerDirectory(Generic[PeerT]):
     """All peers of one backend, by endpoint and engine id."""
 
@@ -40,11 +35,13 @@ class PeerDirectory(Generic[PeerT]):
         protocol: str,
         credentials: Credentials,
         make: Callable[[PeerKey], PeerT],
+        end: Callable[[PeerT, str], None],
         forget_unused: Callable[[PeerT], bool] = lambda _peer: False,
     ) -> None:
         """Find peers by their endpoints of `protocol`.
 
         make: returns a new peer; ConfigError: its endpoint is malformed.
+        end: ends the peer's sessions with us soon; from any thread.
         forget_unused: ends a peer and returns True when it has nothing to do, else returns False.
         """
         self.credentials = credentials
@@ -54,11 +51,35 @@ class PeerDirectory(Generic[PeerT]):
         """
         self._protocol = protocol
         self._make = make
+        self._end = end
         self._forget_unused = forget_unused
         self._peers: dict[tuple[str, str], PeerT] = {}
         """By what would be their keys: plain tuples are made sooner, and one is for each batch."""
         self._health = PeerHealth()
         self._closed = False
+        self._doubted: set[PeerKey] = set()
+        """Owners that the last look objected to."""
+        credentials.standing.watch(self)
+
+    def look(self, standing: Standing) -> set[PeerKey]:
+        """End the peers that may have no session with us any more; see `Standing`."""
+        before, self._doubted = self._doubted, set()
+        with self.lock:
+            peers = list(self._peers.items())
+        for key, peer in peers:
+            reason = standing.objection_to(key.engine_id)
+            if reason is not None:
+                self._doubted.add(key)
+                if key in before:
+                    ended(f"our {self._protocol} session", key.engine_id, reason)
+                    self._end(peer, reason)
+                    standing.forget(key.engine_id)
+        return self._doubted - before
+
+    def owners(self) -> list[PeerKey]:
+        """Return the peers there are now."""
+        with self.lock:
+            return list(self._peers)
 
     def _key(self, ref: SegmentRef) -> tuple[str, str]:
         return ref.endpoints.get(self._protocol, ""), ref.engine_id

@@ -22,6 +22,7 @@ from mooncake.identity import Certificate, Credential, KeyAgreement, check_certi
 from mooncake.transfer.net.codec import decode
 from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import Seals, session_keys
+from mooncake.transfer.net.standing import Standing
 
 HANDSHAKE_VERSION = 4
 MAX_HANDSHAKE_BYTES = 16384
@@ -149,6 +150,7 @@ class PeerIdentity:
     connection_id: str
     fenced: tuple[str, ...]
     certificate: Certificate
+    """As it was when the session was opened; `Standing` knows the newest of the same keys."""
 
     @property
     def borrower(self) -> str | None:
@@ -182,6 +184,7 @@ class ConnectingSide:
         self._credentials = credentials
         self._agreement = agreement
         self._owner: Certificate | None = None
+        self._owner_signed = b""
         self._agreed = b""
         self._first_message = _ENCODER.encode(hello)
         self._transcript: bytes | None = None
@@ -215,11 +218,15 @@ class ConnectingSide:
             self._owner = _peer(
                 message.certificate, credential, WORKERS, self._credentials.unix_time()
             )
+            self._owner_signed = message.certificate
             self._agreed = _agree(self._agreement, message.exchange)
             self._transcript = _transcript(self._first_message, bytes(data))
             return _ENCODER.encode(Proof(credential.sign(_signed(_CLIENT, self._transcript))))
         if isinstance(message, Welcome) and self._owner is not None and self._transcript:
             _check(self._owner, message.signature, _OWNER, self._transcript)
+            self._credentials.standing.learn(
+                self._owner_signed, self._owner, self.hello.wanted_engine_id
+            )
             self.channel = _channel(
                 self._agreed, self._transcript, self._protection, is_client=True
             )
@@ -291,6 +298,7 @@ class AcceptingSide:
                 f"engine {hello.wanted_engine_id} is not here, this is {credentials.engine_id} "
                 "(the worker was restarted)"
             )
+        credentials.standing.learn(hello.certificate, self._client)
         self.identity = PeerIdentity(
             hello.engine_id, hello.connection_id, tuple(hello.fenced), self._client
         )
@@ -318,6 +326,11 @@ class Credentials:
     """Peers that decide on less are refused."""
     unix_time: Callable[[], float] = field(default=time.time, repr=False)
     """Certificates expire by it."""
+    standing: Standing = field(init=False, repr=False)
+    """Whether peers that have proven themselves still may have sessions."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "standing", Standing(self.credential, self.unix_time))
 
     def connect(self, wanted_engine_id: str, fenced: Sequence[str] = ()) -> ConnectingSide:
         """Return the handshake of a new connection to that engine."""

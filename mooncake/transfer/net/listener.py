@@ -17,6 +17,8 @@ from mooncake.base.errors import ConfigError
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import PeerIdentity
 from mooncake.transfer.net.io_loop import READABLE, IoLoop
+from mooncake.transfer.net.peer_key import PeerKey
+from mooncake.transfer.net.standing import Standing, ended
 
 _LOG = logging.getLogger(__name__)
 _REST_S = 0.5
@@ -112,9 +114,12 @@ class Listener(Generic[SessionT]):
         loop: IoLoop,
         name: str,
         limit: int,
+        standing: Standing,
         open_session: Callable[[socket.socket], SessionT],
     ) -> None:
-        """Accept in `loop`; `open_session` is given each connection, not blocking."""
+        """Accept in `loop`; `open_session` is given each connection, not blocking. Sessions end
+        when their clients have no `standing` any more.
+        """
         self._sock = sock
         self._loop = loop
         self._name = name
@@ -123,6 +128,9 @@ class Listener(Generic[SessionT]):
         self._lock = threading.Lock()
         self._sessions: dict[SessionT, None] = {}
         self._unproven: deque[SessionT] = deque()
+        self._doubted: set[SessionT] = set()
+        """Those that the last look objected to."""
+        standing.watch(self)
         self._closed = False
         sock.setblocking(False)
         loop.post(self._watch)
@@ -198,6 +206,24 @@ class Listener(Generic[SessionT]):
             if session.identity is not None and session.identity.borrower == identity.borrower
         ]
         return own[: max(0, len(own) - MAX_PER_CLIENT)]
+
+    def look(self, standing: Standing) -> list[PeerKey]:
+        """End the sessions of clients that may have none any more; see `Standing`."""
+        before, self._doubted = self._doubted, set()
+        for session in self.sessions:
+            identity = session.identity
+            reason = None if identity is None else standing.objection(identity.certificate)
+            if identity is None or reason is None:
+                continue
+            self._doubted.add(session)
+            if session in before:
+                ended(f"the {self._name} session", identity.engine_id, reason)
+                session.loop.post(session.close)
+        return []
+
+    def owners(self) -> list[PeerKey]:
+        """Return nothing: clients prove themselves again, owners need not."""
+        return []
 
     def forget(self, session: SessionT) -> None:
         """Drop a session that has ended."""

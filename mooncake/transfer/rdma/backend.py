@@ -95,7 +95,11 @@ class RdmaBackend:
         self.stats = LinkStats(self.protocol)
         self.link_stats = (self.stats,)
         self.peers: PeerDirectory[RdmaPeer] = PeerDirectory(
-            self.protocol, credentials, lambda key: RdmaPeer(key, self), RdmaPeer.end_if_unused
+            self.protocol,
+            credentials,
+            lambda key: RdmaPeer(key, self),
+            self._end_peer,
+            RdmaPeer.end_if_unused,
         )
         self._router = router
         self._settings = settings
@@ -183,6 +187,9 @@ class RdmaBackend:
         self.memory.close()
         for nic in self.nics.values():
             nic.close()
+
+    def _end_peer(self, peer: RdmaPeer, reason: str) -> None:
+        self.loop.post(functools.partial(peer.end, reason))
 
     # -------------------------------------------------------- for peers
 

@@ -68,6 +68,7 @@ class RdmaOwner:
             loop,
             "RDMA",
             limits.num_sessions,
+            credentials.standing,
             lambda accepted: RdmaSession(self, accepted, credentials.accept()),
         )
 

@@ -16,8 +16,9 @@ from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.link_stats import LinkStats
-from mooncake.transfer.net.directory import PeerDirectory, PeerKey
+from mooncake.transfer.net.directory import PeerDirectory
 from mooncake.transfer.net.io_loop import IoLoop, Timer
+from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.net.retries import RetryQueue
 from mooncake.transfer.net.session import ClientSession, SessionState
 from mooncake.transfer.path_health import Breaker

@@ -13,9 +13,10 @@ from mooncake.transfer.batches import Job
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.local.copying import CopyPool
-from mooncake.transfer.net.directory import PeerDirectory, PeerKey, PeerUnreachable
+from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.shm.owner import ShmOwner
 from mooncake.transfer.shm.peer import ShmPeer
@@ -42,7 +43,7 @@ class ShmBackend:
         self.stats = LinkStats(self.protocol)
         self.link_stats = (self.stats,)
         self.peers: PeerDirectory[ShmPeer] = PeerDirectory(
-            self.protocol, credentials, self._new_peer
+            self.protocol, credentials, self._new_peer, self._end_peer
         )
         self._host = host
         self._owner = ShmOwner(credentials, table, loop)
@@ -71,6 +72,9 @@ class ShmBackend:
         peer = ShmPeer(key, self)
         self.loop.post(peer.connect)
         return peer
+
+    def _end_peer(self, peer: ShmPeer, reason: str) -> None:
+        self.loop.post(functools.partial(peer.end, reason))
 
     def stop_sent(self, job: Job) -> None:
         """Do nothing: the copying threads look at the job between steps."""

@@ -45,6 +45,7 @@ class ShmOwner:
             loop,
             "shared-memory",
             _MAX_SESSIONS,
+            credentials.standing,
             lambda accepted: ShmSession(self, accepted, loop, credentials.accept()),
         )
 

@@ -33,9 +33,10 @@ from mooncake.transfer.local.copying import (
     local_regions,
 )
 from mooncake.transfer.memory import map_shared
-from mooncake.transfer.net.directory import PeerDirectory, PeerKey
+from mooncake.transfer.net.directory import PeerDirectory
 from mooncake.transfer.net.handshake import ConnectingSide, HandshakeRefused
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, IoLoop, Timer
+from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable, withdrawn
 from mooncake.transfer.shm import wire

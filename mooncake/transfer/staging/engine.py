@@ -65,7 +65,10 @@ class StagingEngine:
         self._slots = FairSlots(limits.num_slots)
         self._flows: dict[int, Flow] = {}
         self.peers: PeerDirectory[StagingPeer] = PeerDirectory(
-            PROTOCOL, credentials, lambda key: StagingPeer(key, self)
+            PROTOCOL,
+            credentials,
+            lambda key: StagingPeer(key, self),
+            lambda peer, reason: self.post(functools.partial(peer.end, reason)),
         )
         self._direct = DirectMoves(carrier, self.post, self._stage, self._settled)
         self._owner: StagingOwner | None = None

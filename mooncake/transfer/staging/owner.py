@@ -95,6 +95,7 @@ class StagingOwner:
             loop,
             "staging",
             arena.limits.num_sessions,
+            credentials.standing,
             lambda accepted: StagingSession(self, accepted, credentials.accept()),
         )
         """Keeps sessions that have ended while a copy of theirs is in hand."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.net.directory import PeerDirectory, PeerKey
+from mooncake.transfer.net.directory import PeerDirectory
 from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.net.session import ClientSession, SessionState
 from mooncake.transfer.staging import wire
 from mooncake.transfer.staging.arena import StagingLimits

@@ -53,6 +53,7 @@ class TcpBackend:
             self.protocol,
             credentials,
             lambda key: TcpPeer(key, self._peers, table, loops, settings.peer, self.stats),
+            TcpPeer.end,
             lambda peer: peer.is_unused,
         )
         self._server = TcpServer(settings.listen, credentials, table, loops, settings.server)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
 from mooncake.transfer.link_stats import LinkStats
-from mooncake.transfer.net.directory import PeerDirectory, PeerKey
+from mooncake.transfer.net.directory import PeerDirectory
 from mooncake.transfer.net.endpoint import parse_endpoint
 from mooncake.transfer.net.handshake import MAX_FENCED, ConnectingSide
 from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.net.retries import RetryQueue
 from mooncake.transfer.plan import SliceLimits, plan_slices
 from mooncake.transfer.regions import RegionTable
@@ -176,6 +177,13 @@ class TcpPeer:
     def _insist_later(self, loop: IoLoop, job: Job) -> None:
         if not job.ended:
             loop.call_later(2 * self._limits.fence_s, lambda: self._queue.give_up(job))
+
+    def end(self, reason: str) -> None:
+        """Break all connections; what they had in hand goes again once the peer has proven itself
+        anew, or fails. From any thread.
+        """
+        for connection in self._connections:
+            connection.loop.post(functools.partial(connection.abort, reason))
 
     def close(self) -> None:
         """Break all connections; what they had in hand is let go."""

@@ -75,7 +75,9 @@ class TcpServer:
         """What clients moved to and from our memory."""
         sock = tcp_listener(listen)
         self.port: int = sock.getsockname()[1]
-        self.listener = Listener(sock, loops[0], "TCP", limits.num_connections, self._take)
+        self.listener = Listener(
+            sock, loops[0], "TCP", limits.num_connections, credentials.standing, self._take
+        )
 
     @property
     def num_connections(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -400,3 +401,17 @@ def test_of_too_many_connections_of_one_client_the_oldest_go(
             for session in sessions:
                 assert session.get(list(blocks)) == list(blocks.values())
         until(lambda: served.num_connections == 3, "two of the client, one of the worker")
+
+
+def test_a_session_ends_with_its_credential(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.transfer.net.standing.LOOK_S", 0.1)
+    (served,) = [each for each in pool.transfer.backends if isinstance(each, TcpBackend)]
+    proof = text(CLIENT, "acme", expires_s=time.time() + 3.0)
+    blocks = {key(0): data(0)}
+    with pool.session(proof, timeout_s=3.0) as session:
+        session.put(blocks)
+        assert session.get(list(blocks)) == list(blocks.values())
+        assert served.num_connections > 0
+        until(lambda: served.num_connections == 0, "its connections have ended", 10.0)
+        with pytest.raises(MooncakeError, match="expired"):
+            session.get(list(blocks))

@@ -34,11 +34,11 @@ from mooncake.base.messages import (
 )
 from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
 from mooncake.base.rights import CredentialRole, client_id
-from mooncake.identity import Credential, issue, own_credential
+from mooncake.identity import Credential, certify, issue, own_credential
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import encode, head_of
 from mooncake.rpc.ended_peers import EndedPeers
-from mooncake.rpc.zmq_channel import MAX_PER_CLIENT, MAX_UNPROVEN, ZmqChannel, ZmqLimits
+from mooncake.rpc.zmq_channel import LOOK_S, MAX_PER_CLIENT, MAX_UNPROVEN, ZmqChannel, ZmqLimits
 from tests.support.clock import ManualClock
 
 SECRET = "a cluster secret"
@@ -407,7 +407,7 @@ ECHO = """
 import select, sys
 from mooncake.base.messages import AbortTask, Drain
 from mooncake.base.rights import CredentialRole, client_id
-from mooncake.identity import Credential, issue, own_credential
+from mooncake.identity import Credential, certify, issue, own_credential
 from mooncake.rpc.zmq_channel import ZmqChannel
 channel = ZmqChannel(credential=own_credential(sys.argv[1], *CredentialRole))
 back = sys.argv[2]
@@ -564,6 +564,47 @@ def test_of_too_many_connections_of_one_client_the_oldest_is_hung_up(
     assert len(hung_up) >= 2
     worker.send(server.address, AbortTask(request_id="w", attempt=2))
     assert receive(server, 1) == [AbortTask(request_id="w", attempt=2)]
+
+
+def test_connections_end_with_the_certificates_of_those_who_opened_them(
+    open_channel: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of those who say nothing; not of those who have shown a newer one of the same keys."""
+    clock, unix_s = ManualClock(), [100.0]
+    server = open_channel(clock=clock, unix_time=lambda: unix_s[0])
+    lapsing, renewed, lasting = (
+        own_credential(
+            issue(SECRET, name, [CredentialRole.GATEWAY], expires_s=expires_s).text,
+            CredentialRole.GATEWAY,
+        )
+        for name, expires_s in (("lapsing", 200.0), ("renewed", 200.0), ("lasting", 0.0))
+    )
+    senders = [open_channel(credential=each) for each in (lapsing, renewed, lasting)]
+
+    def look(*speaking: ZmqChannel) -> None:
+        for number, sender in enumerate(speaking):
+            sender.send(server.address, AbortTask(request_id=f"{number}", attempt=1))
+            receive(server, 1)
+        clock.advance_to(clock.now() + 2 * LOOK_S)
+        server.receive()
+
+    for _ in range(3):
+        look(*senders)
+    issued = certify(SECRET, "renewed", [CredentialRole.GATEWAY], renewed.keys.public)
+    renewed.renew(Credential(renewed.keys.seed, issued.signed, issued.cluster).text)
+    look(*senders)
+    unix_s[0] = 201.0
+    for _ in range(3):
+        look(*senders[1:])
+    hung_up = [each for each in caplog.messages if "connection was hung up" in each]
+    assert len(hung_up) == 1
+    assert "'lapsing' has expired" in hung_up[0]
+    server._credential.renew("another secret")
+    for _ in range(3):
+        clock.advance_to(clock.now() + 2 * LOOK_S)
+        server.receive()
+    hung_up = [each for each in caplog.messages if "counts no more" in each]
+    assert len(hung_up) == 2
 
 
 def is_open(sock: socket.socket) -> bool:

@@ -12,8 +12,9 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.net import directory
-from mooncake.transfer.net.directory import PeerDirectory, PeerKey, PeerUnreachable
+from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
 from mooncake.transfer.net.handshake import Credentials
+from mooncake.transfer.net.peer_key import PeerKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,9 @@ class Peer:
     def __post_init__(self) -> None:
         if not self.key.endpoint:
             raise ConfigError("not an endpoint")
+
+    def end(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 def ref(name: str, endpoint: str = "h:1") -> SegmentRef:
@@ -34,7 +38,9 @@ def peers() -> PeerDirectory[Peer]:
     credentials = Credentials(
         engine_id="us", credential=own_credential("s", CredentialRole.WORKER), ids=SeededIds(1)
     )
-    return PeerDirectory("tcp", credentials, Peer, lambda peer: peer.key.engine_id != "busy")
+    return PeerDirectory(
+        "tcp", credentials, Peer, Peer.end, lambda peer: peer.key.engine_id != "busy"
+    )
 
 
 def test_a_peer_is_made_once(peers: PeerDirectory[Peer]) -> None:

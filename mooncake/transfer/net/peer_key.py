@@ -1,0 +1,12 @@
+"""How an engine names its peers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PeerKey(NamedTuple):
+    """Names one peer of one protocol. A restarted engine has another id, so it is another peer."""
+
+    endpoint: str
+    engine_id: str

@@ -1,0 +1,194 @@
+"""Whether the proofs by which an engine's sessions were opened still count, and what is done where
+they do not.
+
+A session is between keys. A certificate, which says whose they are, expires, and one that a cluster
+secret has signed counts no more when the secret is taken out of use; but its holder may get another
+for the same keys. An engine whose credential was renewed shakes hands with each owner once more, on
+a connection of its own: then both ends know each other's newest certificates, and sessions go on
+untouched. What two looks in a row object to is ended, at both ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from mooncake.base.errors import Forbidden, MooncakeError, ProtocolError
+from mooncake.identity import Certificate, Credential, check_certificate
+from mooncake.telemetry.audit import audit
+from mooncake.transfer.net.endpoint import parse_endpoint
+from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.peer_key import PeerKey
+
+if TYPE_CHECKING:
+    from mooncake.transfer.net.handshake import ConnectingSide
+
+LOOK_S = 2.0
+"""Every so often all sessions are looked at."""
+ANSWER_S = 5.0
+"""How long an owner may take to shake hands once more."""
+_MAX_KNOWN = 4096
+_LOG = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """Sessions of one protocol, at one end."""
+
+    def look(self, standing: Standing) -> Iterable[PeerKey]:
+        """End what was objected to at the last look, too; return the owners that are now."""
+
+    def owners(self) -> Iterable[PeerKey]:
+        """Return the owners with whom we have sessions."""
+
+
+class Standing:
+    """The newest certificates that peers have proven, and all that sessions depend on. Thread-safe
+    but for `look`, which one thread calls.
+    """
+
+    def __init__(self, credential: Credential, unix_time: Callable[[], float]) -> None:
+        self._credential = credential
+        self._unix_time = unix_time
+        self._lock = threading.Lock()
+        self._newest: OrderedDict[bytes, tuple[bytes, Certificate]] = OrderedDict()
+        """By the key that signs: the certificate, also as it was signed."""
+        self._owners: OrderedDict[str, Certificate] = OrderedDict()
+        """By engine id: what each has proven to us."""
+        self._checked: dict[bytes, object] = {}
+        """By the key that signs: the clusters by which the newest certificate was checked."""
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._forgotten: list[str] = []
+        self._shown = credential.signed
+        self._thread: threading.Thread | None = None
+
+    def watch(self, watched: Watched) -> None:
+        """Look at these sessions, too, for as long as they live."""
+        with self._lock:
+            self._watched.add(watched)
+
+    def learn(self, signed: bytes, certificate: Certificate, owner: str = "") -> None:
+        """Take in what a peer has just proven; `owner`: the engine that it is the owner of."""
+        key = certificate.signing_key
+        with self._lock:
+            self._newest[key] = signed, certificate
+            self._newest.move_to_end(key)
+            self._checked.pop(key, None)
+            if owner:
+                self._owners[owner] = certificate
+                self._owners.move_to_end(owner)
+            while len(self._newest) > _MAX_KNOWN:
+                self._checked.pop(self._newest.popitem(last=False)[0], None)
+            while len(self._owners) > _MAX_KNOWN:
+                self._owners.popitem(last=False)
+
+    def objection(self, certificate: Certificate) -> str | None:
+        """Return why a peer that has proven a certificate may have no session any more; None: that,
+        or a newer one of the same keys, counts.
+        """
+        key, clusters = certificate.signing_key, self._credential.clusters
+        with self._lock:
+            signed, newest = self._newest.get(key, (b"", certificate))
+            is_checked = self._checked.get(key) is clusters
+        try:
+            newest.check_time(self._unix_time())
+            if signed and not is_checked:
+                check_certificate(signed, self._credential)
+                with self._lock:
+                    self._checked[key] = clusters
+        except ProtocolError:
+            return f"the secret that signed the credential {newest.name!r} counts no more"
+        except Forbidden as error:
+            return error.message
+        return None
+
+    def objection_to(self, engine_id: str) -> str | None:
+        """Return the same of an owner; None also of one that has proven nothing yet."""
+        with self._lock:
+            certificate = self._owners.get(engine_id)
+        return None if certificate is None else self.objection(certificate)
+
+    def forget(self, engine_id: str) -> None:
+        """Forget an owner, with whom all sessions end at this look."""
+        self._forgotten.append(engine_id)
+
+    def keep_looking(self, loop: IoLoop, connect: Callable[[str], ConnectingSide]) -> None:
+        """Look now and every `LOOK_S`, in `loop`. `connect`: begins a handshake with an engine."""
+        self.look(connect)
+        loop.call_later(LOOK_S, lambda: self.keep_looking(loop, connect))
+
+    def look(self, connect: Callable[[str], ConnectingSide]) -> None:
+        """End the sessions that count no more; prove ourselves again where that may help."""
+        with self._lock:
+            watched = list(self._watched)
+        doubted = {key for each in watched for key in each.look(self)}
+        with self._lock:
+            for engine_id in self._forgotten:
+                self._owners.pop(engine_id, None)
+            self._forgotten.clear()
+        if self._credential.signed is not self._shown:
+            if self._is_proving:
+                return  # at the next look
+            self._shown = self._credential.signed
+            doubted = {key for each in watched for key in each.owners()}
+        if doubted and not self._is_proving:
+            self._thread = threading.Thread(
+                target=_prove_to, args=(sorted(doubted), connect), name="proofs", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def _is_proving(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+
+def ended(what: str, who: str, reason: str) -> None:
+    """Log that a session ends whose proof counts no more."""
+    _LOG.warning("%s with %s ends: %s", what, who, reason)
+    audit("session_ended", what=what, peer=who, reason=reason)
+
+
+def _prove_to(owners: Iterable[PeerKey], connect: Callable[[str], ConnectingSide]) -> None:
+    for key in owners:
+        try:
+            _shake_hands(key.endpoint, connect(key.engine_id))
+        except (OSError, EOFError, MooncakeError) as error:
+            _LOG.info("%s was not told of the renewed credential: %s", key.engine_id, error)
+
+
+def _shake_hands(endpoint: str, side: ConnectingSide) -> None:
+    """Do one handshake with an owner, by a stream or, on this host, by packets."""
+    is_near = endpoint.startswith("@")
+    if is_near:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    else:
+        family = socket.AF_INET6 if ":" in parse_endpoint(endpoint)[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    with sock:
+        sock.settimeout(ANSWER_S)
+        sock.connect("\0" + endpoint[1:] if is_near else parse_endpoint(endpoint))
+        answer: bytes | None = side.first_message
+        while answer is not None:
+            sock.sendall(answer if is_near else len(answer).to_bytes(4, "little") + answer)
+            answer = side.step(sock.recv(1 << 16) if is_near else _frame(sock))
+
+
+def _frame(sock: socket.socket) -> bytes:
+    length = int.from_bytes(_exactly(sock, 4), "little")
+    if not 0 < length <= 1 << 16:
+        raise ProtocolError("the peer does not speak this protocol")
+    return _exactly(sock, length)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        part = sock.recv(count - len(found))
+        if not part:
+            raise EOFError("the peer hung up")
+        found += part
+    return bytes(found)

@@ -1,0 +1,145 @@
+"""Sessions end with the proofs by which they were opened, and outlive a rotation of these."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mooncake.base import MonotonicClock
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import Credential, certify, issue, own_credential
+from mooncake.transfer.engine import Op, TransferOp
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.router import RoutedTransfer
+from tests.support.kvstore.pool_process import until
+from tests.support.transfer.driving import move
+
+WORKER = CredentialRole.WORKER
+SIZE = 4096
+Open = Callable[[str, Credential], "Engine"]
+
+
+class Engine:
+    """A transfer engine with some memory."""
+
+    def __init__(self, name: str, credential: Credential, protocol: str) -> None:
+        config = TransferConfig(secret="not used", host="here", protocols=[protocol])
+        self.transfer: RoutedTransfer = open_transfer(
+            config, name, MonotonicClock(), credential=credential
+        )
+        self.region = self.transfer.allocate(SIZE, name)
+
+    @property
+    def num_sessions(self) -> int:
+        """What others have open with us."""
+        (backend,) = self.transfer.backends
+        name = "num_connections" if backend.protocol == "tcp" else "num_sessions"
+        return int(getattr(backend, name))
+
+    def write_to(self, owner: Engine) -> str | None:
+        """Write some bytes; return why not."""
+        ops = [TransferOp(self.region.region_id, 0, owner.region.region_id, 0, SIZE)]
+        return move(self.transfer, Op.WRITE, owner.transfer.segment, ops).error
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    monkeypatch.setattr("mooncake.transfer.net.standing.LOOK_S", 0.1)
+    opened: list[Engine] = []
+
+    def make(name: str, credential: Credential) -> Engine:
+        opened.append(Engine(name, credential, request.param))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.transfer.close()
+
+
+def expiring(name: str) -> Credential:
+    issued = issue("s", name, [WORKER], expires_s=time.time() + 1.5)
+    return own_credential(issued.text, WORKER)
+
+
+def test_a_session_ends_when_its_client_s_credential_expires(start: Open) -> None:
+    owner, client = start("owner", own_credential("s", WORKER)), start("us", expiring("late"))
+    other = start("other", own_credential("s", WORKER))
+    assert client.write_to(owner) is other.write_to(owner) is None
+    until(lambda: owner.num_sessions == 1, "one session is left", 10.0)
+    assert other.write_to(owner) is None
+    assert "'late' has expired" in str(client.write_to(owner))
+
+
+def test_a_session_ends_when_its_owner_s_credential_expires(
+    start: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, client = start("owner", expiring("late")), start("us", own_credential("s", WORKER))
+    assert client.write_to(owner) is None
+    until(lambda: owner.num_sessions == 0, "the client has hung up", 10.0)
+    assert any("session with owner ends: the credential 'late'" in each for each in caplog.messages)
+    assert "'late' has expired" in str(client.write_to(owner))
+    assert sum("session with owner ends" in each for each in caplog.messages) == 1
+
+
+def test_a_secret_that_is_taken_out_of_use_ends_the_sessions_of_who_has_no_other(
+    start: Open,
+) -> None:
+    proofs = [own_credential("old\nnew", WORKER) for _ in range(2)]
+    owner, client = (
+        start(name, proof) for name, proof in zip(("owner", "us"), proofs, strict=True)
+    )
+    assert client.write_to(owner) is None
+    proofs[0].renew("new")
+    until(lambda: owner.num_sessions == 0, "it has ended", 10.0)
+    assert client.write_to(owner) is not None
+
+
+def test_sessions_outlive_a_rotation_of_the_secret(
+    start: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each side proves the new one to the other without a new session: nothing fails or waits."""
+    proofs = [own_credential("old", WORKER) for _ in range(2)]
+    first, second = (start(name, proof) for name, proof in zip("ab", proofs, strict=True))
+    errors: list[str | None] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.wait(0.002):
+            errors.append(first.write_to(second))
+
+    assert second.write_to(first) is None
+    assert first.write_to(second) is None
+    writer = threading.Thread(target=write)
+    writer.start()
+    for given in ("old\nnew", "new\nold", "new"):
+        for proof in proofs:
+            proof.renew(given)
+        time.sleep(0.6)
+    stop.set()
+    writer.join()
+    assert len(errors) > 50
+    assert set(errors) == {None}
+    assert second.write_to(first) is None, "an idle session has stayed, too"
+    for each in (first, second):
+        assert each.num_sessions == 1
+        assert all(link.num_failures == 0 for link in each.transfer.links())
+    assert not any(" ends: " in each for each in caplog.messages)
+
+
+def test_sessions_outlive_certificates_that_are_issued_anew(
+    start: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For the same keys, as the signer does."""
+    proofs = [expiring(name) for name in "ab"]
+    first, second = (start(name, proof) for name, proof in zip("ab", proofs, strict=True))
+    assert first.write_to(second) is None
+    for proof in proofs:
+        issued = certify("s", proof.certificate.name, [WORKER], proof.keys.public)
+        proof.renew(Credential(proof.keys.seed, issued.signed, issued.cluster).text)
+    time.sleep(2.5)
+    assert second.num_sessions == 1
+    assert first.write_to(second) is second.write_to(first) is None
+    assert not any(" ends: " in each for each in caplog.messages)
