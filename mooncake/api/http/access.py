@@ -39,6 +39,9 @@ PAGE_PATH = "/page/"
 OPERATOR_PATH = "/v1/cluster/"
 """Paths that begin with this tell of hosts, processes and all requests: for operators' keys."""
 
+LEAST_BODY_BYTES = 16 << 10
+"""Bytes of bodies that each key may hold, however many others hold theirs."""
+
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -112,8 +115,8 @@ class Access:
     ) -> None:
         self._app = app
         self._is_local = _is_loopback(config.host)
-        self._requests = Shares(config.max_concurrent)
-        self._bodies = Shares(config.max_inflight_body_bytes)
+        self._requests = Shares(config.max_concurrent, least=1)
+        self._bodies = Shares(config.max_inflight_body_bytes, LEAST_BODY_BYTES)
         self._keyring = keyring
         self._ids = ids
         self._clock = clock

@@ -113,11 +113,13 @@ class Account:
 
 class Shares:
     """Units of which running requests hold some: bytes of bodies, or the requests themselves. No
-    key holds more than half of what the others leave, so that a newcomer finds some.
+    key holds more than half of what the others leave, so that a newcomer finds some. However many
+    keys have done so, each may hold `least`, above the limit, too.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, least: int) -> None:
         self._limit = limit
+        self._least = least
         self._held: dict[str | None, int] = {}
 
     def take(self, holder: str | None, amount: int) -> bool:
@@ -126,7 +128,8 @@ class Shares:
         """
         own = self._held.get(holder, 0)
         left = self._limit - (sum(self._held.values()) - own)
-        if own + amount > (left if holder is None else left // 2):
+        most = left if holder is None else max(self._least, left // 2)
+        if own + amount > most:
             return False
         if amount:
             self._held[holder] = own + amount
@@ -141,7 +144,7 @@ class Shares:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when more is held than there is."""
-        assert sum(self._held.values()) <= self._limit
+        assert sum(self._held.values()) <= self._limit + self._least * len(self._held)
         assert all(held > 0 for held in self._held.values())
 
 

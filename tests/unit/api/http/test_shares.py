@@ -11,7 +11,7 @@ AMOUNTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.bool
 
 
 def test_a_key_takes_at_most_half_of_what_the_others_leave() -> None:
-    shares = Shares(100)
+    shares = Shares(100, least=1)
     assert shares.take("a", 50)
     assert not shares.take("a", 1)
     assert shares.take("b", 25)
@@ -22,7 +22,7 @@ def test_a_key_takes_at_most_half_of_what_the_others_leave() -> None:
 
 
 def test_without_keys_all_is_one_clients() -> None:
-    shares = Shares(100)
+    shares = Shares(100, least=1)
     assert shares.take(None, 100)
     assert not shares.take(None, 1)
     shares.give_back(None, 100)
@@ -31,7 +31,7 @@ def test_without_keys_all_is_one_clients() -> None:
 
 @given(AMOUNTS)
 def test_the_limit_holds_and_everything_comes_back(asked: list[tuple[str, int, bool]]) -> None:
-    shares = Shares(100)
+    shares = Shares(100, least=7)
     held: list[tuple[str, int]] = []
     for holder, amount, gives_back in asked:
         if gives_back and held:
@@ -42,3 +42,22 @@ def test_the_limit_holds_and_everything_comes_back(asked: list[tuple[str, int, b
     for each in held:
         shares.give_back(*each)
     assert shares.take(None, 100)
+
+
+@given(
+    limit=st.integers(1, 3000),
+    least=st.integers(1, 20),
+    floods=st.lists(st.integers(1, 3000), max_size=30),
+)
+def test_a_newcomer_is_let_in_after_any_floods(limit: int, least: int, floods: list[int]) -> None:
+    """One key after another takes all that it gets. With halves alone, eleven left nothing of 2,048
+    requests to a twelfth.
+    """
+    shares = Shares(limit, least)
+    for number, wanted in enumerate(floods):
+        for _ in range(wanted):
+            if not shares.take(f"flood-{number}", 1):
+                break
+        shares.check_integrity()
+    assert shares.take("newcomer", least)
+    shares.check_integrity()
