@@ -158,6 +158,8 @@ def _prove_to(owners: Iterable[PeerKey], connect: Callable[[str], ConnectingSide
             _shake_hands(key.endpoint, connect(key.engine_id))
         except (OSError, EOFError, MooncakeError) as error:
             _LOG.info("%s was not told of the renewed credential: %s", key.engine_id, error)
+        except Exception:  # the others are told all the same
+            _LOG.exception("%s was not told of the renewed credential", key.engine_id)
 
 
 def _shake_hands(endpoint: str, side: ConnectingSide) -> None:
