@@ -105,7 +105,9 @@ THREADS = {
     "rpc/kv_events.py:VitalThread": VITAL,
     "transfer/memory.py:ThreadPoolExecutor": TOLD,
     "transfer/local/copying.py:VitalThread": VITAL,
+    "telemetry/audit.py:Thread": NOTHING,
     "transfer/net/io_loop.py:VitalThread": VITAL,
+    "transfer/net/standing.py:Thread": NOTHING,
 }
 """Every place that starts threads, and what a dead one means."""
 

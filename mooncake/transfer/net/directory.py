@@ -65,7 +65,7 @@ class PeerDirectory(Generic[PeerT]):
         """End the peers that may have no session with us any more; see `Standing`."""
         before, self._doubted = self._doubted, set()
         with self.lock:
-            peers = list(self._peers.items())
+            peers = [(PeerKey(*key), peer) for key, peer in self._peers.items()]
         for key, peer in peers:
             reason = standing.objection_to(key.engine_id)
             if reason is not None:
@@ -79,7 +79,7 @@ class PeerDirectory(Generic[PeerT]):
     def owners(self) -> list[PeerKey]:
         """Return the peers there are now."""
         with self.lock:
-            return list(self._peers)
+            return [PeerKey(*key) for key in self._peers]
 
     def _key(self, ref: SegmentRef) -> tuple[str, str]:
         return ref.endpoints.get(self._protocol, ""), ref.engine_id
