@@ -582,6 +582,7 @@ def run(
             settings = msgspec.structs.replace(settings, role=role)
             worker = _open(settings, credential, model, show, advertise_host, port.url)
             role = _be(settings, credential, worker, has_started, port)
+            gc.unfreeze()  # of the worker that has ended nothing is needed
     finally:
         following.close()
         if model is not None:
@@ -599,7 +600,7 @@ def _be(
 ) -> Role | None:
     """Drive a worker to its end; return the role to come back in, if it was told one."""
     # What was made so far lives as long as the worker: full collections need not walk it again.
-    gc.unfreeze()
+    # Nor does this one walk what was imported before a fork: its memory would be copied.
     gc.collect()
     gc.freeze()
     try:
