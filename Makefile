@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-slow test-all test-browser test-rdma helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-slow test-all test-browser test-rdma helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -69,9 +69,10 @@ check: $(STAMP)
 EXAMPLES ?= few
 PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz tests/conformance
 PYTEST := $(BIN)/pytest --maxprocesses 4 --dist loadfile
-test: check helm
-	@for folder in $(PURE_TESTS) tests/integration; do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
-	  $(PYTEST) -q -m "not slow" -n auto $$folder || exit 1; done
+test: check test-python
+
+test-python: $(STAMP) helm
+	MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -m "not slow" -n auto $(PURE_TESTS) tests/integration
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm
