@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +390,30 @@ def test_what_is_compiled_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) 
     assert build.unlikely() is not None
     build.code()
     assert list(fresh.iterdir()) == [kept]
+
+
+def test_of_those_that_start_at_once_one_compiles(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    compiled: list[Path] = []
+
+    def compile_slowly(target: Path, wanted: build.Isa) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        compiled.append(target)
+        target.write_text("code")
+
+    monkeypatch.setattr(build, "_compile", compile_slowly)
+    monkeypatch.setattr(build.ctypes, "CDLL", str)
+    with ThreadPoolExecutor() as threads:
+        each = [threads.submit(build._loaded, build.isa()) for _ in range(3)]
+        assert begun.wait(60)
+        may_end.set()
+        said = sorted(one.result(60)[1] for one in each)
+    [file] = compiled
+    assert file.parent == fresh
+    assert said == ["compiled now", *[f"kept as {file}"] * 2]
 
 
 @needs_compiled_code

@@ -8,13 +8,17 @@ by ctypes: neither torch's headers nor Python's are needed, and no release of to
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,8 +169,9 @@ def _loaded(wanted: Isa) -> tuple[ctypes.CDLL, str]:
             return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
         with tempfile.TemporaryDirectory() as passing:
             kept = _kept(_checked(_kept_in[0]) if _kept_in else Path(passing), wanted)
-            if is_new := not kept.exists():
-                _compile(kept, wanted)
+            with _alone(kept.parent):
+                if is_new := not kept.exists():
+                    _compile(kept, wanted)
             return ctypes.CDLL(str(kept)), "compiled now" if is_new else f"kept as {kept}"
     except OSError as error:
         raise CannotBuild(f"compiled code cannot be kept or loaded: {error}") from error
@@ -241,22 +246,42 @@ def _compiler() -> str:
 
 
 def _compile(target: Path, wanted: Isa) -> None:
-    compiler = _compiler()
-    descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(descriptor)
+    """Compile the sources beside one another, and link them."""
+    flags = [_compiler(), *_FLAGS, *wanted.flags]
+    with tempfile.TemporaryDirectory(dir=target.parent) as passing:
+        made = {str(_path(name)): f"{passing}/{name}.o" for name in _SOURCES}
+        with ThreadPoolExecutor() as threads:
+            compiled = threads.map(
+                lambda source: _run(*flags, "-c", source, "-o", made[source]), made
+            )
+            list(compiled)
+        whole = f"{passing}/whole.so"
+        _run(*flags, *made.values(), "-o", whole)
+        Path(whole).chmod(0o700)
+        os.replace(whole, target)  # whole or not at all, also for one who compiles beside us
+
+
+def _run(*words: str) -> None:
+    """Run a compiler."""
     try:
-        sources = [str(_path(source)) for source in _SOURCES]
         done = subprocess.run(
-            [compiler, *_FLAGS, *wanted.flags, *sources, "-o", name],
-            capture_output=True, text=True, timeout=_COMPILE_S, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise CannotBuild(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        os.replace(name, target)  # whole or not at all, also for one who compiles beside us
+            words, capture_output=True, text=True, timeout=_COMPILE_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise CannotBuild(f"{compiler} took more than {_COMPILE_S:.0f} s") from error
+        raise CannotBuild(f"{words[0]} took more than {_COMPILE_S:.0f} s") from error
+    if done.returncode:
+        raise CannotBuild(f"{words[0]} failed: {done.stderr.strip()[-500:]}")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for those who compile for `folder`, and have others wait."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        Path(name).unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def compile_all(folder: Path) -> list[Path]:
