@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.api.http.server import check_tls
 from mooncake.base import ConfigError, Role
-from mooncake.launch.cluster.gateway_process import api_config
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
 from mooncake.launch.config.settings import ServeConfig
@@ -55,9 +53,8 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
     check_memory(plan, machine_facts.available_bytes())
     if not config.colocated and config.role is None:
         ray_environment(config)
-    tls = api_config(config).tls
-    if tls is not None:
-        check_tls(tls)
+    if config.role != "kvstore" or config.ssl_certfile or config.api_keys_file:
+        _check_api_server(config)
     if config.ray_address is None and config.role != "gateway":
         check_transport(config)
     if config.ray_address is None:  # else workers may run on other machines
@@ -67,3 +64,12 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
                     files.context()
             if worker.role is Role.KVSTORE:
                 check_disks(worker.kvstore, worker.ssd_key)
+
+
+def _check_api_server(config: ServeConfig) -> None:
+    """Look at keys and certificates of the API server, whose imports a pool node does without."""
+    from mooncake.api.http.server import check_tls
+    from mooncake.launch.cluster.gateway_process import api_config
+
+    if (tls := api_config(config).tls) is not None:
+        check_tls(tls)

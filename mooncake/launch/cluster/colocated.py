@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from mooncake.base import SystemIds
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
+from mooncake.launch.cluster.facts import GATEWAY_ID
+from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig

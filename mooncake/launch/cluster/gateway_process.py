@@ -17,6 +17,7 @@ from typing import Any
 
 from mooncake.api import ApiConfig, GatewayBackend, ServedModel, TlsConfig, bind, create_app, serve
 from mooncake.base import Clock, IdSource, MonotonicClock, Role, SystemIds, Unavailable, WorkerRef
+from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.config.key_file import KeyFile, follow, read_keys
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
@@ -33,9 +34,6 @@ from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.recent import Recent
 
 logger = logging.getLogger(__name__)
-
-GATEWAY_ID = "gateway"
-"""Of the first gateway of a cluster."""
 
 
 class GatewayProcess:

@@ -18,8 +18,14 @@ from mooncake.base import CheckpointError, ConfigError, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.facts import ClusterFacts, encode_facts, facts_from, when_up
-from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
+from mooncake.launch.cluster.facts import (
+    GATEWAY_ID,
+    ClusterFacts,
+    encode_facts,
+    facts_from,
+    when_up,
+)
+from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.seeds import facts_of_seeds
 from mooncake.launch.cluster.workers import own_facts
 from mooncake.launch.config.plan import make_plan

@@ -23,8 +23,7 @@ from mooncake.identity import own_credential
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
-from mooncake.launch.cluster.facts import encode_facts
-from mooncake.launch.cluster.gateway_process import GATEWAY_ID
+from mooncake.launch.cluster.facts import GATEWAY_ID, encode_facts
 from mooncake.launch.cluster.lone_worker import run_worker
 from mooncake.launch.cluster.workers import cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan, make_plan

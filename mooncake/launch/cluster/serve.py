@@ -2,6 +2,7 @@
 down.
 
 Owns the order of starting and stopping. What workers are made of and where they run is elsewhere.
+Pool nodes and workers that join start here too: what an API server imports waits until one opens.
 """
 
 from __future__ import annotations
@@ -16,17 +17,15 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rich.console import Console
 
-from mooncake.api import ServedModel, load_served_model
-from mooncake.api.http.event_loop import run_in_loop
 from mooncake.base import IdSource, Role, SystemIds, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start, ray_environment
-from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess, listen
+from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.cluster.headless import HeadlessPort
 from mooncake.launch.cluster.workers import health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
@@ -40,11 +39,16 @@ from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.log import configure_logging
 
+if TYPE_CHECKING:
+    from mooncake.api import ServedModel
+    from mooncake.launch.cluster.gateway_process import GatewayProcess
+
+    ApiServer = tuple[ServedModel, socket.socket]
+    """What is served, and where it listens."""
+
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-ApiServer = tuple[ServedModel, socket.socket]
-"""What is served, and where it listens."""
 
 
 class Workers(Protocol):
@@ -162,6 +166,10 @@ def _run(
     server.
     """
     phases.begin("opening the API server")
+    from mooncake.api import load_served_model
+    from mooncake.api.http.event_loop import run_in_loop
+    from mooncake.launch.cluster.gateway_process import listen
+
     end_with_vital_threads()
     with contextlib.ExitStack() as opened:
         api_server: ApiServer | None = None
@@ -179,6 +187,8 @@ def _run(
 def _make(
     config: ServeConfig, plan: ServePlan, ids: IdSource, forks: ForkServer | None
 ) -> tuple[Workers, GatewayProcess]:
+    from mooncake.launch.cluster.gateway_process import GatewayProcess
+
     if config.colocated:
         from mooncake.launch.cluster.colocated import ColocatedWorkers
 

@@ -37,6 +37,16 @@ def test_a_process_restarts_once_with_what_it_lacked() -> None:
     assert policy == "ACTIVE", "what somebody set on purpose stays"
 
 
+def test_a_pool_node_starts_without_what_others_need() -> None:
+    code = (
+        "import sys, mooncake.cli.serve\n"
+        "from mooncake.launch.cluster import pool, serve\n"
+        "print({'fastapi', 'pydantic', 'ray', 'torch', 'transformers', 'uvicorn'} & {*sys.modules})"
+    )
+    words = [sys.executable, "-c", code]
+    assert subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout == "set()\n"
+
+
 @pytest.mark.parametrize(("host", "written"), [("127.0.0.1",) * 2, ("::1", "[::1]")])
 def test_the_address_that_a_peer_can_answer_to(host: str, written: str) -> None:
     if host == "::1" and not has_ipv6():
