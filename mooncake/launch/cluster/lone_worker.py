@@ -28,6 +28,7 @@ from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.log import configure_logging
 from mooncake.transfer.regions import Progress
 
@@ -44,6 +45,7 @@ def serve_worker(config: ServeConfig) -> int:
     if config.role != Role.KVSTORE:
         environment.restart_with(environment.variables())
     configure_logging(config.role, sys.stderr, level=config.log_level, form=config.log_format)
+    configure_audit(config.role, config.audit_log)
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     credential = own_credential(config.cluster_secret, CredentialRole.WORKER)
