@@ -246,6 +246,9 @@ PROMPTS: dict[str, Dearest] = {
 COUNT: dict[str, Dearest] = {
     name: replace(row, above=None) if name in SAMPLING.keys() - EVEN_COUNTED else row
     for name, row in PROMPTS.items()
+} | {
+    "truncate_prompt_tokens": number(CONTEXT - 64, -2, PROMPT="a b " * CONTEXT),
+    "truncation_side": switch("left", PROMPT="a b " * CONTEXT, truncate_prompt_tokens=64),
 }
 """Of a prompt that is only counted, what chooses tokens is not looked at but for its type."""
 MESSAGES: dict[str, Dearest] = {
