@@ -39,10 +39,10 @@ class Chat(ServerAddress):
         truth,
         TOOLS,
         "",
-        "let the model read a clock, a calculator, the cluster's status and the files of --folder",
+        "let the model call a clock and a calculator, and read the cluster's status and --folder",
         switch=True,
     )
-    folder: str = setting(".", text, TOOLS, "DIR", "whose files --tools may list and read")
+    folder: str = setting(".", text, TOOLS, "DIR", "folder whose files --tools may list and read")
 
 
 NO_TOOLS = '{"error": "no tools were declared"}'

@@ -25,8 +25,8 @@ mooncake cluster init k2.yaml
 mooncake cluster init k2.yaml --out /safe/k2 --days 730
 """
 NOTES = """\
-Run it again after a machine was added to the file: what is there stays, and what is missing is
-made. Who has the folder `authority` can be any machine of the cluster: keep it off them."""
+When you add a machine to the file, run it again: it keeps what is there and makes what is missing.
+Who has the folder `authority` can act as any machine of the cluster: do not copy it to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class Init:
     """Settings of `mooncake cluster init`."""
 
     # fmt: off
-    file: str = setting("", text, "cluster", "FILE", "what the cluster is", positional=True,
+    file: str = setting("", text, "cluster", "FILE", "describes the cluster", positional=True,
         required=True)
     out: str | None = setting(None, text, "files", "DIR",
-        "where the folders of the machines are made (default: FILE's name without its end)")
+        "where the folders of the machines are made (default: FILE without its ending)")
     days: float = setting(3650.0, number, "certificates", "N",
-        "from now on that the authority counts, and all certificates with it")
+        "days for which the authority and its certificates are valid")
     # fmt: on
 
 

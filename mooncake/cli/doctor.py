@@ -18,7 +18,7 @@ mooncake doctor k2.yaml                      and its part of a cluster, on any o
 mooncake doctor k2.yaml --json | jq '.[] | select(.state != "ok")'
 mooncake doctor k2.yaml --bundle support.tar.gz
 """
-NOTES = "It exits with 1 where something fails, with 0 where there are warnings at most."
+NOTES = "The exit code is 1 if a check fails, and 0 if there are only warnings."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,14 @@ class Doctor:
     """Settings of `mooncake doctor`."""
 
     # fmt: off
-    file: str = setting("", text, "cluster", "FILE", "what the cluster is (see `mooncake up`)",
+    file: str = setting("", text, "cluster", "FILE", "describes the cluster (see `mooncake up`)",
         positional=True)
     machine: str | None = setting(None, text, "cluster", "NAME",
-        "which machine of the file this is (default: that of this host name, or address)")
+        "which machine of the file this is (default: the one with this host name, or address)")
     json: bool = setting(False, truth, "output", "", "print what was found as JSON", switch=True)
     bundle: str | None = setting(None, text, "output", "FILE",
-        "write it, the cluster's settings and facts of the machine to a new tar.gz; no secrets")
+        "write the result, the cluster's settings and facts of the machine to a new tar.gz, "
+        "without secrets")
     # fmt: on
 
 
@@ -57,7 +58,7 @@ def run(wanted: Doctor) -> int:
 
 COMMANDS = (
     Command(
-        words="doctor", summary="look at a machine: driver, NICs, limits, clock, peers, disks",
+        words="doctor", summary="check a machine: driver, NICs, limits, clock, peers, disks",
         examples=EXAMPLES, notes=NOTES, settings=Doctor, run=run,
     ),
 )  # fmt: skip

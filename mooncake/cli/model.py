@@ -101,8 +101,8 @@ class Digests:
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
     out: str | None = setting(None, text, OUT, "FOLDER",
-        "write the list there as `digests`, and weights-digests.json, by which processes that read "
-        "no weights know them: both for a ConfigMap")
+        "write the list there as `digests`, and weights-digests.json, which tells processes that "
+        "read no weights which ones the engines have: both for a ConfigMap")
     # fmt: on
 
 

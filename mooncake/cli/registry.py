@@ -20,9 +20,9 @@ from mooncake.launch.config import options
 
 SUMMARIES = {
     "serve": "serve a checkpoint",
-    "up": "be one machine of a cluster over several",
-    "cluster": "make what the machines of a cluster must have",
-    "doctor": "look at a machine: driver, NICs, limits, clock, peers, disks",
+    "up": "run this machine's part of a cluster",
+    "cluster": "make the secret and certificates of a cluster's machines",
+    "doctor": "check a machine: driver, NICs, limits, clock, peers, disks",
     "model": "work with checkpoints",
     "train": "train a small checkpoint on generated tasks",
     "ranks": "compute stages of engines that other machines lead",

@@ -39,8 +39,8 @@ class Signer:
     host: str = setting("127.0.0.1", text, GROUP, "HOST", "where it listens")
     port: int = setting(8300, count(0), GROUP, "PORT", "0: any free one")
     audit_log: str | None = setting(None, text, GROUP, "PATH",
-        "append who was given a credential and who was refused, one JSON object a line; -: on "
-        "standard error")
+        "append to this file who got a credential and who was refused, one JSON object a line; -: "
+        "write it to standard error")
     # fmt: on
 
 

@@ -9,14 +9,14 @@ from mooncake.cli.command import Command
 from mooncake.launch.config.options import setting, text, truth
 
 EXAMPLES = """\
-mooncake up k2.yaml                     the same line on every machine of the file
+mooncake up k2.yaml                     the same command on every machine of the file
 mooncake up k2.yaml --machine node-7    where neither host name nor address says which one this is
-mooncake up k2.yaml --dry-run           what would be started here
+mooncake up k2.yaml --dry-run           only check, and print the commands
 """
 NOTES = """\
 The secret and the certificates lie beside the file: `mooncake cluster init` makes a folder with
-them for each machine. Processes that end are started again; Ctrl-C or SIGTERM takes this machine
-out of the cluster, and a second one ends it at once."""
+them for each machine. Processes that end are started again. Ctrl-C or SIGTERM takes this machine
+out of the cluster; a second one ends its processes at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,12 @@ class UpSettings:
     """Settings of `mooncake up`."""
 
     # fmt: off
-    file: str = setting("", text, "cluster", "FILE", "what the cluster is", positional=True,
+    file: str = setting("", text, "cluster", "FILE", "describes the cluster", positional=True,
         required=True)
     machine: str | None = setting(None, text, "cluster", "NAME",
-        "which machine of the file this is (default: that of this host name, or address)")
+        "which machine of the file this is (default: the one with this host name, or address)")
     dry_run: bool = setting(False, truth, "cluster", "",
-        "look whether all fits, print what would be started, start nothing", switch=True)
+        "check that everything fits, print the commands, start nothing", switch=True)
     # fmt: on
 
 
@@ -45,7 +45,7 @@ def run(wanted: UpSettings) -> int:
 
 COMMANDS = (
     Command(
-        words="up", summary="be one machine of a cluster over several", examples=EXAMPLES,
+        words="up", summary="run this machine's part of a cluster", examples=EXAMPLES,
         notes=NOTES, settings=UpSettings, run=run,
     ),
 )  # fmt: skip

@@ -108,8 +108,8 @@ class ServeConfig:
     tenant_ssd_quota: tuple[tuple[str, int], ...] = setting((), quotas, POOL, "TENANT=SIZE",
         "the same of all --ssd directories together", repeat=True)
     client_quota_share: float = owned(KvStoreConfig, "client_quota_share", share, POOL, "SHARE",
-        "of a worker's DRAM, and of its SSD: the most that pool clients of a tenant without a "
-        "quota may store")
+        "largest part of a worker's DRAM, and of its SSD, that pool clients of a tenant without a "
+        "quota may fill together")
     ssd_min_uses: int = owned(KvStoreConfig, "ssd_min_uses", count(1), POOL, "N",
         "a block asked for so often goes down to SSD; 1: every one")
     ssd_write_at: float = owned(KvStoreConfig, "ssd_write_at", part, POOL, "SHARE",
@@ -157,11 +157,11 @@ class ServeConfig:
         "look after workers without an API: gateways come with --role gateway --join", switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
         "Ray address of the cluster to join; without Ray tcp://HOST:PORT of a gateway or of a pool "
-        "standing alone, several with commas: any that answers; for a gateway also http:// or "
-        "https://HOST:PORT, the health port of a --headless process")
+        "standing alone (several gateways with commas: one that answers is enough); for a gateway "
+        "also http:// or https://HOST:PORT, the health port of a --headless process")
     join_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
-        "where a gateway, or a pool standing alone, is joined: the port of tcp://HOST:PORT; 0: any "
-        "free one")
+        "where others join this gateway, or this pool standing alone: PORT in their --join "
+        "tcp://HOST:PORT; 0: any free one")
     join_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
         "authorities of --join https://HOST:PORT (default: this machine's)")
     join_timeout: int = setting(0, count(0), CLUSTER, "S",
@@ -172,8 +172,8 @@ class ServeConfig:
         "LIST", "how KV may move, e.g. shm,tcp; auto: all that work on this machine")
     require_transport: str | None = owned(SchedulerConfig, "require_transport",
         OneOf("shm", "rdma", "tcp"), CLUSTER, "NAME",
-        "KV moves by this one alone: a worker that cannot use it does not start, and gateways use "
-        "no worker that moves KV by another (default: see --transport)")
+        "move KV by this one only: a worker that cannot use it does not start, and gateways use no "
+        "worker that moves KV by another one (default: see --transport)")
     transfer_protection: str = setting("auto", OneOf("auto", *PROTECTIONS), CLUSTER, "KIND",
         "of KV on sockets: from nothing, from changes (mac), or from readers, too; auto: mac, none "
         "where workers listen on loopback. RDMA cannot encrypt")
@@ -331,8 +331,8 @@ class ServeConfig:
         "answer 429 when the first token would take longer (default: no limit)")
     slo_tbt_ms: float | None = owned(SchedulerConfig, "tbt_slo_s", positive, LIMITS, "MS",
         "answer 429 when gaps between tokens would be longer; prompts beside streams are computed "
-        "in chunks that keep it, and the first token is shown with the second, so that the "
-        "hand-over to decode is no gap (default: no limit, and chunks that take 500 ms at most)",
+        "in chunks that keep this limit; the first token is shown together with the second, so "
+        "that the hand-over to decode makes no gap (default: no limit; chunks take at most 500 ms)",
         per_unit=1000)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
         "workers change between prefill and decode when the load moves for long", switch=True)
@@ -343,8 +343,8 @@ class ServeConfig:
     log_format: str = setting("text", OneOf("text", "json"), OTHER, "FORMAT",
         "json: one object a line")
     audit_log: str | None = setting(None, text, OTHER, "PATH",
-        "append who drained, removed, changed keys or failed to prove himself, one JSON object a "
-        "line; -: on standard error")
+        "append to this file who drained, removed, changed keys or was refused, one JSON object a "
+        "line; -: write it to standard error")
     dry_run: bool = setting(False, truth, OTHER, "", switch=True,
         text="print the configuration and memory plan, check all that `serve` would, start nothing")
     hardware: str | None = setting(None, text, OTHER, "H", "with --dry-run: fit the model on these "
