@@ -262,7 +262,8 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
     credential = own_credential(read_secret(folder / SECRET), CredentialRole.WORKER, name="doctor")
     try:
         with contextlib.closing(Seeds(config, credential)) as seeds:
-            answers = seeds.ask() or seeds.ask() or seeds.ask()
+            num_wanted = len(seeds.addresses)
+            answers = seeds.ask(num_wanted) or seeds.ask(num_wanted) or seeds.ask(num_wanted)
     except MooncakeError as error:
         yield Finding(name="members", state=FAIL, found=error.message, todo="see above")
         return

@@ -41,22 +41,25 @@ class Seeds:
         """Ask no more."""
         self._channel.close()
 
-    def ask(self) -> list[ClusterTold]:
-        """Ask all of them, and return what has been answered within `ASK_AGAIN_S`, also to earlier
-        questions.
+    def ask(self, num_wanted: int = 1) -> list[ClusterTold]:
+        """Ask all of them, and return what is answered, also to earlier questions, once there are
+        `num_wanted` answers or `ASK_AGAIN_S` is over.
 
         Raises:
             MooncakeError: one refuses to answer.
         """
         for address in self.addresses:
             self._channel.send(address, AskCluster(asker=self._own, ticket=0))
-        select.select([self._channel], [], [], ASK_AGAIN_S)
-        told = []
-        for message in self._channel.receive():
-            if isinstance(message, ClusterTold) and message.asker == self._own:
+        told: list[ClusterTold] = []
+        end_s = time.monotonic() + ASK_AGAIN_S
+        while len(told) < num_wanted and (left_s := end_s - time.monotonic()) > 0:
+            select.select([self._channel], [], [], left_s)  # connections wake it too
+            for message in self._channel.receive():
+                if not isinstance(message, ClusterTold | Refused) or message.asker != self._own:
+                    continue
+                if isinstance(message, Refused):
+                    raise MooncakeError(f"join: a gateway refuses: {message.reason}")
                 told.append(message)
-            elif isinstance(message, Refused):
-                raise MooncakeError(f"join: a gateway refuses: {message.reason}")
         return told
 
 

@@ -74,6 +74,17 @@ def test_any_seed_that_is_up_tells_what_the_cluster_is(gateway: str) -> None:
     assert facts.worker.cluster_secret == "", "it does not travel"
 
 
+def test_one_question_is_enough_where_a_gateway_is_up(
+    gateway: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although connections wake who waits for the answer, before it comes."""
+    monkeypatch.setattr(seeds, "ASK_AGAIN_S", 30.0)
+    credential = own_credential("hush", CredentialRole.WORKER)
+    with contextlib.closing(seeds.Seeds(joining(gateway), credential)) as asked:
+        [told] = asked.ask()
+    assert told.facts
+
+
 def test_a_gateway_that_is_no_seed_places_as_the_seeds_do(gateway: str) -> None:
     cluster = JoinedCluster(joining(gateway, "gateway"))
     assert cluster.plan.layout.block_tokens == 32
