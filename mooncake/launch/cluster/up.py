@@ -189,6 +189,7 @@ class Up:
         self._say = say
         self._num_signals = 0
         self._missing: dict[str, int] | None = None
+        self._refusal = ""
         self._said_s = self._answered_s = float("-inf")
 
     def run(self, seeds: Seeds, limit_s: float) -> int:
@@ -203,7 +204,7 @@ class Up:
             while not self._num_signals:
                 for child in self._children:
                     self._look_at(child)
-                self._tell(seeds.ask())
+                self._tell(self._answers(seeds))
                 time.sleep(POLL_S)
         finally:
             self._end(limit_s)
@@ -212,6 +213,16 @@ class Up:
     def _on_signal(self, *_: object) -> None:
         self._num_signals += 1
 
+    def _answers(self, seeds: Seeds) -> list[ClusterTold]:
+        """Return what gateways say. That one refuses ends no process here."""
+        try:
+            return seeds.ask(len(seeds.addresses))
+        except MooncakeError as error:
+            if error.message != self._refusal:
+                self._refusal = error.message
+                self._say(error.message)
+            return []
+
     def _look_at(self, child: _Child) -> None:
         """Start a process that does not run, at once or a while after it ended."""
         now_s, name = time.monotonic(), child.part.name
@@ -219,7 +230,8 @@ class Up:
             code = child.process.poll()
             if code is None:
                 return
-            if code == CANNOT and child.num_early_ends == 0 and now_s - child.started_s < WELL_S:
+            first = child.retry_at_s == float("-inf")  # later, what it lacks may come back
+            if code == CANNOT and first and now_s - child.started_s < WELL_S:
                 raise MooncakeError(
                     f"{name} cannot start on {self._machine.name}; it says why above"
                 )
@@ -233,6 +245,7 @@ class Up:
             child.process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD, *child.part.words],
                 stdin=subprocess.DEVNULL, env=child.environ,
+                process_group=0,  # else Ctrl-C reaches it too, and our SIGTERM is its second signal
             )  # fmt: skip
 
     def _tell(self, answers: Sequence[ClusterTold]) -> None:
