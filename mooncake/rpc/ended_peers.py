@@ -43,7 +43,7 @@ class EndedPeers:
                 flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )  # fmt: skip
             link = socket.socket(family, kind | socket.SOCK_NONBLOCK)
-        except OSError:
+        except (OSError, ValueError):  # a host that cannot even be encoded, such as "a..b"
             return
         try:
             with contextlib.suppress(BlockingIOError):

@@ -27,6 +27,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from mooncake.base.any_message import AnyMessage
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
 from mooncake.base.messages import Drain, Refused, StepOutputs
@@ -165,6 +166,8 @@ class ZmqChannel:
         self._ready.register(self._connections.fileno(), select.EPOLLIN)
         self._ready.register(self._again_fd, select.EPOLLIN)
         self._ended = EndedPeers(self._ready) if tells_ends else None
+        self._reached: BoundedMap[str, None] = BoundedMap(_MAX_KNOWN)
+        """Addresses sent to, whose ends are told: longer than their sockets are kept."""
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
 
@@ -238,6 +241,7 @@ class ZmqChannel:
             while len(self._peers) >= self._limits.num_peers:
                 self._peers.popitem(last=False)[1].socket.close()
             peer = self._peers[address] = _Peer(socket, now)
+            self._reached[address] = None
         peer.used_s = now
         self._peers.move_to_end(address)
         return peer
@@ -313,7 +317,7 @@ class ZmqChannel:
         if self._ended is not None:
             for key in self._connections.take_closed():
                 with self._lock:
-                    addresses = [each for each in self._peers if each.endswith(f"#{key}")]
+                    addresses = [each for each in self._reached if each.endswith(f"#{key}")]
                 for address in addresses:
                     self._ended.ask(address)
             messages += [PeerEnded(address) for address in self._ended.look()]

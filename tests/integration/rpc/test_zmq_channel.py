@@ -438,8 +438,11 @@ def test_another_process_is_reached_and_its_death_is_survived(open_channel: Open
     assert ours.receive() == []
 
 
-def test_the_end_of_a_process_is_told_at_once(open_channel: Open) -> None:
-    ours = open_channel(tells_ends=True)
+@pytest.mark.parametrize("idle_s", [0.0, ZmqLimits().idle_s + 1])
+def test_the_end_of_a_process_is_told_at_once(open_channel: Open, idle_s: float) -> None:
+    """Also of one to which nothing was sent for so long that the socket to it is closed."""
+    clock = ManualClock()
+    ours = open_channel(tells_ends=True, clock=clock)
     peer = subprocess.Popen(
         [sys.executable, "-c", ECHO, SECRET, ours.address], cwd=Path(__file__).parents[3]
     )
@@ -448,10 +451,21 @@ def test_the_end_of_a_process_is_told_at_once(open_channel: Open) -> None:
         assert isinstance(hello, AbortTask)
         ours.send(hello.request_id, Drain())
         assert receive(ours, 1) == [Drain()]
+        clock.advance_to(idle_s)
+        assert ours.receive() == []
+        assert ours.num_peers == (0 if idle_s else 1)
     finally:
         peer.kill()
         peer.wait()
     assert receive(ours, 1) == [PeerEnded(hello.request_id)]
+
+
+def test_an_address_that_names_no_host_is_not_asked() -> None:
+    with contextlib.closing(select.epoll()) as ready:
+        ended = EndedPeers(ready)
+        for host in ("a..b", "x" * 64, "a\0b", "node-7"):
+            ended.ask(f"tcp://{host}:6400#00")
+        assert list(ended.look()) == []
 
 
 def test_a_peer_that_hangs_up_and_lives_has_not_ended(open_channel: Open) -> None:
