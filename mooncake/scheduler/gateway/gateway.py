@@ -178,14 +178,14 @@ class Gateway:
             self._peers.broadcast(PeerLost(worker=member.hello.worker))
             self._on_removed(member, now, reason)
 
-    def _on_silent(self, worker_ids: Sequence[str], now: float) -> None:
-        """Use silent workers no more; they are lost when no other gateway hears them either."""
+    def _on_unheard(self, worker_ids: Sequence[str], now: float, reason: str) -> None:
+        """Use these workers no more; they are lost when no other gateway hears them either."""
         cut_off = [self._membership.cut_off(worker_id, now) for worker_id in worker_ids]
         members = [member for member in cut_off if member is not None]
         self._losses.open(member.hello.worker for member in members)
         self._agree_on_losses(now)
         for member in members:
-            self._on_removed(member, now, "no heartbeat")
+            self._on_removed(member, now, reason)
 
     def _agree_on_losses(self, now: float) -> float | None:
         """Declare the workers lost that no gateway hears. A gateway that hears no worker and no
@@ -251,8 +251,8 @@ class Gateway:
             case AskCluster() if self.facts:
                 self._channel.send(event.asker.address, self._told(event))
             case PeerEnded():
-                for worker_id in self._membership.at(event.address):
-                    self.worker_lost(worker_id, now, "its process ended")
+                # Or a firewall between it and us refuses connections.
+                self._on_unheard(self._membership.at(event.address), now, "its process ended")
             case PeerLost() if self._membership.is_live(event.worker):
                 # A worker says goodbye, or its supervisor knows that its process died. Another
                 # gateway's silence with it does not count here.
@@ -273,7 +273,7 @@ class Gateway:
         to call again.
         """
         self._started_s = now if self._started_s is None else self._started_s
-        self._on_silent(self._membership.silent_workers(now), now)
+        self._on_unheard(self._membership.silent_workers(now), now, "no heartbeat")
         peers_wake_s = self._peers.tick(now)
         self._forget_gateways(now)
         wakes = (

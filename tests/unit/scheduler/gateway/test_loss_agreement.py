@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mooncake.base import PeerLost, Role, WorkerRef
 from mooncake.base.messages import OWN_RELEASE, DoubtPeers, GatewayNews, PeersHeard, WhoAreYou
+from mooncake.rpc.channel import PeerEnded
 from mooncake.scheduler.gateway.peer_gateways import FORGET_S
 from tests.support.scheduler.scheduling import SchedulerHarness, ref
 
@@ -80,6 +81,22 @@ def test_a_gateway_that_hears_neither_workers_nor_gateways_waits_and_does_not_sp
     lost = [message.worker for message in world.channel.of(PeerLost)]
     assert lost == [PEER], "the worker may have lived all the time"
     assert len(world.channel.of(WhoAreYou)) == 1
+
+
+def test_a_worker_whose_port_refuses_us_alone_is_not_ended() -> None:
+    """As a firewall between the two does, too: another gateway may hear the worker."""
+    world = TwoGateways(2)
+    for worker in world.workers:
+        world.gateway.handle(PeerEnded(worker.address), world.now)
+    assert world.gateway.status(world.now).workers == [], "none is given requests from here"
+    world.run(1)
+    heard, ended = world.workers
+    world.gateway.handle(PeersHeard(gateway=PEER, heard=[heard], unheard=[ended]), world.now)
+    world.run(1)
+    for worker in world.workers:
+        world.report(worker)
+    assert [message.worker for message in world.channel.of(PeerLost)] == [ended]
+    assert len(world.channel.of(WhoAreYou)) == 1, "the other one may come back"
 
 
 def test_an_answer_names_each_worker_once() -> None:
