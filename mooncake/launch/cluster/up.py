@@ -163,7 +163,7 @@ def _children(machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan
     threads = max(1, machine_facts.num_cores() // max(1, ranks))
     children = []
     for part, config, plan in planned:
-        own = dict(environ)
+        own = environ | part.environ
         given = dict(part.given)
         if plan.num_engines and config.num_threads is None:
             given["num_threads"] = threads
@@ -317,7 +317,8 @@ def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool
     say(f"{machine.name}: {', '.join(child.part.name for child in children)}")
     if dry_run:
         for child in children:
-            say(f"mooncake {' '.join(child.part.words)}")
+            secrets = [f"{name}=..." for name in child.part.environ]
+            say(" ".join([*secrets, "mooncake", *child.part.words]))
         return 0
     _, config, _ = planned[0]
     limit_s = max(config.shutdown_timeout for _, config, _ in planned)

@@ -66,11 +66,19 @@ class Part:
 
     @property
     def words(self) -> list[str]:
-        """The words of the command that starts it."""
-        return [
-            "serve",
-            *(word for name, value in self.given.items() for word in _flags(name, value)),
-        ]
+        """The words of the command that starts it, which all users of the machine see."""
+        given = {name: value for name, value in self.given.items() if not _option(name).secret}
+        return ["serve", *(word for name, value in given.items() for word in _flags(name, value))]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The secrets among its settings, by the variables that they come from."""
+        options = {name: _option(name) for name in self.given}
+        return {
+            option.env: str(_only(self.given[name]))
+            for name, option in options.items()
+            if option.secret
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,6 +224,11 @@ def _settings(path: str, group: str, told: object) -> dict[str, object]:
             raise ConfigError(f"{path}: {group}: {flag(name)} follows from the rest of this file")
         if name not in known:
             raise ConfigError(f"{path}: {group}: {unknown_setting(str(key))}")
+        if _option(name).secret and isinstance(_only(value), list | dict):
+            raise ConfigError(
+                f"{path}: {group}: {flag(name)}: one alone can be given here; a file, such as "
+                "api-keys-file, holds several"
+            )
         found[name] = value
     return found
 
@@ -232,9 +245,19 @@ def _mapping(path: str, where: str, told: object, known: tuple[str, ...] | None)
     return told
 
 
+def _option(name: str) -> options.Option:
+    option, _ = options.options_of(ServeConfig)[name]
+    return option
+
+
+def _only(value: object) -> object:
+    """Return the one value of a list of one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 def _flags(name: str, value: object) -> list[str]:
     """Return a setting as it is typed."""
-    option, _ = options.options_of(ServeConfig)[name]
+    option = _option(name)
     if option.positional:
         return [str(value)]
     if option.switch:

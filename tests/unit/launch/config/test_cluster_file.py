@@ -11,7 +11,7 @@ import yaml
 from mooncake.base import ConfigError
 from mooncake.cli.main import make_parser
 from mooncake.launch.config import options
-from mooncake.launch.config.cluster_file import ClusterFile, read_cluster_file
+from mooncake.launch.config.cluster_file import ClusterFile, Part, read_cluster_file
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 
@@ -22,7 +22,7 @@ TOLD: dict[str, Any] = {
         "b": {"address": "fd00::8", "gateway": 1, "decode": 2},
     },
     "settings": {"dtype": "float32", "slo-ttft-s": 3, "shutdown-timeout": 9},
-    "gateway": {"port": 9000, "api-key": ["one", "two"]},
+    "gateway": {"port": 9000, "api-key": ["s3cret"]},
     "decode": {
         "max-num-seqs": 8, "enable-prefix-caching": False,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
@@ -40,13 +40,13 @@ def read(tmp_path: Path) -> Any:
     return given
 
 
-def config_of(words: list[str]) -> ServeConfig:
-    """Return what `mooncake serve` makes of a process' words."""
-    arguments = make_parser("serve").parse_args(words)
+def config_of(part: Part) -> ServeConfig:
+    """Return what `mooncake serve` makes of a process' words and variables."""
+    arguments = make_parser("serve").parse_args(part.words)
     known = options.options_of(ServeConfig)
     given = {name: value for name, value in vars(arguments).items() if name in known}
     del given["cluster_secret_file"]
-    return resolve({**given, "cluster_secret": "s"}, None, {})
+    return resolve({**given, "cluster_secret": "s"}, None, part.environ)
 
 
 def test_each_process_is_a_command_that_can_be_typed(read: Any) -> None:
@@ -54,7 +54,7 @@ def test_each_process_is_a_command_that_can_be_typed(read: Any) -> None:
     a, b = cluster.machines
     seeds = ("tcp://10.0.0.7:6400", "tcp://10.0.0.7:6401", "tcp://[fd00::8]:6400")
     configs = {
-        (machine.name, part.name): config_of(part.words)
+        (machine.name, part.name): config_of(part)
         for machine in (a, b)
         for part in cluster.parts(machine)
     }
@@ -64,7 +64,7 @@ def test_each_process_is_a_command_that_can_be_typed(read: Any) -> None:
     assert all(config.seeds == seeds for config in configs.values())
     assert all(config.is_seed for (_, name), config in configs.items() if "gateway" in name)
     second = configs["a", "gateway-1"]
-    assert (second.port, second.join_port, second.api_key) == (9001, 6401, ("one", "two"))
+    assert (second.port, second.join_port, second.api_key) == (9001, 6401, ("s3cret",))
     assert (second.slo_ttft_s, second.prefill) == (3, 1)
     decode = configs["b", "decode-1"]
     assert (decode.max_num_seqs, decode.enable_prefix_caching) == (8, False)
@@ -72,6 +72,16 @@ def test_each_process_is_a_command_that_can_be_typed(read: Any) -> None:
     assert (decode.node_id, decode.bind_host, decode.dtype) == ("b", "fd00::8", "float32")
     assert decode.shutdown_timeout == 9
     assert decode.api_key == ()
+
+
+def test_no_secret_is_in_a_command_that_all_users_of_the_machine_see(read: Any) -> None:
+    cluster = read(kvstore={"admin-token": "t0ken"})
+    parts = {part.name: part for part in cluster.parts(cluster.machines[0])}
+    words = [word for part in parts.values() for word in part.words]
+    assert not [word for word in words if "s3cret" in word or "t0ken" in word]
+    assert parts["gateway-1"].environ == {"MOONCAKE_API_KEY": "s3cret"}
+    assert parts["kvstore-0"].environ == {"MOONCAKE_ADMIN_TOKEN": "t0ken"}
+    assert parts["prefill-0"].environ == {}
 
 
 def test_who_is_to_be_there(read: Any) -> None:
@@ -107,6 +117,7 @@ ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
         ({"settings": {"join": "h:1"}}, "settings: join follows from the rest of this file"),
         ({"decode": {"ray-address": "h:1"}}, "decode: ray-address follows from the rest"),
         ({"decode": {"max-num-seq": 1}}, r"decode: unknown setting max-num-seq \(did you mean"),
+        ({"gateway": {"api-key": ["one", "two"]}}, "gateway: api-key: one alone can be given"),
         ({"decode": [1]}, "decode: must hold `name: value` lines"),
     ],
 )
