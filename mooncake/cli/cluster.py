@@ -13,6 +13,7 @@ from mooncake.launch.config.cluster_file import (
     AUTHORITY,
     CERTIFICATE,
     KEY,
+    SAFE,
     SECRET,
     read_cluster_file,
 )
@@ -56,7 +57,7 @@ def init(wanted: Init) -> int:
         raise ConfigError(f"days: must be more than 0, not {wanted.days:g}")
     place = Path(wanted.out) if wanted.out else cluster.path.with_suffix("")
     try:
-        safe = place / "authority"
+        safe = place / SAFE
         safe.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (safe / SECRET).exists():
             write_private(safe / SECRET, secrets.token_hex(32))

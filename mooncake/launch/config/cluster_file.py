@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,9 +29,12 @@ JOIN_TIMEOUT_S = 24 * 3600
 SECRET, CERTIFICATE, KEY, AUTHORITY = "secret", "cert.pem", "key.pem", "ca.pem"
 """Files of a machine's bundle, beside the file of the cluster."""
 BUNDLE = (SECRET, CERTIFICATE, KEY, AUTHORITY)
+SAFE = "authority"
+"""The folder of what no machine may have, beside those of the machines."""
 
 _TOP = ("model", "machines", "settings", *ROLES)
 _MACHINE = ("address", *ROLES)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DECIDED = frozenset(
     {
         "model", "role", "join", "join_port", "join_timeout", "join_ca_certs", "headless",
@@ -195,6 +199,11 @@ def _check(found: ClusterFile) -> None:
 
 def _machine(path: str, name: str, told: object) -> Machine:
     where = f"machines: {name}"
+    if not _NAME.fullmatch(name) or name == SAFE:
+        raise ConfigError(
+            f"{path}: {where}: a folder is called so: use letters, digits, '.', '_' and '-', and "
+            f"not {SAFE}"
+        )
     values = _mapping(path, where, told, _MACHINE)
     if not isinstance(values.get("address"), str):
         raise ConfigError(f"{path}: {where}: address: give that by which the others reach it")

@@ -103,6 +103,8 @@ ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
         ({"machine": {}}, r"unknown key 'machine' \(did you mean machines\?\)"),
         ({"machines": None}, "machines: name each"),
         ({"machines": {"a": {**ONE, "decod": 1}}}, "machines: a: unknown key 'decod'"),
+        ({"machines": {"authority": ONE}}, "machines: authority: a folder is called so"),
+        ({"machines": {"../a": ONE}}, r"machines: \.\./a: a folder is called so: use letters"),
         ({"machines": {"a": {"decode": 1}}}, "machines: a: address: give"),
         ({"machines": {"a": {"address": "10.0.0.7"}}}, "machines: a: nothing runs there"),
         ({"machines": {"a": {**ONE, "decode": "x"}}}, "machines: a: decode: 'x' is not a whole"),
