@@ -26,6 +26,7 @@ from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_client import Client
 from mooncake.launch.host.http_server import Answer, Route, document, error
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.model.options import ModelOptions
 from mooncake.scheduler.config import SchedulerConfig
 
 _log = logging.getLogger(__name__)
@@ -58,9 +59,13 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_facts(facts: ClusterFacts) -> bytes:
-    """Return the facts without the secret, as gateways tell them by message."""
-    facts = msgspec.structs.replace(facts, worker=without_secret(facts.worker))
-    return msgspec.msgpack.encode(facts)
+    """Return the facts without the secret, as gateways tell them by message. Where keys of disks
+    and weights are is each machine's own business: a command that prints them may hold a token.
+    """
+    worker = without_secret(facts.worker)
+    options = msgspec.structs.replace(worker.options, weights_key=ModelOptions().weights_key)
+    worker = msgspec.structs.replace(worker, ssd_key=None, options=options)
+    return msgspec.msgpack.encode(msgspec.structs.replace(facts, worker=worker))
 
 
 def sealed_facts(facts: ClusterFacts, credential: Credential) -> bytes:

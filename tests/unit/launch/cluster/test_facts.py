@@ -11,8 +11,16 @@ import pytest
 
 from mooncake.base import ConfigError
 from mooncake.base.rights import CredentialRole
+from mooncake.crypto.keys import KeySource
 from mooncake.identity import own_credential
-from mooncake.launch.cluster.facts import SEAL, ClusterFacts, decode_facts, without_secret
+from mooncake.launch.cluster.facts import (
+    SEAL,
+    ClusterFacts,
+    decode_facts,
+    encode_facts,
+    read_facts,
+    without_secret,
+)
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
@@ -67,3 +75,17 @@ def test_what_an_earlier_release_does_not_say_has_its_default(facts: ClusterFact
     del said["worker"]["layout"]
     with pytest.raises(ConfigError, match=r"`layout`.*; start the release that it runs"):
         received(said)
+
+
+def test_what_gateways_tell_holds_no_secret_and_no_command_that_prints_keys(
+    facts: ClusterFacts,
+) -> None:
+    keys = KeySource(name="ssd-key", command="kms --token t0ken")
+    options = msgspec.structs.replace(facts.worker.options, weights_key=keys)
+    worker = msgspec.structs.replace(
+        facts.worker, cluster_secret="s3cret", ssd_key=keys, options=options
+    )
+    told = encode_facts(msgspec.structs.replace(facts, worker=worker))
+    assert b"t0ken" not in told
+    assert b"s3cret" not in told
+    assert read_facts(told).worker.layout == facts.worker.layout
