@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -414,6 +417,40 @@ def test_of_those_that_start_at_once_one_compiles(
     [file] = compiled
     assert file.parent == fresh
     assert said == ["compiled now", *[f"kept as {file}"] * 2]
+
+
+def test_where_folders_are_not_locked_each_compiles(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EBADF, "as NFS says of what is not open for writing")
+
+    monkeypatch.setattr(build.fcntl, "flock", refuse)
+    monkeypatch.setattr(build, "_compile", lambda target, wanted: target.write_text("code"))
+    monkeypatch.setattr(build.ctypes, "CDLL", str)
+    assert build._loaded(build.isa())[1] == "compiled now"
+
+
+def test_a_lock_ends_with_the_compiling_though_a_fork_has_its_descriptor(tmp_path: Path) -> None:
+    with build._alone(tmp_path):
+        copies = [
+            os.dup(int(each)) for each in os.listdir("/proc/self/fd") if leads(each, tmp_path)
+        ]
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert copies
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        for each in (other, *copies):
+            os.close(each)
+
+
+def leads(descriptor: str, folder: Path) -> bool:
+    """Whether a descriptor of this process is of `folder`."""
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")) == folder
+    except OSError:
+        return False
 
 
 @needs_compiled_code

@@ -275,12 +275,17 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait for those who compile for `folder`, and have others wait."""
+    """Wait for those who compile for `folder`, and have others wait. Where a file system does not
+    lock folders, as NFS, nobody waits, and each compiles.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(OSError):  # closing is not enough: a fork may have it open, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
