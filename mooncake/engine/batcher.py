@@ -168,11 +168,12 @@ class Batcher:
 
     def _most_beside_streams(self, sequence: Sequence, batch: Batch, most: int) -> int:
         """Return how many tokens of a prompt, at most `most`, the step takes so that the gaps of
-        its streams keep their limit; 0 where other prompts have taken the time. The first prompt
-        gets `UNIT` in any case: streams slow it down and never stop it.
+        its streams, and in a pipeline of those that wait behind it, keep their limit; 0 where other
+        prompts have taken the time. The first prompt gets `UNIT` in any case: streams slow it down
+        and never stop it.
         """
         limit_s, cost = self._config.max_gap_s, self._cost
-        if limit_s is None or not batch.streams:
+        if limit_s is None or not (batch.streams or batch.num_running_streams):
             return most
         if batch.has_no_time_for(sequence):
             return 0

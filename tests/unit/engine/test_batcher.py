@@ -155,6 +155,19 @@ def test_streams_slow_a_prompt_down_and_never_stop_it() -> None:
     assert planner.plan() == {1: 1, 2: 1, 3: 64}
 
 
+def test_in_a_pipeline_steps_between_those_of_a_stream_keep_its_limit_too() -> None:
+    planner = Planner(max_gap_s=0.320, num_stages=2, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    planner.add(900)
+    first = planner.batcher.plan()
+    for sequence, num_tokens in first.shares.values():
+        sequence.num_in_flight += num_tokens
+    behind = planner.batcher.plan()
+    sizes = [{key: tokens for key, (_, tokens) in one.shares.items()} for one in (first, behind)]
+    assert sizes == [{1: 1, 2: 128}, {2: 128}]
+
+
 def test_a_stream_whose_kv_came_from_elsewhere_joins_a_step_without_time_for_prompts() -> None:
     planner = Planner(max_gap_s=0.001, cost=steady_cost(), **LARGE)
     planner.add(4)
