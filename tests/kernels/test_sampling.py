@@ -185,14 +185,31 @@ def test_penalties(backend: str) -> None:
     torch.testing.assert_close(got[0], row, rtol=1e-6, atol=1e-6)
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda values: values,
+    "part of rows": lambda values: torch.cat((values, values), dim=1)[:, : values.shape[1]],
+    "columns": lambda values: values.t().contiguous().t(),
+}
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
 @needs_compiled_code
+@each_layout
+def test_logits_may_lie_in_any_order(layout: str) -> None:
+    rows = settings(ROWS, uniform=SPREAD, top_p=[0.9] * ROWS)
+    wanted = kernel("draw")(logits(), rows)
+    assert torch.equal(kernel("draw", "native")(LAYOUTS[layout](logits()), rows), wanted)
+
+
+@needs_compiled_code
+@each_layout
 @pytest.mark.parametrize("most", [1, 20, 700])
-def test_the_most_likely_tokens(most: int) -> None:
+def test_the_most_likely_tokens(most: int, layout: str) -> None:
     values = logits(9, 700, seed=6)
     values[7] = (values[7] * 2).round() / 2
     values[8, 5:] = -torch.inf
     tokens = torch.randint(0, 700, (9,), generator=torch.Generator().manual_seed(7))
-    best, ids, ranks = kernel("most_likely", "native")(values[:, :], tokens, most)
+    best, ids, ranks = kernel("most_likely", "native")(LAYOUTS[layout](values), tokens, most)
     wanted_best, wanted_ids, wanted_ranks = kernel("most_likely")(values, tokens, most)
     assert torch.equal(best, wanted_best)
     assert torch.equal(ranks, wanted_ranks)

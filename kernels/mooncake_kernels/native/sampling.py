@@ -18,7 +18,7 @@ def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     tokens = torch.empty(rows, dtype=torch.int64)
     greedy = settings.temperature == 0
     best = logits.max(dim=-1)
-    scaled = logits - best.values[:, None]
+    scaled = logits.contiguous() - best.values[:, None]
     scaled /= settings.temperature.masked_fill(greedy, 1.0)[:, None]
     weights = scaled.clamp_(min=LEAST_SCALED - 1).exp()
     least = settings.min_p.log().float().clamp_(min=LEAST_SCALED)
@@ -51,6 +51,8 @@ def most_likely(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference; of tokens that tie, the lowest ids."""
     rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
     best = torch.empty(rows, most, dtype=torch.float32)
     ids = torch.empty(rows, most, dtype=torch.int64)
     ranks = torch.empty(rows, dtype=torch.int64)
