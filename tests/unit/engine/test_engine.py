@@ -9,6 +9,7 @@ import pytest
 from mooncake.base.blocks import block_keys
 from mooncake.base.errors import InternalError
 from mooncake.base.request import FinishReason, Priority
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import LayerDone, Sample, StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
 from tests.support.engine.engines import Bench, request
@@ -541,6 +542,22 @@ def test_each_stage_has_some_of_the_streams() -> None:
         assert max(flying) <= 3
         bench.finish_step()
     bench.run()
+
+
+def test_costs_of_streams_alone_are_learned_together_and_those_of_prompts_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learned: list[int] = []
+    monkeypatch.setattr(
+        StepCostModel, "observe", lambda model, samples: learned.append(len(list(samples)))
+    )
+    bench = Bench(max_gap_s=0.5, num_blocks=64, max_model_len=256)
+    bench.add([1] * 8, max_tokens=35)
+    bench.run()
+    assert learned == [1, 16, 16]
+    bench.add([2] * 8, max_tokens=1)
+    bench.run()
+    assert learned == [1, 16, 16, 3]
 
 
 def test_scheduling_is_deterministic() -> None:
