@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -28,8 +29,12 @@ OPERATOR_ROUTE = "operator_route"
 FEWER = {OPERATOR_ROUTE: 1}
 """Events of which fewer are written: pages that show the cluster ask each second."""
 MAX_KINDS = 1024
-"""Kinds that are counted apart in a minute; all further ones are one kind."""
+"""Kinds that are counted apart in a minute; all further ones of an event are one kind."""
+MAX_CHARS = 1000
+"""What is written of one text: who is refused chooses its path, or what he says he is."""
 MINUTE_S = 60.0
+_BREAKS = re.compile(r"[\x7f-\x9f\u2028\u2029]")
+"""What some readers take for the end of a line, or for commands, and JSON leaves as it is."""
 _LOGGER = logging.getLogger("mooncake.audit")
 _LOGGER.propagate = False
 _LOGGER.addHandler(logging.NullHandler())
@@ -40,8 +45,13 @@ def audit(event: str, *, kind: str = "", **facts: object) -> None:
     """Write one line. `kind`: whose lines of this event are counted together; `facts` are fields of
     it, and those that are None or empty are left out.
     """
-    shown = {name: fact for name, fact in facts.items() if fact not in (None, "")}
+    shown = {name: _cut(fact) for name, fact in facts.items() if fact not in (None, "")}
     _LOGGER.info(event, extra={"kind": kind, "facts": shown})
+
+
+def _cut(fact: object) -> object:
+    is_long = isinstance(fact, str) and len(fact) > MAX_CHARS
+    return f"{fact:.{MAX_CHARS}}..." if is_long else fact
 
 
 class Throttle(logging.Filter):
@@ -60,7 +70,7 @@ class Throttle(logging.Filter):
             self._begun_s, self._written = record.created, {}
         kind = (record.msg, vars(record)["kind"])
         if kind not in self._written and len(self._written) >= MAX_KINDS:
-            kind = ("", "")
+            kind = (record.msg, "")
         written = self._written.get(kind, 0)
         if written >= FEWER.get(record.msg, MOST_A_MINUTE):
             if kind in self._left_out or len(self._left_out) < MAX_KINDS:
@@ -83,13 +93,21 @@ class _Formatter(logging.Formatter):
             "time": at.isoformat(timespec="milliseconds"), "process": self._process,
             "event": record.msg, **vars(record)["facts"],
         }  # fmt: skip
-        return msgspec.json.encode(line).decode()
+        text = msgspec.json.encode(line).decode()
+        return _BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class _File(WatchedFileHandler):
     """Appends to a file that only this user may read; after it was moved, to a new one. Several
-    processes may share it: each line is one write.
+    processes may share it: each line is one write. A line that cannot be written is told on
+    standard error; who has called `audit` goes on.
     """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the place of a file that was moved away takes none
+            self.handleError(record)
 
     def _open(self) -> IO[str]:  # type: ignore[override]  # the base class names a narrower type
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -133,5 +151,5 @@ def reopen() -> None:
 def _reopen() -> None:
     for handler in _LOGGER.handlers:
         if isinstance(handler, _File):
-            with handler.lock or contextlib.nullcontext():
-                handler.reopenIfNeeded()
+            with handler.lock or contextlib.nullcontext(), contextlib.suppress(OSError):
+                handler.reopenIfNeeded()  # if it cannot be opened, the next line says so

@@ -204,12 +204,13 @@ class Access:
             in_flight.end()
 
     def _audit(self, key: ApiKey, scope: Scope) -> None:
-        """Write down who uses an operator's route, or may not."""
-        audit(
-            OPERATOR_ROUTE if key.operator else "operator_route_refused",
-            kind=f"{key.name} {scope['path']}", who=key.name, whence=_client(scope),
-            path=scope["path"],
-        )  # fmt: skip
+        """Write down who uses an operator's route, or may not. Who may not chooses the path, so
+        his refusals are one kind whatever he asks for.
+        """
+        event, kind = "operator_route_refused", key.name
+        if key.operator:
+            event, kind = OPERATOR_ROUTE, f"{key.name} {scope['path']}"
+        audit(event, kind=kind, who=key.name, whence=_client(scope), path=scope["path"])
 
     def _refused(self, request_id: str, status: int, reason: str) -> None:
         at_s = self._clock.now()

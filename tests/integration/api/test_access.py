@@ -24,7 +24,7 @@ from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.server import serve
 from mooncake.api.model import ServedModel
 from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
-from mooncake.telemetry.audit import configure_audit
+from mooncake.telemetry.audit import MOST_A_MINUTE, configure_audit
 from mooncake.telemetry.events import EventList, Refused
 from tests.support.api.server import Script, ScriptedBackend, answer, refusal, says, tiny_model
 
@@ -299,6 +299,24 @@ def test_who_uses_operators_routes_and_who_fails_is_written_down(tmp_path: Path)
     assert {each["path"] for each in lines} == {"/v1/cluster/status"}
     assert {each["whence"] for each in lines} == {"127.0.0.1"}
     assert "nobody" not in place.read_text()
+
+
+def test_a_key_that_asks_for_many_paths_of_operators_takes_nobody_s_lines(tmp_path: Path) -> None:
+    place = tmp_path / "audit.jsonl"
+
+    async def main() -> None:
+        async with limited_api_server(ScriptedBackend(says("hello")), key("alice")) as client:
+            for number in range(MOST_A_MINUTE + 5):
+                path = f"/v1/cluster/{number}"
+                async with client.stream("GET", path, headers=bearer("alice")):
+                    pass
+
+    configure_audit("gw", str(place))
+    try:
+        asyncio.run(main())
+    finally:
+        configure_audit("", None)
+    assert len(place.read_text().splitlines()) == MOST_A_MINUTE
 
 
 def test_a_client_that_leaves_while_its_schema_is_compiled_frees_its_place_at_once(

@@ -17,6 +17,7 @@ import pytest
 from mooncake.base import ConfigError
 from mooncake.telemetry import audit as module
 from mooncake.telemetry.audit import (
+    MAX_CHARS,
     MAX_KINDS,
     MOST_A_MINUTE,
     OPERATOR_ROUTE,
@@ -95,6 +96,33 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         configure_audit("gw-1", str(tmp_path))
 
 
+def test_a_line_is_short_and_one_for_every_reader(path: Path) -> None:
+    audit("proof_failed", path="/\x85\u2028\x9b2J" + "x" * 100_000)
+    text = path.read_text()
+    assert text.rstrip("\n").isprintable()
+    assert len(text) < 2 * MAX_CHARS
+    assert json.loads(text)["path"].startswith("/\x85\u2028\x9b2Jxxx")
+
+
+def test_a_line_that_cannot_be_written_hinders_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "logs" / "audit.jsonl"
+    place.parent.mkdir()
+    configure_audit("gw-1", str(place))
+    try:
+        audit("drain", who="first")
+        place.parent.rename(tmp_path / "gone")
+        module._reopen()
+        audit("drain", who="lost")
+        assert "No such file or directory" in capfd.readouterr().err
+        place.parent.mkdir()
+        audit("drain", who="second")
+        assert [each["who"] for each in lines(place)] == ["second"]
+    finally:
+        configure_audit("", None)
+
+
 def test_strangers_cannot_fill_the_disk(path: Path) -> None:
     for number in range(5000):
         audit("proof_failed", whence=f"10.0.0.{number % 250}")
@@ -131,3 +159,4 @@ def test_kinds_are_bounded() -> None:
     written = sum(throttle.filter(record("removal", str(n), 1.0)) for n in range(10 * MAX_KINDS))
     assert written == MAX_KINDS + MOST_A_MINUTE
     assert len(throttle._left_out) <= MAX_KINDS
+    assert throttle.filter(record("drain", "ops", 1.0)), "other events have lines of their own"
