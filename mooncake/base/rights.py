@@ -88,6 +88,8 @@ MAX_KEYS = 1 << 15
 """The most blocks that one of these may name, those of two million tokens: its receiver does all of
 one message before it does anything for others.
 """
+MAX_NAME_CHARS = 1024
+"""The most of a client's id, epoch and address together, which others remember."""
 _OF_TENANTS = frozenset(kind for kind in SENDERS if "tenant" in kind.__struct_fields__)
 _ENGINES = frozenset((m.Role.PREFILL, m.Role.DECODE, m.Role.KVSTORE))
 _MARK_BYTES = 6
@@ -147,11 +149,18 @@ def _is_same_host(address: str, whence: str) -> bool:
     """Return whether an address ("tcp://HOST:PORT#KEY") is of the host at the other end of a
     connection.
     """
-    host = address.partition("#")[0].rpartition("/")[2].rpartition(":")[0]
+    scheme, _, place = address.partition("#")[0].partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or not (port.isascii() and port.isdecimal()):
+        return False  # "ipc:///HOST:PORT", say, names a file
     named, proven = _ip(host), _ip(whence)
     if named is None or proven is None:
         return False
     return named == proven or (named.is_loopback and proven.is_loopback)
+
+
+def _is_long(worker: m.WorkerRef) -> bool:
+    return len(worker.worker_id) + len(worker.epoch) + len(worker.address) > MAX_NAME_CHARS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +193,8 @@ class Sender:
         the connection has proven. `whence`: the IP address at its other end.
         """
         return (
-            channel_key_of(worker) == self.channel_key
+            not _is_long(worker)
+            and channel_key_of(worker) == self.channel_key
             and worker.worker_id.startswith(self.own_id)
             and _is_same_host(worker.address, whence)
         )
@@ -213,6 +223,8 @@ def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
 def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | None:
     """Return why a client or operator may not send this; None: it names only what is its own."""
     speaker = speaker_of(message)
+    if speaker is not None and _is_long(speaker):
+        return f"{sender.name} names itself by more than {MAX_NAME_CHARS} characters"
     if speaker is not None and not sender.is_own(speaker, whence):
         return (
             f"{sender.name} may not speak for {speaker.worker_id} at {speaker.address} from "

@@ -14,6 +14,7 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.rights import (
     MAX_KEYS,
+    MAX_NAME_CHARS,
     SENDERS,
     SPEAKERS,
     CredentialRole,
@@ -175,6 +176,11 @@ def test_a_message_names_so_many_blocks_and_no_more(kind: type[m.Message]) -> No
         ("tcp://localhost:5", "127.0.0.1", False),
         ("tcp://10.0.0.7:5", "", False),
         ("tcp://10.0.0.7@10.0.0.8:5", "10.0.0.7", False),
+        ("ipc:///run/other/10.0.0.7:5", "10.0.0.7", False),
+        ("inproc://10.0.0.7:5", "10.0.0.7", False),
+        ("tcp://db.internal/10.0.0.7:5", "10.0.0.7", False),
+        ("tcp://10.0.0.7:5;db.internal", "10.0.0.7", False),
+        ("tcp://10.0.0.7:" + "5" * MAX_NAME_CHARS, "10.0.0.7", False),
     ],
 )
 def test_a_client_listens_at_the_host_that_it_sends_from(
@@ -182,6 +188,17 @@ def test_a_client_listens_at_the_host_that_it_sends_from(
 ) -> None:
     named = m.WorkerRef(OWN.worker_id, "e", f"{address}#{CHANNEL_KEY}")
     assert sender(C).is_own(named, whence) is is_own
+
+
+@pytest.mark.parametrize("kind", SPEAKERS, ids=lambda kind: kind.__name__)
+def test_what_others_remember_of_a_client_is_short(kind: type[m.Message]) -> None:
+    for named in (
+        m.WorkerRef(OWN.worker_id + "x" * MAX_NAME_CHARS, "e", OWN.address),
+        m.WorkerRef(OWN.worker_id, "e" * MAX_NAME_CHARS, OWN.address),
+    ):
+        why = refusal(sender(C, O, tenant=None), example(kind, speaker=named))
+        assert why == f"etl names itself by more than {MAX_NAME_CHARS} characters"
+        assert not sender(C).is_own(named, WHENCE), "so it is not answered there, either"
 
 
 def test_clients_of_one_credential_share_its_key() -> None:
