@@ -31,6 +31,8 @@ from tests.support.fuzz.target import Shape, Target, framed, frames_of, pieces_o
 
 SECRET = "a secret of the cluster"
 MAX_STEPS = 16
+WHENCE = "127.0.0.1"
+"""Where a holder's connection comes from."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -128,7 +130,8 @@ class Proofs(Target):
         holder = self._gate.holder(data, held.certificate.channel_key.hex())
         assert holder.certificate == held.certificate, "a certificate that was not signed"
         message: AnyMessage = decode(data, len(holder.head))
-        return f"{type(message).__name__} {refusal(holder.sender, message) is None}"
+        why = refusal(holder.sender, message, WHENCE) or holder.over(message, 0.0)
+        return f"{type(message).__name__} {why is None}"
 
 
 class Handshake(Target):

@@ -162,7 +162,9 @@ class TcpOwner(Target):
             stream = sealed(frames, sealing // len(PROTECTIONS), seals, wire.HEAD_BYTES)
         loop, (ours, theirs) = LoopStub(), pair()
         ended: list[object] = []
-        listener = SimpleNamespace(forget=ended.append, fenced=lambda identity: [])
+        listener = SimpleNamespace(
+            forget=ended.append, fenced=lambda identity: [], too_many_of=lambda identity: []
+        )
         server: Any = SimpleNamespace(
             credentials=credentials("owner", 2, protection), table=self._memory.table,
             limits=ServerLimits(), listener=listener, stats=LinkStats("served"),
