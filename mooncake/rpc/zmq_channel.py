@@ -438,7 +438,7 @@ class _Connections:
         """By the key that they have proven."""
         self._key: dict[int, str] = {}
         self._holders: dict[str, _Holder] = {}
-        """The newest by each key; without a connection for a moment only."""
+        """The newest by each key that has a connection."""
         self._doubted: set[str] = set()
         """Keys to which the last look objected."""
         self._closed: list[str] = []
@@ -456,11 +456,13 @@ class _Connections:
         """Take in that a valid message of `holder` has come on a connection to our `port`. Of too
         many of one client's, hang up the oldest.
         """
-        self._holders[holder.sender.channel_key] = holder
+        key = holder.sender.channel_key
+        if key in self._of:
+            self._holders[key] = holder
         if descriptor not in self._strangers:
             return  # known already, or closed, or `look` will tell of it
         del self._strangers[descriptor]
-        key = self._key[descriptor] = holder.sender.channel_key
+        self._key[descriptor], self._holders[key] = key, holder
         own = self._of.setdefault(key, {})
         own[descriptor] = None
         if holder.sender.speaks_for_itself and len(own) > MAX_PER_CLIENT:
@@ -592,7 +594,8 @@ class _Gate:
         known = self._known.get(channel_key)
         if known is not None and data.startswith(known.head):
             return known
-        found = self._check(certificate_of(data), channel_key)
+        names = OrderedDict() if known is None else known.names  # of another certificate, too
+        found = self._check(certificate_of(data), channel_key, names)
         self._known[channel_key] = found
         while len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
@@ -621,14 +624,16 @@ class _Gate:
             return error.message
         return None
 
-    def _check(self, signed: bytes, channel_key: str) -> _Holder:
+    def _check(
+        self, signed: bytes, channel_key: str, names: OrderedDict[tuple[str, str, str], float]
+    ) -> _Holder:
         try:
             certificate = check_certificate(signed, self._credential)
         except ProtocolError as error:
             raise Forbidden(error.message) from error
         if certificate.channel_key.hex() != channel_key:
             raise Forbidden(f"the key of the connection is not that of {certificate.name!r}")
-        return _Holder(head_of(signed), certificate, certificate.sender(), signed, OrderedDict())
+        return _Holder(head_of(signed), certificate, certificate.sender(), signed, names)
 
     def complain(self, channel_key: str, reason: str) -> None:
         """Log why a message is refused, once for each peer."""

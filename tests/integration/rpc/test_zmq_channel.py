@@ -537,16 +537,23 @@ def test_a_client_is_answered_at_the_host_that_it_sends_from_alone(open_channel:
 
 def test_clients_of_one_credential_speak_by_so_many_names(open_channel: Open) -> None:
     clock = ManualClock()
-    credential = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT])
+    credential = own_credential(
+        issue(SECRET, "etl", [CredentialRole.POOL_CLIENT]).text, CredentialRole.POOL_CLIENT
+    )
     server, client = open_channel(clock=clock), open_channel(credential=credential)
 
     def speak(number: int) -> None:
         writer = client_ref(credential, number, client.address)
         client.send(server.address, PutStart(writer=writer, ticket=number, keys=[]))
 
-    for number in range(MAX_PER_CLIENT + 1):
+    for number in range(MAX_PER_CLIENT):
         speak(number)
     assert len(receive(server, MAX_PER_CLIENT)) == MAX_PER_CLIENT
+    issued = certify(
+        SECRET, "etl", [CredentialRole.POOL_CLIENT], credential.keys.public, expires_s=2.0**40
+    )
+    credential.renew(Credential(credential.keys.seed, issued.signed, issued.cluster).text)
+    speak(MAX_PER_CLIENT)  # nor does another certificate of the same keys give it more
     while not server.counters.num_refused:
         assert select.select([server], [], [], WAIT_S)[0]
         assert server.receive() == []
