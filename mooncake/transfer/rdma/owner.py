@@ -89,7 +89,9 @@ class RdmaOwner:
         return Fence.UNKNOWN if grant <= self._uncertain_to else Fence.CLOSED
 
     def not_destroyed(self, last_grant: int) -> None:
-        """Take note of a queue pair that a NIC does not destroy, and the last grant it serves."""
+        """Take note of an ended session with a queue pair that a NIC does not destroy, and the last
+        grant it serves.
+        """
         self._uncertain_to = max(self._uncertain_to, last_grant)
 
     def close(self) -> None:
@@ -108,6 +110,8 @@ class RdmaSession:
         self._grants: dict[int, None] = {}
         """Those the client may write by, the latest last; it may once have all up to `_dropped`."""
         self._dropped = 0
+        self._is_pair_left = False
+        """Whether a NIC has not destroyed one; grants that are asked for later may use it, too."""
         self._stream = OwnerStream(
             "RDMA", owner.loop, sock, handshake, self, owner.limits.handshake_s
         )
@@ -146,8 +150,9 @@ class RdmaSession:
                 self._grants[grant] = None
                 if len(self._grants) > MAX_GRANTS:
                     oldest = next(iter(self._grants))
-                    del self._grants[oldest]
+                    # First: `may_write` finds it here or there, whatever the thread.
                     self._dropped = max(self._dropped, oldest)
+                    del self._grants[oldest]
         return wire.GrantGood(grant) if refusal is None else wire.GrantRefused(grant, refusal)
 
     def may_write(self, grant: int) -> bool:
@@ -183,7 +188,7 @@ class RdmaSession:
             pair.close()
         except TransferError as error:
             _LOG.warning("%s", error.message)
-            self._owner.not_destroyed(max(self._grants, default=0))
+            self._is_pair_left = True
 
     def lose(self, nic: str) -> None:
         """End what was opened on a NIC."""
@@ -196,4 +201,6 @@ class RdmaSession:
         self._stream.close()
         for pair_id in list(self._pairs):
             self._close_pair(pair_id)
+        if self._is_pair_left:
+            self._owner.not_destroyed(max((self._dropped, *self._grants)))
         self._owner.listener.forget(self)

@@ -103,12 +103,8 @@ def test_a_grant_that_nobody_wrote_by_costs_no_path(opened: Open) -> None:
     assert owner.rdma.num_served_pairs == num_pairs > 0
 
 
-def test_a_queue_pair_that_the_nic_does_not_destroy_leaves_the_fence_unknown(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    us, owner, ours, theirs = pair_of(opened, KIB, num_nics=1)
-    grant, segment = owner.transfer.grant(), owner.transfer.segment
-    assert move(us.transfer, Op.WRITE, segment, whole(ours, theirs), grant=grant).error is None
+def destroy_none(owner: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the owner's NICs say that they destroy no queue pair."""
     close = FakePair.close
 
     def refuse(pair: FakePair) -> None:
@@ -117,12 +113,40 @@ def test_a_queue_pair_that_the_nic_does_not_destroy_leaves_the_fence_unknown(
             raise TransferError("the queue pair is busy")
 
     monkeypatch.setattr(FakePair, "close", refuse)
+
+
+def test_a_queue_pair_that_the_nic_does_not_destroy_leaves_the_fence_unknown(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us, owner, ours, theirs = pair_of(opened, KIB, num_nics=1)
+    grant, segment = owner.transfer.grant(), owner.transfer.segment
+    assert move(us.transfer, Op.WRITE, segment, whole(ours, theirs), grant=grant).error is None
+    destroy_none(owner, monkeypatch)
     owner.transfer.revoke(grant)
     until(lambda: owner.transfer.fence(grant) is Fence.UNKNOWN, turn)
     monkeypatch.undo()
     later = owner.transfer.grant()
     owner.transfer.revoke(later)
     assert owner.transfer.fence(later) is Fence.CLOSED
+
+
+def test_a_queue_pair_that_is_left_may_carry_what_its_session_asks_for_later(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us, owner, ours, theirs = pair_of(opened, KIB, num_nics=1)
+    segment, ops = owner.transfer.segment, whole(ours, theirs)
+    first, second = owner.transfer.grant(), owner.transfer.grant()
+    assert move(us.transfer, Op.WRITE, segment, ops, grant=first).error is None
+    destroy_none(owner, monkeypatch)
+    [session] = owner.rdma._owner.listener.sessions
+    session.loop.post(lambda: session.lose(owner.nics[0].address.name))
+    until(lambda: owner.rdma.num_served_pairs == 0, turn)
+    monkeypatch.undo()
+    assert move(us.transfer, Op.WRITE, segment, ops, grant=second).error is None
+    assert owner.rdma._owner.listener.sessions == [session]
+    owner.transfer.revoke(second)
+    until(lambda: owner.transfer.fence(second) is not Fence.OPEN, turn)
+    assert owner.transfer.fence(second) is Fence.UNKNOWN
 
 
 def test_grants_of_long_ago_are_fenced_with_all_before_the_last_that_was_forgotten(
