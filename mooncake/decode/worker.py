@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import msgspec
 
@@ -129,10 +129,11 @@ class DecodeWorker:
     def _admit_waiting(self, now: float) -> None:
         """Start those for which there is room, in order; `may_be_passed` has the exception."""
         passed: list[DecodeJob] = []
-        num_reserved = self._reserved().total() if self._waiting else 0
+        holders = (*self._jobs, *self._aborted.values()) if self._waiting else ()
+        reserved = set[int]().union(*(job.pages for job in holders))
         for job in list(self._waiting):
-            if self._admit(job, now, num_reserved):
-                num_reserved += len(job.pages)
+            if self._admit(job, now, reserved):
+                reserved.update(job.pages)
                 self._waiting.remove(job)
                 for other in passed:
                     other.num_passed += 1
@@ -152,10 +153,10 @@ class DecodeWorker:
             job.num_passed,
         )
 
-    def _admit(self, job: DecodeJob, now: float, num_reserved: int | None) -> bool:
-        """Start a waiting job if there is room; return whether it was started. `num_reserved`:
-        pages held for others that do not run; None: it is due its pages, and leaves none for others
-        to grow into, for they may have more than their share.
+    def _admit(self, job: DecodeJob, now: float, reserved: Set[int] | None) -> bool:
+        """Start a waiting job if there is room; return whether it was started. `reserved`: pages
+        held for others that do not run; None: it is due its pages, and leaves none for others to
+        grow into, for they may have more than their share.
         """
         instance, layout = self.instance, self.instance.layout
         if job.local:
@@ -164,9 +165,11 @@ class DecodeWorker:
         matched = list(instance.pool.match(job.keys))
         num_new = layout.num_blocks(job.num_tokens) - len(matched)
         available = instance.pool.num_available
-        if num_reserved is None:
+        if reserved is None:
             num_growing = 0
-        elif may_reserve(num_new, num_reserved, instance.pool.num_blocks):
+        elif may_reserve(
+            num_new + len(set(matched) - reserved), len(reserved), instance.pool.num_blocks
+        ):
             num_growing = instance.engine.num_running
         else:
             return False
@@ -195,7 +198,7 @@ class DecodeWorker:
                 continue
             tried.add(flow)
             room = engine.reclaim(flow, layout.num_blocks(job.num_tokens), outside)
-            if room and self._admit(job, now, num_reserved=None):
+            if room and self._admit(job, now, reserved=None):
                 self._waiting.remove(job)
                 outside[flow] += len(job.pages)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from mooncake.base import WorkerRef
-from mooncake.base.messages import DecodeTask, PeerLost, Reserved
+from mooncake.base.messages import DecodeTask, KVReady, PeerLost, Reserved
 from mooncake.instance import InstanceConfig
 from mooncake.sim.world.network import Endpoint, NetworkConfig
 from tests.support.sim.cluster import Cluster, engine_config, request, specs
@@ -54,4 +54,36 @@ def test_requests_that_fit_go_past_one_that_waits_for_resting_pages(by_hardware:
     assert reserved == ["first", "short", "other"]
     cluster.run(2)
     assert reserved == ["first", "short", "other", "long"]
+    cluster.check_integrity()
+
+
+def test_pages_of_a_prefix_that_many_requests_share_count_once() -> None:
+    """Half of 48 pages may be reserved: 20 of a prefix that lies here, and one more for each."""
+    cluster = Cluster(specs(0, 1, kvstores=False), decode=engine_config(48))
+    world = cluster.world
+    process = world.workers["decode-0"].process
+    assert process is not None
+    reserved: list[str] = []
+
+    def hear(message: msgspec.Struct) -> None:
+        if isinstance(message, Reserved):
+            reserved.append(message.request_id)
+
+    world.network.attach(Endpoint(LIVING.address, "elsewhere", hear))
+
+    def ask(name: str) -> None:
+        asked = request(name, [1] * 82, max_tokens=2)
+        process.deliver(DecodeTask(request=asked, attempt=1, gateway=GATEWAY, prefill=LIVING))
+
+    ask("first")
+    cluster.run(0.01)
+    ready = KVReady(
+        request_id="first", attempt=1, prefill=LIVING, token=1, num_cached_tokens=0, pushed=False
+    )
+    process.deliver(ready)  # it computes the prompt, whose pages stay
+    cluster.run(1)
+    for number in range(6):
+        ask(f"{number}")
+    cluster.run(0.01)
+    assert reserved == ["first", "0", "1", "2", "3"]
     cluster.check_integrity()
