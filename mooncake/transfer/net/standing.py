@@ -118,8 +118,10 @@ class Standing:
 
     def keep_looking(self, loop: IoLoop, connect: Callable[[str], ConnectingSide]) -> None:
         """Look now and every `LOOK_S`, in `loop`. `connect`: begins a handshake with an engine."""
-        self.look(connect)
-        loop.call_later(LOOK_S, lambda: self.keep_looking(loop, connect))
+        try:
+            self.look(connect)
+        finally:  # whatever a look meets: without a next one, no session would end any more
+            loop.call_later(LOOK_S, lambda: self.keep_looking(loop, connect))
 
     def look(self, connect: Callable[[str], ConnectingSide]) -> None:
         """End the sessions that count no more; prove ourselves again where that may help."""
