@@ -62,6 +62,10 @@ MAX_PER_CLIENT = 256
 """Connections of all pool clients that share a credential, and ids that they speak by; of more
 connections, the oldest is hung up, and a further id is refused.
 """
+MAX_CLIENT_BYTES = 2 * 2**20
+"""Of a message of a client, whose words others may remember. One that names as many blocks as it
+may (`rights.MAX_KEYS`) has half of it.
+"""
 _CLIENT_IDLE_S = 60.0
 """An id by which a client has not spoken for so long may be another's."""
 LOOK_S = 2.0
@@ -365,7 +369,7 @@ class ZmqChannel:
         reason = (
             self._gate.expiry(holder.certificate)
             or refusal(holder.sender, message, whence)
-            or holder.over(message, self._clock.now())
+            or holder.over(message, len(data), self._clock.now())
         )
         who = holder.certificate.name
         if reason is None:
@@ -549,9 +553,18 @@ class _Holder:
     names: OrderedDict[tuple[str, str, str], float]
     """By which it has spoken lately, and when, the longest ago first."""
 
-    def over(self, message: AnyMessage, now: float) -> str | None:
-        """Return why a client may not speak by the name in this message; None: it may."""
-        speaker = speaker_of(message) if self.sender.speaks_for_itself else None
+    def over(self, message: AnyMessage, num_bytes: int, now: float) -> str | None:
+        """Return why a message is too long for a client, or why it may not speak by the name in it;
+        None: it may.
+        """
+        if not self.sender.speaks_for_itself:
+            return None
+        if num_bytes > MAX_CLIENT_BYTES:
+            return (
+                f"{type(message).__name__} has {num_bytes} bytes, more than {MAX_CLIENT_BYTES}: "
+                "clients send it in parts"
+            )
+        speaker = speaker_of(message)
         if speaker is None:
             return None
         name = (speaker.worker_id, speaker.epoch, speaker.address)

@@ -27,18 +27,28 @@ from mooncake.base.messages import (
     AbortTask,
     Drain,
     Message,
+    PutEnd,
     PutStart,
     Refused,
+    Role,
     StepOutputs,
+    WorkerHello,
     WorkerRef,
 )
 from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
-from mooncake.base.rights import CredentialRole, client_id
+from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
 from mooncake.identity import Credential, certify, issue, own_credential
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import encode, head_of
 from mooncake.rpc.ended_peers import EndedPeers
-from mooncake.rpc.zmq_channel import LOOK_S, MAX_PER_CLIENT, MAX_UNPROVEN, ZmqChannel, ZmqLimits
+from mooncake.rpc.zmq_channel import (
+    LOOK_S,
+    MAX_CLIENT_BYTES,
+    MAX_PER_CLIENT,
+    MAX_UNPROVEN,
+    ZmqChannel,
+    ZmqLimits,
+)
 from tests.support.clock import ManualClock
 
 SECRET = "a cluster secret"
@@ -406,7 +416,7 @@ def test_addresses_and_bad_settings() -> None:
 ECHO = """
 import select, sys
 from mooncake.base.messages import AbortTask, Drain
-from mooncake.base.rights import CredentialRole, client_id
+from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
 from mooncake.identity import Credential, certify, issue, own_credential
 from mooncake.rpc.zmq_channel import ZmqChannel
 channel = ZmqChannel(credential=own_credential(sys.argv[1], *CredentialRole))
@@ -565,6 +575,28 @@ def test_clients_of_one_credential_speak_by_so_many_names(open_channel: Open) ->
     clock.advance_to(61.0)
     speak(MAX_PER_CLIENT)
     assert receive(server, 1)[0].ticket == MAX_PER_CLIENT, "names that rest count no more"
+
+
+def test_what_a_client_says_at_once_is_short(open_channel: Open) -> None:
+    """As many blocks as a message may name, and no endless words: others remember some of them."""
+    credential = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT])
+    server, client = open_channel(), open_channel(credential=credential)
+    own = client_ref(credential, 1, client.address)
+    keys = [bytes(16)] * MAX_KEYS
+    put = PutEnd(writer=own, ticket=1, written=keys, checksums=[2**64 - 1] * MAX_KEYS)
+    hello = WorkerHello(
+        worker=own, role=Role.CLIENT, node_id="x" * MAX_CLIENT_BYTES, host="h", pid=1,
+        layout_fingerprint="", block_tokens=1, num_blocks=0,
+    )  # fmt: skip
+    client.send(server.address, put)
+    assert receive(server, 1) == [put]
+    client.send(server.address, hello)
+    client.send(server.address, PutStart(writer=own, ticket=2, keys=[]))
+    assert receive(server, 1)[0].ticket == 2
+    assert server.counters.num_refused == 1
+    (refused,) = receive(client, 1)
+    assert isinstance(refused, Refused)
+    assert f"more than {MAX_CLIENT_BYTES}" in refused.reason
 
 
 def test_of_too_many_connections_of_one_client_the_oldest_is_hung_up(

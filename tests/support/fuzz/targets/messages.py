@@ -130,7 +130,7 @@ class Proofs(Target):
         holder = self._gate.holder(data, held.certificate.channel_key.hex())
         assert holder.certificate == held.certificate, "a certificate that was not signed"
         message: AnyMessage = decode(data, len(holder.head))
-        why = refusal(holder.sender, message, WHENCE) or holder.over(message, 0.0)
+        why = refusal(holder.sender, message, WHENCE) or holder.over(message, len(data), 0.0)
         return f"{type(message).__name__} {why is None}"
 
 
