@@ -72,7 +72,8 @@ PYTEST := $(BIN)/pytest --maxprocesses 4 --dist loadfile
 test: check test-python
 
 test-python: $(STAMP) helm
-	MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -m "not slow" -n auto $(PURE_TESTS) tests/integration
+	@for folder in $(PURE_TESTS) tests/integration; do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
+	  $(PYTEST) -q -m "not slow" -n auto $$folder || exit 1; done
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm

@@ -24,8 +24,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
+def _logging_as_before() -> Iterator[None]:
     """What a test starts in this process may configure logging; the next one must not see that."""
     logger = logging.getLogger("mooncake")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
@@ -33,3 +32,8 @@ def logging_as_before() -> Iterator[None]:
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagate
+
+
+logging_as_before = pytest.fixture(autouse=True)(_logging_as_before)
+logging_before_the_module = pytest.fixture(autouse=True, scope="module")(_logging_as_before)
+"""What fixtures of a module start may do so, too."""

@@ -25,6 +25,7 @@ import msgspec
 import pytest
 
 from mooncake.base import FinalEvent, FinishReason, KvLayout, PageArray, Role
+from mooncake.base.kv_events import KvEventsConfig
 from mooncake.base.vital_thread import VitalThread
 from mooncake.engine.plan import StepPlan
 from mooncake.kvstore.config import SsdConfig
@@ -48,7 +49,7 @@ from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.running.follower import _give_signs, _hear
 from mooncake.model.running.runner import ModelRunner
-from mooncake.rpc.kv_events import KvEventPublisher, KvEventsConfig
+from mooncake.rpc.kv_events import KvEventPublisher
 from mooncake.transfer.local.copying import CopyPool
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.regions import Gates, RegionTable

@@ -17,13 +17,14 @@ from typing import Any
 
 from mooncake.api import ApiConfig, GatewayBackend, ServedModel, TlsConfig, bind, create_app, serve
 from mooncake.base import Clock, IdSource, MonotonicClock, Role, SystemIds, Unavailable, WorkerRef
+from mooncake.base.kv_events import KvEventsConfig
 from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.config.key_file import KeyFile, follow, read_keys
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.rpc.channel import PolledChannel
-from mooncake.rpc.kv_events import KvEventPublisher, KvEventsConfig
+from mooncake.rpc.kv_events import KvEventPublisher
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.gateway.status import ClusterStatus
 from mooncake.scheduler.placement.conductor import Conductor

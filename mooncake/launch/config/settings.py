@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake.api.config import ApiConfig
+from mooncake.base.kv_events import KvEventsConfig
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.drafts.drafters import SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig
@@ -50,7 +51,6 @@ from mooncake.model.options import (
     RANK_BACKENDS,
     ModelOptions,
 )
-from mooncake.rpc.kv_events import KvEventsConfig
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.transfer.net.protection import PROTECTIONS
 from mooncake.transfer.rdma.backend import RdmaSettings

@@ -24,10 +24,10 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.kv_events import KvEvent
 from mooncake.base.messages import AskCluster, ClusterTold, DoubtPeers, GatewayNews, PeersHeard
 from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
 from mooncake.rpc.channel import Channel, PeerEnded
-from mooncake.rpc.kv_events import KvEvent
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.balance import RoleChange

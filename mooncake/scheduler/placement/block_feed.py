@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mooncake.base import BlockEvents, BlockKey, Tier
+from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.kvstore.index.directory import Replica
-from mooncake.rpc.kv_events import BlockRemoved, BlockStored, KvEvent
 
 MAX_BLOCKS = 262_144
 """Blocks whose tokens are kept; the ones not used for longest are reported as removed."""

@@ -10,13 +10,8 @@ import pytest
 import zmq
 
 from mooncake.base import ConfigError
-from mooncake.rpc.kv_events import (
-    END,
-    BlockRemoved,
-    BlockStored,
-    KvEventPublisher,
-    KvEventsConfig,
-)
+from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEventsConfig
+from mooncake.rpc.kv_events import END, KvEventPublisher
 
 STORED = BlockStored(
     block_hashes=[2**64 - 1, 5], parent_block_hash=None, token_ids=[1, 2, 3, 4], block_size=2,

@@ -7,8 +7,8 @@ from collections import defaultdict
 import pytest
 
 from mooncake.base import BlockEvents, Tier, WorkerRef
+from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.kvstore.index.directory import Replica
-from mooncake.rpc.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.scheduler.placement.block_feed import BlockFeed
 
 KEYS = [bytes([n]) * 16 for n in range(1, 9)]
