@@ -28,7 +28,9 @@ def _logging_as_before() -> Iterator[None]:
     """What a test starts in this process may configure logging; the next one must not see that."""
     logger = logging.getLogger("mooncake")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    disabled = logging.root.manager.disable
     yield
+    logging.disable(disabled)
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagate

@@ -203,7 +203,8 @@ def test_a_host_of_ranks_is_greeted_and_probed_without_a_word_in_its_log(
         with pytest.raises(HandshakeRefused):
             FarStages((address,), "127.0.0.1", OTHER).greet()
     host.finish(30)
-    assert all("refused" in record.getMessage() for record in caplog.records), caplog.text
+    said = [one.getMessage() for one in caplog.records if one.name != "mooncake.audit"]
+    assert all("refused" in line for line in said), caplog.text
     with pytest.raises(OSError, match=f"127.0.0.1:{host.port} does not answer"):
         FarStages((address,), "127.0.0.1", MINE).greet()
 

@@ -134,7 +134,7 @@ def test_what_cannot_be_read_changes_nothing_and_is_said_once(
         assert file.newer(asked=True) is None
         path.unlink()
         assert file.newer() is None
-    said = [record.getMessage() for record in caplog.records]
+    said = [one.getMessage() for one in caplog.records if one.name != "mooncake.audit"]
     assert len(said) == 3
     assert all(line.startswith("the keys stay as they were: api-keys-file: ") for line in said)
     assert "unknown field limit" in said[0]
