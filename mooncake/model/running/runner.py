@@ -311,7 +311,8 @@ class ModelRunner:
                 try:
                     self._tell(plan)
                 except Exception as error:  # whatever it was, no rank can go on
-                    self._lead.fail(f"step {plan.step_id}: {error}")
+                    why = f"other ranks could not be told of step {plan.step_id}: {error}"
+                    self._lead.fail(why)
             self._plans.put(plan)
             if plan is None:
                 return

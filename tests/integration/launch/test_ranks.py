@@ -146,7 +146,7 @@ def stop(rank: psutil.Process) -> None:
         # Whether the connection or the process is missed first is chance.
         ("tensor", "gloo", kill, "rank 1 of this model has ended|another rank of this model fail"),
         ("tensor", "gloo", stop, "rank 1 of this model gave no sign of life for 2 s"),
-        ("pipeline", "shm", kill, "rank 1 of this model has ended"),
+        ("pipeline", "shm", kill, "rank 1 of this model has ended|other ranks could not be told"),
         ("pipeline", "shm", stop, "rank 1 of this model gave no sign of life for 2 s"),
         ("pipeline", "gloo", kill, "rank 1 of this model has ended|another rank of this model fa"),
         ("pipeline", "gloo", stop, "rank 1 of this model gave no sign of life for 2 s"),
