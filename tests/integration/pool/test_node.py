@@ -286,6 +286,7 @@ def test_a_second_node_of_one_name_on_one_machine_is_refused(
 
 def test_who_did_what_is_written_down(model: Path, tmp_path: Path) -> None:
     """With names, without keys, in a file that logrotate moves away; and SIGHUP ends nothing."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what was started by nohup would ignore it
     place, moved = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
