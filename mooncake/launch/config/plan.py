@@ -55,8 +55,6 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.world.cost_model import HardwareFigures
 
 DEFAULT_KV_BYTES = 2**30
-DEFAULT_GAP_S = 0.5
-"""Without a limit of gaps: what a person who watches text appear still takes for a pause."""
 GAP_SHARE = 0.8
 """Of a limit of gaps that steps are planned for: predictions err by 10 to 15 %."""
 LOGGED_HASHING_BYTES = 8 * 2**30
@@ -444,9 +442,9 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
     )
 
 
-def _max_gap_s(config: ServeConfig) -> float:
+def _max_gap_s(config: ServeConfig) -> float | None:
     """Return how long a step may take for the sake of a prompt while streams wait for theirs."""
-    return DEFAULT_GAP_S if config.slo_tbt_ms is None else GAP_SHARE * config.slo_tbt_ms / 1e3
+    return None if config.slo_tbt_ms is None else GAP_SHARE * config.slo_tbt_ms / 1e3
 
 
 def _gpus_here(config: ServeConfig, options: ModelOptions, num_ranks: int) -> GpuNode | None:

@@ -332,7 +332,7 @@ class ServeConfig:
     slo_tbt_ms: float | None = owned(SchedulerConfig, "tbt_slo_s", positive, LIMITS, "MS",
         "answer 429 when gaps between tokens would be longer; prompts beside streams are computed "
         "in chunks that keep this limit; the first token is shown together with the second, so "
-        "that the hand-over to decode makes no gap (default: no limit; chunks take at most 500 ms)",
+        "that the hand-over to decode makes no gap (default: no limit)",
         per_unit=1000)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
         "workers change between prefill and decode when the load moves for long", switch=True)
