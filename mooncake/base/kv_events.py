@@ -20,7 +20,7 @@ class KvEventsConfig:
     enable_kv_cache_events: bool = True
     publisher: str = "zmq"
     endpoint: str = "tcp://127.0.0.1:5557"
-    """Of the events, which hold the tokens of prompts and answers: for whoever connects."""
+    """The address of the events. Whoever connects reads the tokens of prompts and answers."""
     replay_endpoint: str | None = None
     """Where missed batches can be asked for; None: nowhere."""
     buffer_steps: int = 10_000
@@ -43,9 +43,9 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before the first; None: there is none."""
+    """Names the block before the first; None: there is none."""
     token_ids: list[int]
-    """Of all blocks, `block_size` each."""
+    """The tokens of all blocks, `block_size` each."""
     block_size: int
     medium: str
     """GPU (an engine's memory), CPU (a pool node's) or STORAGE (its SSD)."""

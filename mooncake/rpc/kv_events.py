@@ -49,6 +49,7 @@ class KvEventPublisher:
         self._publisher.set_hwm(MAX_UNREAD)
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_REPLAY_BYTES)
+        self._replay.setsockopt(zmq.SNDHWM, config.buffer_steps + 1)  # one whole replay an asker
         try:
             self.endpoint = _bound(self._publisher, "endpoint", config.endpoint)
             self.replay_endpoint = None
@@ -61,7 +62,7 @@ class KvEventPublisher:
             raise
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._encoder = msgspec.msgpack.Encoder()
-        self._queue: Mailbox[bytes] = Mailbox(MAX_QUEUED)
+        self._queue: Mailbox[tuple[bytes, bytes]] = Mailbox(MAX_QUEUED)
         self._next_no = self._num_dropped = 0
         self._ends = False
         self._thread = VitalThread(self._run, "kv-events")
@@ -69,7 +70,9 @@ class KvEventPublisher:
 
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Publish one batch; from the gateway's thread. Never waits."""
-        if self._queue.put(self._encoder.encode((self._now(), events, 0))):
+        number = self._next_no.to_bytes(8, "big")
+        self._next_no += 1  # for a dropped batch, too: subscribers see the gap
+        if self._queue.put((number, self._encoder.encode((self._now(), events, 0)))):
             return
         self._num_dropped += 1
         if self._num_dropped == 1:
@@ -95,9 +98,7 @@ class KvEventPublisher:
         self._context.destroy(linger=LINGER_MS)
 
     def _publish_queued(self) -> None:
-        for batch in self._queue.receive():
-            number = self._next_no.to_bytes(8, "big")
-            self._next_no += 1
+        for number, batch in self._queue.receive():
             self._kept.append((number, batch))
             self._publisher.send_multipart((self._topic, number, batch))
 

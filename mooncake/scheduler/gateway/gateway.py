@@ -206,8 +206,8 @@ class Gateway:
         level = logging.INFO if hello.role is Role.CLIENT else logging.WARNING  # they come and go
         logger.log(level, "worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
         self._conductor.on_lost(worker_id)
-        if self._feed is not None:
-            self._feed.on_lost()
+        if self._feed is not None and hello.role is not Role.CLIENT:
+            self._feed.doubt_all()
         if hello.role is Role.KVSTORE:
             self._removed.on_lost(worker_id)
         self._request_manager.counters["workers_lost"] += 1
@@ -282,6 +282,7 @@ class Gateway:
             self._membership.next_check_s(now),
             peers_wake_s,
             self._switching.tick(now) if self._peers.is_first else None,
+            self._feed.tick(now) if self._feed is not None else None,
         )
         return min((wake for wake in wakes if wake is not None), default=None)
 

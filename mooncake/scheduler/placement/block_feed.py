@@ -1,30 +1,33 @@
 """What routers outside the cluster are told of its blocks: stored with their tokens when the first
 worker holds them in a kind of memory, removed when none does any more.
 
-Workers report keys, requests have tokens: this joins the two. Pure but for `publish`.
+Workers report keys, requests have tokens: this joins the two. Pure but for `publish`. After a loss
+or a snapshot all blocks are in doubt; they are looked at again some at a time, by `tick`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from mooncake.base import BlockEvents, BlockKey, Tier
+from mooncake.base import BlockEvents, BlockKey, Tier, unpack_tokens
 from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.kvstore.index.directory import Replica
 
 MAX_BLOCKS = 262_144
 """Blocks whose tokens are kept; the ones not used for longest are reported as removed."""
+DOUBTS_A_TICK = 2048
+"""Blocks in doubt that are looked at in one go: requests wait meanwhile."""
 MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.SSD: "STORAGE"}
-
-
 _Place = tuple[BlockKey, Tier]
 
 
 class _Known(NamedTuple):
     parent: BlockKey | None
-    tokens: Sequence[int]
+    tokens: bytes
+    """Packed: a part of the request's own memory would keep all of it."""
 
 
 class BlockFeed:
@@ -41,17 +44,24 @@ class BlockFeed:
         self._max_blocks = max_blocks
         self._known: OrderedDict[BlockKey, _Known] = OrderedDict()
         self._told: dict[BlockKey, set[Tier]] = {}
+        self._doubted: dict[BlockKey, None] = {}
 
-    def learn(self, keys: Sequence[BlockKey], tokens: Sequence[int], block_tokens: int) -> None:
-        """Take in the full blocks of a request; `tokens` are those of prompt and output so far."""
+    def learn(
+        self, keys: Sequence[BlockKey], tokens: Callable[[], memoryview[int]], block_tokens: int
+    ) -> None:
+        """Take in the full blocks of a request. `tokens` returns those of prompt and output so far;
+        it is called only where a block is new.
+        """
+        whole: memoryview[int] | None = None
         new = []
         for index, key in enumerate(keys):
             if key in self._known:
                 self._known.move_to_end(key)
                 continue
             parent = keys[index - 1] if index else None
+            whole = tokens() if whole is None else whole
             begin = index * block_tokens
-            self._known[key] = _Known(parent, tokens[begin : begin + block_tokens])
+            self._known[key] = _Known(parent, whole[begin : begin + block_tokens].tobytes())
             new.append(key)
         gone: list[_Place] = []
         while len(self._known) > self._max_blocks:
@@ -62,13 +72,20 @@ class BlockFeed:
     def on_blocks(self, events: BlockEvents) -> None:
         """Look again at what a worker reports, after the Conductor has taken it in."""
         if events.snapshot:
-            self._tell([*self._told, *events.stored])
-        else:
-            self._tell([*events.removed, *events.stored])
+            self.doubt_all()
+        self._tell([*events.removed, *events.stored])
 
-    def on_lost(self) -> None:
-        """Look again at all blocks: a worker is gone with what it held."""
-        self._tell(list(self._told))
+    def doubt_all(self) -> None:
+        """Look again at all blocks from the next tick on: a worker and what it held may be gone."""
+        self._doubted = dict.fromkeys(self._told)
+
+    def tick(self, now: float) -> float | None:
+        """Look again at some blocks in doubt. Returns when to call again; None: none is left."""
+        some = list(itertools.islice(self._doubted, DOUBTS_A_TICK))
+        for key in some:
+            del self._doubted[key]
+        self._tell(some)
+        return now if self._doubted else None
 
     def _tell(
         self, keys: Iterable[BlockKey], removed: Iterable[tuple[BlockKey, Tier]] = ()
@@ -107,7 +124,8 @@ class BlockFeed:
             for key, each in come:
                 if each is not tier:
                     continue
-                parent, tokens = self._known[key]
+                parent, packed = self._known[key]
+                tokens = unpack_tokens(packed)
                 if last is None or parent != last:
                     chain = BlockStored(
                         block_hashes=[],

@@ -302,8 +302,10 @@ class RequestManager:
     def _learn_blocks(self, record: RequestRecord) -> None:
         layout = self._conductor.layout
         if self.feed is not None and layout is not None:
-            tokens = record.request.tokens_with(record.order.tokens)
-            self.feed.learn(record.block_keys(layout), tokens, layout.block_tokens)
+            keys, request = record.block_keys(layout), record.request
+            self.feed.learn(
+                keys, lambda: request.tokens_with(record.order.tokens), layout.block_tokens
+            )
 
     def _find_yielding(self, result: Placement | Rejection) -> RequestRecord | None:
         """Return the batch request that was placed last among those in the way, or None."""

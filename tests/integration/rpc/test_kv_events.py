@@ -145,3 +145,28 @@ def test_an_address_in_use_is_named(publisher: KvEventPublisher) -> None:
     config = KvEventsConfig(endpoint=publisher.endpoint)
     with pytest.raises(ConfigError, match=r"kv-events-config: endpoint: tcp://127.0.0.1.*in use"):
         KvEventPublisher(config, lambda: 0.0)
+
+
+def test_a_whole_replay_reaches_a_slow_reader(readers: Readers) -> None:
+    """ZeroMQ drops what is over a bound, by default 1,000 messages."""
+    config = KvEventsConfig(endpoint=ANY_PORT, replay_endpoint=ANY_PORT, buffer_steps=3000)
+    publisher = KvEventPublisher(config, lambda: 0.0)
+    for _ in range(3000):
+        publisher.publish([STORED])
+    while (numbers := replayed(readers, publisher, 0)) != list(range(3000)):
+        assert len(numbers) < 3000  # its thread is not so far yet
+    publisher.close()
+
+
+def test_a_dropped_batch_leaves_a_gap_in_the_numbers(
+    readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.rpc.kv_events.MAX_QUEUED", 0)
+    config = KvEventsConfig(endpoint=ANY_PORT, replay_endpoint=ANY_PORT)
+    publisher = KvEventPublisher(config, lambda: 0.0)
+    publisher.publish([STORED])
+    monkeypatch.setattr(publisher._queue, "_bound", 10)
+    publisher.publish([STORED])
+    while (numbers := replayed(readers, publisher, 0)) != [1]:
+        assert numbers == []
+    publisher.close()

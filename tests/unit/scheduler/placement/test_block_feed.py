@@ -6,9 +6,10 @@ from collections import defaultdict
 
 import pytest
 
-from mooncake.base import BlockEvents, Tier, WorkerRef
+from mooncake.base import BlockEvents, Tier, WorkerRef, pack_tokens, unpack_tokens
 from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.kvstore.index.directory import Replica
+from mooncake.scheduler.placement import block_feed
 from mooncake.scheduler.placement.block_feed import BlockFeed
 
 KEYS = [bytes([n]) * 16 for n in range(1, 9)]
@@ -52,8 +53,13 @@ class World:
             )
         )  # fmt: skip
 
+    def learn(self, keys: list[bytes], tokens: list[int]) -> None:
+        self.feed.learn(keys, lambda: unpack_tokens(pack_tokens(tokens)), 4)
+
     def said(self) -> list[KvEvent]:
-        """Return what has been published since the last call."""
+        """Return what has been published since the last call, once nothing is in doubt."""
+        while self.feed.tick(0.0) is not None:
+            pass
         batches, self.batches = self.batches, []
         return [event for batch in batches for event in batch]
 
@@ -78,22 +84,22 @@ def world() -> World:
 
 
 def test_a_prompt_s_blocks_are_one_chain_with_its_tokens(world: World) -> None:
-    world.feed.learn(KEYS[:3], TOKENS[:12], 4)
+    world.learn(KEYS[:3], TOKENS[:12])
     assert world.said() == []
     world.report(stored=(0, 1, 2))
     assert world.said() == [stored(0, 3)]
 
 
 def test_blocks_of_an_answer_wait_for_its_tokens(world: World) -> None:
-    world.feed.learn(KEYS[:1], TOKENS[:4], 4)
+    world.learn(KEYS[:1], TOKENS[:4])
     world.report(stored=(0, 1, 2))
     assert world.said() == [stored(0, 1)]
-    world.feed.learn(KEYS[:3], TOKENS[:12], 4)
+    world.learn(KEYS[:3], TOKENS[:12])
     assert world.said() == [stored(1, 3)]
 
 
 def test_a_second_worker_is_no_news_and_the_last_one_s_loss_is(world: World) -> None:
-    world.feed.learn(KEYS[:2], TOKENS[:8], 4)
+    world.learn(KEYS[:2], TOKENS[:8])
     world.report("p0", stored=(0, 1))
     world.report("d0", stored=(0, 1))
     world.report("p0", removed=(1,))
@@ -105,7 +111,7 @@ def test_a_second_worker_is_no_news_and_the_last_one_s_loss_is(world: World) -> 
 
 
 def test_each_kind_of_memory_is_told_apart(world: World) -> None:
-    world.feed.learn(KEYS[:2], TOKENS[:8], 4)
+    world.learn(KEYS[:2], TOKENS[:8])
     world.report("k0", Tier.DRAM, stored=(0, 1))
     world.report("k0", Tier.SSD, stored=(0,))
     world.report("k0", Tier.DRAM, removed=(0,))
@@ -117,34 +123,58 @@ def test_each_kind_of_memory_is_told_apart(world: World) -> None:
 
 
 def test_a_snapshot_replaces_what_its_worker_held(world: World) -> None:
-    world.feed.learn(KEYS[:3], TOKENS[:12], 4)
+    world.learn(KEYS[:3], TOKENS[:12])
     world.report(stored=(0, 1))
     world.said()
     world.report(stored=(0, 2), snapshot=True)
     assert world.said() == [
-        BlockRemoved(block_hashes=NUMBERS[1:2], medium="GPU"),
         stored(2, 3),
+        BlockRemoved(block_hashes=NUMBERS[1:2], medium="GPU"),
     ]
 
 
 def test_a_lost_worker_s_blocks_are_gone(world: World) -> None:
-    world.feed.learn(KEYS[:2], TOKENS[:8], 4)
+    world.learn(KEYS[:2], TOKENS[:8])
     world.report(stored=(0, 1))
     world.said()
     world.held.clear()
-    world.feed.on_lost()
+    world.feed.doubt_all()
     assert world.said() == [BlockRemoved(block_hashes=NUMBERS[:2], medium="GPU")]
 
 
 def test_of_too_many_blocks_the_ones_unused_for_longest_are_reported_as_gone() -> None:
     world = World(max_blocks=2)
-    world.feed.learn(KEYS[:2], TOKENS[:8], 4)
+    world.learn(KEYS[:2], TOKENS[:8])
     world.report(stored=(0, 1))
-    world.feed.learn(KEYS[:1], TOKENS[:4], 4)  # used again
+    world.learn(KEYS[:1], TOKENS[:4])  # used again
     world.said()
     world.report(stored=(2,))
-    world.feed.learn(KEYS[2:3], TOKENS[8:12], 4)
+    world.learn(KEYS[2:3], TOKENS[8:12])
     removed, come = world.said()
     assert removed == BlockRemoved(block_hashes=NUMBERS[1:2], medium="GPU")
     assert isinstance(come, BlockStored)
     assert come.block_hashes == NUMBERS[2:3]
+
+
+def test_many_blocks_in_doubt_are_looked_at_some_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_feed, "DOUBTS_A_TICK", 2)
+    world.learn(KEYS[:3], TOKENS[:12])
+    world.report(stored=(0, 1, 2))
+    world.said()
+    world.held.clear()
+    world.feed.doubt_all()
+    assert world.feed.tick(5.0) == 5.0
+    assert world.batches == [[BlockRemoved(block_hashes=NUMBERS[:2], medium="GPU")]]
+    assert world.feed.tick(5.0) is None
+    assert world.batches[1:] == [[BlockRemoved(block_hashes=NUMBERS[2:3], medium="GPU")]]
+
+
+def test_tokens_are_asked_for_only_where_a_block_is_new(world: World) -> None:
+    world.learn(KEYS[:3], TOKENS[:12])
+
+    def refuse() -> memoryview[int]:
+        raise AssertionError("nothing is new")
+
+    world.feed.learn(KEYS[:3], refuse, 4)
