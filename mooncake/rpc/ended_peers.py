@@ -13,7 +13,9 @@ import socket
 from collections.abc import Iterator
 
 MAX_ASKED = 64
-"""Peers asked at a time; of more, silence tells later."""
+"""Peers asked at a time. A further one takes the place of who was asked first: who accepts and says
+nothing has no other deadline, and silence tells of it later.
+"""
 NUM_TRIES = 3
 """The kernel may still take a connection for a process that ends, and closes it with all else: then
 it is asked again.
@@ -34,8 +36,10 @@ class EndedPeers:
         """Begin to find out whether the process at "tcp://HOST:PORT#KEY" has ended. HOST is a
         number: names are not resolved here.
         """
-        if address in self._asked or len(self._asked) >= MAX_ASKED:
+        if address in self._asked:
             return
+        if len(self._asked) >= MAX_ASKED:
+            self._forget(next(iter(self._asked)))
         host, _, port = address.partition("#")[0].removeprefix("tcp://").rpartition(":")
         try:
             [(family, kind, _, _, place), *_] = socket.getaddrinfo(

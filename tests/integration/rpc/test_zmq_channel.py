@@ -40,7 +40,7 @@ from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
 from mooncake.identity import Credential, certify, issue, own_credential
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import encode, head_of
-from mooncake.rpc.ended_peers import EndedPeers
+from mooncake.rpc.ended_peers import MAX_ASKED, EndedPeers
 from mooncake.rpc.zmq_channel import (
     LOOK_S,
     MAX_CLIENT_BYTES,
@@ -476,6 +476,29 @@ def test_an_address_that_names_no_host_is_not_asked() -> None:
         for host in ("a..b", "x" * 64, "a\0b", "node-7"):
             ended.ask(f"tcp://{host}:6400#00")
         assert list(ended.look()) == []
+
+
+def test_peers_that_accept_and_say_nothing_hide_no_other_s_end() -> None:
+    with (
+        contextlib.closing(select.epoll()) as ready,
+        socket.create_server(("127.0.0.1", 0)) as gone,
+    ):
+        silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(MAX_ASKED)]
+        ended = EndedPeers(ready)
+        for each in silent:
+            ended.ask(f"tcp://127.0.0.1:{each.getsockname()[1]}#00")
+        address = f"tcp://127.0.0.1:{gone.getsockname()[1]}#00"
+        gone.close()
+        ended.ask(address)
+        found: list[str] = []
+        until_s = time.monotonic() + WAIT_S
+        while not found and time.monotonic() < until_s:
+            ready.poll(0.1)
+            found += ended.look()
+        assert found == [address]
+        ended.close()
+        for each in silent:
+            each.close()
 
 
 def test_a_peer_that_hangs_up_and_lives_has_not_ended(open_channel: Open) -> None:
