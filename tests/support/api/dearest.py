@@ -205,7 +205,8 @@ CHAT: dict[str, Dearest] = {
 }  # fmt: skip
 COMPLETION: dict[str, Dearest] = {
     **GENERATION,
-    "prompt": Dearest(["a b c"] * 800, {"max_tokens": 4},
+    # A tenant that is not alone gets no more permits at once.
+    "prompt": Dearest(["a b c"] * 500, {"max_tokens": 4},
                       {"": ["a"] * (LIMITS.max_sequences + 1)}),
     "logprobs": number(20, 21, **LOGPROBS),
     "echo": switch(PROMPT=CONTEXT_IDS, logprobs=20, max_tokens=4),
@@ -249,6 +250,7 @@ COUNT: dict[str, Dearest] = {
 } | {
     "truncate_prompt_tokens": number(CONTEXT - 64, -2, PROMPT="a b " * CONTEXT),
     "truncation_side": switch("left", PROMPT="a b " * CONTEXT, truncate_prompt_tokens=64),
+    "messages": Dearest(turns(TURNS // 2), {"truncate_prompt_tokens": -1}, {"": []}),
 }
 """Of a prompt that is only counted, what chooses tokens is not looked at but for its type."""
 MESSAGES: dict[str, Dearest] = {
