@@ -24,7 +24,7 @@ MAX_TEXT = 2000
 """Characters of a file that the model is shown."""
 MAX_EXPRESSION = 200
 MAX_DIGITS = 60
-"""Of a number that is calculated: powers would grow without end."""
+"""The most digits of a number that is calculated: products of products grow without end."""
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -73,9 +73,11 @@ class ChatTools:
     def run(self, name: str, arguments: str) -> str:
         """Return what the tool answers to arguments in JSON, as JSON; never raises for them."""
         try:
-            return json.dumps(self._answer(name, arguments), ensure_ascii=False)
+            answer = self._answer(name, arguments)
         except ToolFailed as failure:
-            return json.dumps({"error": str(failure)}, ensure_ascii=False)
+            answer = {"error": str(failure)}
+        # Names of files and escapes in arguments may hold what is no text in UTF-8.
+        return json.dumps(answer, ensure_ascii=False).encode(errors="replace").decode()
 
     def _answer(self, name: str, arguments: str) -> Any:
         if name not in self._tools:
@@ -83,7 +85,7 @@ class ChatTools:
         _, key, work = self._tools[name]
         try:
             given = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ToolFailed("the arguments are no JSON") from None
         value = given.get(key, "") if isinstance(given, dict) else ""
         if key and not (isinstance(value, str) and value):

@@ -50,7 +50,12 @@ def init(wanted: Init) -> int:
     Raises:
         ConfigError: the file describes no cluster, or a folder cannot be written.
     """
-    from mooncake.identity.certificates import Pem, make_authority, make_host_certificate
+    from mooncake.identity.certificates import (
+        Pem,
+        make_authority,
+        make_host_certificate,
+        names_in,
+    )
 
     cluster = read_cluster_file(wanted.file)
     if not wanted.days > 0:
@@ -69,8 +74,10 @@ def init(wanted: Init) -> int:
         for machine in cluster.machines:
             folder = place / machine.name
             folder.mkdir(mode=0o700, exist_ok=True)
-            if not (folder / KEY).exists():
-                names = [machine.address, machine.name]
+            names = [machine.address, machine.name]
+            if not (folder / KEY).exists() or (
+                machine.address not in names_in((folder / CERTIFICATE).read_text())
+            ):
                 own = make_host_certificate(authority, names, None)
                 write_private(folder / CERTIFICATE, own.certificate)
                 write_private(folder / KEY, own.key)

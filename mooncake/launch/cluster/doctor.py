@@ -255,10 +255,12 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
             )  # fmt: skip
     if not (folder / SECRET).is_file():
         return
-    config = resolve(
-        {"role": "decode", "join": cluster.seeds, "bind_host": own.address, "cluster_secret": "-"},
-        None, {},
-    )  # fmt: skip
+    given: dict[str, object] = {
+        "role": "decode", "join": cluster.seeds, "bind_host": own.address, "cluster_secret": "-",
+    }  # fmt: skip
+    if (ports := cluster.settings["settings"].get("bind_ports")) is not None:
+        given["bind_ports"] = ports  # a firewall may let gateways answer to these alone
+    config = resolve(given, None, {})
     credential = own_credential(read_secret(folder / SECRET), CredentialRole.WORKER, name="doctor")
     try:
         with contextlib.closing(Seeds(config, credential)) as seeds:
@@ -288,7 +290,9 @@ def disks(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
 
 
 def _disk(directory: Path) -> Finding:
-    name, file = f"disk {directory}", directory / f".mooncake-doctor-{os.getpid()}"
+    name = f"disk {directory}"
+    there = directory if directory.exists() else directory.parent  # the pool makes the last one
+    file = there / f".mooncake-doctor-{os.getpid()}"
     try:
         began_s = time.monotonic()
         opened = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)

@@ -45,10 +45,10 @@ WELL_S = 60.0
 """A process that has run for so long is started again at once, one that ends sooner later and
 later.
 """
-FIRST_WAIT_S = 0.5
+FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 END_S = 15.0
-"""Beyond its own limit, a process gets so long to end."""
+"""A process gets so long to end beyond its own limit."""
 REMIND_S = 60.0
 SILENCE_S = 10.0
 """Gateways that have not answered for so long are not there."""
@@ -66,7 +66,8 @@ class _Child:
     environ: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
-    num_early_ends: int = 0
+    wait_s: float = 0.0
+    """The wait before its last start, when it had ended early."""
     retry_at_s: float = float("-inf")
 
 
@@ -236,10 +237,10 @@ class Up:
                     f"{name} cannot start on {self._machine.name}; it says why above"
                 )
             early = now_s - child.started_s < WELL_S
-            child.num_early_ends = child.num_early_ends + 1 if early else 0
-            wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**child.num_early_ends) if early else 0.0
-            child.retry_at_s, child.process = now_s + wait_s, None
-            self._say(f"{name} has ended ({_fate(code)}) and starts again in {wait_s:.1f} s")
+            longer_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * child.wait_s))
+            child.wait_s = longer_s if early else 0.0
+            child.retry_at_s, child.process = now_s + child.wait_s, None
+            self._say(f"{name} has ended ({_fate(code)}) and starts again in {child.wait_s:.1f} s")
         if now_s >= child.retry_at_s:
             child.started_s = now_s
             child.process = subprocess.Popen(

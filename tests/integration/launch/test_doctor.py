@@ -64,6 +64,17 @@ def test_a_cluster_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture
     assert list(folder.parent.parent.joinpath("disk").iterdir()) == []
 
 
+def test_a_disk_whose_directory_the_pool_will_make(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, disk = (folder / "k2.yaml").read_text(), folder.parent.parent / "disk"
+    for directory, works in ((disk / "new", True), (disk / "not" / "mounted", False)):
+        (folder / "k2.yaml").write_text(text.replace(f"{disk}:", f"{directory}:"))
+        _, findings = found(capsys, "k2.yaml")
+        assert (findings[f"disk {directory}"]["state"] != "fail") == works
+        assert list(disk.iterdir()) == []
+
+
 def test_a_bundle_of_another_machine_or_none(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

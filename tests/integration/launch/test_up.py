@@ -64,6 +64,16 @@ def test_what_is_made_once_stays_and_is_private(run: Run, tmp_path: Path) -> Non
     assert set(names_in((place / "here" / "cert.pem").read_text())) >= {"127.0.0.1", "here"}
 
 
+def test_a_machine_with_another_address_gets_another_certificate(run: Run, tmp_path: Path) -> None:
+    run("--dry-run")
+    secret = (tmp_path / "k2" / "here" / "secret").read_text()
+    moved = {"here": {"address": "127.0.0.2", "gateway": 1, "decode": 1}}
+    code, said = run("--dry-run", machines=moved)
+    assert code == 0, said
+    assert "127.0.0.2" in names_in((tmp_path / "k2" / "here" / "cert.pem").read_text())
+    assert (tmp_path / "k2" / "here" / "secret").read_text() == secret
+
+
 @pytest.mark.parametrize(
     ("words", "changes", "message"),
     [

@@ -92,6 +92,23 @@ def test_one_that_has_run_is_started_again_though_it_then_cannot(
     assert fates == ["exit code 1", "exit code 2"]
 
 
+def test_one_that_ends_again_and_again_waits_longer_up_to_a_limit(
+    run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in {"FIRST_WAIT_S": 0.1, "LONGEST_WAIT_S": 0.3, "WELL_S": 60.0}.items():
+        monkeypatch.setattr(up, name, seconds)
+    said = run(
+        "import pathlib, sys, time\n"
+        "starts = pathlib.Path('starts')\n"
+        "number = len(starts.read_bytes()) if starts.exists() else 0\n"
+        "starts.write_bytes(bytes(number + 1))\n"
+        "if number < 4: sys.exit(1)\n"
+        "pathlib.Path('done').touch(); time.sleep(60)"
+    )
+    waits = [words.rpartition(" in ")[2] for words in said if ENDED in words]
+    assert waits == ["0.1 s", "0.2 s", "0.3 s", "0.3 s"]
+
+
 def test_one_that_cannot_start_at_first_is_told(run: Callable[..., list[str]]) -> None:
     with pytest.raises(MooncakeError, match="gateway-0 cannot start on here; it says why above"):
         run("import sys; sys.exit(2)")

@@ -187,3 +187,16 @@ def test_wrong_calls_are_errors_for_the_model(folder: Path) -> None:
         assert json.loads(made.run("read_file", arguments)) == {
             "error": "path is missing, or is no text"
         }
+
+
+def test_what_is_no_utf8_is_shown_to_model_and_person(folder: Path) -> None:
+    (folder / "caf\udce9.txt").touch()  # as a name in Latin-1 is read
+    listed = tools(folder).run("list_files", "{}")
+    assert "caf?.txt" in listed.encode().decode()
+    for name, key in (("calculate", "expression"), ("read_file", "path")):
+        answer = tools(folder).run(name, json.dumps({key: "\ud800"}))
+        assert "error" in json.loads(answer.encode())
+
+
+def test_arguments_of_endless_depth_are_an_error(folder: Path) -> None:
+    assert "no JSON" in tools(folder).run("calculate", "[" * 200_000)
