@@ -40,6 +40,7 @@ from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import EventList, Placed
+from mooncake.transfer.regions import no_progress
 
 START_S = 120.0
 ANSWER_S = 300.0
@@ -191,7 +192,7 @@ def finish(streams: list[Stream]) -> None:
 
 
 def _work(settings: WorkerSettings) -> None:
-    process.run(settings, progress=process.no_progress, started=_ignore)
+    process.run(settings, progress=no_progress, started=_ignore)
 
 
 def _ignore(worker: process.Worker) -> None:

@@ -10,6 +10,7 @@ from random import Random
 
 from mooncake.tasks.facts import FACTS, NOT_KNOWN, UNKNOWN
 from mooncake.tasks.first.draws import number, word
+from mooncake.tasks.questions import typed
 from mooncake.tasks.sample import Message, Sample, assistant, user
 from mooncake.tasks.words import ANIMALS, CITIES, NAMES, PEOPLE, THINGS
 
@@ -47,11 +48,4 @@ def _typed(text: str, random: Random) -> str:
     """Return the text as a user in a hurry types it, now and then."""
     if random.random() < 0.1:
         text = f"{random.choice(_BEFORE)}{text[0].lower()}{text[1:]}"
-    kind = random.random()
-    if kind < 0.15:
-        return text.lower()
-    if kind < 0.25:
-        return text.rstrip("?.")
-    if kind < 0.3:
-        return text.rstrip("?.") + "!"
-    return text.lower().rstrip("?.") if kind < 0.4 else text
+    return typed(text, random)
