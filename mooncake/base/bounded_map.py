@@ -1,6 +1,6 @@
-"""A map that forgets: what is remembered of strangers stays within a bound, the newest of it.
+"""A map with a bound on its entries. It drops the oldest, so that strangers cannot fill memory.
 
-Owned by whoever remembers; not safe for several threads.
+Its user owns it. It is not safe for several threads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ V = TypeVar("V")
 
 
 class BoundedMap(OrderedDict[K, V]):
-    """At most `bound` entries, in the order in which they were last set or used: the oldest goes
-    first.
+    """A map of at most `bound` entries: a new one drops the entry that was set or used longest ago.
     """
 
     def __init__(self, bound: int) -> None:
@@ -28,7 +27,7 @@ class BoundedMap(OrderedDict[K, V]):
             self.popitem(last=False)
 
     def use(self, key: K) -> V | None:
-        """Return what is kept under `key`, as the newest from now on; None: nothing is."""
+        """Return the value of `key`, which becomes the newest entry; None: there is none."""
         value = self.get(key)
         if value is not None:
             self.move_to_end(key)

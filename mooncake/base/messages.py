@@ -141,7 +141,7 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     """Where probes ask its process; empty for a thread of the gateway's process."""
     release: Release = UNNAMED_RELEASE
     transports: list[str] = []
-    """By which it moves KV to and from other processes."""
+    """The transports by which it moves KV to and from other processes."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -354,7 +354,7 @@ class ClusterTold(Answer, frozen=True, tag="cluster_told"):
     """What a gateway was told of its cluster, or decides of it."""
 
     facts: bytes
-    """For those who start processes; no machine reads them."""
+    """The bytes of `launch.cluster.facts.encode_facts`; no state machine reads them."""
     members: list[tuple[Role, str]] = []
     """The role and node of each worker, and the ids of gateways."""
 

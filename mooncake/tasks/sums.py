@@ -34,7 +34,7 @@ _COUNTS = (
     "How often is {item} in the list {items}?", "Count how often {item} occurs: {items}",
 )  # fmt: skip
 _OF_ONE_COLUMN = 20
-"""Below it lie the digits, and what stands in a column after borrowing."""
+"""Numbers below it are digits, or what stands in a column after borrowing."""
 
 
 def sum_of_two(random: Random) -> Sample:

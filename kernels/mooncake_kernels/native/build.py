@@ -275,8 +275,8 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait for those who compile for `folder`, and have others wait. Where a file system does not
-    lock folders, as NFS, nobody waits, and each compiles.
+    """Hold the lock of `folder`, so that one process at a time compiles for it. Some file systems,
+    such as NFS, do not lock folders: then each process compiles.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -19,7 +19,7 @@ from mooncake.api.schema.json_object import RequestBody
 Body = TypeVar("Body", bound=RequestBody)
 
 TURN_BYTES = 1 << 20
-"""Of a body, about, that are read in one go."""
+"""About so much of a body is read before other requests get a turn."""
 
 
 async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:

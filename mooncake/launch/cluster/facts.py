@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 GATEWAY_ID = "gateway"
-"""Of the first gateway of a cluster."""
+"""The id of the first gateway of a cluster."""
 SEAL = "cluster facts"
 """What the seal on them is for."""
 FACTS_PATH = "/v1/cluster/facts"

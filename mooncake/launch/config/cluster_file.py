@@ -21,7 +21,7 @@ from mooncake.launch.config.settings import API, ServeConfig
 from mooncake.launch.host.environment import is_loopback
 
 ROLES = ("gateway", "prefill", "decode", "kvstore")
-"""In the order in which they are named and started."""
+"""All roles, in the order in which they are named and started."""
 JOIN_PORT = 6400
 """The first gateway of a machine is joined here, the second one port further."""
 API_PORT = 8000
@@ -93,7 +93,7 @@ class ClusterFile:
     model: str
     machines: tuple[Machine, ...]
     settings: Mapping[str, Mapping[str, object]]
-    """Of all processes ("settings") and of those of each role."""
+    """The settings of all processes (under "settings") and of the processes of each role."""
 
     @property
     def seeds(self) -> str:

@@ -56,7 +56,7 @@ from mooncake.sim.world.cost_model import HardwareFigures
 
 DEFAULT_KV_BYTES = 2**30
 GAP_SHARE = 0.8
-"""Of a limit of gaps that steps are planned for: predictions err by 10 to 15 %."""
+"""Steps are planned for this part of the limit of gaps: predictions err by 10 to 15 %."""
 LOGGED_HASHING_BYTES = 8 * 2**30
 """Weights of this size take some seconds to hash."""
 

@@ -18,7 +18,7 @@ from mooncake.launch.host.environment import SEEN_GPUS
 FOREIGN_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 """Distributions on PyPI that install a top-level package `mooncake` too."""
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""Of this container, where it sees its own alone; of the machine it says no limits."""
+"""The control group of this container, if it sees only its own; the machine's has no limits."""
 
 
 def available_bytes() -> int | None:

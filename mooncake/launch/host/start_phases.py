@@ -21,7 +21,7 @@ class Phase(NamedTuple):
     name: str
     wall_s: float
     cpu_s: float
-    """Of all threads of the process."""
+    """The CPU time of all threads of the process."""
 
 
 class StartPhases:

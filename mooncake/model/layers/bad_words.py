@@ -16,7 +16,7 @@ class Place:
 
     def __init__(self) -> None:
         self.after: dict[int, Place] = {}
-        """By the next token of a word."""
+        """The place after each token with which a word goes on."""
         self.ends: dict[int, None] = {}
         """The last tokens of the words whose others are exactly these."""
         self.shorter = self

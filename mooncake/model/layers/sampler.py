@@ -534,7 +534,7 @@ class _Sequence:
     shared: _Shared
     num_output: int
     word_place: Place | None
-    """In the bad words, where there are some."""
+    """Where it stands in the bad words; None: there are none."""
     place: int | None
     """In the history, where a penalty asks for one."""
     follower: Follower | None = None

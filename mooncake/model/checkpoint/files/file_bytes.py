@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from mooncake.base import CheckpointError
 

@@ -23,7 +23,7 @@ from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.files.file_bytes import FileBytes
 
 STATED_NAME = "weights-digests.json"
-"""Beside config.json, where it says the digests of files that need not be there."""
+"""A file beside config.json with the digests of weights, which may themselves be away."""
 _FILE = re.compile(r"[^/\0]{1,240}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CACHE_NAME = "file-digests.json"

@@ -52,7 +52,7 @@ class Preset:
     vocabulary: Path | None = None
     """A `tiktoken.model` to take; None: one is learned from the built-in text."""
     pattern: str = ""
-    """By which its text is split, where it is not Kimi-K2's."""
+    """The expression by which its text is split; empty: Kimi-K2's."""
     temperature: float | None = None
     """Of answers to requests that name none."""
 
