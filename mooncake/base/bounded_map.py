@@ -13,8 +13,7 @@ V = TypeVar("V")
 
 
 class BoundedMap(OrderedDict[K, V]):
-    """A map of at most `bound` entries: a new one drops the entry that was set or used longest ago.
-    """
+    """A map of at most `bound` entries. A new one drops the entry set or used longest ago."""
 
     def __init__(self, bound: int) -> None:
         super().__init__()

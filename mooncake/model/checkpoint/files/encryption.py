@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +23,7 @@ from mooncake.base import CheckpointError, ConfigError
 from mooncake.crypto.aead import TAG_BYTES, Altered, Chunks, seal, unseal
 from mooncake.crypto.keys import KEY_BYTES, KeyRing, derive
 from mooncake.model.checkpoint.files.file_bytes import mapped
+from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_statement
 
 MANIFEST_NAME = "encryption.json"
 SUFFIX = ".enc"
@@ -31,8 +31,6 @@ CHUNK_BYTES = 256 * 2**10
 """Read at once at least: small tensors want less of it, speed more."""
 MAX_CHUNK_BYTES = 2**26
 _WRAPPING = "mooncake weights data key 1"
-_NAME = re.compile(r"[^/\0]{1,240}\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,20 +82,13 @@ def read_manifest(directory: Path) -> Manifest | None:
             it was altered.
     """
     path = directory / MANIFEST_NAME
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except FileNotFoundError:
+    manifest = read_statement(path, Manifest, "how weights are encrypted")
+    if manifest is None:
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: does not say how weights are encrypted ({error!s:.200})"
-        ) from error
     if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES or not manifest.files:
         raise CheckpointError(f"{path}: does not say how weights are encrypted")
     for name, file in manifest.files.items():
-        if not _NAME.fullmatch(name) or file.num_bytes < 0 or not _DIGEST.fullmatch(file.digest):
+        if not FILE_NAME.fullmatch(name) or file.num_bytes < 0 or not DIGEST.fullmatch(file.digest):
             raise CheckpointError(f"{path}: {name!r:.200} is no file of weights")
     return manifest
 

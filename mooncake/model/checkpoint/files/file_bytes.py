@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import Protocol, TypeVar
-
-import msgspec
+from typing import Protocol
 
 from mooncake.base import CheckpointError
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +20,10 @@ import msgspec
 
 from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.files.file_bytes import FileBytes
+from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_statement
 
 STATED_NAME = "weights-digests.json"
 """A file beside config.json with the digests of weights, which may themselves be away."""
-_FILE = re.compile(r"[^/\0]{1,240}\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 CACHE_NAME = "file-digests.json"
 MAX_CACHED = 4096
 """Files remembered; the oldest are forgotten first."""
@@ -54,22 +52,15 @@ def stated_digests(directory: Path) -> Mapping[str, str] | None:
         CheckpointError: it cannot be read, or makes no sense.
     """
     path = directory / STATED_NAME
-    try:
-        files = msgspec.json.decode(path.read_bytes(), type=StatedDigests).files
-    except FileNotFoundError:
+    stated = read_statement(path, StatedDigests, "digests of weights")
+    if stated is None:
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: does not say digests of weights ({error!s:.200})"
-        ) from error
-    for name, digest in files.items():
-        if not _FILE.fullmatch(name) or not _DIGEST.fullmatch(digest):
+    for name, digest in stated.files.items():
+        if not FILE_NAME.fullmatch(name) or not DIGEST.fullmatch(digest):
             raise CheckpointError(f"{path}: {name!r:.200} is no file of weights with a digest")
-    if not files:
+    if not stated.files:
         raise CheckpointError(f"{path}: names no file of weights")
-    return files
+    return stated.files
 
 
 def weights_revision(config: bytes, digests: Mapping[str, str]) -> str:
@@ -129,7 +120,7 @@ class _Cache:
         self._path = None if folder is None else folder / CACHE_NAME
         self._digests: dict[str, str] = {}
         if self._path is not None:
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
+            with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
                 self._digests = msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
 
     def get(self, path: Path) -> str | None:

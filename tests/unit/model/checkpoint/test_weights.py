@@ -247,7 +247,7 @@ class TestRevision:
         assert revision() != first
         assert hashed
 
-    @pytest.mark.parametrize("content", [b"", b"[1]", b"not json"])
+    @pytest.mark.parametrize("content", [b"", b"[1]", b"not json", b'{"\xff": "x"}', b"[" * 10**6])
     def test_a_broken_or_unusable_cache_costs_only_time(
         self, copied: Path, tmp_path: Path, content: bytes
     ) -> None:
