@@ -97,7 +97,10 @@ def test_what_does_not_fit_is_refused(
     assert message in " ".join(said.split())
 
 
-def test_a_folder_without_its_secret_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_folder_without_its_secret_is_refused(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("--dry-run")
     (tmp_path / "k2" / "here" / "secret").unlink()
     assert cli.run(["up", "k2.yaml"]) == 2
+    assert "secret: it is not beside k2.yaml" in capsys.readouterr().err

@@ -230,8 +230,31 @@ def test_a_tool_is_held_out_by_what_it_does_and_by_what_its_name_says() -> None:
         assert re.sub(r"[^a-z0-9]", "", made.name.lower()) == made.contents[1].replace(" ", "")
 
 
-@pytest.mark.parametrize("task", TOOLS)
-def test_a_sum_or_copy_beside_tools_is_held_out_as_without_them(task: str) -> None:
-    for sample in samples(task, 300):
-        if sums := re.findall(r"^(\d+[+-]\d+):", sample.answer.get("reasoning") or ""):
-            assert set(sums) <= set(sample.contents)
+def test_a_sum_or_copy_beside_tools_is_held_out_as_without_them() -> None:
+    num_sums = num_copies = 0
+    for sample in samples("refusal", 300):
+        reasoning, said = sample.answer.get("reasoning") or "", sample.answer["content"]
+        for sum_ in re.findall(r"^(\d+[+-]\d+):", reasoning):
+            num_sums += 1
+            assert sum_ in sample.contents
+        if not reasoning and said in prompt(sample):
+            num_copies += 1
+            assert said in sample.contents
+    assert num_sums > 10
+    assert num_copies > 10
+
+
+def test_a_sum_that_a_tool_calculates_is_held_out_as_any() -> None:
+    sums: list[str] = []
+    for task in TOOLS:
+        for sample in samples(task, 300):
+            found = [
+                value.replace(" ", "")
+                for message in (*sample.messages, sample.answer)
+                for _, arguments in called(message)
+                for value in arguments.values()
+                if isinstance(value, str) and re.fullmatch(r"\d+ ?[+-] ?\d+", value)
+            ]
+            sums += found
+            assert set(found) <= set(sample.contents)
+    assert len(sums) > 5
