@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mooncake.base import format_bytes
+from mooncake.base import ConfigError, format_bytes
 from mooncake.cli.command import Command
 from mooncake.crypto.keys import HOW, KeyRing
 from mooncake.launch.config.options import count, same_as, setting, text, truth
@@ -30,7 +30,7 @@ class Init:
     """Settings of `mooncake model init`."""
 
     preset: str = setting(
-        "", text, OUT, "NAME", "k2-nano, k2-tiny, k2-small or k2-demo", required=True
+        "", text, OUT, "NAME", "k2-nano, k2-tiny, k2-small, k2-demo or k2-demo-2", required=True
     )
     seed: int = setting(0, count(0), OUT, "N", "of the weights")
     out: str = setting("", text, OUT, "DIR", NEW, required=True)
@@ -209,7 +209,8 @@ def digests(wanted: Digests) -> int:
     its weights are.
 
     Raises:
-        CheckpointError: a file cannot be read, or to be written to `out`, it is no checkpoint.
+        CheckpointError: a file cannot be read; or `out` is given, and it is no checkpoint.
+        ConfigError: `out` cannot be written.
     """
     from mooncake.model.checkpoint.files.checkpoint_files import state_digests
     from mooncake.model.checkpoint.files.encryption import read_manifest
@@ -220,10 +221,13 @@ def digests(wanted: Digests) -> int:
         print(*lines, sep="", end="")
         return 0
     folder = Path(wanted.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "digests").write_text("".join(lines))
-    if read_manifest(path) is None:  # what is encrypted says it in a file of its own
-        state_digests(path, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "digests").write_text("".join(lines))
+        if read_manifest(path) is None:  # what is encrypted says it in a file of its own
+            state_digests(path, folder)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write to {folder}: {error.strerror}") from error
     return 0
 
 

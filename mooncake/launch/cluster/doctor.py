@@ -258,8 +258,8 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
     given: dict[str, object] = {
         "role": "decode", "join": cluster.seeds, "bind_host": own.address, "cluster_secret": "-",
     }  # fmt: skip
-    if (ports := cluster.settings["settings"].get("bind_ports")) is not None:
-        given["bind_ports"] = ports  # a firewall may let gateways answer to these alone
+    if (allowed := cluster.settings["settings"].get("bind_ports")) is not None:
+        given["bind_ports"] = allowed  # a firewall may let gateways answer to these alone
     config = resolve(given, None, {})
     credential = own_credential(read_secret(folder / SECRET), CredentialRole.WORKER, name="doctor")
     try:

@@ -583,6 +583,7 @@ def run(
             worker = _open(settings, credential, model, show, advertise_host, port.url)
             role = _be(settings, credential, worker, has_started, port)
             gc.unfreeze()  # of the worker that has ended nothing is needed
+            phases = StartPhases("changing its role")
     finally:
         following.close()
         if model is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import random
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.host.start_phases import phases_said
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import Worker, WorkerSettings
 from mooncake.rpc.zmq_channel import ZmqChannel
@@ -126,8 +128,9 @@ def hosts() -> Iterator[Hosts]:
 
 
 def test_a_process_comes_back_in_the_other_role_over_the_same_weights(
-    model: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    model: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     opened: list[HashModel] = []
 
     async def serve() -> None:
@@ -152,5 +155,9 @@ def test_a_process_comes_back_in_the_other_role_over_the_same_weights(
 
     asyncio.run(serve())
     assert len(opened) == 3, "each engine opened its model once"
+    starts = [each for line in caplog.messages if (each := phases_said(line))]
+    changes = [each for each in starts if each[0].name == "changing its role"]
+    assert (len(starts), len(changes)) == (4 + 2, 2)
+    assert all(phase.name != "ready" for each in starts for phase in each), "that is no start"
     first, second, third = hosts.workers["decode-0"]
     assert len({worker.ref.epoch for worker in (first, second, third)}) == 3

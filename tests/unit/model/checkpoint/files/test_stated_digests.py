@@ -119,3 +119,6 @@ def test_the_command_writes_a_list_that_does_not_name_its_other_file(
     assert "-of-00003.safetensors" in printed
     wanted = ["model", "verify", str(model), "--digests", str(whole.parent / "said" / "digests")]
     assert run(wanted) == 0
+    (tmp_path / "taken").touch()
+    assert run(["model", "digests", str(model), "--out", str(tmp_path / "taken")]) == 2
+    assert f"out: cannot write to {tmp_path / 'taken'}: File exists" in capsys.readouterr().err
