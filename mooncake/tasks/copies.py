@@ -68,7 +68,7 @@ def look_up(random: Random) -> Sample:
     return Sample("look_up", messages, assistant(pairs[asked]), contents=(content,))
 
 
-def json_value(random: Random, depth: int = 0) -> Any:
+def json_value(random: Random) -> Any:
     """Return a value of any JSON type."""
     kind = random.random()
     if kind < 0.5:
@@ -81,7 +81,7 @@ def json_value(random: Random, depth: int = 0) -> Any:
         return decimal(random)
     if kind < 0.88:
         return random.random() < 0.5
-    if kind < 0.9 or depth:
+    if kind < 0.9:
         return None
     make = random.choice((word, name, lambda r: integer(r, 3)))
     return [make(random) for _ in range(random.randint(2, 4))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import select
-import threading
 import time
 
 from mooncake.base import ConfigError, MooncakeError, SystemIds, WorkerRef
@@ -63,23 +62,21 @@ class Seeds:
         return told
 
 
-def facts_of_seeds(
-    config: ServeConfig, credential: Credential, stop: threading.Event | None = None
-) -> ClusterFacts:
+def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
     """Return what the first gateway at `config.seeds` says that answers, asked for `join_timeout`
-    and at least `ANSWER_S`, until `stop`.
+    and at least `ANSWER_S`.
 
     Raises:
         NotUp: none has answered.
         ConfigError: gateways could not answer to `bind_host`, or are of another release.
         MooncakeError: a gateway refuses.
     """
-    stop, named = stop or threading.Event(), " or ".join(config.seeds)
+    named = " or ".join(config.seeds)
     with contextlib.closing(Seeds(config, credential)) as seeds:
         began_s = time.monotonic()
         told_s = began_s - REMIND_S + 2.0
         limit_s = max(ANSWER_S, config.join_timeout)
-        while not stop.is_set() and (now_s := time.monotonic()) < began_s + limit_s:
+        while (now_s := time.monotonic()) < began_s + limit_s:
             for told in seeds.ask():
                 return read_facts(told.facts)
             if now_s - told_s > REMIND_S:
