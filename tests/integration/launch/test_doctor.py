@@ -50,6 +50,15 @@ def test_a_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
         assert bool(each["todo"]) == (each["state"] != "ok")
 
 
+def test_what_the_system_says_is_shown_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = doctor.Finding(name="huge pages", state="ok", found="always [madvise] never")
+    monkeypatch.setattr(doctor, "examine", lambda *_: [said])
+    assert cli.run(["doctor"]) == 0
+    assert "always [madvise] never" in capsys.readouterr().out
+
+
 def test_a_cluster_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, findings = found(capsys, "k2.yaml")
     assert code == 1
