@@ -48,7 +48,7 @@ def show(wanted: Status) -> int:
         json.dump(answer, sys.stdout, indent=2)
         print()
         return 0
-    console = Console()
+    console = Console(markup=False)
     console.print(gateway_table(answer.get("gateways", [])))
     console.print(worker_table(answer.get("workers", [])))
     for name, value in answer.items():

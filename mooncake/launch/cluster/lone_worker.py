@@ -52,7 +52,7 @@ def serve_worker(config: ServeConfig) -> int:
     facts = facts_of_seeds(config, credential)
     settings = joining_worker(config, facts, config.cluster_secret)
     await_stages(settings, credential, config.join_timeout, threading.Event())
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     with contextlib.ExitStack() as opened:
         if settings.role is Role.KVSTORE:
             settings = msgspec.structs.replace(settings, worker_id=f"kvstore-{settings.node_id}")

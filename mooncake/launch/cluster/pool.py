@@ -110,7 +110,7 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
     secret, host = str(config.cluster_secret), machine_facts.host_name()
     [settings] = cluster_workers(config, plan, gateway_address, secret, host)
     settings = msgspec.structs.replace(settings, worker_id=f"kvstore-{settings.node_id}")
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     worker: process.Worker | None = None
     watch: node_lock.JoinWatch | None = None
 

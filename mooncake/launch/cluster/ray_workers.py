@@ -181,7 +181,7 @@ def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
     """
     assert config.role is not None
     assert config.join is not None
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     supervisor = ray_cluster.Supervisor(
         lambda _: None, config.shutdown_timeout, waits=True, forks=forks
     )

@@ -97,10 +97,11 @@ def dry_run(config: ServeConfig) -> int:
     """
     machine_facts.check_system()
     if not config.model:
-        Console().print(f"the cluster at {config.join} decides what this {config.role} does")
+        words = f"the cluster at {config.join} decides what this {config.role} does"
+        Console(markup=False).print(words, soft_wrap=True, highlight=False)
         return 0
     plan = make_plan(config, machine_facts.num_cores())
-    report.print_plan(Console(), config, plan, machine_facts.available_bytes())
+    report.print_plan(Console(markup=False), config, plan, machine_facts.available_bytes())
     check_start(config, plan)
     return 0
 
@@ -233,7 +234,7 @@ class _Serving:
         self._workers = workers
         self._api_server = api_server
         self._phases = phases
-        self._console = Console(stderr=True, quiet=config.log_format == "json")
+        self._console = Console(stderr=True, quiet=config.log_format == "json", markup=False)
         self._stop = asyncio.Event()
         self._num_signals = 0
         self._url = ""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from mooncake.cli.main import run
 from mooncake.cli.status import worker_table
+from mooncake.launch.host.http_client import Client
 
 
 def shown(workers: list[dict[str, Any]]) -> str:
@@ -61,3 +64,19 @@ def test_slow_stages_are_named() -> None:
     assert "stages" in table
     assert "0 was slow, waited 8 s for it" in table
     assert "stages" not in shown(workers[1:])
+
+
+def test_brackets_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Addresses have them, and what rich takes for an end of a style would be an error."""
+    gateway = {"id": "[/g]", "address": "tcp://[fd00::8]:6400"}
+    answer = {"gateways": [gateway], "workers": [], "note": "[/x]"}
+    monkeypatch.setattr(Client, "get", lambda *_: answer)
+    assert run(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert all(said in shown for said in ("[/g]", "tcp://[fd00::8]:6400", "[/x]"))
+    join = "tcp://[fd00::8]:6400"
+    monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", "s")
+    assert run(["serve", "--role", "decode", "--join", join, "--dry-run"]) == 0
+    assert f"the cluster at {join} decides what this decode does" in capsys.readouterr().out
