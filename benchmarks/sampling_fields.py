@@ -1,12 +1,11 @@
 """What each sampling field adds to a worker's step: `python -m benchmarks sampling-fields`.
 
 One call of `n` sequences whose field has its dearest legal value, beside the same call without it:
-the difference of their shortest steps, made in turn, without the model. "Plain
-torch" is what computes where there is no compiled code. A step is what the worker does for
-its tokens: the sampler, and whether each token ends its sequence. Times are CPU time of the step's
-thread, so other work on the machine changes them little; masks of grammars are computed on other
-threads, while the model runs. "Once a call" is what the settings of all sequences cost when it
-begins.
+the difference of their shortest steps, made in turn, without the model. "Plain torch" is what
+computes where there is no compiled code. A step is what the worker does for its tokens: the
+sampler, and whether each token ends its sequence. Times are CPU time of the step's thread, so other
+work on the machine changes them little; masks of grammars are computed on other threads, while the
+model runs. "Once a call" is what the settings of all sequences cost when it begins.
 """
 
 from __future__ import annotations

@@ -134,8 +134,9 @@ async def killed_decode(target: Target) -> str:
 
 
 async def stopped_prefill(target: Target) -> str:
-    """Prefill stands still in the middle of a hand-over, others use its pages, it goes on: nobody
-    waits for it for ever, and what others were answered meanwhile is still what their KV says.
+    """Prefill is stopped in the middle of a hand-over while new prompts use its pages, then goes on.
+
+    Every request ends in time. A new prompt that was answered meanwhile gets the same answer again.
     """
     processes = _processes(target)
     pid = (await processes.of_role(target.main, "prefill"))[0]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
+import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.kubelet import network
@@ -141,6 +144,20 @@ def test_files_of_secrets_have_their_mode_and_the_group_of_the_pod(cluster: Clus
     for name, (_, _, said) in wanted.items():
         cluster.wait_for(lambda pod=f"{name}-0": "." in log(cluster, pod), "its words")
         assert said in log(cluster, f"{name}-0")
+
+
+def test_a_container_of_any_user_ends_with_a_test_that_is_killed(cluster: Cluster) -> None:
+    container = {"securityContext": {"runAsUser": 1000, "capabilities": {"drop": ["ALL"]}}}
+    script = "( while sleep 3600; do :; done ) & echo up; sleep 3600"
+    cluster.api.put("statefulsets", workload("StatefulSet", "set", script, container=container))
+    cluster.wait_for(lambda: "up" in log(cluster, "set-0"), "its word")
+    init = cluster.pods["set-0"].first_process("main")
+    assert init is not None
+    first = psutil.Process(init)
+    family = [first, *first.children(recursive=True)]
+    assert len(family) > 1
+    os.kill(first.ppid(), signal.SIGKILL)  # as the kernel does when the test's process ends
+    cluster.wait_for(lambda: not any(each.is_running() for each in family), "their end", 10.0)
 
 
 def test_hook_signal_and_grace_come_in_this_order(cluster: Cluster) -> None:

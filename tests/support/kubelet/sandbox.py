@@ -73,6 +73,12 @@ def _user(pod: Object, container: Object) -> list[str]:
     return words if len(words) > 1 else []
 
 
+ENDS_WITH_PARENT = ("setpriv", "--pdeathsig=KILL")
+"""Said once more after `_user`: a process that changes its user forgets it, and would outlive a
+test that is killed.
+"""
+
+
 class Process:
     """A started container; its first process has the pid 1 of its namespace."""
 
@@ -84,10 +90,10 @@ class Process:
         self._user = _user(pod, container)
         self._environment = {**image.environment, **environment}
         self._directory = container.get("workingDir", "/")
-        script = _script(pod, container, image, folder, mounts, [*self._user, *words])
+        script = _script(pod, container, image, folder, mounts, [*self._user, *ENDS_WITH_PARENT, *words])
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", namespace,
+                [*ENDS_WITH_PARENT, "ip", "netns", "exec", namespace,
                  "unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child",
                  "/bin/sh", "-ec", script],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
