@@ -48,9 +48,7 @@ class Start:
 
 def kind_of(pid: int, server: int, forks: set[int]) -> str:
     """Return what a process of the server is, by its words."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
+    if not (words := _words(pid)):
         return "ended"
     if pid == server:
         return "gateway"
@@ -83,7 +81,7 @@ def serve(cache: Path, *flags: str) -> Start:
 
 def _words(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
 

@@ -44,11 +44,6 @@ class Session:
     turns: Sequence[Turn]
 
 
-def num_requests(sessions: Sequence[Session]) -> int:
-    """Return how many requests a load has."""
-    return sum(len(session.turns) for session in sessions)
-
-
 def shorter(lines: Sequence[TraceLine], max_model_len: int) -> list[TraceLine]:
     """Return the requests as short as this machine takes them; those too long even so are left out.
 

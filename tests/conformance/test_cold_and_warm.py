@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from mooncake.base.kv_layout import KvLayout
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.cluster.test_layouts import eager
+from tests.support.kvstore.pool_process import until
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 
 DTYPES: dict[str, dict[str, Any]] = {
@@ -35,7 +37,7 @@ LIVES = ["together", "apart", "apart, blocks of 32", "apart, blocks of 32", "tog
 WEIGHTS = [3, 4]
 NUM_TOKENS, NUM_OUTPUTS = 200, 12
 PROMPT = [Random(1).randrange(512) for _ in range(NUM_TOKENS)]
-WAIT_S, POLL_S = 60.0, 0.02
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +49,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     }
 
 
-def ssd_blocks(cluster: ModelCluster) -> int:
-    """Return how many blocks of this cluster's kind lie on the disk, now or from former lives."""
+def has_blocks(cluster: ModelCluster, count: int) -> bool:
+    """Tell whether the disk holds so many blocks of this kind, written now or by former lives."""
     counters = cluster.workers.call("kvstore-0", lambda node, _: dict(node.counters))
-    return int(counters["ssd_blocks_found"] + counters["ssd_blocks_written"])
+    return bool(counters["ssd_blocks_found"] + counters["ssd_blocks_written"] >= count)
 
 
 @contextmanager
@@ -78,13 +80,11 @@ def lived(model: Path, ssd: Path, settings: dict[str, Any], *, found: bool) -> l
     deadline = time.monotonic() + WAIT_S
     while True:
         with alive(model, ssd, settings) as cluster:
-            while found and ssd_blocks(cluster) < whole:
-                assert time.monotonic() < deadline, "the disk has nothing of a former life"
-                time.sleep(POLL_S)
+            is_whole = partial(has_blocks, cluster, whole)
+            if found:
+                until(is_whole, "a former life's blocks on the disk", WAIT_S)
             tokens, num_cached = answer(cluster)
-            while ssd_blocks(cluster) < whole:
-                assert time.monotonic() < deadline, "the blocks did not go down to the disk"
-                time.sleep(POLL_S)
+            until(is_whole, "the blocks to go down to the disk", WAIT_S)
         assert found or not num_cached, "another kind's blocks were found"
         if bool(num_cached) is found:
             return tokens

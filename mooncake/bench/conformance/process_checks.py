@@ -134,7 +134,7 @@ async def killed_decode(target: Target) -> str:
 
 
 async def stopped_prefill(target: Target) -> str:
-    """Prefill is stopped in the middle of a hand-over while new prompts use its pages, then goes on.
+    """Prefill is stopped in mid-hand-over while new prompts use its pages, and then goes on.
 
     Every request ends in time. A new prompt that was answered meanwhile gets the same answer again.
     """

@@ -90,7 +90,9 @@ class Process:
         self._user = _user(pod, container)
         self._environment = {**image.environment, **environment}
         self._directory = container.get("workingDir", "/")
-        script = _script(pod, container, image, folder, mounts, [*self._user, *ENDS_WITH_PARENT, *words])
+        script = _script(
+            pod, container, image, folder, mounts, [*self._user, *ENDS_WITH_PARENT, *words]
+        )
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*ENDS_WITH_PARENT, "ip", "netns", "exec", namespace,
