@@ -15,6 +15,11 @@
 {{- .Values.secret.existing | default (include "mooncake.name" .) -}}
 {{- end -}}
 
+{{/* The Secret of the cluster secret, which the signer's pods alone name. */}}
+{{- define "mooncake.signerSecret" -}}
+{{- .Values.secret.signer | default (printf "%s-signer" (include "mooncake.name" .)) -}}
+{{- end -}}
+
 {{/* Refuse values whose pods could not start or never become ready. */}}
 {{- define "mooncake.check" -}}
 {{- if .Values.secret.apiKeys }}
@@ -30,11 +35,22 @@
 {{- with .Values.secret.existing }}
 {{- $data := (lookup "v1" "Secret" $.Release.Namespace .).data }}
 {{- if $data }}
-{{- range list "cluster-secret" "ray-token" "token-head" "token-gateway" "token-prefill" "token-decode" "token-kvstore" }}
+{{- range list "ray-token" "token-head" "token-gateway" "token-prefill" "token-decode" "token-kvstore" }}
 {{- if not (hasKey $data .) }}
 {{- fail (printf "secret.existing: the Secret %s has no `%s`" $.Values.secret.existing .) }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- if not $.Values.secret.signer }}
+{{- fail "secret.signer: name a Secret that has `cluster-secret`, and leave it out of the one in secret.existing, which the nodes of all pods can read" }}
+{{- end }}
+{{- end }}
+{{- with .Values.secret.signer }}
+{{- $data := (lookup "v1" "Secret" $.Release.Namespace .).data }}
+{{- if eq . $.Values.secret.existing }}
+{{- fail "secret.signer: a Secret other than the one in secret.existing, which the nodes of all pods can read" }}
+{{- else if and $data (not (hasKey $data "cluster-secret")) }}
+{{- fail (printf "secret.signer: the Secret %s has no `cluster-secret`" .) }}
 {{- end }}
 {{- end }}
 {{- $keys := .Values.secret.apiKeys }}

@@ -40,11 +40,11 @@ SETTINGS = (
     "kvstore.ssd[0].size=900GiB", "kvstore.ssd[0].storage=1Ti", "kvstore.ssd[1].size=5GiB",
     "kvstore.ssd[1].storage=6Gi", "prefill.replicas=3", "prefill.rdma=true",
     "prefill.shape.gpu=nvidia.com/gpu", "gateway.replicas=4", "secret.apiKeys=true",
-    "secret.existing=mine", "gateway.allowClear=true", "head.args={--slo-ttft-s,5}",
-    "decode.args={--max-num-seqs,16}",
+    "secret.existing=mine", "secret.signer=signs", "gateway.allowClear=true",
+    "head.args={--slo-ttft-s,5}", "decode.args={--max-num-seqs,16}",
 )  # fmt: skip
-KEYS = {"cluster-secret", "ray-token", *(f"token-{place}" for place in PLACES)}
-"""Of the Secret."""
+KEYS = {"ray-token", *(f"token-{place}" for place in PLACES)}
+"""Of the Secret that all pods have something of."""
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
 
 
@@ -297,6 +297,7 @@ def test_values_without_a_sensible_default_must_be_given() -> None:
     drawn = {d["metadata"]["name"]: d["data"] for d in documents if d["kind"] == "Secret"}
     assert set(drawn["one-mooncake"]) == KEYS
     assert len(set(drawn["one-mooncake"].values())) == len(KEYS)
+    assert set(drawn["one-mooncake-signer"]) == {"cluster-secret"}
     assert set(drawn["one-mooncake-authority"]) == {"tls.crt", "tls.key"}
 
 
@@ -366,8 +367,12 @@ def test_api_keys_need_a_secret_that_has_them() -> None:
     with kube_api.serving() as api:
         mine = {"metadata": {"name": "mine", "labels": {}}, "kind": "Secret", "apiVersion": "v1"}
         own = ("secret.apiKeys=true", "secret.existing=mine", "gateway.tlsSecret=cert")
-        wanted = (*needed, *own)
-        for missing in ("keys.yaml", "cluster-secret", "token-decode"):
+        with pytest.raises(ValueError, match=r"secret\.signer: name a Secret that has `cluster-sec"):
+            helm(api, "install", *needed, *own)
+        with pytest.raises(ValueError, match=r"secret\.signer: a Secret other than the one"):
+            helm(api, "install", *needed, *own, "secret.signer=mine")
+        wanted = (*needed, *own, "secret.signer=signs")
+        for missing in ("keys.yaml", "token-decode"):
             has = dict.fromkeys({*KEYS, "keys.yaml"} - {missing}, "eA==")
             api.objects["secrets", "mine"] = mine | {"data": has}
             with pytest.raises(ValueError, match=f"the Secret mine has no `{missing}`"):
@@ -375,6 +380,11 @@ def test_api_keys_need_a_secret_that_has_them() -> None:
         api.objects["secrets", "mine"] = mine | {
             "data": dict.fromkeys({*KEYS, "keys.yaml"}, "eA==")
         }
+        signs = {"metadata": {"name": "signs", "labels": {}}, "kind": "Secret", "apiVersion": "v1"}
+        api.objects["secrets", "signs"] = signs | {"data": {"other": "eA=="}}
+        with pytest.raises(ValueError, match="the Secret signs has no `cluster-secret`"):
+            helm(api, "install", *wanted)
+        api.objects["secrets", "signs"] = signs | {"data": {"cluster-secret": "eA=="}}
         helm(api, "install", *wanted)
 
 
@@ -515,7 +525,7 @@ def test_what_a_pod_is_given_is_of_its_role_alone() -> None:
     signs = found.pop("signer")
     tokens = {("mine", f"token-{place}") for place in PLACES}
     authority = {("one-mooncake-authority", key) for key in ("tls.crt", "tls.key")}
-    assert signs == {("mine", "cluster-secret"), *tokens, *authority}
+    assert signs == {("signs", "cluster-secret"), *tokens, *authority}
     ray, weights = ("mine", "ray-token"), ("mine", "weights-key")
     assert found == {
         "head": {("mine", "token-head"), ray},
@@ -593,12 +603,19 @@ def test_secrets_stay_over_upgrades_and_a_secret_of_ones_own_renders_the_same() 
     with kube_api.serving() as api:
         helm(api, "install", *needed)
         drawn = api.objects["secrets", "one-mooncake"]["data"]
+        signs = api.objects["secrets", "one-mooncake-signer"]["data"]
+        assert set(signs) == {"cluster-secret"}
         authority = api.objects["secrets", "one-mooncake-authority"]["data"]
         assert set(drawn) == KEYS
         helm(api, "upgrade", *needed, "gateway.replicas=3")
         assert api.objects["secrets", "one-mooncake"]["data"] == drawn
+        assert api.objects["secrets", "one-mooncake-signer"]["data"] == signs
         assert api.objects["secrets", "one-mooncake-authority"]["data"] == authority
         assert api.objects["deployments", "one-mooncake-gateway"]["spec"]["replicas"] == 3
+        drawn |= {"cluster-secret": "b2xk"}  # as an earlier chart left it
+        del api.objects["secrets", "one-mooncake-signer"]
+        helm(api, "upgrade", *needed)
+        assert api.objects["secrets", "one-mooncake-signer"]["data"] == {"cluster-secret": "b2xk"}
     both = (*SETTINGS, "tls.authority=our-ca")
     assert rendered(*both) == rendered(*both)
     assert rendered(*needed) != rendered(*needed), "nothing says what was drawn before"

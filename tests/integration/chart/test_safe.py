@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -156,16 +157,29 @@ def test_no_pod_but_the_signer_sees_what_signs_for_others(file: Path, tmp_path: 
     assert {key for _, key in seen} == {"cluster-secret", "tls.crt", "tls.key"}
 
 
+@pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
+def test_no_pod_but_the_signer_names_the_secret_of_the_cluster(file: Path, tmp_path: Path) -> None:
+    """Root of a node can read a Secret whole of which a pod there sees one key."""
+    specs = all_pods(from_file(file, tmp_path))
+    signs = [name for name, spec in specs.items() if "cluster-secret" in json.dumps(spec)]
+    [signer] = [name for name in specs if name.endswith("-signer")]
+    assert signs == [signer]
+    [secret] = [name for name, key in shown_to(specs[signer]) if key == "cluster-secret"]
+    naming = {name for name, spec in specs.items() if secret in {n for n, _ in shown_to(spec)}}
+    assert naming == {signer}
+    assert {key for name, key in shown_to(specs[signer]) if name == secret} == {"cluster-secret"}
+
+
 @pytest.mark.parametrize(
     "leak",
     [
-        {"extraVolumes": [{"name": "x", "secret": {"secretName": "one-mooncake"}}]},
+        {"extraVolumes": [{"name": "x", "secret": {"secretName": "one-mooncake-signer"}}]},
         {"extraVolumes": [
-            {"name": "x", "projected": {"sources": [{"secret": {"name": "one-mooncake"}}]}}
+            {"name": "x", "projected": {"sources": [{"secret": {"name": "one-mooncake-signer"}}]}}
         ]},
-        {"envFrom": [{"secretRef": {"name": "one-mooncake"}}]},
+        {"envFrom": [{"secretRef": {"name": "one-mooncake-signer"}}]},
         {"extraEnv": [{"name": "X", "valueFrom": {
-            "secretKeyRef": {"name": "one-mooncake", "key": "cluster-secret"}
+            "secretKeyRef": {"name": "one-mooncake-signer", "key": "cluster-secret"}
         }}]},
     ],
 )  # fmt: skip

@@ -349,13 +349,14 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
     more = {
         "gateway": {"tlsSecret": "certificate", "allowKeyless": False},
         "tls": {"authority": "authority"},
-        "secret": {"existing": "own", "apiKeys": True},
+        "secret": {"existing": "own", "signer": "signs", "apiKeys": True},
         "signer": {"renewSeconds": 5},
         "model": {"smallVolume": {"hostPath": {"path": f"{tmp_path}/small"}}},
     }
     with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, more=more) as cluster:
         write_small(tmp_path / "models" / "k2-nano", tmp_path / "small" / "k2-nano")
-        secrets = {"cluster-secret": b"old secret", "ray-token": b"a token of forty characters"}
+        cluster.api.put_secret("signs", {"cluster-secret": b"old secret"})
+        secrets = {"ray-token": b"a token of forty characters"}
         secrets |= {f"token-{role}": f"of {role}".ljust(40, "t").encode() for role in ROLES}
         cluster.api.put_secret("own", {**secrets, "keys.yaml": keys_file("sk-old").encode()})
         cluster.api.put_secret("certificate", certificate_of(outside))
@@ -364,7 +365,7 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
         signing = {key: (authority / name).read_bytes() for key, name in files.items()}
         cluster.api.put_secret("authority", signing)
         words = {"VALUES.yaml": f"{tmp_path}/values.yaml", "NAME": RELEASE}
-        words |= {"SECRET": "own", "TLS-SECRET": "certificate"}
+        words |= {"SECRET": "own", "TLS-SECRET": "certificate", "SIGNER-SECRET": "signs"}
         words["charts/mooncake"] = str(TOP / "charts" / "mooncake")
         for name, changed in {
             "BOTH-KEYS": {"keys.yaml": keys_file("sk-old", "sk-new")},
