@@ -59,6 +59,9 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Puts and pins one worker may have open; further ones are granted nothing."""
     max_tickets_per_client: int = 1_024
     """The same of all pool clients together that share a credential."""
+    max_keys_per_client: int = 1 << 18
+    """Blocks that these puts and pins may name in all, with those before them: 16 million tokens.
+    The node remembers each name until the put or pin ends."""
     client_share: float = 0.5
     """Share of the DRAM blocks that these may hold by puts and pins."""
     client_quota_share: float = 0.5
@@ -103,9 +106,9 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in (
             "dram_bytes", "put_timeout_s", "report_interval_s", "doubt_interval_s",
-            "max_tickets_per_worker", "max_tickets_per_client", "ssd_min_uses",
-            "ssd_load_timeout_s", "ssd_queue_bytes", "ssd_threads", "replicate_timeout_s",
-            "replica_idle_s", "drain_queue_bytes", "drain_bytes_per_s",
+            "max_tickets_per_worker", "max_tickets_per_client", "max_keys_per_client",
+            "ssd_min_uses", "ssd_load_timeout_s", "ssd_queue_bytes", "ssd_threads",
+            "replicate_timeout_s", "replica_idle_s", "drain_queue_bytes", "drain_bytes_per_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")

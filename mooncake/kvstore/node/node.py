@@ -81,9 +81,7 @@ class KvNode:
         ports = NodePorts(
             config, layout, channel, transfer, self.region, self._membership, self._counters
         )
-        self._peers = Peers(
-            config.max_tickets_per_worker, config.max_tickets_per_client, self._counters
-        )
+        self._peers = Peers(config, self._counters)
         self.blocks = NodeBlocks(ports, dram, disks or NoDisks(), self._peers)
         self._puts = PutSessions(ports, self.blocks, self._peers)
         self._pins = PinSessions(ports, self.blocks, self._peers)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from mooncake.base import BlockKey, PutStart, WorkerRef
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.rights import client_key
+from mooncake.kvstore.config import KvStoreConfig
 
 MAX_REMEMBERED = 4_096
 """Lost boots and ended tickets remembered, so that a late or repeated message finds nothing."""
@@ -51,8 +52,8 @@ class PeerState:
         """It has had something open ever since."""
         self.grants: dict[int, Grant] = {}
         self.pins: dict[int, list[BlockKey]] = {}
-        self.waits: dict[int, None] = {}
-        """Pins that are answered once blocks have been loaded from SSD."""
+        self.waits: dict[int, int] = {}
+        """Pins that are answered once blocks have come from SSD: how many blocks each names."""
         self.old: set[tuple[str, int]] = set()
         """(kind, ticket) of puts and pins that were open at the last look."""
 
@@ -60,17 +61,20 @@ class PeerState:
     def num_open(self) -> int:
         return len(self.grants) + len(self.pins) + len(self.waits)
 
+    @property
+    def num_named(self) -> int:
+        """Blocks that are remembered for what is open."""
+        runs = [*(grant.run for grant in self.grants.values()), *self.pins.values()]
+        return sum(map(len, runs)) + sum(self.waits.values())
+
 
 class Peers:
     """All boots of workers that have something open."""
 
-    def __init__(self, max_tickets: int, max_client_tickets: int, counters: Counter[str]) -> None:
-        """A boot may have at most `max_tickets` puts and pins open, and all pool clients of one
-        credential together `max_client_tickets`.
-        """
+    def __init__(self, config: KvStoreConfig, counters: Counter[str]) -> None:
+        """`config` says how much a boot, and all pool clients of one credential, may have open."""
         self.states: dict[Peer, PeerState] = {}
-        self._max_tickets = max_tickets
-        self._max_client_tickets = max_client_tickets
+        self._config = config
         self._counters = counters
         self._lost: BoundedMap[Peer, None] = BoundedMap(MAX_REMEMBERED)
         self._ended: BoundedMap[tuple[Peer, str, int], None] = BoundedMap(MAX_REMEMBERED)
@@ -93,23 +97,25 @@ class Peers:
         """Return what a peer has open, for opening more."""
         return self.states.setdefault(peer_of(worker), PeerState(worker, now))
 
-    def may_open(self, worker: WorkerRef, kind: str, ticket: int) -> bool:
-        """Return whether a ticket is new, from a live boot, and within the bounds of that boot and
-        of its credential.
+    def may_open(self, worker: WorkerRef, kind: str, ticket: int, num_keys: int) -> bool:
+        """Return whether a ticket that names so many blocks is new, from a live boot, and within
+        the bounds of that boot and of its credential.
         """
         peer = peer_of(worker)
         if peer in self._lost or (peer, kind, ticket) in self._ended:
             self._counters["stray_messages"] += 1
             return False
-        if self.find(worker).num_open >= self._max_tickets:
+        config = self._config
+        if self.find(worker).num_open >= config.max_tickets_per_worker:
             return False
         client = client_key(worker)
-        return not client or self._num_open_of(client) < self._max_client_tickets
-
-    def _num_open_of(self, client: str) -> int:
-        """Return what all boots of the clients with one credential have open."""
-        states = self.states.values()
-        return sum(state.num_open for state in states if client_key(state.ref) == client)
+        if not client:
+            return True
+        own = [state for state in self.states.values() if client_key(state.ref) == client]
+        return (
+            sum(state.num_open for state in own) < config.max_tickets_per_client
+            and sum(state.num_named for state in own) + num_keys <= config.max_keys_per_client
+        )
 
     def remember_ended(self, worker: WorkerRef, kind: str, ticket: int) -> None:
         """Never open a ticket again that ended, or was answered with nothing."""

@@ -31,14 +31,15 @@ class PinSessions:
         if ticket in state.pins:
             self.answer(reader, ticket, state.pins[ticket])
             return
-        if not self._peers.may_open(reader, "pin", ticket):
+        num_keys = len(message.keys) + len(message.head.keys)
+        if not self._peers.may_open(reader, "pin", ticket, num_keys):
             self._pin(message, 0, now)
             return
         more = self._blocks.promotions.begin(
             (peer_of(reader), ticket), message.keys, now, partial(self._on_loaded, message)
         )
         if more is None:
-            self._peers.state_of(reader, now).waits[ticket] = None
+            self._peers.state_of(reader, now).waits[ticket] = num_keys
         else:
             self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 

@@ -38,7 +38,8 @@ class PutSessions:
         """Grant memory for blocks that are not here, and answer with `PutGranted`."""
         grant = self._peers.find(message.writer).grants.get(message.ticket)
         may_open = grant is None and not self._blocks.migration.begun
-        if may_open and self._peers.may_open(message.writer, "put", message.ticket):
+        num_keys = len(message.keys) + len(message.head.keys)
+        if may_open and self._peers.may_open(message.writer, "put", message.ticket, num_keys):
             grant = self._grant(message, now)
         if grant is None:
             self._peers.remember_ended(message.writer, "put", message.ticket)

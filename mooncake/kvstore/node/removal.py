@@ -15,6 +15,8 @@ from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 
 MAX_REMOVALS = 4096
 """Requests that may wait for disks; of more, the newest is told to come again."""
+MAX_REMOVED_KEYS = 1 << 20
+"""Blocks that all of these may name."""
 
 
 @dataclass(slots=True)
@@ -40,8 +42,9 @@ class Removals:
         """Remove blocks, which no reader finds from now on. Refused, with nothing removed, while
         too many requests wait for disks.
         """
-        if len(self._removals) >= MAX_REMOVALS:
-            reason = f"{MAX_REMOVALS} removals wait for the disks of this node: try again"
+        num_keys = sum(len(each.request.keys) for each in self._removals) + len(request.keys)
+        if len(self._removals) >= MAX_REMOVALS or (self._removals and num_keys > MAX_REMOVED_KEYS):
+            reason = f"{len(self._removals)} removals wait for the disks of this node: try again"
             refused = Refused(
                 asker=request.asker, ticket=request.ticket, message=type(request).__name__,
                 reason=reason,

@@ -10,14 +10,17 @@ from collections import Counter, OrderedDict
 
 from mooncake.base import BlockKey
 from mooncake.base.messages import Prefetch, StopPrefetch
+from mooncake.base.rights import client_key
 from mooncake.kvstore.storage.promotion import Promotions, Settled
 from mooncake.kvstore.storage.tiering import Tiering
 
 MAX_RUNS = 256
 """Runs that may wait; further ones are ignored."""
+MAX_CLIENT_RUNS = 16
+"""The same of all pool clients that share a credential."""
 
-Name = tuple[str, str, int]
-"""(reader's id, its epoch, ticket)"""
+Name = tuple[str, str, str, int]
+"""(the key of a pool client, the reader's id, its epoch, ticket)"""
 
 
 class Prefetcher:
@@ -36,7 +39,9 @@ class Prefetcher:
     def begin(self, message: Prefetch, now: float) -> None:
         """Promote a run as soon as those before it are done; this counts as a use of the run."""
         name = _name(message)
-        if name not in self._runs and len(self._runs) < MAX_RUNS:
+        client = name[0]
+        may_wait = not client or sum(each[0] == client for each in self._runs) < MAX_CLIENT_RUNS
+        if name not in self._runs and len(self._runs) < MAX_RUNS and may_wait:
             self._runs[name] = list(message.keys)
             self._go_on(now)
 
@@ -83,4 +88,5 @@ class Prefetcher:
 
 
 def _name(message: Prefetch | StopPrefetch) -> Name:
-    return message.reader.worker_id, message.reader.epoch, message.ticket
+    reader = message.reader
+    return client_key(reader), reader.worker_id, reader.epoch, message.ticket

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from mooncake.base import PeerLost, PutEnd, WorkerRef
-from mooncake.base.messages import PutStart
+from mooncake.base import PeerLost, PinBlocks, PutEnd, PutGranted, Unpin, WorkerRef
+from mooncake.base.messages import ChainHead, PutStart
 from mooncake.base.pool_messages import RemoveBlocks
 from mooncake.kvstore.config import LEAST_CLIENT_BLOCKS
+from mooncake.sim.world.disk import SimMedium
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.resting import FIRST_LOOK_S
 from tests.support.kvstore.node_world import NodeWorld, key
@@ -150,3 +151,27 @@ def test_random_messages_of_clients_leave_no_loan_behind() -> None:
     for state in list(world.node._peers.states.values()):
         world.handle(PeerLost(worker=state.ref))
     assert not world.transfer.lent
+
+
+def test_what_open_puts_and_waiting_pins_of_one_credential_name_has_a_bound() -> None:
+    """A pin that waits for a disk takes no memory of the pool, and still keeps its names."""
+    world = NodeWorld(
+        num_blocks=4, media=[SimMedium()], ssd_write_at=0.0, ssd_min_uses=1, max_keys_per_client=10
+    )
+    world.tick(1.0)
+    world.put(WORKER, [key(1)])
+    world.tick(2.0)
+    world.boot()  # the block is on the disk alone
+    world.tick(2.1)
+    other = WorkerRef("client-aa-2", "e2", "tcp://10.0.0.7:2#aa")
+    named = [key(n) for n in range(1, 8)]
+    first, head = world.ticket(), ChainHead(keys=named[3:])
+    world.handle(PinBlocks(reader=A, ticket=first, keys=named))
+    assert world.node.num_open == 1, "it waits"
+    assert world.pin(other, named).num_blocks == 0, "with those of the first there are too many"
+    start = PutStart(writer=other, ticket=world.ticket(), keys=KEYS[:1], tenant="", head=head)
+    assert world.answer(start, PutGranted).keys == [], "those before the blocks count"
+    assert world.start(other, KEYS[:1]).keys == KEYS[:1]
+    assert world.pin_soon(B, named).num_blocks == 1, "of another credential"
+    world.handle(Unpin(reader=A, ticket=first))
+    assert world.pin_soon(other, named).num_blocks == 1

@@ -262,8 +262,11 @@ def test_blocks_on_ssd_come_up_to_be_pinned(number: int) -> None:
     assert find(world, *run) == [Tier.DRAM] * number
 
 
-def test_removals_that_wait_for_a_disk_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removal, "MAX_REMOVALS", 2)
+@pytest.mark.parametrize("bound", ["MAX_REMOVALS", "MAX_REMOVED_KEYS"])
+def test_removals_that_wait_for_a_disk_have_a_bound(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(removal, bound, 2)
     world = NodeWorld(2, media=[SimMedium()])  # not scanned yet: any block may lie there
     first = [ask_remove(world, number) for number in (1, 2)]
     refused = ask_remove(world, 3)

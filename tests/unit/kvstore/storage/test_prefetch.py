@@ -4,10 +4,10 @@ that are worth as much.
 
 from __future__ import annotations
 
-from mooncake.base import Drain, Tier
+from mooncake.base import Drain, Tier, WorkerRef
 from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.base.pool_messages import BlocksFound, FindBlocks
-from mooncake.kvstore.storage.prefetch import MAX_RUNS
+from mooncake.kvstore.storage.prefetch import MAX_CLIENT_RUNS, MAX_RUNS
 from mooncake.sim.world.disk import SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, keys, worker
 
@@ -117,3 +117,17 @@ def test_a_damaged_block_ends_its_run() -> None:
     assert tiers(world, 1)[0] is Tier.DRAM
     assert tiers(world, 3)[0] is not Tier.DRAM
     world.handle(Drain())
+
+
+def test_clients_of_one_credential_leave_room_for_the_runs_of_others() -> None:
+    world = world_of(16, ssd_queue_bytes=2 * BLOCK)
+    put(world, 1, 2, 3)
+    world.boot()
+    world.tick(world.now + 1)
+    for ticket in range(MAX_RUNS):
+        client = WorkerRef(f"client-aa-{ticket}", "e1", "tcp://10.0.0.7:1#aa")
+        named = keys(1, 2) if ticket < MAX_CLIENT_RUNS else keys(3)
+        world.handle(Prefetch(reader=client, ticket=ticket, keys=named))
+    prefetch(world, 1, 2)
+    world.tick(world.now + 1)
+    assert tiers(world, 1, 2, 3) == [Tier.DRAM, Tier.DRAM, Tier.SSD]
