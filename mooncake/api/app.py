@@ -22,6 +22,7 @@ from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
 from mooncake.api.http.access import Access, Keyring, unlimited_keys
 from mooncake.api.http.access_log import AccessLog
 from mooncake.api.http.loop_watch import watch_loop
+from mooncake.api.http.repeats import REPLAYED
 from mooncake.api.http.response import ErrorResponse
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.chat import chat_routes
@@ -141,7 +142,7 @@ def create_app(
             allow_origins=list(config.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", REPLAYED],
         )
     if config.access_log:
         app.add_middleware(AccessLog, clock=clock)  # the last one added is the outermost

@@ -69,6 +69,12 @@ class ApiConfig:
     how values count."""
     max_inflight_body_bytes: int = 512 * 1024 * 1024
     """Bytes of bodies that running requests may have in memory together; more get 429."""
+    max_kept_answer_bytes: int = 64 * 1024 * 1024
+    """Of recorded answers to requests with an `Idempotency-Key`, for those that repeat them."""
+    kept_answer_s: float = 600.0
+    """So long after its end such an answer is kept."""
+    linger_s: float = 10.0
+    """So long such a request goes on without a client."""
     max_concurrent: int = 2048
     """Requests with a body that may run at a time, whether they have a permit or not."""
     max_connections: int = 4096

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.errors import forbidden
 from mooncake.api.http.limits import Account, InFlight, Limited, Shares
+from mooncake.api.http.repeats import Repeats
 from mooncake.api.http.response import ErrorResponse
 from mooncake.base import Clock, IdSource, MooncakeError, Priority, Unauthorized
 from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
@@ -114,6 +115,7 @@ class Access:
         config: ApiConfig,
     ) -> None:
         self._app = app
+        self._repeats = Repeats(app, config)
         self._is_local = _is_loopback(config.host)
         self._requests = Shares(config.max_concurrent, least=1)
         self._bodies = Shares(config.max_inflight_body_bytes, LEAST_BODY_BYTES)
@@ -170,13 +172,15 @@ class Access:
             await self._app(scope, receive, named_send)
             return
         try:
-            with self._entered(account, state):
-                await self._app(scope, receive, named_send)
+            with self._entered(account, state, headers):
+                await self._repeats(scope, receive, named_send)
         except Limited as limited:
             await ErrorResponse(limited)(scope, receive, named_send)
 
     @contextlib.contextmanager
-    def _entered(self, account: Account | None, state: dict[str, Any]) -> Iterator[None]:
+    def _entered(
+        self, account: Account | None, state: dict[str, Any], headers: Headers
+    ) -> Iterator[None]:
         """Count a request as running in this block; Limited: it may not."""
 
         def refused(limited: Limited) -> None:
@@ -189,7 +193,8 @@ class Access:
                 yield
                 return
             try:
-                account.enter(self._clock.now())
+                repeats = self._repeats.knows(account.key.name, headers)
+                account.enter(self._clock.now(), repeats=repeats)
             except Limited as limited:
                 refused(limited)
                 raise

@@ -68,17 +68,18 @@ class Account:
             self._tokens = _budget(key.tokens_per_min)
         self.key = key
 
-    def enter(self, now: float) -> None:
+    def enter(self, now: float, *, repeats: bool = False) -> None:
         """Take a permit for one request; `leave` gives it back.
 
         Tokens are counted when they have been used, so one request may exceed the limit. The next
-        one is then refused until the budget has recovered.
+        one is then refused until the budget has recovered. One that `repeats` another, which has
+        paid, is bound by the limit on requests a minute only.
 
         Raises:
             Limited: a limit is reached; says which, and when to retry. No permit is taken.
         """
         key = self.key
-        if key.max_concurrent and self.num_running >= key.max_concurrent:
+        if key.max_concurrent and self.num_running >= key.max_concurrent and not repeats:
             raise Limited(
                 f"Rate limit of key {key.name!r}: {key.max_concurrent} requests at a time.",
                 "key_concurrency",
@@ -90,7 +91,7 @@ class Account:
                 "key_requests_per_min",
                 wait_s,
             )
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(1.0, now)):
+        if self._tokens is not None and not repeats and (wait_s := self._tokens.wait_s(1.0, now)):
             raise Limited(
                 f"Rate limit of key {key.name!r}: {key.tokens_per_min} tokens a minute.",
                 "key_tokens_per_min",
@@ -127,7 +128,7 @@ class Shares:
         whether there is so much; if not, nothing is taken.
         """
         own = self._held.get(holder, 0)
-        left = self._limit - (sum(self._held.values()) - own)
+        left = self._limit - (self.num_held - own)
         most = left if holder is None else max(self._least, left // 2)
         if own + amount > most:
             return False
@@ -142,9 +143,13 @@ class Shares:
         if left:
             self._held[holder] = left
 
+    @property
+    def num_held(self) -> int:
+        return sum(self._held.values())
+
     def check_integrity(self) -> None:
         """Raise AssertionError when more is held than there is."""
-        assert sum(self._held.values()) <= self._limit + self._least * len(self._held)
+        assert self.num_held <= self._limit + self._least * len(self._held)
         assert all(held > 0 for held in self._held.values())
 
 

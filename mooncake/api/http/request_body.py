@@ -14,6 +14,7 @@ from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import ApiError, validation_error
 from mooncake.api.http.json_cost import ITEM_COST, NODE_COST, JsonCost
+from mooncake.api.schema.fields import SharedFields
 from mooncake.api.schema.json_object import RequestBody
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -23,7 +24,8 @@ TURN_BYTES = 1 << 20
 
 
 async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:
-    """Read the body of `request` and check it: size, JSON, fields, the model's name.
+    """Read the body of `request` and check it: size, JSON, fields, the model's name. A body without
+    a seed gets that of the request's `Idempotency-Key`.
 
     Raises:
         MooncakeError: 413 too large, 415 not JSON, 404 another model, 400 not valid, 429 too much
@@ -61,6 +63,8 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
         cost.add_text(text)
         _check_size(size, cost.total, config)
     api_server.check_body(fields)
+    if isinstance(fields, SharedFields) and fields.seed is None:
+        fields.seed = getattr(request.state, "seed", None)
     return fields
 
 

@@ -104,6 +104,7 @@ class CallResponse(Response):
         self._call = call
         self._renderer = renderer
         self._stream = stream
+        self._is_complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
@@ -119,6 +120,7 @@ class CallResponse(Response):
         try:
             with self._api_server.running(call):
                 refused = await self._run(scope, receive, send)
+                state["is_complete"] = refused is None and self._is_complete
                 charge(
                     call.num_charged_tokens
                     if refused is None
@@ -154,6 +156,7 @@ class CallResponse(Response):
             else:
                 body = await asyncio.to_thread(self._renderer.whole, self._call, deltas)
             await json_response(body)(scope, receive, send)
+            self._is_complete = True
 
     async def _send_stream(self, send: Send, deltas: list[Delta] | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -172,6 +175,7 @@ class CallResponse(Response):
                 events = []
                 deltas = await self._call.deltas()
             events = self._renderer.end(self._call)
+            self._is_complete = True
         except ClientGone:
             raise
         except MooncakeError as error:

@@ -275,6 +275,9 @@ class ServeConfig:
     max_inflight_body_bytes: int = owned(ApiConfig, "max_inflight_body_bytes", size(1), API,
         "SIZE", "bodies of running requests in memory together; more get 429, and one key has at "
         "most half of what the others leave")
+    max_kept_answer_bytes: int = owned(ApiConfig, "max_kept_answer_bytes", size(0), API,
+        "SIZE", "answers to requests with an Idempotency-Key in memory, for those that repeat "
+        "them; one key has at most half of what the others leave")
     max_connections: int = owned(ApiConfig, "max_connections", count(1), API, "N",
         "open connections; of more, the oldest that has proven no key is closed")
     max_body_cost: int = owned(ApiConfig, "max_body_cost", count(1), API, "N",

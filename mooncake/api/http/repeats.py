@@ -1,0 +1,313 @@
+"""Requests with an `Idempotency-Key`: who repeats one gets the answer of the first, from its start.
+
+Plain ASGI between `Access` and the routes: messages of replies are recorded, so no route knows of
+it. Owns the answers that are being given or kept, and the memory for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mooncake.api.config import ApiConfig
+from mooncake.api.errors import ApiError
+from mooncake.api.http.limits import Shares
+from mooncake.api.http.response import ErrorResponse, until_gone
+from mooncake.base import InvalidRequest
+
+HEADER = "Idempotency-Key"
+REPLAYED = "Idempotent-Replayed"
+"""A header of answers that a request before has asked for."""
+MAX_READERS = 8
+"""Connections that may read one answer at a time."""
+PART_BYTES = 512
+"""What a recorded message costs beside its body."""
+MAX_JOINED = 256
+"""Recorded messages that are sent as one: a repeat reads thousands at once."""
+
+_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+
+
+class _Repeat(Exception):
+    """Raised into the application once the body of a repeat is there: there is nothing to run."""
+
+
+class _Answer:
+    """The messages of a reply, as far as there are any, and how far each reader has come."""
+
+    def __init__(self, keep: Callable[[_Answer, int], bool]) -> None:
+        """`keep` takes memory for more bytes; False: there is none, and all has been given back."""
+        self.digest = b""
+        """Of path and body."""
+        self.begun = asyncio.Event()
+        """The body is there, and no other answer is this request's."""
+        self.abandoned = asyncio.Event()
+        self.is_whole = True
+        """Whether all messages are here. Without memory for them, the readers' speed is its own."""
+        self.ended = False
+        self.error: Exception | None = None
+        self.num_bytes = 0
+        self.source = self
+        """The answer that the client gets: that of another request, if this one repeats it."""
+        self.readers: dict[_Answer, int] = {}
+        """Whose clients get this one, and how many messages each has got."""
+        self.forgetting: asyncio.TimerHandle | None = None
+        self._keep = keep
+        self._parts: list[Message] = []
+        self._num_dropped = 0
+        self._news = asyncio.Event()
+
+    @property
+    def cannot_be_read(self) -> str:
+        """Why nobody else may read it now; "" = they may."""
+        if not self.is_whole:
+            return "its answer does not fit the memory for repeats (--max-kept-answer-bytes)"
+        if self.abandoned.is_set() and not self.ended:
+            return "is being ended, because its client left"
+        if len(self.readers) >= MAX_READERS:
+            return f"{MAX_READERS} connections read its answer"
+        return ""
+
+    async def add(self, message: Message) -> None:
+        """Record the next message."""
+        self._parts.append(message)
+        self._tell()
+        num_bytes = len(message.get("body", b"")) + PART_BYTES
+        self.is_whole = self.is_whole and self._keep(self, num_bytes)
+        while not self.is_whole and self._drop():
+            await self._news.wait()
+
+    def end(self, error: Exception | None) -> None:
+        """Record that nothing more comes."""
+        self.error, self.ended = error, True
+        self._tell()
+
+    async def send_to(self, reader: _Answer, send: Send, gone: asyncio.Future[None]) -> None:
+        """Send all from the start to the client of `reader`, until the end or until it has `gone`.
+
+        Raises:
+            Exception: what the application has raised.
+        """
+        self.readers.setdefault(reader, 0)
+        while not gone.done():
+            if (at := self.readers[reader]) < self._num_dropped + len(self._parts):
+                message, num = self._from(at, replayed=reader is not self)
+                await send(message)
+                self.readers[reader] = at + num
+                if not self.is_whole:
+                    self._tell()
+                await asyncio.sleep(0)  # other tasks' turn
+            elif not self.ended:
+                news: asyncio.Future[Any] = asyncio.ensure_future(self._news.wait())
+                await asyncio.wait((news, gone), return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+            elif self.error is not None:
+                raise self.error
+            else:
+                return
+
+    def leave(self, reader: _Answer) -> None:
+        """Forget a reader."""
+        if self.readers.pop(reader, None) is not None:
+            self._tell()
+
+    async def over(self, linger_s: float) -> None:
+        """Wait until it has ended, or nobody has read it for `linger_s`."""
+        until_s: float | None = None
+        while not self.ended and (self.is_whole or self.readers):
+            if self.readers:
+                until_s = None
+            elif until_s is None:
+                until_s = asyncio.get_running_loop().time() + linger_s
+            try:
+                async with asyncio.timeout_at(until_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    def _from(self, at: int, *, replayed: bool) -> tuple[Message, int]:
+        """Return what comes after `at` messages as one, and how many those are."""
+        first = at - self._num_dropped
+        message = dict(self._parts[first])
+        if message["type"] == "http.response.start":
+            if replayed:
+                header = (REPLAYED.lower().encode(), b"true")
+                message["headers"] = [*message.get("headers", ()), header]
+            return message, 1
+        parts = self._parts[first : first + MAX_JOINED]
+        message["body"] = b"".join(part.get("body", b"") for part in parts)
+        message["more_body"] = parts[-1].get("more_body", False)
+        return message, len(parts)
+
+    def _drop(self) -> bool:
+        """Drop what all readers have got; return whether anything is left."""
+        least = min(self.readers.values(), default=self._num_dropped + len(self._parts))
+        del self._parts[: least - self._num_dropped]
+        self._num_dropped = least
+        return bool(self._parts)
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class Repeats:
+    """ASGI application around the routes.
+
+    The first request with a key runs beside its connection. If that breaks, it goes on for
+    `ApiConfig.linger_s`, and the caller's permits are held meanwhile. A repeat with the same body
+    reads the same messages. A complete answer is kept for `kept_answer_s`; an error is not.
+    """
+
+    def __init__(self, app: ASGIApp, config: ApiConfig) -> None:
+        self._app = app
+        self._config = config
+        self._memory = Shares(config.max_kept_answer_bytes, least=0)
+        self._running: dict[tuple[str | None, str], _Answer] = {}
+        self._kept: dict[str | None, dict[str, _Answer]] = defaultdict(dict)
+        """Of each API key those that have ended, the oldest first."""
+
+    def knows(self, owner: str | None, headers: Headers) -> bool:
+        """Whether a request of the API key `owner` repeats one whose answer is here."""
+        key = headers.get(HEADER, "")
+        return (owner, key) in self._running or key in self._kept.get(owner, ())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = Headers(scope=scope).get(HEADER)
+        if key is None:
+            await self._app(scope, receive, send)
+            return
+        if not _KEY.fullmatch(key):
+            error = InvalidRequest(f"{HEADER}: must be 1 to 255 printable ASCII characters")
+            await ErrorResponse(error)(scope, receive, send)
+            return
+        state: dict[str, Any] = scope["state"]
+        owner: str | None = state.get("key_name")
+        state["seed"] = seed_of(owner, key)
+        answer = _Answer(lambda answer, num_bytes: self._keep(owner, answer, num_bytes))
+        digest = hashlib.sha256(scope["path"].encode() + b"\n")
+
+        async def receive_body() -> Message:
+            if answer.begun.is_set():
+                await answer.abandoned.wait()
+                return {"type": "http.disconnect"}
+            message = await receive()
+            digest.update(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body"):
+                answer.digest = digest.digest()
+                self._begin(owner, key, answer)
+            return message
+
+        running: asyncio.Future[Any] = asyncio.ensure_future(self._run(scope, receive_body, answer))
+        tasks = [running, asyncio.ensure_future(answer.begun.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            tasks.append(gone := asyncio.ensure_future(until_gone(receive)))
+            await answer.source.send_to(answer, send, gone)
+            answer.source.leave(answer)
+            await answer.over(self._config.linger_s)
+            answer.abandoned.set()
+            await running
+        finally:
+            for task in tasks:
+                task.cancel()
+            answer.source.leave(answer)
+            self._settle(owner, key, answer, is_complete=bool(state.get("is_complete")))
+
+    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        error = None
+        try:
+            await self._app(scope, receive, answer.add)
+        except _Repeat:
+            pass
+        except Exception as raised:
+            error = raised  # who reads raises it
+        finally:
+            answer.end(error)
+
+    def _begin(self, owner: str | None, key: str, answer: _Answer) -> None:
+        """Register a request whose body is there.
+
+        Raises:
+            ApiError: 422, another body had this key; 409, the answer cannot be read once more now.
+            _Repeat: the answer is there.
+        """
+        known = self._running.get((owner, key)) or self._kept.get(owner, {}).get(key)
+        if known is None:
+            self._running[owner, key] = answer
+            answer.readers[answer] = 0
+            answer.begun.set()
+        elif known.digest != answer.digest:
+            raise ApiError(
+                422,
+                "UnprocessableEntityError",
+                f"{HEADER}: a request with another path or body had this key; take a new key for "
+                "each new request",
+            )
+        elif why := known.cannot_be_read:
+            raise ApiError(
+                409,
+                "ConflictError",
+                f"{HEADER}: the first request with this key still runs, and {why}; try again once "
+                "it has ended",
+            )
+        else:
+            known.readers[answer] = 0
+            answer.source = known
+            raise _Repeat
+
+    def _keep(self, owner: str | None, answer: _Answer, num_bytes: int) -> bool:
+        """Take memory for an answer, that of its owner's oldest ones if need be."""
+        while not self._memory.take(owner, num_bytes):
+            if not (kept := self._kept.get(owner)):
+                self._give_back(owner, answer)
+                return False
+            self._forget(owner, next(iter(kept)))
+        answer.num_bytes += num_bytes
+        return True
+
+    def _settle(self, owner: str | None, key: str, answer: _Answer, *, is_complete: bool) -> None:
+        """Keep the answer of a request that has ended, or give its memory back."""
+        registered = self._running.get((owner, key)) is answer
+        if registered:
+            del self._running[owner, key]
+        if not (registered and is_complete and answer.is_whole):
+            self._give_back(owner, answer)
+            return
+        self._kept[owner][key] = answer
+        loop = asyncio.get_running_loop()
+        answer.forgetting = loop.call_later(self._config.kept_answer_s, self._forget, owner, key)
+
+    def _forget(self, owner: str | None, key: str) -> None:
+        kept = self._kept[owner]
+        answer = kept.pop(key)
+        if not kept:
+            del self._kept[owner]
+        if answer.forgetting is not None:
+            answer.forgetting.cancel()
+        self._give_back(owner, answer)
+
+    def _give_back(self, owner: str | None, answer: _Answer) -> None:
+        if answer.num_bytes:
+            self._memory.give_back(owner, answer.num_bytes)
+            answer.num_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when what is held is not what the answers hold."""
+        self._memory.check_integrity()
+        kept = [answer for answers in self._kept.values() for answer in answers.values()]
+        if not self._running:
+            assert self._memory.num_held == sum(answer.num_bytes for answer in kept)
+
+
+def seed_of(owner: str | None, key: str) -> int:
+    """Return the seed of a keyed request that names none: the same at every gateway."""
+    digest = hashlib.sha256(f"{owner or ''}\n{key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

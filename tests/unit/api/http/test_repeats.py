@@ -1,0 +1,309 @@
+"""Repeats with an `Idempotency-Key`, over an application that goes on as it is told: who joins, who
+is refused, what is kept, and that all memory comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from mooncake.api.config import ApiConfig
+from mooncake.api.errors import ApiError
+from mooncake.api.http.repeats import MAX_READERS, PART_BYTES, Repeats, seed_of
+from mooncake.api.http.response import ErrorResponse
+
+LIMIT_S = 30.0
+KEPT_S = 3600.0
+
+
+class App:
+    """Answers each request with `part` for each of `num_steps` permits, and then with an end."""
+
+    def __init__(self, num_steps: int = 3, *, is_complete: bool = True) -> None:
+        self.num_steps, self.is_complete = num_steps, is_complete
+        self.steps = asyncio.Semaphore(0)
+        self.part = b"a"
+        self.num_runs = 0
+        self.num_left = 0
+        self.seeds: list[int] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            while (await receive()).get("more_body"):
+                pass
+        except ApiError as error:  # as FastAPI answers it
+            await ErrorResponse(error)(scope, receive, send)
+            return
+        self.num_runs += 1
+        self.seeds.append(scope["state"].get("seed"))
+        left = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(self.num_steps):
+            step = asyncio.ensure_future(self.steps.acquire())
+            await asyncio.wait({step, left}, return_when=asyncio.FIRST_COMPLETED)
+            if left.done():
+                self.num_left += 1
+                step.cancel()
+                return
+            await send({"type": "http.response.body", "body": self.part, "more_body": True})
+        scope["state"]["is_complete"] = self.is_complete
+        left.cancel()
+        await send({"type": "http.response.body", "body": b".", "more_body": False})
+
+    def go_on(self, num: int | None = None) -> None:
+        for _ in range(self.num_steps if num is None else num):
+            self.steps.release()
+
+
+class Client:
+    """One connection and what it has got."""
+
+    def __init__(self, repeats: Repeats, body: bytes = b"{}", *, key: str = "k", owner: str = "x"):
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.text = b""
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self.gone = asyncio.Event()
+        self._bodies = [body[:1], body[1:]]
+        headers = [(b"idempotency-key", key.encode())]
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "headers": headers,
+            "state": {"key_name": owner},
+        }  # fmt: skip
+        self.done = asyncio.create_task(repeats(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._bodies:
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+        part = self._bodies.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(self._bodies)}
+
+    async def _send(self, message: Any) -> None:
+        await self.reading.wait()
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            self.text += message["body"]
+
+    async def got(self, text: bytes) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while self.text != text:
+                await asyncio.sleep(0)
+
+
+def run(
+    test: Callable[[App, Repeats], Awaitable[None]], app: Callable[[], App] = App, **config: Any
+) -> None:
+    async def main() -> None:
+        made = app()
+        repeats = Repeats(made, ApiConfig(**{"kept_answer_s": KEPT_S, **config}))
+        async with asyncio.timeout(LIMIT_S):
+            await test(made, repeats)
+            await asyncio.sleep(0)
+        repeats.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_a_repeat_joins_the_answer_that_is_being_given() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        first = Client(repeats)
+        app.go_on(1)
+        await first.got(b"a")
+        second = Client(repeats)
+        await second.got(b"a")
+        app.go_on(2)
+        await asyncio.gather(first.done, second.done)
+        assert (first.text, second.text, app.num_runs) == (b"aaa.", b"aaa.", 1)
+        assert b"idempotent-replayed" not in first.headers
+        assert second.headers[b"idempotent-replayed"] == b"true"
+
+    run(test)
+
+
+def test_a_complete_answer_is_given_again_until_its_time_is_over() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        app.go_on()
+        await Client(repeats).done
+        again = Client(repeats)
+        await again.done
+        assert (again.text, app.num_runs) == (b"aaa.", 1)
+        while repeats.knows("x", Headers({"idempotency-key": "k"})):
+            await asyncio.sleep(0.01)
+        app.go_on()
+        anew = Client(repeats)
+        await anew.done
+        assert (anew.text, app.num_runs) == (b"aaa.", 2)
+        assert b"idempotent-replayed" not in anew.headers
+
+    run(test, kept_answer_s=0.1)
+
+
+def test_an_answer_that_fails_is_not_kept() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        for runs in (1, 2):
+            app.go_on()
+            await Client(repeats).done
+            assert app.num_runs == runs
+
+    run(test, lambda: App(is_complete=False))
+
+
+def test_keys_belong_to_their_api_key_and_to_one_body() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        first = Client(repeats)
+        app.go_on(1)
+        await first.got(b"a")
+        other = Client(repeats, b'{"other": 1}')
+        await other.done
+        assert other.status == 422
+        assert b"another path or body" in other.text
+        stranger = Client(repeats, b'{"other": 1}', owner="y")
+        app.go_on(5)
+        await asyncio.gather(first.done, stranger.done)
+        assert (first.text, stranger.text, app.num_runs) == (b"aaa.", b"aaa.", 2)
+        late = Client(repeats, b'{"other": 1}')
+        await late.done
+        assert late.status == 422
+
+    run(test)
+
+
+def test_an_answer_goes_on_for_a_while_without_its_client() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        first = Client(repeats)
+        app.go_on(1)
+        await first.got(b"a")
+        first.gone.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not first.done.done(), "its permits are held"
+        app.go_on(1)
+        second = Client(repeats)
+        await second.got(b"aa")
+        app.go_on(1)
+        await second.done
+        assert (second.text, app.num_left) == (b"aaa.", 0)
+
+    run(test)
+
+
+def test_an_answer_that_nobody_comes_back_for_is_ended() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        first = Client(repeats)
+        app.go_on(1)
+        await first.got(b"a")
+        first.gone.set()
+        await first.done
+        assert app.num_left == 1
+        app.go_on()
+        await Client(repeats).done
+        assert app.num_runs == 2
+
+    run(test, linger_s=0.05)
+
+
+def test_an_answer_larger_than_the_memory_goes_at_its_readers_speed_and_is_not_repeated() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        app.part = b"a" * 1000
+        first = Client(repeats)
+        app.go_on()
+        while not first.text:
+            await asyncio.sleep(0)
+        first.reading.clear()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(first.text) < 50_000, "it waits for its reader"
+        late = Client(repeats)
+        await late.done
+        assert late.status == 409
+        assert b"--max-kept-answer-bytes" in late.text
+        first.reading.set()
+        await first.done
+        assert first.text == b"a" * 100_000 + b"."
+        again = Client(repeats)
+        app.go_on()
+        await again.done
+        assert (len(again.text), app.num_runs) == (100_001, 2)
+        gone = Client(repeats, key="gone")
+        app.go_on(50)
+        while len(gone.text) < 20_000:
+            await asyncio.sleep(0)
+        gone.gone.set()
+        await gone.done
+        assert app.num_left == 1, "nobody could come back for it"
+
+    run(test, lambda: App(100), max_kept_answer_bytes=20_000)
+
+
+def test_the_oldest_answers_of_the_same_api_key_make_room() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        for number in range(50):
+            app.go_on()
+            await Client(repeats, key=str(number)).done
+        other = Client(repeats, owner="y")
+        app.go_on()
+        await other.done
+        assert app.num_runs == 51
+        for key, owner, known in (("0", "x", False), ("49", "x", True), ("k", "y", True)):
+            assert repeats.knows(owner, Headers({"idempotency-key": key})) is known
+        repeats.check_integrity()
+
+    run(test, max_kept_answer_bytes=40 * PART_BYTES)
+
+
+def test_few_connections_may_read_one_answer() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        clients = [Client(repeats) for _ in range(MAX_READERS + 1)]
+        app.go_on(1)
+        refused = [client for client in clients if await settled(client) == 409]
+        app.go_on(2)
+        await asyncio.gather(*(client.done for client in clients))
+        assert len(refused) == 1
+        assert [client.text for client in clients].count(b"aaa.") == MAX_READERS
+        assert app.num_runs == 1
+
+    async def settled(client: Client) -> int:
+        while not client.text:
+            await asyncio.sleep(0)
+        return client.status
+
+    run(test)
+
+
+def test_keys_that_are_none_are_refused() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        for key in ("", "x" * 256, "a\tb"):
+            client = Client(repeats, key=key)
+            await client.done
+            assert client.status == 400
+            assert b"1 to 255 printable" in client.text
+        assert app.num_runs == 0
+
+    run(test)
+
+
+def test_what_breaks_the_application_breaks_each_of_its_readers() -> None:
+    class Broken(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await super().__call__(scope, receive, send)
+            raise ValueError("broken")
+
+    async def test(app: App, repeats: Repeats) -> None:
+        clients = [Client(repeats), Client(repeats)]
+        app.go_on()
+        ends = await asyncio.gather(*(client.done for client in clients), return_exceptions=True)
+        assert [str(end) for end in ends] == ["broken"] * 2
+
+    run(test, lambda: Broken(is_complete=False))
+
+
+def test_seeds_depend_on_both_keys_alone() -> None:
+    assert seed_of("alice", "1") == 7794282631880089109, "that of every gateway and release"
+    assert len({seed_of("alice", "1"), seed_of("alice", "2"), seed_of("bob", "1")}) == 3
+    assert 0 <= seed_of(None, "1") < 1 << 63
