@@ -21,6 +21,7 @@ from mooncake.api.app import create_app
 from mooncake.api.bounds import PRICES
 from mooncake.api.config import ApiConfig
 from mooncake.api.generation.sampling import MAX_COUNTED_CONTEXTS
+from mooncake.api.http.repeats import HEADER, MAX_READERS
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.messages import MessagesRequest
@@ -216,7 +217,8 @@ def http() -> list[str]:
         "# HTTP routes", "",
         "Of the API server. The whole OpenAPI document is at `/openapi.json` of a running server. "
         "Routes under `/v1`, `/tokenize`, `/detokenize` and `/tokenizer_info` need a key where "
-        "keys are configured. `/` is the web page.", "",
+        "keys are configured. `/` is the web page. Every POST route of it takes the header "
+        f"`{HEADER}` ([retries](../retries.md)).", "",
         *table(["route", "body", "meaning"], routes),
         "", "Of a pool node's `--admin-port`:", "",
         *table(["route", "meaning"], [
@@ -340,6 +342,12 @@ def prices() -> list[str]:
         ["cost of the values in one body", f"{config.max_body_cost:,}", "413"],
         ["bytes of the bodies of running requests", f"{config.max_inflight_body_bytes:,}", "429"],
         ["requests with a body at a time", f"{config.max_concurrent:,}", "429"],
+        [
+            "bytes of recorded answers to requests with an `Idempotency-Key`",
+            f"{config.max_kept_answer_bytes:,}",
+            "not kept; 409 to repeats until it has ended",
+        ],
+        ["connections that read one such answer", f"{MAX_READERS:,}", "409"],
         ["pieces of work that wait in a lane", f"{LANE_PLACES:,}", "503"],
         [
             "tokens of a text for `/tokenize` or `count_tokens`",
@@ -352,7 +360,7 @@ def prices() -> list[str]:
         ],
     ]  # fmt: skip
     lines += ["", "These hold for whole requests; one key has at most half of what the others "
-              "leave of bodies, requests and lanes.", ""]  # fmt: skip
+              "leave of bodies, recorded answers, requests and lanes.", ""]  # fmt: skip
     return [*lines, *table(["what", "bound", "above it"], doors)]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,10 +17,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import openai
 import pytest
 
+from mooncake.api.http.repeats import seed_of
+from tests.support.relay import Relay
 from tests.support.serve import deaf_gateway
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
@@ -31,6 +36,8 @@ SMALL = (
 WORKERS = {"prefill-0", "decode-0", "decode-1", "kvstore-0"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 WAIT_S = 90.0
+CHAT = "/v1/chat/completions"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 ENDLESS = 20_000
 """Output tokens that take longer than it takes to notice that their gateway is dead."""
 
@@ -222,6 +229,54 @@ def test_either_may_be_killed(cluster: Cluster) -> None:
             wait_until(lambda: is_idle(second), "nothing is left")
             assert httpx.get(f"{second.url}/health").status_code == 200
             assert "Traceback" not in second.output
+
+
+@pytest.mark.slow
+def test_a_killed_gateway_s_streams_go_on_at_another(cluster: Cluster) -> None:
+    """The example program asks for a broken stream again, with its `Idempotency-Key`, and shows the
+    text that the dead gateway would have given. So do the retries of the openai client itself; they
+    find the prompt's KV where the workers have it.
+    """
+    retries = runpy.run_path(str(EXAMPLES / "retries.py"))
+    asked: dict[str, Any] = {
+        "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1200, "temperature": 1.0,
+    }  # fmt: skip
+    plain = {"extra_body": {"ignore_eos": True}}
+    with cluster.gateway() as other:
+        model = other.get("/v1/models")["data"][0]["id"]
+        whole: list[str] = []
+        for key in ("streamed", "whole"):
+            body = asked | {"ignore_eos": True, "seed": seed_of(None, key)}
+            whole.append(other.post(CHAT, body)["choices"][0]["message"]["content"])
+        assert whole[0] != whole[1]
+        with cluster.gateway() as victim, ThreadPoolExecutor(1) as pool:
+            texts = retries["stream"](
+                [victim.url, other.url], "streamed", model=model, **asked, **plain
+            )
+            ports = [urlsplit(each.url).port or 0 for each in (victim, other)]
+            lives = [victim, other]
+            with Relay(lambda: ("127.0.0.1", ports[lives[0] is other])) as relay:
+                client = openai.OpenAI(base_url=f"http://127.0.0.1:{relay.port}/v1", api_key="x")
+                asking = pool.submit(
+                    client.chat.completions.create,
+                    model=model, extra_headers={"Idempotency-Key": "whole"}, **asked, **plain,
+                )  # fmt: skip
+                shown = [next(texts) for _ in range(5)]
+                wait_until(lambda: num_running(victim) == 2, "both answers are being given")
+                lives.pop(0)
+                victim.process.kill()
+                assert "".join([*shown, *texts]) == whole[0]
+                reply = asking.result(WAIT_S)
+                client.close()
+        assert reply.choices[0].message.content == whole[1]
+        assert reply.usage.prompt_tokens_details.cached_tokens > 400
+        wait_until(lambda: is_idle(other), "workers let go of the dead ones' requests")
+
+
+def num_running(gateway: ServerProcess) -> int:
+    """Return how many requests decode has, as a gateway knows."""
+    workers = gateway.get("/v1/cluster/status")["workers"]
+    return sum(worker["load"].get("num_running", 0) for worker in workers)
 
 
 def test_a_worker_that_one_gateway_does_not_hear_lives_on(
