@@ -5,29 +5,34 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 from mooncake.base import ConfigError
+from mooncake.base.rights import CredentialRole
 from mooncake.cli.command import Command
 from mooncake.launch.config.cluster_file import (
     AUTHORITY,
     CERTIFICATE,
+    CREDENTIALS,
     KEY,
     SAFE,
     SECRET,
     read_cluster_file,
 )
 from mooncake.launch.config.options import number, setting, text
-from mooncake.launch.host.credentials import write_private
+from mooncake.launch.host.credentials import read_secret, write_private
 
 AUTHORITY_KEY = "ca-key.pem"
+DAY_S = 86_400.0
 EXAMPLES = """\
 mooncake cluster init k2.yaml
 mooncake cluster init k2.yaml --out /safe/k2 --days 730
 """
 NOTES = """\
-When you add a machine to the file, run it again: it keeps what is there and makes what is missing.
-Who has the folder `authority` can act as any machine of the cluster: do not copy it to them."""
+When you change the file, run it again: it keeps what is there and makes what is missing. A machine
+gets credentials of the roles that it runs. Who has the folder `authority`, with the secret, can act
+as any machine of the cluster: do not copy it to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +45,13 @@ class Init:
     out: str | None = setting(None, text, "files", "DIR",
         "where the folders of the machines are made (default: FILE without its ending)")
     days: float = setting(3650.0, number, "certificates", "N",
-        "days for which the authority and its certificates are valid")
+        "days for which the authority, its certificates and the credentials are valid")
     # fmt: on
 
 
 def init(wanted: Init) -> int:
-    """Make the secret, the authority, and a folder for each machine; print where they go.
+    """Make the secret, the authority, and a folder for each machine, with credentials of the roles
+    that run there; print where they go.
 
     Raises:
         ConfigError: the file describes no cluster, or a folder cannot be written.
@@ -56,6 +62,7 @@ def init(wanted: Init) -> int:
         make_host_certificate,
         names_in,
     )
+    from mooncake.identity.credential import issue
 
     cluster = read_cluster_file(wanted.file)
     if not wanted.days > 0:
@@ -66,6 +73,7 @@ def init(wanted: Init) -> int:
         safe.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (safe / SECRET).exists():
             write_private(safe / SECRET, secrets.token_hex(32))
+        secret = read_secret(safe / SECRET)
         if not (safe / AUTHORITY_KEY).exists():
             made = make_authority(cluster.path.stem, wanted.days)
             write_private(safe / AUTHORITY, made.certificate)
@@ -81,7 +89,16 @@ def init(wanted: Init) -> int:
                 own = make_host_certificate(authority, names, None)
                 write_private(folder / CERTIFICATE, own.certificate)
                 write_private(folder / KEY, own.key)
-            write_private(folder / SECRET, (safe / SECRET).read_text())
+            for file, kind in machine.credentials.items():
+                if not _counts(folder / file, secret):
+                    credential = issue(
+                        secret, f"{kind.value} of {machine.name}", [kind],
+                        expires_s=time.time() + wanted.days * DAY_S,
+                        listens=kind is CredentialRole.GATEWAY,
+                    )  # fmt: skip
+                    write_private(folder / file, credential.text)
+            for stale in {SECRET, *CREDENTIALS} - {*machine.credentials}:
+                (folder / stale).unlink(missing_ok=True)
             write_private(folder / AUTHORITY, authority.certificate)
             shutil.copyfile(cluster.path, folder / cluster.path.name)
     except OSError as error:
@@ -93,9 +110,22 @@ def init(wanted: Init) -> int:
     return 0
 
 
+def _counts(file: Path, secret: str) -> bool:
+    """Return whether a credential is there that this secret has signed, and has not expired."""
+    from mooncake.identity import own_credential
+    from mooncake.identity.credential import cluster_keys
+
+    if not file.exists():
+        return False
+    credential = own_credential(read_secret(file), *CredentialRole)
+    is_over = 0 < credential.certificate.expires_s <= time.time()
+    return credential.cluster == cluster_keys(secret) and not is_over
+
+
 COMMANDS = (
     Command(
-        words="cluster init", summary="make the secret and certificates of a cluster's machines",
+        words="cluster init",
+        summary="make the credentials and certificates of a cluster's machines",
         examples=EXAMPLES, notes=NOTES, settings=Init, run=init,
     ),
 )  # fmt: skip

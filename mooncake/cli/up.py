@@ -14,7 +14,7 @@ mooncake up k2.yaml --machine node-7    where neither host name nor address says
 mooncake up k2.yaml --dry-run           only check, and print the commands
 """
 NOTES = """\
-The secret and the certificates lie beside the file: `mooncake cluster init` makes a folder with
+Credentials and certificates lie beside the file: `mooncake cluster init` makes a folder with
 them for each machine. Processes that end are started again. Ctrl-C or SIGTERM takes this machine
 out of the cluster; a second one ends its processes at once."""
 

@@ -103,6 +103,7 @@ class _Written(msgspec.Struct, frozen=True, array_like=True):
     signed: bytes
     cluster: ClusterKeys
     others: Sequence[ClusterKeys] = ()
+    listening: bytes = b""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -178,9 +179,11 @@ class Credential:
         cluster: ClusterKeys,
         secret: _Secret | None = None,
         others: Sequence[ClusterKeys] = (),
+        listening: bytes = b"",
     ) -> None:
-        """`others`: of which certificates count, too. Raises ProtocolError: `signed` is no
-        certificate of this cluster.
+        """`others`: of which certificates count, too. `listening`: the cluster's key for join
+        ports, if its holder may have it. Raises ProtocolError: `signed` is no certificate of this
+        cluster.
         """
         self.certificate = check_certificate(signed, cluster)
         self.signed = signed
@@ -190,6 +193,7 @@ class Credential:
         """Those whose certificates count, its own first. A new object after each change."""
         self.keys = Keys(seed)
         self._secret = secret
+        self._listening = listening
 
     def __repr__(self) -> str:
         """Return the name alone: the rest is secret."""
@@ -229,9 +233,11 @@ class Credential:
     @property
     def listening_seed(self) -> bytes | None:
         """The cluster's private X25519 key, for sockets whose address people type: peers need not
-        be told the key to it. None: this was not made from the secret.
+        be told the key to it. None: this was neither made from the secret nor given the key.
         """
-        if self._secret is None or self.certificate.sender().speaks_for_itself:
+        if self._secret is None:
+            return self._listening or None
+        if self.certificate.sender().speaks_for_itself:
             return None
         return self._secret.channel_seed
 
@@ -247,7 +253,9 @@ class Credential:
     @property
     def text(self) -> str:
         """The credential as one line of text, for a private file."""
-        written = _Written(self.keys.seed, self.signed, self.cluster, self.clusters[1:])
+        written = _Written(
+            self.keys.seed, self.signed, self.cluster, self.clusters[1:], self._listening
+        )
         return PREFIX + base64.b64encode(_ENCODER.encode(written)).decode()
 
 
@@ -327,15 +335,18 @@ def issue(
     *,
     tenant: str | None = None,
     expires_s: float = 0.0,
+    listens: bool = False,
     ids: IdSource | None = None,
 ) -> Credential:
-    """Return a new credential with keys of its own, signed with the first line of `secret`. Raises
-    ConfigError: there is none.
+    """Return a new credential with keys of its own, signed with the first line of `secret`.
+    `listens`: a gateway with it can be joined at its `--join-port`. Raises ConfigError: there is no
+    secret.
     """
     keys = Keys.drawn(ids)
     issued = certify(secret, name, roles, keys.public, tenant=tenant, expires_s=expires_s)
     own = _Secret(secrets_in(secret)[0])
-    return Credential(keys.seed, issued.signed, issued.cluster, own, issued.others)
+    listening = own.channel_seed if listens else b""
+    return Credential(keys.seed, issued.signed, issued.cluster, own, issued.others, listening)
 
 
 def certify(
@@ -387,7 +398,9 @@ def _read(text: str) -> Credential:
     """Return the credential that a text is. Raises ConfigError: it is damaged."""
     try:
         written = _WRITTEN.decode(base64.b64decode(text.removeprefix(PREFIX), validate=True))
-        return Credential(written.seed, written.signed, written.cluster, None, written.others)
+        return Credential(
+            written.seed, written.signed, written.cluster, None, written.others, written.listening
+        )
     except (binascii.Error, ValueError, ProtocolError) as error:
         raise ConfigError("the credential is damaged: copy its file whole") from error
 

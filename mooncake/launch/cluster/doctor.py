@@ -27,17 +27,14 @@ from pathlib import Path
 import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, format_bytes
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
 from mooncake.identity.certificates import Pem, expiry, names_in
 from mooncake.launch.cluster.seeds import Seeds
-from mooncake.launch.cluster.up import own_machine
+from mooncake.launch.cluster.up import machine_credential, own_machine
 from mooncake.launch.config import options
 from mooncake.launch.config.cluster_file import (
     AUTHORITY,
     CERTIFICATE,
     KEY,
-    SECRET,
     ClusterFile,
     Machine,
     read_cluster_file,
@@ -45,7 +42,6 @@ from mooncake.launch.config.cluster_file import (
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.credentials import read_secret
 from mooncake.transfer.rdma.verbs import has_pyverbs
 from mooncake.transfer.topology import list_rdma_devices
 
@@ -196,9 +192,7 @@ def clock() -> Iterator[Finding]:
 
 def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
     """The machine's bundle: whose certificate it is, until when, and whether the key fits."""
-    missing = [
-        name for name in (SECRET, CERTIFICATE, KEY, AUTHORITY) if not (folder / name).is_file()
-    ]
+    missing = [name for name in own.bundle if not (folder / name).is_file()]
     if missing:
         yield Finding(
             name="certificate", state=FAIL, found=f"{', '.join(missing)} not in {folder}",
@@ -253,7 +247,7 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
                 name=f"gateway {seed}", state=FAIL, found=str(error.strerror or error),
                 todo="is `mooncake up` running there, and no firewall between?",
             )  # fmt: skip
-    if not (folder / SECRET).is_file():
+    if not all((folder / name).is_file() for name in own.credentials):
         return
     given: dict[str, object] = {
         "role": "decode", "join": cluster.seeds, "bind_host": own.address, "cluster_secret": "-",
@@ -261,7 +255,7 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
     if (allowed := cluster.settings["settings"].get("bind_ports")) is not None:
         given["bind_ports"] = allowed  # a firewall may let gateways answer to these alone
     config = resolve(given, None, {})
-    credential = own_credential(read_secret(folder / SECRET), CredentialRole.WORKER, name="doctor")
+    credential = machine_credential(own, folder)
     try:
         with contextlib.closing(Seeds(config, credential)) as seeds:
             num_wanted = len(seeds.addresses)

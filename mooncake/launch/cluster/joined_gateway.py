@@ -109,8 +109,9 @@ class JoinedCluster:
         config, port = self.config, self.config.join_port
         if port and self._credential.listening_seed is None:
             raise ConfigError(
-                "join-port: who joins here knows the cluster secret alone, and this gateway only "
-                "has a credential: leave the port out, or give the secret"
+                "join-port: who joins here expects the cluster's own key, and this credential does "
+                "not have it: leave the port out, or give the secret, or the gateway credential "
+                "that `mooncake cluster init` makes"
             )
         channel = ZmqChannel(
             config.bind_host, credential=self._credential, is_typed=bool(port), tells_ends=True,

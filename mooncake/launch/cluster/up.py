@@ -19,16 +19,13 @@ from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.base.messages import ClusterTold
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity import Credential, own_credential
 from mooncake.identity.certificates import names_in
 from mooncake.launch.cluster.checks import check_transport
 from mooncake.launch.cluster.seeds import Seeds
 from mooncake.launch.config.cluster_file import (
     API_PORT,
-    BUNDLE,
     CERTIFICATE,
-    SECRET,
     ClusterFile,
     Machine,
     Part,
@@ -93,6 +90,16 @@ def own_machine(cluster: ClusterFile, name: str | None) -> Machine:
     )
 
 
+def machine_credential(machine: Machine, folder: Path) -> Credential:
+    """Return what proves the machine itself: a credential of one of its processes.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged.
+    """
+    file, kind = next(iter(machine.credentials.items()))
+    return own_credential(read_secret(folder / file), kind)
+
+
 def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, ServeConfig, ServePlan]]:
     """Return what each process of a machine will do, having looked whether all fit together there.
     Run beside the file.
@@ -100,17 +107,18 @@ def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, Serve
     Raises:
         ConfigError: a setting is wrong, a file is missing, or the machine is too small.
     """
-    for file in BUNDLE:
+    own = Path(CERTIFICATE)
+    if own.is_file() and machine.address not in (names := names_in(own.read_text())):
+        raise ConfigError(
+            f"{CERTIFICATE}: it is of {', '.join(names)}, and {machine.name} is {machine.address}: "
+            "copy the folder of this machine here"
+        )
+    for file in machine.bundle:
         if not Path(file).is_file():
             raise ConfigError(
                 f"{file}: it is not beside {cluster.path.name}; `mooncake cluster init` makes a "
                 f"folder with it for {machine.name}: copy that folder here"
             )
-    if machine.address not in (names := names_in(Path(CERTIFICATE).read_text())):
-        raise ConfigError(
-            f"{CERTIFICATE}: it is of {', '.join(names)}, and {machine.name} is {machine.address}: "
-            "copy the folder of this machine here"
-        )
     machine_facts.check_port(machine.address, 0, "address")
     if not Path(cluster.model).is_dir():
         raise ConfigError(f"model: {cluster.model} is not on {machine.name}; copy the checkpoint")
@@ -323,6 +331,6 @@ def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool
         return 0
     _, config, _ = planned[0]
     limit_s = max(config.shutdown_timeout for _, config, _ in planned)
-    credential = own_credential(read_secret(Path(SECRET)), CredentialRole.WORKER, name="up")
+    credential = machine_credential(machine, Path())
     with contextlib.closing(Seeds(config, credential)) as seeds:
         return Up(cluster, machine, children, say).run(seeds, limit_s)

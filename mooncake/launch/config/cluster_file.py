@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake.base import ConfigError, Role
+from mooncake.base.rights import CredentialRole
 from mooncake.launch.config import options
 from mooncake.launch.config.config import read_yaml, unknown_setting
 from mooncake.launch.config.options import bracketed, count, flag
@@ -26,11 +27,15 @@ JOIN_PORT = 6400
 """The first gateway of a machine is joined here, the second one port further."""
 API_PORT = 8000
 JOIN_TIMEOUT_S = 24 * 3600
-SECRET, CERTIFICATE, KEY, AUTHORITY = "secret", "cert.pem", "key.pem", "ca.pem"
+CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 """Files of a machine's bundle, beside the file of the cluster."""
-BUNDLE = (SECRET, CERTIFICATE, KEY, AUTHORITY)
-SAFE = "authority"
-"""The folder of what no machine may have, beside those of the machines."""
+CREDENTIALS = {
+    f"{kind.value}.credential": kind for kind in (CredentialRole.GATEWAY, CredentialRole.WORKER)
+}
+"""Files of what its gateways and its workers prove themselves with."""
+SECRET, SAFE = "secret", "authority"
+"""The cluster's secret, and the folder of what no machine may have, beside those of the machines.
+"""
 
 _TOP = ("model", "machines", "settings", *ROLES)
 _MACHINE = ("address", *ROLES)
@@ -57,6 +62,17 @@ class Machine:
     name: str
     address: str
     counts: Mapping[str, int]
+
+    @property
+    def credentials(self) -> dict[str, CredentialRole]:
+        """The files of what its processes prove themselves with, and as what."""
+        kinds = {_kind(role) for role, number in self.counts.items() if number}
+        return {file: kind for file, kind in CREDENTIALS.items() if kind in kinds}
+
+    @property
+    def bundle(self) -> tuple[str, ...]:
+        """All files that it needs beside that of the cluster."""
+        return (*self.credentials, CERTIFICATE, KEY, AUTHORITY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +157,8 @@ class ClusterFile:
                 given: dict[str, object] = {
                     "model": self.model, "role": role, "join": self.seeds,
                     "bind_host": machine.address, "node_id": machine.name,
-                    "cluster_secret_file": SECRET, "join_timeout": JOIN_TIMEOUT_S,
+                    "cluster_secret_file": f"{_kind(role).value}.credential",
+                    "join_timeout": JOIN_TIMEOUT_S,
                 }  # fmt: skip
                 if role == "gateway":
                     port = int(str(of_role.get("port", API_PORT))) + index
@@ -180,6 +197,10 @@ def read_cluster_file(path: str) -> ClusterFile:
     )
     _check(found)
     return found
+
+
+def _kind(role: str) -> CredentialRole:
+    return CredentialRole.GATEWAY if role == "gateway" else CredentialRole.WORKER
 
 
 def _check(found: ClusterFile) -> None:

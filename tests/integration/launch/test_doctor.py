@@ -115,7 +115,8 @@ def test_a_support_bundle_holds_no_secret(folder: Path, capsys: pytest.CaptureFi
         for line in file.read_text().splitlines()[1:-1]
     ]
     secrets = [
-        (folder / "secret").read_text(), "k3y-of-the-api", "t0ken", "c0mmand-token",
+        *((folder / f"{role}.credential").read_text() for role in ("gateway", "worker")),
+        "k3y-of-the-api", "t0ken", "c0mmand-token",
         "from-the-environment", *keys,
     ]  # fmt: skip
     for name, text in content.items():

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import stat
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
+from mooncake.identity import own_credential
 from mooncake.identity.certificates import names_in
+from mooncake.identity.credential import PREFIX, cluster_keys
 from tests.support.model.checkpoints import write_config_only
 
 Run = Any
@@ -66,12 +74,49 @@ def test_what_is_made_once_stays_and_is_private(run: Run, tmp_path: Path) -> Non
 
 def test_a_machine_with_another_address_gets_another_certificate(run: Run, tmp_path: Path) -> None:
     run("--dry-run")
-    secret = (tmp_path / "k2" / "here" / "secret").read_text()
+    credential = (tmp_path / "k2" / "here" / "worker.credential").read_text()
     moved = {"here": {"address": "127.0.0.2", "gateway": 1, "decode": 1}}
     code, said = run("--dry-run", machines=moved)
     assert code == 0, said
     assert "127.0.0.2" in names_in((tmp_path / "k2" / "here" / "cert.pem").read_text())
-    assert (tmp_path / "k2" / "here" / "secret").read_text() == secret
+    assert (tmp_path / "k2" / "here" / "worker.credential").read_text() == credential
+
+
+def test_a_machine_holds_credentials_of_its_own_roles_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no secret. One of a role that it no longer has goes, and so does one of an old secret."""
+    place, gateway, worker = tmp_path / "k2", CredentialRole.GATEWAY, CredentialRole.WORKER
+    monkeypatch.chdir(tmp_path)
+
+    def held(**machines: dict[str, Any]) -> dict[str, list[CredentialRole]]:
+        told = {
+            name: {"address": f"192.0.2.{number}", **counts}
+            for number, (name, counts) in enumerate(machines.items(), 1)
+        }
+        Path("k2.yaml").write_text(yaml.safe_dump({"model": "m", "machines": told}))
+        assert cli.run(["cluster", "init", "k2.yaml"]) == 0
+        secret = (place / "authority" / "secret").read_text()
+        found: dict[str, list[CredentialRole]] = {name: [] for name in machines}
+        for name in machines:
+            for file in sorted((place / name).iterdir()):
+                text = file.read_text()
+                assert secret not in text
+                if text.startswith(PREFIX):
+                    credential = own_credential(text, *CredentialRole)
+                    assert credential.cluster == cluster_keys(secret)
+                    assert (credential.listening_seed is None) == (file.name[0] == "w")
+                    found[name] += credential.certificate.roles
+        return found
+
+    api, both, pool = {"gateway": 2}, {"gateway": 1, "decode": 1}, {"kvstore": 1}
+    assert held(a=api, b=both, c=pool) == {"a": [gateway], "b": [gateway, worker], "c": [worker]}
+    before = (place / "c" / "worker.credential").read_text()
+    assert held(a=api, b={"decode": 1}, c=pool) == {"a": [gateway], "b": [worker], "c": [worker]}
+    assert (place / "c" / "worker.credential").read_text() == before
+    (place / "authority" / "secret").unlink()
+    assert held(a=api, b=both, c=pool)["c"] == [worker]
+    assert (place / "c" / "worker.credential").read_text() != before
 
 
 @pytest.mark.parametrize(
@@ -97,10 +142,27 @@ def test_what_does_not_fit_is_refused(
     assert message in " ".join(said.split())
 
 
-def test_a_folder_without_its_secret_is_refused(
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_takes_the_unit_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "several-machines.md").read_text()
+    [unit] = re.findall(r"(?:^    .*\n)*^    \[Service\]\n(?:^    .*\n)*", page, re.MULTILINE)
+    program = "/usr/local/bin/mooncake"
+    assert program in unit
+    here = Path(sys.executable).parent / "mooncake"
+    for wrong in ("", "LimitMEMLOKC=1\n"):  # a word that systemd does not know is a complaint
+        file = tmp_path / f"mooncake{len(wrong)}.service"
+        file.write_text(textwrap.dedent(unit.replace(program, str(here))) + wrong)
+        told = subprocess.run(
+            ["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False
+        )
+        assert (told.returncode, told.stderr + told.stdout) == (0, "") or wrong
+        assert not wrong or "LimitMEMLOKC" in told.stderr
+
+
+def test_a_folder_without_its_credential_is_refused(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("--dry-run")
-    (tmp_path / "k2" / "here" / "secret").unlink()
+    (tmp_path / "k2" / "here" / "worker.credential").unlink()
     assert cli.run(["up", "k2.yaml"]) == 2
-    assert "secret: it is not beside k2.yaml" in capsys.readouterr().err
+    assert "worker.credential: it is not beside k2.yaml" in capsys.readouterr().err

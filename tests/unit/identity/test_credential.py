@@ -56,6 +56,10 @@ def test_only_those_that_serve_listen_with_the_clusters_key() -> None:
     assert roles[CLIENT] is roles[CredentialRole.OPERATOR] is None
     given = own_credential(issue(SECRET, "w", [WORKER]).text, WORKER)
     assert given.listening_seed is None, "it does not know the cluster's key"
+    told = own_credential(issue(SECRET, "g", [CredentialRole.GATEWAY], listens=True).text,
+                          CredentialRole.GATEWAY)  # fmt: skip
+    assert told.listening_seed == roles[WORKER]
+    assert own_credential(told.text, CredentialRole.GATEWAY).text == told.text
 
 
 def test_while_a_secret_is_replaced_both_count_and_the_first_is_proven() -> None:
