@@ -137,7 +137,6 @@ class Metrics:
         live = self._live.get(event.request_id)
         if live is None:
             return
-        self._requests.generation_tokens.inc(event.num_tokens)
         self._requests.tokens_per_event.observe(event.num_tokens)
         if event.start > 0:
             gap_s = event.at_s - live.last_token_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mooncake.base import Role, WorkerLoad
+from mooncake.telemetry.tally import Tally
 
 _TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -60,7 +61,6 @@ class RequestSeries:
         )
         self.waiting = gauge("num_requests_waiting", "Requests without a first token so far.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens reused, not computed.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in any tier.")
@@ -85,7 +85,10 @@ class RequestSeries:
         )
         self._model_name = model_name
         self.ttft_s = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
-        self.gap_s = histogram("inter_token_latency_seconds", "Gap between tokens.", _GAP_S)
+        own = {"model_name": model_name}
+        self.gap_s = Tally(
+            registry, "mooncake:inter_token_latency_seconds", "Gap between tokens.", own, _GAP_S
+        )
         self.slow_gap_s = histogram(
             "request_tbt_seconds", "Mean of the slowest 10 % of a request's gaps.", _GAP_S
         )
@@ -111,8 +114,13 @@ class RequestSeries:
             "request_generation_tokens", "Output length.", _TOKENS
         )
         self.max_tokens = histogram("request_params_max_tokens", "max_tokens of requests.", _TOKENS)
-        self.tokens_per_event = histogram(
-            "tokens_per_event", "Tokens per event to the client.", _BURST
+        self.tokens_per_event = Tally(
+            registry,
+            "mooncake:tokens_per_event",
+            "Tokens per event to the client.",
+            own,
+            _BURST,
+            counter=("mooncake:generation_tokens", "Tokens generated."),
         )
 
     def refused(self, reason: str, status: int) -> None:

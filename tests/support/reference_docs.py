@@ -9,7 +9,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -120,7 +120,7 @@ def metrics() -> list[str]:
         "Names of a gateway follow vLLM's, with the prefix `mooncake:`. Histograms are series of "
         "their own with `_bucket`, `_sum` and `_count` at the end.", "",
         "## A gateway: `GET /metrics` of the API", "",
-        *table(["series", "kind", "labels", "meaning"], map(_series, registry._collector_to_names)),
+        *table(["series", "kind", "labels", "meaning"], _series(registry._collector_to_names)),
         "", "## A worker: `GET /metrics` of `--health-port`", "",
         "Also of a pool node's `--admin-port`. Besides these there are the `process_` series that "
         "Prometheus' own client has for memory, CPU time and descriptors.", "",
@@ -146,10 +146,11 @@ def metrics() -> list[str]:
     return [*lines, *table(["series", "kind", "labels", "meaning"], rows)]
 
 
-def _series(collector: Any) -> list[str]:
-    name = collector._name + "_total" * (collector._type == "counter")
-    labels = ", ".join(collector._labelnames)
-    return [code(name), collector._type, labels, collector._documentation]
+def _series(collectors: Iterable[Any]) -> Iterator[list[str]]:
+    for collector in collectors:
+        for family in collector.collect():
+            name = family.name + "_total" * (family.type == "counter")
+            yield [code(name), family.type, ", ".join(collector._labelnames), family.documentation]
 
 
 def _of_node(
