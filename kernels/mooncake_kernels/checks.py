@@ -303,10 +303,28 @@ def _penalize(s: ModelShape, device: torch.device) -> Case:
     return Case(run, 1e-12)
 
 
+def _mask(s: ModelShape, device: torch.device) -> Case:
+    make = Maker(device)
+    logits = make.normal(3, s.vocab, dtype=torch.float32)
+    allowed = make.integers(0, 256, 3, -(-s.vocab // 8)).to(torch.uint8)
+
+    def run(mask: Any) -> Outputs:
+        masked = logits.clone()
+        mask(masked, allowed)
+        return [masked.clamp_(min=-1e9)]
+
+    return Case(run, EXACT)
+
+
 def _most_likely(s: ModelShape, device: torch.device) -> Case:
     logits = Maker(device).normal(3, s.vocab, dtype=torch.float32)
     tokens = torch.tensor([0, 1, 2], device=device)
-    return Case(lambda f: list(f(logits, tokens, 5)), EXACT)
+
+    def run(most_likely: Any) -> Outputs:
+        found = most_likely(logits, tokens, 5)
+        return [found.best, found.ids, found.own, found.ranks]
+
+    return Case(run, 1e-12)
 
 
 CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
@@ -327,6 +345,7 @@ CASES: dict[str, Callable[[ModelShape, torch.device], Case]] = {
     "mla_decode": _decode,
     "mla_expanded": _spans(absorbed=False),
     "mla_prefill": _prefill,
+    "mask": _mask,
     "most_likely": _most_likely,
     "penalize": _penalize,
     "quantize_rows": _quantize,

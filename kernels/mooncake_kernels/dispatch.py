@@ -105,6 +105,10 @@ _TABLE: dict[str, dict[str, str]] = {
         NATIVE: "mooncake_kernels.native.sampling:penalize",
         TRITON: "mooncake_kernels.triton.sampling:penalize",
     },
+    "mask": {
+        REFERENCE: "mooncake_kernels.reference.sampling:mask",
+        NATIVE: "mooncake_kernels.native.sampling:mask",
+    },
     "most_likely": {
         REFERENCE: "mooncake_kernels.reference.sampling:most_likely",
         NATIVE: "mooncake_kernels.native.sampling:most_likely",

@@ -209,12 +209,42 @@ def test_the_most_likely_tokens(most: int, layout: str) -> None:
     values[7] = (values[7] * 2).round() / 2
     values[8, 5:] = -torch.inf
     tokens = torch.randint(0, 700, (9,), generator=torch.Generator().manual_seed(7))
-    best, ids, ranks = kernel("most_likely", "native")(LAYOUTS[layout](values), tokens, most)
-    wanted_best, wanted_ids, wanted_ranks = kernel("most_likely")(values, tokens, most)
-    assert torch.equal(best, wanted_best)
-    assert torch.equal(ranks, wanted_ranks)
-    assert torch.equal(ids[:7], wanted_ids[:7])
-    assert torch.equal(values.gather(1, ids), best), "of those that tie any, each once"
-    assert all(len(set(row)) == most for row in ids.tolist())
-    tied = [tuple(pair) for pair in zip((-best[7]).tolist(), ids[7].tolist(), strict=True)]
+    found = kernel("most_likely", "native")(LAYOUTS[layout](values), tokens, most)
+    wanted = kernel("most_likely")(values, tokens, most)
+    assert torch.equal(found.ranks, wanted.ranks)
+    assert torch.equal(found.ids[:7], wanted.ids[:7])
+    for ours, theirs in ((found.best, wanted.best), (found.own, wanted.own)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    chosen = values.gather(1, found.ids)
+    assert torch.equal(chosen, values.topk(most, dim=-1).values), "of those that tie any, each once"
+    assert all(len(set(row)) == most for row in found.ids.tolist())
+    tied = [tuple(pair) for pair in zip((-chosen[7]).tolist(), found.ids[7].tolist(), strict=True)]
     assert tied == sorted(tied), "the lowest ids first"
+
+
+@needs_compiled_code
+def test_log_probabilities_of_logits_far_apart_and_of_both_zeros() -> None:
+    values = torch.tensor([[-1e30, 300.0, 299.0, -1e30, 0.0], [0.0, -0.0, -0.0, 0.0, -5.0]])
+    found = kernel("most_likely", "native")(values, torch.tensor([0, 2]), 4)
+    exact = values.double().log_softmax(dim=-1)
+    torch.testing.assert_close(
+        found.best.double(), exact.gather(1, found.ids), rtol=1e-6, atol=1e-6
+    )
+    assert found.ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+    assert found.ranks.tolist() == [4, 1]
+
+
+@needs_compiled_code
+@pytest.mark.parametrize("vocab", [1, 7, 8, 300, 1793])
+def test_masks_of_bits(vocab: int) -> None:
+    values = logits(5, vocab, seed=8)
+    allowed = torch.randint(0, 256, (5, -(-vocab // 8)), generator=torch.Generator().manual_seed(9))
+    ours, theirs = values.clone(), values.clone()
+    kernel("mask", "native")(ours, allowed.to(torch.uint8))
+    kernel("mask")(theirs, allowed.to(torch.uint8))
+    assert torch.equal(ours, theirs)
+    for row in range(5):
+        for token in range(vocab):
+            is_allowed = bool(int(allowed[row, token // 8]) >> token % 8 & 1)
+            wanted = float(values[row, token]) if is_allowed else -float("inf")
+            assert float(theirs[row, token]) == wanted

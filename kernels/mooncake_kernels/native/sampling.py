@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from mooncake_kernels.native.packed import at, function
-from mooncake_kernels.reference.sampling import LEAST_SCALED, DrawSettings, Penalties
+from mooncake_kernels.reference.sampling import LEAST_SCALED, DrawSettings, MostLikely, Penalties
 
 
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
@@ -46,18 +46,26 @@ def penalize(
     )
 
 
-def most_likely(
-    logits: torch.Tensor, tokens: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the reference; of tokens that tie, the lowest ids."""
+def mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    """As the reference. Both are contiguous."""
+    assert logits.is_contiguous()
+    assert allowed.is_contiguous()
+    function("mask_rows")(
+        at(logits), at(allowed), allowed.shape[1], *logits.shape, torch.get_num_threads()
+    )
+
+
+def most_likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> MostLikely:
+    """As the reference, but for the rounding of a logarithm; of tokens that tie, the lowest ids."""
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     best = torch.empty(rows, most, dtype=torch.float32)
     ids = torch.empty(rows, most, dtype=torch.int64)
+    own = torch.empty(rows, dtype=torch.float32)
     ranks = torch.empty(rows, dtype=torch.int64)
     function("most_likely_rows")(
         at(logits), ctypes.c_int64(logits.stride(0)), at(tokens), rows, vocab, most,
-        at(best), at(ids), at(ranks), torch.get_num_threads(),
+        at(best), at(ids), at(own), at(ranks), torch.get_num_threads(),
     )  # fmt: skip
-    return best, ids, ranks
+    return MostLikely(best, ids, own, ranks)

@@ -36,6 +36,20 @@ class Penalties:
     frequency: torch.Tensor
 
 
+@dataclass(frozen=True)
+class MostLikely:
+    """Natural-log probabilities under the softmax of rows of logits.
+
+    best: float32 [rows, most], the most likely first. ids: int64, whose they are. own: float32
+    [rows], of the row's own token. ranks: int64 [rows], its place, 1 = the most likely.
+    """
+
+    best: torch.Tensor
+    ids: torch.Tensor
+    own: torch.Tensor
+    ranks: torch.Tensor
+
+
 def penalize(
     logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, penalties: Penalties
 ) -> None:
@@ -53,6 +67,17 @@ def penalize(
         max=1.0
     )
     logits.copy_(adjusted)
+
+
+def mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Set the tokens of `logits` [rows, vocab] float32 that are not allowed to minus infinity, in
+    place. allowed: uint8 [rows, (vocab + 7) // 8], a bit for each token, the lowest first.
+    """
+    rows, vocab = logits.shape
+    numbers = torch.arange(256, device=logits.device)
+    is_off = (numbers[:, None] >> numbers[:8]) & 1 == 0  # of each byte its bits
+    forbidden = is_off.index_select(0, allowed.reshape(-1).int()).view(rows, -1)
+    logits.masked_fill_(forbidden[:, :vocab], -torch.inf)
 
 
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
@@ -86,13 +111,14 @@ def _draw_row(row: torch.Tensor, settings: DrawSettings, place: int) -> int:
     return int(above[0])
 
 
-def most_likely(
-    logits: torch.Tensor, tokens: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the `most` largest of each row of `logits` [rows, vocab] float32, the largest first:
-    [rows, most]; their ids, int64; the rank of the row's token in `tokens` [rows], 1 = the most
-    likely: int64 [rows]). Which of tokens that tie come first is not said.
+def most_likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> MostLikely:
+    """Return the `most` most likely tokens of each row of `logits` [rows, vocab] float32, and how
+    likely the row's token in `tokens` [rows] is. Which of tokens that tie come first is not said.
     """
     chosen = logits.gather(1, tokens[:, None])
     best = logits.topk(most, dim=-1)
-    return best.values, best.indices, (logits > chosen).sum(dim=-1).add_(1)
+    # As logsumexp computes it; the largest are known already.
+    sums = (logits - best.values[:, :1]).exp_().sum(dim=-1, keepdim=True)
+    whole = sums.log_() + best.values[:, :1]
+    ranks = (logits > chosen).sum(dim=-1).add_(1)
+    return MostLikely(best.values - whole, best.indices, (chosen - whole).squeeze(1), ranks)

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 import llguidance
-import numpy as np
 import torch
 
 from mooncake.base import Grammar, InternalError, MooncakeError
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.model.grammars.grammar_jobs import GrammarJobs, Job, TookTooLong
 from mooncake.model.grammars.grammar_tokens import GrammarTokens
+from mooncake.model.grammars.token_bits import bits_of, num_bytes
 
 MAX_COMPILED_BYTES = 1 << 30
 """Of compiled grammars that are kept, the ones used last; most compile in about a millisecond."""
@@ -168,6 +168,7 @@ class Follower:
         self._jobs = jobs
         self._matcher: llguidance.LLMatcher | None = None
         self._ends = [token for token in grammar.end_ids if 0 <= token < grammars.vocab_size]
+        self._end_bits = bits_of(self._ends, grammars.vocab_size)
         self._triggers = frozenset(grammar.triggers)
         if grammar.free:
             self._state = _State.FREE
@@ -175,8 +176,8 @@ class Follower:
             self._state = _State.BOUND if grammar.think_begin is None else _State.FIRST
         self._job: Job[torch.Tensor | None] = self._submit(list(output_tokens))
 
-    def forbidden(self) -> torch.Tensor | None:
-        """Return bool [vocab] of the tokens that may not come next, None = all may; waits for it.
+    def allowed(self) -> torch.Tensor | None:
+        """Return the tokens that may come next as `bits_of` does, None = all may; waits for it.
 
         Raises:
             InternalError: the grammar is broken, or its mask takes longer than the limit.
@@ -188,7 +189,7 @@ class Follower:
             raise
 
     def advance(self, token: int) -> None:
-        """Take the sampled token and begin to compute the next mask; call `forbidden` before."""
+        """Take the sampled token and begin to compute the next mask; call `allowed` before."""
         free = self._state is _State.FREE and token not in self._triggers
         if free and token != self._grammar.think_end:
             return  # the mask of free text does not change
@@ -235,23 +236,21 @@ class Follower:
         return self._matcher
 
     def _mask(self) -> torch.Tensor | None:
-        size = self._grammars.vocab_size
         if self._state is _State.FREE:
-            if self._grammar.optional:
-                return None
-            return _marked(self._ends, size)  # what must come has not come yet
+            return None if self._grammar.optional else ~self._end_bits  # what must come has not yet
         if self._state is _State.ENDED:
-            return ~_marked(self._ends, size)
+            return self._end_bits
         matcher = self._bound()
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        bits = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
             problem = _first_line(matcher.get_error())
             raise InternalError(f"the grammar cannot be followed: {problem}")
-        allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
-        allowed[self._ends] = matcher.is_accepting()
-        if self._state is _State.FIRST:
-            allowed[self._grammar.think_begin] = True
-        return torch.from_numpy(~allowed)
+        size = self._grammars.vocab_size
+        allowed = torch.frombuffer(bits, dtype=torch.uint8)[: num_bytes(size)]
+        allowed = allowed | self._end_bits if matcher.is_accepting() else allowed & ~self._end_bits
+        if self._state is _State.FIRST and self._grammar.think_begin is not None:
+            allowed |= bits_of([self._grammar.think_begin], size)
+        return allowed
 
 
 def _digest(text: str) -> bytes:
@@ -263,12 +262,6 @@ def _first_line(problem: object) -> str:
     behind them."""
     lines = str(problem).splitlines()
     return lines[0][:MAX_REASON_CHARS] if lines else "no reason given"
-
-
-def _marked(tokens: Sequence[int], size: int) -> torch.Tensor:
-    marks = torch.zeros(size, dtype=torch.bool)
-    marks[list(tokens)] = True
-    return marks
 
 
 class _Tokens:

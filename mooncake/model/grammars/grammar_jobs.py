@@ -32,18 +32,21 @@ class TookTooLong(InternalError):
 class Job(Generic[T]):
     """One piece of work and, once it has ended, its outcome."""
 
+    __slots__ = ("_error", "_value", "ended", "is_awaited", "started_s", "work")
+
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
         self.started_s: float | None = None
-        self.ended = threading.Event()
+        self.ended = False
+        self.is_awaited = False
+        """Whether somebody is to be woken at its end."""
         self._value: T | None = None
         self._error: BaseException | None = None
 
     def end(self, value: T | None = None, error: BaseException | None = None) -> None:
-        """Set the outcome; only the first one counts."""
-        if not self.ended.is_set():
-            self._value, self._error = value, error
-            self.ended.set()
+        """Set the outcome."""
+        self._value, self._error = value, error
+        self.ended = True
 
     def outcome(self) -> T:
         """Return the value, or raise the error, of a job that has ended."""
@@ -53,12 +56,19 @@ class Job(Generic[T]):
 
 
 class GrammarJobs:
-    """A few threads that run jobs in order of arrival, each for at most `limit_s` seconds."""
+    """A few threads that run jobs in order of arrival, each for at most `limit_s` seconds.
+
+    One lock guards all of it, and nobody is woken who has nothing to do: a step of many sequences
+    submits a job for each, and waits for each.
+    """
 
     def __init__(self, num_threads: int, limit_s: float, name: str) -> None:
         self._limit_s = limit_s
         self._name = name
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._work_to_do = threading.Condition(self._lock)
+        self._ends = threading.Condition(self._lock)
+        self._num_idle = 0
         self._queue: deque[Job[object]] = deque()
         self._running: dict[Job[object], None] = {}
         self._num_abandoned = 0
@@ -75,13 +85,15 @@ class GrammarJobs:
         fails at once as Unavailable: another worker may do it.
         """
         job = Job(work)
-        self._abandon_late()
-        with self._changed:
+        with self._lock:
+            if self._running:
+                self._abandon_late()
             if self._num_abandoned >= MAX_ABANDONED:
                 job.end(error=Unavailable("grammars of others have taken all the time here"))
             else:
                 self._queue.append(job)  # type: ignore[arg-type]  # a queue of any outcomes
-                self._changed.notify()
+                if self._num_idle:
+                    self._work_to_do.notify()
         return job
 
     def wait(self, job: Job[T]) -> T:
@@ -90,38 +102,49 @@ class GrammarJobs:
         Raises:
             TookTooLong: the job exceeded its limit. Its own error otherwise.
         """
-        while not job.ended.wait(self._limit_s / 8):
-            self._abandon_late()
+        if not job.ended:
+            with self._lock:
+                while not job.ended:
+                    job.is_awaited = True
+                    self._ends.wait(self._limit_s / 8)
+                    self._abandon_late()
         return job.outcome()
 
     def _abandon_late(self) -> None:
         now = time.monotonic()
-        with self._changed:
-            for job in list(self._running):
-                if job.started_s is not None and now - job.started_s > self._limit_s:
-                    del self._running[job]
-                    job.end(error=TookTooLong(f"the grammar takes more than {self._limit_s:g} s"))
-                    self._num_abandoned += 1
-                    logger.error(
-                        "a grammar exceeded %g s; %d threads are busy with such grammars",
-                        self._limit_s, self._num_abandoned,
-                    )  # fmt: skip
-                    start_deep_thread(self._work, self._name)
+        for job in list(self._running):
+            if job.started_s is not None and now - job.started_s > self._limit_s:
+                del self._running[job]
+                job.end(error=TookTooLong(f"the grammar takes more than {self._limit_s:g} s"))
+                self._ends.notify_all()
+                self._num_abandoned += 1
+                logger.error(
+                    "a grammar exceeded %g s; %d threads are busy with such grammars",
+                    self._limit_s, self._num_abandoned,
+                )  # fmt: skip
+                start_deep_thread(self._work, self._name)
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._queue:
-                    self._changed.wait()
+                    self._num_idle += 1
+                    self._work_to_do.wait()
+                    self._num_idle -= 1
                 job = self._queue.popleft()
                 job.started_s = time.monotonic()
                 self._running[job] = None
+            value, problem = None, None
             try:
-                job.end(job.work())
+                value = job.work()
             except BaseException as error:  # a panic of the library is no Exception
-                job.end(error=error)
-            with self._changed:
+                problem = error
+            with self._lock:
                 if job not in self._running:
                     self._num_abandoned -= 1
                     return  # abandoned meanwhile: another thread has taken this one's place
                 del self._running[job]
+                job.end(value, problem)
+                if job.is_awaited:
+                    self._ends.notify_all()
+            del job, value, problem  # what they hold is not to wait for the next job

@@ -32,11 +32,13 @@ from mooncake.engine.plan import Sample, SequenceStart
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammars.following import Follower, Grammars
+from mooncake.model.grammars.token_bits import bits_of
 from mooncake.model.layers.bad_words import BadWords, Place
 from mooncake.model.layers.sampling_math import MostLikely, draw, token_logprobs, uniform
 
 DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
 Penalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, on_device.Penalties], None]
+Mask = Callable[[torch.Tensor, torch.Tensor], None]
 _MASK_RATIO = 8
 """Rows that hide more than this part of the vocabulary hide it by a mask, not one by one."""
 MAX_SHARED = 64
@@ -49,6 +51,7 @@ class SamplingOps:
 
     draw: DrawTokens = draw
     penalize: Penalize = on_device.penalize
+    mask: Mask = on_device.mask
     most_likely: MostLikely = on_device.most_likely
     waits: bool = True
     """Whether the host may look at numbers on the way: not where that waits for a device. Then
@@ -66,7 +69,8 @@ def sampling_ops(backends: Backends) -> SamplingOps:
     if backends.attention == TRITON:
         return SamplingOps(kernel("draw", TRITON), kernel("penalize", TRITON), waits=False)
     if backends.attention in (NATIVE, FIXED):
-        return SamplingOps(*(kernel(name, NATIVE) for name in ("draw", "penalize", "most_likely")))
+        names = ("draw", "penalize", "mask", "most_likely")
+        return SamplingOps(*(kernel(name, NATIVE) for name in names))
     return PLAIN_OPS
 
 
@@ -179,12 +183,12 @@ class Sampler:
         Waits for the masks of the others. To be called before `sample`.
         """
         failures: dict[int, Failure] = {}
-        for sequence_id in sequence_ids:
+        for sequence_id in reversed(sequence_ids):  # the mask that comes last: one wait for all
             sequence = self._known(sequence_id)
             if sequence.follower is None:
                 continue
             try:
-                mask = sequence.follower.forbidden()
+                mask = sequence.follower.allowed()
             except Unavailable as error:
                 failures[sequence_id] = Failure.unavailable(error.message)
             except MooncakeError as error:
@@ -347,22 +351,24 @@ class Sampler:
         self._take_penalties(adjusted, sequences)
         return adjusted
 
-    def _mask(self, logits: torch.Tensor, rows: list[int], mask: torch.Tensor) -> None:
-        """Mask the tokens of the host's `mask`, bool [vocab] or [rows, vocab], in these rows."""
-        there = self._copies.send(mask)
+    def _mask(self, logits: torch.Tensor, rows: list[int], allowed: torch.Tensor) -> None:
+        """Leave these rows the tokens of the host's `allowed`: uint8 [rows, bytes], bits."""
+        there = self._copies.send(allowed)
         if len(rows) == len(logits):
-            logits.masked_fill_(there, -torch.inf)
+            self._ops.mask(logits, there)
             return
         at = self._copies.send(torch.tensor(rows))
-        logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(there, -torch.inf))
+        part = logits.index_select(0, at)
+        self._ops.mask(part, there)
+        logits.index_copy_(0, at, part)
 
     def _leave_allowed(self, logits: torch.Tensor, sequences: list[_Sequence]) -> None:
         """Mask what is not in `allowed_token_ids`; rows that share them at once."""
-        found = [(row, each.shared.forbidden) for row, each in enumerate(sequences)]
-        for mask, rows in _grouped([(row, mask) for row, mask in found if mask is not None]):
+        found = [(row, each.shared.allowed) for row, each in enumerate(sequences)]
+        for allowed, rows in _grouped([(row, each) for row, each in found if each is not None]):
             guarded = [row for row in rows if sequences[row].mask is not None]
             with self._unless_empty(logits, guarded):
-                self._mask(logits, rows, mask)
+                self._mask(logits, rows, allowed.repeat(len(rows), 1))
 
     def _hide(
         self,
@@ -380,8 +386,8 @@ class Sampler:
                 if len(ids) * _MASK_RATIO < self._vocab_size or len(rows) == 1:
                     few += [(row, ids) for row in rows]
                 else:
-                    mask = torch.zeros(self._vocab_size, dtype=torch.bool)
-                    self._mask(logits, rows, mask.index_fill_(0, ids, True))
+                    left = ~bits_of(ids, self._vocab_size)
+                    self._mask(logits, rows, left.repeat(len(rows), 1))
             if few:
                 logits.view(-1).index_fill_(0, self._places(few), -torch.inf)
 
@@ -507,13 +513,12 @@ class _Shared:
     def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
         self.of = sampling
         """Keeps the lists, by whose identity this is found, from being freed."""
-        self.forbidden: torch.Tensor | None = None
-        """bool [vocab]: tokens outside `allowed_token_ids`."""
+        self.allowed: torch.Tensor | None = None
+        """Bits of `allowed_token_ids`, as `bits_of` returns them."""
         if sampling.allowed_token_ids:
             allowed = _ids(sampling.allowed_token_ids, vocab_size)
             if len(allowed):
-                marks = torch.ones(vocab_size, dtype=torch.bool)
-                self.forbidden = marks.index_fill_(0, allowed, False)
+                self.allowed = bits_of(allowed, vocab_size)
         self.stop_ids = _ids(sorted(sampling.stop_token_ids), vocab_size)
         """int64."""
         biases = {t: value for t, value in sampling.logit_bias.items() if 0 <= t < vocab_size}
@@ -522,7 +527,7 @@ class _Shared:
         """float32, one for each of `bias_ids`."""
         self.words = BadWords(sampling.bad_words, vocab_size) if sampling.bad_words else None
         num_hidden = len(self.stop_ids) + (self.words.num_ends if self.words else 0)
-        self.may_lose_all = self.forbidden is not None or num_hidden >= vocab_size
+        self.may_lose_all = self.allowed is not None or num_hidden >= vocab_size
         """Whether stop tokens that are held back and bad words may leave a row no token."""
 
 
@@ -539,7 +544,7 @@ class _Sequence:
     """In the history, where a penalty asks for one."""
     follower: Follower | None = None
     mask: torch.Tensor | None = None
-    """bool [vocab], on the host: tokens the grammar forbids at this step."""
+    """Bits of the tokens that the grammar allows at this step, as `bits_of` returns them."""
 
     @property
     def held_back(self) -> torch.Tensor | None:
@@ -558,7 +563,7 @@ class _Sequence:
     @property
     def changes_logits(self) -> bool:
         shared = self.shared
-        asked = (shared.forbidden, shared.bias, shared.words, self.place, self.mask)
+        asked = (shared.allowed, shared.bias, shared.words, self.place, self.mask)
         return any(each is not None for each in asked) or self.held_back is not None
 
     def append(self, token: int) -> None:

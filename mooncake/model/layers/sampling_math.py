@@ -14,9 +14,7 @@ from mooncake_kernels.reference.sampling import LEAST_SCALED, DrawSettings
 
 from mooncake.base import TokenLogprobs
 
-MostLikely = Callable[
-    [torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-]
+MostLikely = Callable[[torch.Tensor, torch.Tensor, int], sampling.MostLikely]
 
 _MASK64 = 2**64 - 1
 _NUCLEUS_SIZES = (128, 2048, 32768)
@@ -134,19 +132,11 @@ def _chunk_logprobs(
 ) -> list[TokenLogprobs]:
     there = torch.tensor(tokens, device=logits.device)
     most = min(max(1, *num_top), logits.shape[1])
-    best, ids, ranks = most_likely(logits, there, most)
-    # As logsumexp computes it; the largest are known already.
-    sums = (logits - best[:, :1]).exp_().sum(dim=-1, keepdim=True)
-    normalizer = sums.log_() + best[:, :1]
-    values = (logits.gather(1, there[:, None]) - normalizer).squeeze(1).tolist()
-    those = (best - normalizer).tolist()
+    found = most_likely(logits, there, most)
+    pairs = list(zip(found.ids.view(-1).tolist(), found.best.view(-1).tolist(), strict=True))
     return [
-        TokenLogprobs(
-            logprob=values[row],
-            rank=rank,
-            top=list(zip(its[:count], those[row][:count], strict=True)),
-        )
-        for row, (rank, its, count) in enumerate(
-            zip(ranks.tolist(), ids.tolist(), num_top, strict=True)
+        TokenLogprobs(own, rank, pairs[row * most : row * most + count])
+        for row, (own, rank, count) in enumerate(
+            zip(found.own.tolist(), found.ranks.tolist(), num_top, strict=True)
         )
     ]

@@ -26,7 +26,7 @@ follower, other = grammars.follow(bomb, []), grammars.follow(grammar_of("/[ab]/"
 print("others go on:", bool(allowed_next(other)))
 for _ in range(2):
     try:
-        follower.forbidden()
+        follower.allowed()
     except InternalError as error:
         print(error)
     follower = grammars.follow(bomb, [])

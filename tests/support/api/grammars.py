@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mooncake.api.text.message_parser import TOOL_MARKERS, Marker
 from mooncake.base import Grammar
 from mooncake.model.grammars.following import Follower, Grammars
@@ -50,8 +52,11 @@ def grammar_of(rule: str, **fields: Any) -> Grammar:
 
 def allowed_next(follower: Follower) -> set[int] | None:
     """Return the tokens that may come next, None = all."""
-    forbidden = follower.forbidden()
-    return None if forbidden is None else set((~forbidden).nonzero().flatten().tolist())
+    allowed = follower.allowed()
+    if allowed is None:
+        return None
+    marks = np.unpackbits(allowed.numpy(), count=TOKENIZER.vocab_size, bitorder="little")
+    return set(marks.nonzero()[0].tolist())
 
 
 def refused_at(grammars: Grammars, grammar: Grammar, tokens: Sequence[int]) -> int | None:

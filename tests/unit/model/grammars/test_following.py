@@ -85,7 +85,7 @@ def test_it_ends_exactly_where_it_is_complete(grammars: Grammars) -> None:
     follower = grammars.follow(grammar_of(json_rule({"type": "integer"}, "x")), [])
     end = special(END)
     for token, complete in [(encode("-")[0], False), (encode("4")[0], True)]:
-        follower.forbidden()
+        follower.allowed()
         follower.advance(token)
         allowed = allowed_next(follower)
         assert allowed is not None
@@ -140,7 +140,7 @@ class TestToolCalls:
 
     def test_free_text_costs_no_mask(self, grammars: Grammars) -> None:
         follower = grammars.follow(calls_grammar(), encode("some text"))
-        assert follower.forbidden() is None
+        assert follower.allowed() is None
 
 
 class TestThinking:
@@ -171,7 +171,7 @@ def test_a_sequence_that_moves_stands_where_it_stood(grammars: Grammars, cut: in
     tokens = encode("hi" + SECTION + call("get", '{"a": 12}') + SECTION_END + END)
     walked = grammars.follow(grammar, [])
     for token in tokens[:cut]:
-        walked.forbidden()
+        walked.allowed()
         walked.advance(token)
     assert allowed_next(grammars.follow(grammar, tokens[:cut])) == allowed_next(walked)
 
