@@ -6,6 +6,9 @@ secret has signed counts no more when the secret is taken out of use; but its ho
 for the same keys. An engine whose credential was renewed shakes hands with each owner once more, on
 a connection of its own: then both ends know each other's newest certificates, and sessions go on
 untouched. What two looks in a row object to is ended, at both ends.
+
+What was proven is remembered while a session depends on it, and else until the second look after:
+however many keys come and go, none of an open session is forgotten.
 """
 
 from __future__ import annotations
@@ -14,9 +17,8 @@ import logging
 import socket
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Set
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mooncake.base.errors import Forbidden, MooncakeError, ProtocolError
 from mooncake.identity import Certificate, Credential, check_certificate
@@ -32,7 +34,6 @@ LOOK_S = 2.0
 """Every so often all sessions are looked at."""
 ANSWER_S = 5.0
 """How long an owner may take to shake hands once more."""
-_MAX_KNOWN = 4096
 _LOG = logging.getLogger(__name__)
 
 
@@ -55,16 +56,23 @@ class Standing:
         self._credential = credential
         self._unix_time = unix_time
         self._lock = threading.Lock()
-        self._newest: OrderedDict[bytes, tuple[bytes, Certificate]] = OrderedDict()
+        self._newest: dict[bytes, tuple[bytes, Certificate]] = {}
         """By the key that signs: the certificate, also as it was signed."""
-        self._owners: OrderedDict[str, Certificate] = OrderedDict()
+        self._owners: dict[str, Certificate] = {}
         """By engine id: what each has proven to us."""
+        self._used: set[bytes | str] = set()
+        """Of these, those proven or asked about since the last look."""
         self._checked: dict[bytes, object] = {}
         """By the key that signs: the clusters by which the newest certificate was checked."""
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._forgotten: list[str] = []
         self._shown = credential.signed
         self._thread: threading.Thread | None = None
+
+    @property
+    def num_known(self) -> int:
+        """Certificates that are remembered, of clients and of owners."""
+        return len(self._newest) + len(self._owners)
 
     def watch(self, watched: Watched) -> None:
         """Look at these sessions, too, for as long as they live."""
@@ -76,15 +84,11 @@ class Standing:
         key = certificate.signing_key
         with self._lock:
             self._newest[key] = signed, certificate
-            self._newest.move_to_end(key)
             self._checked.pop(key, None)
+            self._used.add(key)
             if owner:
                 self._owners[owner] = certificate
-                self._owners.move_to_end(owner)
-            while len(self._newest) > _MAX_KNOWN:
-                self._checked.pop(self._newest.popitem(last=False)[0], None)
-            while len(self._owners) > _MAX_KNOWN:
-                self._owners.popitem(last=False)
+                self._used.add(owner)
 
     def objection(self, certificate: Certificate) -> str | None:
         """Return why a peer that has proven a certificate may have no session any more; None: that,
@@ -92,6 +96,7 @@ class Standing:
         """
         key, clusters = certificate.signing_key, self._credential.clusters
         with self._lock:
+            self._used.add(key)
             signed, newest = self._newest.get(key, (b"", certificate))
             is_checked = self._checked.get(key) is clusters
         try:
@@ -109,6 +114,7 @@ class Standing:
     def objection_to(self, engine_id: str) -> str | None:
         """Return the same of an owner; None also of one that has proven nothing yet."""
         with self._lock:
+            self._used.add(engine_id)
             certificate = self._owners.get(engine_id)
         return None if certificate is None else self.objection(certificate)
 
@@ -129,9 +135,11 @@ class Standing:
             watched = list(self._watched)
         doubted = {key for each in watched for key in each.look(self)}
         with self._lock:
-            for engine_id in self._forgotten:
-                self._owners.pop(engine_id, None)
+            self._used.difference_update(self._forgotten)
             self._forgotten.clear()
+            for known in (self._newest, self._owners, self._checked):
+                _keep(known, self._used)
+            self._used.clear()
         if self._credential.signed is not self._shown:
             if self._is_proving:
                 return  # at the next look
@@ -146,6 +154,12 @@ class Standing:
     @property
     def _is_proving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+
+def _keep(known: dict[Any, Any], used: Set[bytes | str]) -> None:
+    """Forget what is not used."""
+    for each in [each for each in known if each not in used]:
+        del known[each]
 
 
 def ended(what: str, who: str, reason: str) -> None:
