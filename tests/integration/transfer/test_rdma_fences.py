@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -42,10 +43,14 @@ def turn() -> None:
     select.select([], [], [], 0.001)
 
 
+def is_closed(owner: Engine, grant: int) -> bool:
+    return owner.transfer.fence(grant) is Fence.CLOSED
+
+
 def closes(owner: Engine, grant: int) -> None:
     """Wait until the owner's fence is closed."""
     owner.transfer.revoke(grant)
-    until(lambda: owner.transfer.fence(grant) is Fence.CLOSED, turn)
+    until(partial(is_closed, owner, grant), turn)
 
 
 def test_what_is_under_way_by_a_fenced_grant_lands_nowhere(
@@ -163,3 +168,40 @@ def test_grants_of_long_ago_are_fenced_with_all_before_the_last_that_was_forgott
     owner.transfer.revoke(grants[0])
     assert owner.transfer.fence(grants[0]) is Fence.OPEN
     closes(owner, grants[0])
+
+
+@pytest.mark.parametrize("max_grants", [4096, 2])
+def test_what_a_healthy_writer_has_under_way_arrives_though_its_session_is_closed(
+    opened: Open, fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch, max_grants: int
+) -> None:
+    """For a grant that it wrote by before, or, as a writer of many grants, may have written by.
+    It connects again by itself: writes and reads end well, however often that happens.
+    """
+    monkeypatch.setattr(rdma_owner, "MAX_GRANTS", max_grants)
+    us, owner, ours, theirs = pair_of(opened, 64 * KIB)
+    into = filled(us, 64 * KIB, 3)
+    owner.transfer.guard(theirs)
+    segment, ops = owner.transfer.segment, whole(ours, theirs)
+    foreign = owner.transfer.grant()  # nobody writes by it
+    for _ in range(3):
+        ended, good = owner.transfer.grant(), owner.transfer.grant()
+        for grant in (ended, good, owner.transfer.grant()):
+            assert move(us.transfer, Op.WRITE, segment, ops, grant=grant).error is None
+        theirs.buffer[:] = bytes(64 * KIB)
+        [before] = owner.rdma._owner.listener.sessions
+        fabric.hold()
+        write = TransferBatch(op=Op.WRITE, peer=segment, ops=ops, grant=good)
+        read = TransferBatch(op=Op.READ, peer=segment, ops=whole(into, theirs))
+        under_way = [us.transfer.submit(batch) for batch in (write, read)]
+        until(lambda: fabric.num_held > 1, turn)
+        fenced = ended if max_grants > 2 else foreign
+        owner.transfer.revoke(fenced)
+        assert owner.transfer.fence(fenced) is Fence.OPEN, "the session is closed for it"
+        until(partial(is_closed, owner, fenced), turn)
+        fabric.release()
+        done = wait_for(us.transfer, under_way)
+        assert [done[each].error for each in under_way] == [None, None]
+        assert theirs.buffer == ours.buffer
+        [after] = owner.rdma._owner.listener.sessions
+        assert after is not before
+        foreign = owner.transfer.grant()
