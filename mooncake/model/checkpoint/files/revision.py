@@ -7,11 +7,12 @@ file system gives each file (device, inode, size and times). Needs no tensors.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_s
 STATED_NAME = "weights-digests.json"
 """A file beside config.json with the digests of weights, which may themselves be away."""
 CACHE_NAME = "file-digests.json"
+LOCK_NAME = "file-digests.lock"
 MAX_CACHED = 4096
 """Files remembered; the oldest are forgotten first."""
 PIECE_BYTES = 64 * 2**20
@@ -79,16 +81,39 @@ def file_digests(
     """Return the digest of each file by its name: the SHA-256 of its pieces' SHA-256.
 
     Digests of files that have not changed since they were last hashed come from `cache_dir`;
-    without one, nothing is kept. A cache that cannot be read or written costs time and nothing
-    else.
+    without one, nothing is kept. Of processes that start together one hashes, and the others wait
+    for what it finds. A cache that cannot be read or written costs time and nothing else.
     """
     cache = _Cache(cache_dir)
-    unknown = [file for file in files if cache.get(file.path) is None]
-    if unknown:
-        for file, digest in zip(unknown, _hash_files(unknown, progress), strict=True):
-            cache.put(file.path, digest)
-        cache.save()
+    if not all(cache.knows(file) for file in files):
+        with _one_at_a_time(cache_dir):
+            cache = _Cache(cache_dir)  # another process may have hashed meanwhile
+            unknown = [file for file in files if not cache.knows(file)]
+            if unknown:
+                for file, digest in zip(unknown, _hash_files(unknown, progress), strict=True):
+                    cache.put(file.path, digest)
+                cache.save()
     return {file.path.name: str(cache.get(file.path)) for file in files}
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path | None) -> Iterator[None]:
+    """Keep other processes that hash for the same cache waiting; where no file can be locked, none
+    waits. The system ends the wait for a process that dies.
+    """
+    with contextlib.ExitStack() as held:
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context((folder / LOCK_NAME).open("a"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    logger.info("another process hashes weights; waiting for its digests")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:
+                pass  # `save` says that nothing is kept
+        yield
 
 
 def pieces_of(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
@@ -123,6 +148,9 @@ class _Cache:
             with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
                 self._digests = msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
 
+    def knows(self, file: FileBytes) -> bool:
+        return self.get(file.path) is not None
+
     def get(self, path: Path) -> str | None:
         return self._digests.get(_identity(path))
 
@@ -130,7 +158,7 @@ class _Cache:
         self._digests[_identity(path)] = digest
 
     def save(self) -> None:
-        """Write the cache whole or not at all; of two writers the later one wins."""
+        """Write the cache whole or not at all."""
         if self._path is None:
             return
         kept = dict(list(self._digests.items())[-MAX_CACHED:])

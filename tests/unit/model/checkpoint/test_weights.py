@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mooncake.base import CheckpointError
+from mooncake.model.checkpoint.files import revision
 from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME, CheckpointFiles
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.quant import (
@@ -246,6 +248,30 @@ class TestRevision:
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # times are put back, ctime is not
         assert revision() != first
         assert hashed
+
+    def test_of_those_that_start_together_one_hashes(
+        self, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, go_on, waiting = threading.Event(), threading.Event(), threading.Semaphore(0)
+        hashed: list[int] = []
+        monkeypatch.setattr(revision.logger, "info", lambda *_: waiting.release())
+
+        def named() -> str:
+            def progress(done: int, whole: int) -> None:
+                hashed.append(threading.get_ident())
+                begun.set()
+                assert go_on.wait(30)
+
+            return CheckpointFiles.open(copied).revision(tmp_path / "cache", progress)
+
+        with ThreadPoolExecutor(3) as threads:
+            found = [threads.submit(named)]
+            assert begun.wait(30)
+            found += [threads.submit(named) for _ in range(2)]
+            assert all(waiting.acquire(timeout=30) for _ in range(2)), "they hash, too"
+            go_on.set()
+            assert len({each.result(30) for each in found}) == 1
+        assert len(set(hashed)) == 1
 
     @pytest.mark.parametrize("content", [b"", b"[1]", b"not json", b'{"\xff": "x"}', b"[" * 10**6])
     def test_a_broken_or_unusable_cache_costs_only_time(
