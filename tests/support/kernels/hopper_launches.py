@@ -2,7 +2,8 @@
 
 Run as a program, in a process where Triton is not interpreting: nothing is computed, tensors are
 small stand-ins wherever the kernel's code depends on widths only. Names of launches, as arguments,
-compile these alone; `--write` keeps what came out in `sm90.json`.
+compile these alone; `--write` keeps what came out in `sm90.json`; `--changed` takes from there what
+is kept of kernels that have not changed since, and compiles the others and a few of each kind.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -36,6 +38,10 @@ STACKED = 2
 """Experts that are really made: how many there are is no part of the code."""
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 WARPGROUPS = DecodeTile(warpgroups=True)
+COMPILED = ("decode, 8 heads, warpgroups", "experts_fp8, 16 tokens", "layer ops", "router")
+"""Launches that are compiled in any case: the kept numbers are those of the compiler at hand."""
+Row = dict[str, Any]
+"""What is kept of one kernel."""
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -238,12 +244,13 @@ def loops(cubin: bytes) -> tuple[int, int, int]:
     return len(code), last + 1 - first, spills
 
 
-def described(launch: str, made: Compiled) -> dict[str, object]:
+def described(launch: str, made: Compiled) -> Row:
     registers, stack = resources(made.cubin)
     instructions, loop, loop_spills = loops(made.cubin)
     return {
         "launch": launch,
         "kernel": made.name,
+        "digest": made.digest,
         "shared_bytes": made.shared_bytes,
         "warps": made.num_warps,
         "registers": registers,
@@ -255,16 +262,26 @@ def described(launch: str, made: Compiled) -> dict[str, object]:
     }
 
 
+def launched(name: str, kept: Mapping[str, Row]) -> list[Row]:
+    """Return what comes out of a launch; `kept`, by digest, is not compiled again."""
+    with compiling(kept) as compiled:
+        LAUNCHES[name]()
+    return [
+        {**kept[made], "launch": name} if isinstance(made, str) else described(name, made)
+        for made in compiled
+    ]
+
+
 def main() -> None:
     # The grid is no part of the code; the number of programs need only be one an H200 would have.
     experts_module.num_programs = lambda device: 132  # type: ignore[assignment]
-    wanted = [name for name in sys.argv[1:] if name != "--write"] or list(LAUNCHES)
-    found = []
-    for name in wanted:
-        with compiling() as compiled:
-            LAUNCHES[name]()
-        found += [described(name, made) for made in compiled]
-    if "--write" in sys.argv[1:]:
+    flags = {word for word in sys.argv[1:] if word in ("--write", "--changed")}
+    wanted = [name for name in sys.argv[1:] if name not in flags] or list(LAUNCHES)
+    known: dict[str, Row] = {}
+    if "--changed" in flags:
+        known = {row["digest"]: row for row in hopper_table.kept()["kernels"]}
+    found = [row for name in wanted for row in launched(name, {} if name in COMPILED else known)]
+    if "--write" in flags:
         kept = hopper_table.kept()["kernels"]
         rows = found + [row for row in kept if row["launch"] not in wanted]
         order = [name for name in LAUNCHES if any(row["launch"] == name for row in rows)]
