@@ -72,8 +72,9 @@ PYTEST := $(BIN)/pytest --maxprocesses 4 --dist loadfile
 test: check test-python
 
 test-python: $(STAMP) helm
-	@for folder in $(PURE_TESTS) tests/integration; do echo "== $$folder" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
-	  $(PYTEST) -q -m "not slow" -n auto $$folder || exit 1; done
+	@for folders in tests/unit "tests/kernels tests/sim tests/property" tests/fuzz tests/conformance tests/integration; do \
+	  echo "== $$folders" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
+	  $(PYTEST) -q -m "not slow" -n auto $$folders || exit 1; done
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm

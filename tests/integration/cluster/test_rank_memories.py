@@ -147,9 +147,8 @@ def test_blocks_of_one_shape_are_those_of_another(
         assert checksums_of(cluster, "prefill-0", keys) == here
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_slow_stage_is_named(
-    model: Path, truth: list[list[int]], backend: str, caplog: pytest.LogCaptureFixture
+    model: Path, truth: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process that stands still most of the time, never for long; what is computed stays so."""
     flags = {"decode_set": ((PP_FLAG, 2),)}
@@ -160,7 +159,6 @@ def test_a_slow_stage_is_named(
         kvstore=0,
         by_role=True,
         protocols=("tcp",),
-        rank_backend=backend,
         **flags,
         **SETTINGS,
     ) as cluster:

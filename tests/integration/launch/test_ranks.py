@@ -28,10 +28,16 @@ SETTINGS = {
     "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512,
     "kv_cache_memory_bytes": "16MiB", "max_num_batched_tokens": 256,
 }  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "queries not compressed": {"q_lora_rank": None},
-    "group-limited routing": {"n_group": 4, "topk_group": 2},
-    "yarn": {},
+MIXED = [(2, 2, "auto", 2)]
+"""Tensors, contexts and layers in parts: where weights are cut otherwise, this shows it."""
+EVERY_SHAPE = [
+    (2, 1), (4, 1), (2, 1, "gloo"), (2, 2), (2, 2, "gloo"), (1, 1, "auto", 2), (1, 1, "gloo", 2),
+    *MIXED,
+]  # fmt: skip
+CONFIGS: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
+    "queries not compressed": ({"q_lora_rank": None}, MIXED),
+    "group-limited routing": ({"n_group": 4, "topk_group": 2}, MIXED),
+    "yarn": ({}, EVERY_SHAPE),
 }
 WIDE = {
     "moe_intermediate_size": 256, "intermediate_size": 256, "num_attention_heads": 4,
@@ -84,12 +90,11 @@ def followers() -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
-    path = nano(tmp_path / "nano", **CONFIGS[name])
+    overrides, shapes = CONFIGS[name]
+    path = nano(tmp_path / "nano", **overrides)
     expected = tokens_of(path, 1)
     assert all(len(tokens) == NUM_OUTPUT for tokens in expected)
-    for shape in ((2, 1), (4, 1), (2, 1, "gloo"), (2, 2), (2, 2, "gloo")):
-        assert tokens_of(path, *shape) == expected
-    for shape in ((1, 1, "auto", 2), (1, 1, "gloo", 2), (2, 2, "auto", 2)):
+    for shape in shapes:
         assert tokens_of(path, *shape) == expected
     # Chunks of a prompt follow one another.
     assert tokens_of(path, 1, num_stages=2, max_num_batched_tokens=32, max_num_seqs=8) == expected

@@ -124,19 +124,22 @@ def test_no_primitive_is_built_after_every_size_was_seen_once() -> None:
     assert "create:cache_miss" not in after
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize("backend", ["auto", "onednn"])
+@pytest.mark.parametrize(
+    ("backend", "weights"),
+    [("auto", "bf16"), ("auto", "fp8"), ("auto", "int4"), ("onednn", "bf16")],
+)
 def test_no_primitive_is_built_after_a_model_is_warmed_up(
     backend: str, weights: str, tmp_path: Path
 ) -> None:
-    """Under chunks of odd lengths, long contexts, cached prefixes, batches of decode, and mixes."""
+    """Under chunks of odd lengths, long contexts, cached prefixes, batches of decode, and mixes.
+    Quantized weights are multiplied by code of our own: one round with them is enough.
+    """
     checkpoint = tmp_path / "bf16"
     truth("yarn", **WIDTHS).bfloat16().save_pretrained(checkpoint)
     (checkpoint / "tokenizer.json").write_text("{}")
     if weights != "bf16":
         checkpoint = convert_checkpoint(checkpoint, tmp_path / weights, weights)
-    experts = backend if weights == "bf16" else "auto"
-    before, after = log_of(MODEL, backend, experts, str(checkpoint))
+    before, after = log_of(MODEL, backend, backend, str(checkpoint))
     assert before.count("create:cache_miss") > 50
     assert "create:cache_hit" in after
     assert [line for line in after.splitlines() if "create:cache_miss" in line] == []
