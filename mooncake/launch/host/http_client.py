@@ -27,10 +27,13 @@ class Client:
         api_key: str | None = None,
         sign: Callable[[str, str, str], str] | None = None,
         tls: ssl.SSLContext | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`sign` returns the `Authorization` for a method, a path and the server's challenge, in
-        place of a key. `tls` checks the server's certificate; None: as this machine does.
+        place of a key. `tls` checks the server's certificate; None: as this machine does. A server
+        that says nothing for `timeout_s` is taken for one that cannot be reached.
         """
+        self._timeout_s = timeout_s
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -88,10 +91,10 @@ class Client:
     def _ask(
         self, method: str, path: str, body: str | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         if self._tls is not None:
             connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=TIMEOUT_S, context=self._tls
+                self._host, self._port, timeout=self._timeout_s, context=self._tls
             )
         try:
             connection.request(method, self._prefix + path, body, self._headers)

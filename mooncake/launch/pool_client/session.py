@@ -45,7 +45,7 @@ from mooncake.kvstore.client.failover import MAX_ATTEMPTS, FailoverClient
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.host.http_client import Client
+from mooncake.launch.host.http_client import TIMEOUT_S, Client
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region
@@ -100,10 +100,16 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [("gateway_address", self.gateway_address)]
 
 
-def locate(url: str, cluster_secret: str, tls: ssl.SSLContext | None = None) -> PoolSessionConfig:
+def locate(
+    url: str,
+    cluster_secret: str,
+    tls: ssl.SSLContext | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> PoolSessionConfig:
     """Ask the HTTP API server of a pool node for its address and block layout; return settings for
     a session, which listens at this machine's address on the way to that node. The request is
-    signed: the server at `url` does not learn the secret.
+    signed: the server at `url` does not learn the secret. A server that says nothing for
+    `timeout_s` does not answer.
 
     Raises:
         Unavailable: no server answers at `url`, or there is no way to the node.
@@ -115,7 +121,7 @@ def locate(url: str, cluster_secret: str, tls: ssl.SSLContext | None = None) -> 
     def sign(method: str, path: str, challenge: str) -> str:
         return sign_request(credential, method, path, challenge)
 
-    about = Client(url, sign=sign, tls=tls).get(STATS_PATH)
+    about = Client(url, sign=sign, tls=tls, timeout_s=timeout_s).get(STATS_PATH)
     try:
         return PoolSessionConfig(
             gateway_address=about["gateway_address"],
@@ -415,6 +421,12 @@ class PoolSession:
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
         """Return the tier of each block; None: not stored."""
         return self._call(lambda client: client.exists(self._named(keys)))
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading blocks of a run the pool holds, on all its nodes together. A
+        hint: it holds nothing, and `get_into` says what came.
+        """
+        return self._call(lambda client: client.match(self._named(keys)))
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Take blocks out of all nodes and tiers for good: no node finds them again, not after a

@@ -99,6 +99,7 @@ def test_blocks_come_back_and_can_be_looked_at_and_removed(session: PoolSession)
     assert session.put(blocks) == []
     assert session.get([*blocks, key(99)]) == list(blocks.values())
     assert session.exists([key(3), key(99)]) == [Tier.DRAM, None]
+    until(lambda: session.match([*blocks, key(99)]) == len(blocks), "the gateway knows them")
     assert session.remove([key(3), key(99)]) == [True, False]
     assert session.get(list(blocks)) == [data(n) for n in range(3)]
     state = session.stat()

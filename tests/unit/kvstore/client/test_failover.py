@@ -258,6 +258,24 @@ def test_a_run_that_lies_at_several_nodes_comes_from_all_of_them(scene: Scene) -
     assert scene.found(*RUN)
 
 
+def test_a_match_counts_what_all_nodes_hold_together(scene: Scene) -> None:
+    assert scene.call("match", keys(*RUN)) == 0
+    scene.store("kv1", 1, 2)
+    assert scene.call("match", keys(*RUN)) == 2
+    scene.store("kv2", 3)
+    scene.store("kv0", 4)
+    assert scene.call("match", keys(*RUN)) == 4
+    assert scene.call("match", keys(9, *RUN)) == 0
+    assert scene.call("match", keys(1, 2)) == 2
+
+
+def test_a_match_without_a_gateway_asks_the_node_that_puts_go_to(scene: Scene) -> None:
+    scene.store("kv0", 1, 2)
+    scene.kill("gateway")
+    assert scene.call("match", keys(*RUN)) == 2
+    assert scene.call("match", keys(1, 2)) == 2
+
+
 def test_a_block_that_no_node_has_is_a_miss_and_no_error(scene: Scene) -> None:
     assert scene.call("get_into", keys(77), [0]) == 0
     scene.kill("kv0")

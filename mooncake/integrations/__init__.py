@@ -1,0 +1,1 @@
+"""Other engines' interfaces to a shared KVCache, implemented by clients of the pool."""

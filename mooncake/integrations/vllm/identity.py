@@ -1,0 +1,42 @@
+"""Which weights a vLLM server runs: a name that is equal only for equal bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mooncake.base import ConfigError
+from mooncake.launch.host import environment
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
+from mooncake.model.checkpoint.files.revision import file_digests, weights_revision
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def weights_name(model: str, commit: str | None, load_format: str) -> str:
+    """Return the name of the weights of `model`, as vLLM was given it. The files of a directory
+    are hashed whole, once: their digests are kept in this user's cache.
+
+    Args:
+        model: a directory, a file, or the name of a repository.
+        commit: of the repository, as it was downloaded.
+        load_format: vLLM's `--load-format`.
+
+    Raises:
+        ConfigError: nothing tells which weights these are.
+        CheckpointError: a file cannot be read.
+    """
+    path = Path(model)
+    if load_format == "dummy":
+        raise ConfigError("load-format dummy: weights without a name cannot share KV")
+    if path.is_dir() or path.is_file():
+        found = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = [PlainBytes(file) for file in found if file.suffix in WEIGHTS]
+        if not files:
+            raise ConfigError(f"model: {model} has no weights ({', '.join(WEIGHTS)})")
+        return weights_revision(b"", file_digests(files, environment.cache_dir()))
+    if not commit:
+        raise ConfigError(
+            f"model: nothing tells which revision of {model} this is; give the directory of its "
+            "files to vLLM, or --revision with a commit"
+        )
+    return f"{model}@{commit}"

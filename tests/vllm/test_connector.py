@@ -1,0 +1,277 @@
+"""Two vLLM servers share prefixes through a pool of two nodes; the nodes hang, die and come back.
+
+The tests build on each other: run them in their order. Each uses prompts of its own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from benchmarks.support.vllm_environment import why_no_connector
+from tests.support.kvstore.pool_process import PoolProcess, until
+from tests.support.kvstore.pool_traffic import check_nothing_is_held
+from tests.vllm.servers import (
+    BLOCK_TOKENS,
+    Answer,
+    prompt,
+    transfer_config,
+    vllm_server,
+    write_llama,
+    write_secret,
+)
+
+MODEL = Path("mooncake/k2-demo")
+"""Says how large the pool's blocks are."""
+LOAD_S = 5.0
+"""How long a load waits for the pool."""
+SLOW_S = 60.0
+"""An answer takes longer than this only when something hangs."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_no_connector() is not None, reason=why_no_connector() or ""),
+]
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+class Pool:
+    """Two nodes: `left` knows who belongs to the pool, `right` has joined it."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._join, self._admin = free_port(), {"left": free_port(), "right": free_port()}
+        self.nodes: dict[str, PoolProcess] = {}
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self._admin[name]}"
+
+    def start(self, name: str) -> None:
+        first = name == "left"
+        where = (
+            ("--join-port", self._join) if first else ("--join", f"tcp://127.0.0.1:{self._join}")
+        )
+        self.nodes[name] = PoolProcess(
+            MODEL, self._home / f"{name}.log", "--node-id", name, "--admin-port", self._admin[name],
+            "--dram", "64MiB", "--ssd", f"{self._home / name}:256MiB", "--ssd-min-uses", "1",
+            *where,
+        )  # fmt: skip
+
+    def send(self, name: str, number: int) -> None:
+        os.kill(self.nodes[name].process.pid, number)
+
+    def kill(self, name: str) -> None:
+        self.send(name, signal.SIGKILL)
+        self.nodes.pop(name).process.wait(10)
+
+    def check_nothing_is_held(self, name: str) -> None:
+        with self.nodes[name].session() as session:
+            check_nothing_is_held(session)
+
+    def close(self) -> None:
+        for name in list(self.nodes):
+            self.kill(name)
+
+
+class World:
+    """The pool, a server without the connector, and two with it, each with a node of its own."""
+
+    def __init__(self, home: Path, stack: ExitStack) -> None:
+        model, secret = write_llama(home / "llama"), write_secret(home / "secret")
+        self.pool = Pool(home)
+        stack.callback(self.pool.close)
+        self.pool.start("left")
+        self.pool.start("right")
+        urls = {name: self.pool.url(name) for name in ("left", "right")}
+
+        def flags(*order: str) -> tuple[str, str]:
+            nodes = [urls[name] for name in order]
+            config = transfer_config(nodes, secret, load_timeout_s=LOAD_S)
+            return "--kv-transfer-config", config
+
+        servers = {
+            "plain": (),
+            "first": flags("right", "left"),
+            "second": flags("left", "right"),
+        }
+        contexts = [vllm_server(name, model, *more) for name, more in servers.items()]
+        with ThreadPoolExecutor(len(contexts)) as threads:
+            entered = [threads.submit(context.__enter__) for context in contexts]
+        for context in contexts:
+            stack.push(context.__exit__)
+        self.plain, self.first, self.second = [each.result() for each in entered]
+
+    def share(self, seed: int, length: int) -> list[int]:
+        """Return a prompt whose whole blocks `first` has given to the pool."""
+        tokens = prompt(seed, length)
+        self.first.ask(tokens, 1)
+        until(lambda: self.found(tokens) > 0, "the pool has the prompt", 20)
+        return tokens
+
+    def found(self, tokens: list[int]) -> int:
+        """Return how many tokens `second` takes from the pool."""
+        self.second.forget()
+        return self.second.ask(tokens, 1).cached
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(tmp_path_factory.mktemp("vllm"), stack)
+
+
+def whole_blocks(length: int) -> int:
+    """Return the tokens of a prompt that may come from the pool: the last one is computed."""
+    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+LENGTHS = {1: 1000, 2: 600, 3: 257, 4: 256, 5: 129, 6: 60}
+"""Seed -> length of the prompts that all servers answer."""
+
+
+def test_answers_are_those_without_the_connector(world: World) -> None:
+    for seed, length in LENGTHS.items():
+        tokens = prompt(seed, length)
+        expected = world.plain.ask(tokens)
+        assert world.first.ask(tokens) == Answer(expected.tokens, 0), length
+
+
+def test_a_second_server_loads_what_the_first_computed(world: World) -> None:
+    for seed, length in LENGTHS.items():
+        tokens = prompt(seed, length)
+        expected = world.plain.ask(tokens)
+        assert world.second.ask(tokens) == Answer(expected.tokens, whole_blocks(length)), length
+    assert len({tuple(world.plain.ask(prompt(s, n)).tokens) for s, n in LENGTHS.items()}) == 6
+
+
+def test_answers_are_part_of_the_next_prompt(world: World) -> None:
+    tokens = prompt(10, 200)
+    answer = world.first.ask(tokens, 120)
+    following = [*tokens, *answer.tokens, *prompt(11, 50)]
+    expected = world.plain.ask(following)
+    assert world.second.ask(following) == Answer(expected.tokens, 2 * BLOCK_TOKENS)
+
+
+def test_a_longer_prompt_loads_behind_what_the_server_has(world: World) -> None:
+    tokens = world.share(12, 900)
+    world.second.forget()
+    assert world.second.ask(tokens[:400], 1).cached == whole_blocks(400)  # now its own
+    assert world.second.ask(tokens) == Answer(world.plain.ask(tokens).tokens, whole_blocks(900))
+
+
+def test_many_at_once(world: World) -> None:
+    """More than the servers run at a time, of which half share a prefix."""
+    common = world.share(20, 700)
+    prompts = [common + prompt(21 + n, 40) if n % 2 else prompt(21 + n, 500) for n in range(16)]
+    expected = [world.plain.ask(tokens).tokens for tokens in prompts]
+    world.second.forget()
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(world.second.ask, prompts))
+    assert [answer.tokens for answer in found] == expected
+    assert all(answer.cached >= whole_blocks(700) for answer in found[1::2])
+
+
+def test_other_salts_share_nothing(world: World) -> None:
+    tokens = world.share(50, 300)
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": 1, "cache_salt": "another"}
+    world.second.forget()
+    usage = world.second.post("/v1/completions", body)["usage"]
+    assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) in (0, None)
+
+
+def test_a_client_that_goes_away_in_mid_load_leaves_nothing_held(world: World) -> None:
+    tokens = world.share(60, 3000)
+    world.second.forget()
+    world.pool.send("right", signal.SIGSTOP)
+    try:
+        parts = urlsplit(world.second.url)
+        assert parts.hostname is not None
+        client = http.client.HTTPConnection(parts.hostname, parts.port)
+        body = f'{{"model": "tiny", "prompt": {tokens}, "max_tokens": 1}}'
+        client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        time.sleep(1)  # the load waits for the node by then
+        client.close()
+        begun = time.monotonic()
+        assert world.second.ask(prompt(61, 200)).tokens == world.plain.ask(prompt(61, 200)).tokens
+        assert time.monotonic() - begun < SLOW_S
+    finally:
+        world.pool.send("right", signal.SIGCONT)
+    until(lambda: world.second.gauge("vllm:kv_cache_usage_perc") == 0, "no KV is in use", SLOW_S)
+    for name in ("left", "right"):
+        world.pool.check_nothing_is_held(name)
+
+
+def test_a_node_that_hangs_is_a_miss(world: World) -> None:
+    tokens = world.share(70, 1500)
+    world.second.forget()
+    world.pool.send("right", signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        found = world.second.ask(tokens)
+        assert time.monotonic() - begun < SLOW_S
+    finally:
+        world.pool.send("right", signal.SIGCONT)
+    assert found.tokens == world.plain.ask(tokens).tokens
+
+
+def test_a_node_killed_in_mid_load_is_a_miss(world: World) -> None:
+    """The loads wait for the node when it is killed; every request ends with the right answer."""
+    prompts = [world.share(80 + number, 1200) for number in range(3)]
+    expected = [world.plain.ask(tokens).tokens for tokens in prompts]
+    world.second.forget()
+    world.pool.send("right", signal.SIGSTOP)
+    killer = threading.Timer(1.0, world.pool.kill, ["right"])
+    killer.start()
+    begun = time.monotonic()
+    with ThreadPoolExecutor(3) as threads:
+        found = [answer.tokens for answer in threads.map(world.second.ask, prompts)]
+    killer.join()
+    assert found == expected
+    assert time.monotonic() - begun < SLOW_S
+    world.share(85, 500)  # `first`, whose node it was, goes on at the other one
+
+
+def test_the_pool_may_be_away_and_come_back_with_warm_disks(world: World) -> None:
+    tokens = world.share(90, 1000)
+    expected = world.plain.ask(tokens).tokens
+    world.pool.send("left", signal.SIGTERM)  # what lies in DRAM goes to SSD
+    assert world.pool.nodes.pop("left").process.wait(60) == 0
+    world.second.forget()
+    assert world.second.ask(tokens).tokens == expected
+    assert world.first.ask(prompt(91, 300)).tokens == world.plain.ask(prompt(91, 300)).tokens
+    world.pool.start("left")
+    until(lambda: world.found(tokens) == whole_blocks(1000), "blocks come from the SSD", SLOW_S)
+    assert world.second.ask(tokens).tokens == expected
+
+
+def test_after_a_reset_of_both_caches_nothing_of_before_is_used(world: World) -> None:
+    """As after an update of the weights in place."""
+    tokens = world.share(95, 600)
+    world.second.forget(also_the_pool=True)
+    expected = world.plain.ask(tokens).tokens
+    assert world.second.ask(tokens) == Answer(expected, 0)
+    until(lambda: world.found(tokens) == whole_blocks(600), "it finds what it saved since")
+    assert world.second.ask(tokens).tokens == expected
+
+
+def test_the_log_says_that_the_pool_failed_and_is_used_again(world: World) -> None:
+    log = world.second.log.read_text()
+    assert re.search("the pool fails, so prefixes are computed", log)
+    assert re.search("the pool is used again", log)
+    assert "that is a bug" not in log
