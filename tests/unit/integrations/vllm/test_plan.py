@@ -183,14 +183,14 @@ def test_what_the_pool_had_is_not_saved_again(pool: Pool) -> None:
     assert planner.step([Scheduled("r", 16, 2, [1, 2, 3, 4, 5])]).saves == []
 
 
-def test_requests_that_end_leave_nothing(pool: Pool) -> None:
+def test_requests_that_end_leave_nothing_but_the_load_that_frees_their_blocks(pool: Pool) -> None:
     pool.found = 2
     planner = make(pool)
     planner.num_new_matched(Request("r", TOKENS), 0, 0.0)
     planner.allocated("r", [1, 2, 3, 4, 5], 8)
     planner.finished("r")
     planner.finished("never seen")
-    assert planner.step([]).loads == []
+    assert [load.request_id for load in planner.step([]).loads] == ["r"]
     assert planner.num_tracked == 0
 
 
