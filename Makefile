@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-slow test-all test-browser test-rdma test-vllm vllm-env helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-slow test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test      checks and short tests        make check  the checks alone      make fmt  format"
 	@echo "make test-all  all tests: also the slow ones (make test-slow), browser, RDMA and api-cases"
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
+	@echo "make test-device  what needs a CUDA GPU, on one made of CPU memory (tests/support/cuda)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
 	@echo "make api-cases 2,000 schemathesis cases of the OpenAPI document against a live k2-nano (CASES=2000)"
 	@echo "make fuzz      mutated inputs for every parser of foreign bytes (SECONDS=60 for each, SEED=0, ARGS='--target http')"
@@ -81,7 +82,7 @@ test-slow: $(STAMP) helm
 	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m slow -n 3 $(PURE_TESTS) tests/integration
 
 test-all: EXAMPLES = all
-test-all: test test-slow test-browser test-rdma api-cases
+test-all: test test-slow test-browser test-rdma test-device api-cases
 
 # The chart's tests need helm; they skip where there is neither helm nor npm.
 helm:
@@ -93,6 +94,11 @@ test-browser: $(STAMP)
 	@command -v chromium >/dev/null || timeout 600 sh -c 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
 	  apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core' >/dev/null 2>&1 || true
 	$(BIN)/pytest -q tests/browser
+
+# In a process of its own: it gives torch a device that other tests must not see. Skips, saying why, on another
+# torch than the emulated GPU is made for.
+test-device: $(STAMP)
+	$(BIN)/pytest -v -p tests.support.timed_tests tests/device
 
 # On a virtual machine with two software RDMA devices; skips, saying why, where none can be had. The guest cannot
 # keep what it compiles, and loads no plugin that it does not need: it is emulated, and slow.

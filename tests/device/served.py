@@ -1,0 +1,99 @@
+"""An engine over a checkpoint, opened as a worker opens it, on the CPU or on the emulated GPU."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mooncake.base import GenerateRequest, KvLayout, SamplingParams, pack_tokens
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.engine import Engine
+from mooncake.engine.plan import LayerDone, StepResult
+from mooncake.engine.sequence import Sequence as Running
+from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.device.pages import PageMemory
+from mooncake.model.opening import ModelSource
+from mooncake.model.options import ModelOptions
+from mooncake.model.running.runner import ModelRunner
+
+BLOCK_TOKENS = 16
+CONFIG = EngineConfig(
+    num_blocks=40, max_num_seqs=4, max_batched_tokens=64, max_chunk_tokens=32, max_model_len=96,
+    max_waiting=9, block_tokens=BLOCK_TOKENS,
+)  # fmt: skip
+Joins = Mapping[int, Sequence[tuple[list[int], SamplingParams]]]
+"""Prompts and their settings, by the step before which they come."""
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Return tokens of k2-nano."""
+    return [(seed * 7919 + place * 104729) % 500 for place in range(length)]
+
+
+class Served:
+    """An engine and its runner."""
+
+    def __init__(self, source: ModelSource, runner: ModelRunner, pages: Any) -> None:
+        self.source, self.runner, self.pages = source, runner, pages
+        self.engine = Engine(CONFIG, "layout", runner)
+        self.layers: list[LayerDone] = []
+        self.logprobs: dict[int, list[float]] = {}
+
+    def run(self, joins: Joins) -> dict[int, list[int]]:
+        """Return each sequence's tokens, all steps having ended well."""
+        made: dict[int, Running] = {}
+        step = 0
+        while not self.engine.idle or step <= max(joins):
+            for tokens, sampling in joins.get(step, ()):
+                number = len(made)
+                request = GenerateRequest(
+                    request_id=str(number), sampling=sampling, prompt=pack_tokens(tokens)
+                )
+                made[number] = Running(sequence_id=number, request=request)
+                assert self.engine.add(made[number], 0.0)
+            self.engine.tick(0.0)
+            self._hear()
+            step += 1
+        return {number: list(each.output_tokens) for number, each in made.items()}
+
+    def _hear(self) -> None:
+        assert select.select([self.runner.fileno()], [], [], 60)[0], "the runner is silent"
+        for event in self.runner.poll():
+            if isinstance(event, LayerDone):
+                self.layers.append(event)
+            if not isinstance(event, StepResult):
+                continue
+            assert event.error is None, event.error
+            for sample in event.samples:
+                if sample.logprobs is not None:
+                    found = self.logprobs.setdefault(sample.sequence_id, [])
+                    found.append(sample.logprobs.logprob)
+            for output in self.engine.on_step(event, 0.0):
+                if output.finish is not None:
+                    self.engine.release(output.sequence)
+
+
+@contextmanager
+def served(path: Path, device: str, backend: str = "reference", **options: Any) -> Iterator[Served]:
+    """Open a checkpoint as a worker's process does, and close it."""
+    made = ModelOptions(
+        device=device, attention_backend=backend, moe_backend=backend, num_threads=1, **options
+    )
+    source = ModelSource(path, "float32", made)
+    layout = KvLayout.for_model(
+        Checkpoint.open(path).spec, block_tokens=BLOCK_TOKENS, dtype="float32",
+        weights_revision="none",
+    )  # fmt: skip
+    source.load()
+    pages: memoryview | PageMemory = memoryview(bytearray(CONFIG.num_blocks * layout.block_bytes))
+    if source.owns_pages:
+        pages = source.device_pages(layout, CONFIG.num_blocks)
+    runner = source.runner(layout, CONFIG, pages, num_threads=1)
+    try:
+        yield Served(source, runner, pages)
+    finally:
+        runner.close()
+        source.close()

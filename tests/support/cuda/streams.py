@@ -1,0 +1,366 @@
+"""Streams as queues that nothing hurries: a task runs when the host waits for it, in an order that
+a seed picks among those CUDA allows.
+
+Owns all queues and the clocks that say which task is ordered behind which. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.support.cuda.accesses import Access, Accesses
+
+if TYPE_CHECKING:
+    from tests.support.cuda.graphs import Capture
+
+LATE, SIDE_FIRST, FIFO, RANDOM = "late", "side first", "fifo", "random"
+ORDERS = (LATE, SIDE_FIRST, FIFO, RANDOM)
+Clock = dict[int, int]
+Body = Callable[[], Any]
+"""Does a task's work; returns a list of accesses, if some were not known when it was queued."""
+
+
+@dataclass
+class Task:
+    """One kernel, copy or mark of a stream."""
+
+    name: str
+    body: Body
+    accesses: list[Access]
+    waits: list[tuple[int, int]]
+    """(stream, tick) of tasks of other streams that come first."""
+    stack: tuple[str, ...]
+    stream: int = 0
+    tick: int = 0
+    clock: Clock = field(default_factory=dict)
+    number: int = 0
+    """In the order in which the host queued all tasks."""
+
+
+class Stream:
+    """One queue of a device, with the part of `torch.cuda.Stream` that is used."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self._join(the_machine(), device)
+
+    @classmethod
+    def of(cls, machine: Machine, device: int) -> Stream:
+        made = cls.__new__(cls)
+        made._join(machine, device)
+        return made
+
+    def _join(self, machine: Machine, device: Any) -> None:
+        self.machine = machine
+        self.device_index = machine.index_of(device)
+        self.tasks: deque[Task] = deque()
+        self.clock: Clock = {}
+        self.tick = self.done = 0
+        self.capture: Capture | None = None
+        self.number = machine.add(self)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.device_index)
+
+    def wait_event(self, event: Event) -> None:
+        """Have what comes next on this stream wait for what `event` stands behind."""
+        event.wait(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Have what comes next wait for all that `other` was given so far."""
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Block until all tasks so far have run."""
+        self.machine.finish(self)
+
+    def query(self) -> bool:
+        self.machine.refuse_in_capture("Stream.query")
+        return self.done == self.tick
+
+
+class Event:
+    """A point in a stream's order. One that was never recorded has been reached."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
+        self.at: Task | None = None
+        self.capture: Capture | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        machine = the_machine()
+        stream = stream or machine.current()
+        self.at = machine.queue(stream, "event", list)
+        self.capture = stream.capture
+
+    def wait(self, stream: Stream | None = None) -> None:
+        machine = the_machine()
+        stream = stream or machine.current()
+        if self.at is None:
+            return
+        if self.capture is not None and not self.capture.ended:
+            self.capture.join(stream)
+        elif stream.capture is not None:
+            raise Forbidden("a captured stream waits for an event from outside its capture")
+        machine.queue(stream, "wait", list, waits=[self.at])
+
+    def synchronize(self) -> None:
+        machine = the_machine()
+        machine.refuse_in_capture("Event.synchronize")
+        if self.at is not None:
+            machine.reach(self.at)
+
+    def query(self) -> bool:
+        machine = the_machine()
+        machine.refuse_in_capture("Event.query")
+        return self.at is None or machine.has_run(self.at)
+
+
+class Forbidden(RuntimeError):
+    """Something that CUDA does not allow while a stream is captured."""
+
+
+class Machine:
+    """All devices of this process and the host's view of them."""
+
+    def __init__(self, num_devices: int = 1, order: str = LATE, seed: int = 0) -> None:
+        assert order in ORDERS, f"{order!r} is none of {', '.join(ORDERS)}"
+        self.num_devices = num_devices
+        self.lock = threading.RLock()
+        self.races: list[str] = []
+        self.failed: BaseException | None = None
+        self.launched: list[str] = []
+        """Names of all tasks but marks, in the order in which they were queued or replayed."""
+        self._order = order
+        self._random = random.Random(seed)
+        self._streams: list[Stream] = []
+        self._host: Clock = {}
+        """What the host has waited for: whatever it queues comes behind it."""
+        self._accesses = Accesses()
+        self._own = threading.local()
+        self._numbers = itertools.count()
+        self._defaults = [Stream.of(self, device) for device in range(num_devices)]
+
+    def add(self, stream: Stream) -> int:
+        with self.lock:
+            self._streams.append(stream)
+            return len(self._streams) - 1
+
+    # ------------------------------------------------------------ what is current in a thread
+
+    @property
+    def device(self) -> int:
+        return getattr(self._own, "device", 0)
+
+    @device.setter
+    def device(self, index: int) -> None:
+        self._own.device = index
+
+    def index_of(self, device: Any) -> int:
+        """Return the index of a device as torch.cuda's functions take it."""
+        if device is None:
+            return self.device
+        if isinstance(device, str):
+            device = torch.device(device)
+        index = device.index if isinstance(device, torch.device) else int(device)
+        index = self.device if index is None else index
+        if not 0 <= index < self.num_devices:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index}")
+        return index
+
+    def current(self, device: Any = None) -> Stream:
+        chosen: dict[int, Stream] = self._chosen()
+        index = self.index_of(device)
+        return chosen.get(index, self._defaults[index])
+
+    def default(self, device: Any = None) -> Stream:
+        return self._defaults[self.index_of(device)]
+
+    def choose(self, stream: Stream) -> None:
+        self._chosen()[stream.device_index] = stream
+
+    def _chosen(self) -> dict[int, Stream]:
+        if not hasattr(self._own, "streams"):
+            self._own.streams = {}
+        found: dict[int, Stream] = self._own.streams
+        return found
+
+    @property
+    def capture(self) -> Capture | None:
+        """What this thread captures."""
+        return getattr(self._own, "capture", None)
+
+    @capture.setter
+    def capture(self, capture: Capture | None) -> None:
+        self._own.capture = capture
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise where this thread captures."""
+        if self.capture is not None:
+            raise Forbidden(f"{what} is not permitted while a stream is captured")
+
+    # ------------------------------------------------------------ queueing
+
+    def queue(
+        self,
+        stream: Stream,
+        name: str,
+        body: Body,
+        accesses: Iterable[Access] = (),
+        waits: Iterable[Task] = (),
+        stack: tuple[str, ...] | None = None,
+    ) -> Task:
+        """Put a task at the end of a stream, or into the graph that is being captured."""
+        made = Task(name, body, list(accesses), [], stack or where())
+        if stream.capture is not None:
+            stream.capture.add(stream.number, made, [(each.stream, each.tick) for each in waits])
+            return made
+        with self.lock:
+            self._put(stream, made, waits)
+        return made
+
+    def _put(self, stream: Stream, task: Task, waits: Iterable[Task]) -> None:
+        for before in waits:
+            task.waits.append((before.stream, before.tick))
+            _merge(stream.clock, before.clock)
+        _merge(stream.clock, self._host)
+        stream.tick += 1
+        stream.clock[stream.number] = stream.tick
+        task.stream, task.tick, task.clock = stream.number, stream.tick, dict(stream.clock)
+        task.number = next(self._numbers)
+        stream.tasks.append(task)
+        if task.name not in ("event", "wait"):
+            self.launched.append(task.name)
+
+    # ------------------------------------------------------------ waiting
+
+    def has_run(self, task: Task) -> bool:
+        return self._streams[task.stream].done >= task.tick
+
+    def reach(self, task: Task) -> None:
+        """Run tasks until `task` has run; what the host queues from now on comes behind it."""
+        with self.lock:
+            self._run(task.stream, task.tick)
+            _merge(self._host, task.clock)
+            self._raise()
+
+    def finish(self, stream: Stream) -> None:
+        """Run all tasks of `stream`."""
+        self.refuse_in_capture("a wait of the host")
+        with self.lock:
+            self._run(stream.number, stream.tick)
+            _merge(self._host, stream.clock)
+            self._raise()
+
+    def finish_all(self, device: Any = None) -> None:
+        """Run all tasks of a device."""
+        index = self.index_of(device)
+        for stream in list(self._streams):
+            if stream.device_index == index:
+                self.finish(stream)
+
+    def _raise(self) -> None:
+        if self.failed is not None:
+            raise RuntimeError(f"CUDA error: {self.failed}") from self.failed
+
+    def _run(self, number: int, tick: int) -> None:
+        aim = self._streams[number]
+        if aim.done >= tick:
+            return
+        if self._order == FIFO:
+            while aim.done < tick:
+                heads = [each.tasks[0] for each in self._streams if each.tasks]
+                self._do(min(heads, key=lambda task: task.number))
+        elif self._order == SIDE_FIRST:
+            sides = [each for each in self._streams if each not in self._defaults]
+            while head := next((each.tasks[0] for each in sides if self._is_ready(each)), None):
+                self._do(head)
+        while self._order == RANDOM and aim.done < tick:
+            self._do(self._random.choice([e for e in self._streams if self._is_ready(e)]).tasks[0])
+        self._run_late(aim, tick)
+
+    def _run_late(self, aim: Stream, tick: int) -> None:
+        """Run what has to come before a task and nothing else."""
+        while aim.done < tick:
+            head = aim.tasks[0]
+            for number, before in head.waits:
+                self._run_late(self._streams[number], before)
+            self._do(head)
+
+    def _is_ready(self, stream: Stream) -> bool:
+        return bool(stream.tasks) and all(
+            self._streams[number].done >= tick for number, tick in stream.tasks[0].waits
+        )
+
+    def _do(self, task: Task) -> None:
+        stream = self._streams[task.stream]
+        if self.failed is None:
+            try:
+                with torch.inference_mode():
+                    found = task.body()
+            except Exception as error:  # as CUDA's do, errors of the device stay
+                error.add_note("queued at:\n  " + "\n  ".join(task.stack))
+                self.failed = error
+            else:
+                more = found if isinstance(found, list) else []
+                self.races += self._accesses.add(task, [*task.accesses, *more])
+        stream.tasks.popleft()
+        stream.done = task.tick
+
+    def forget_old_accesses(self) -> None:
+        """Drop accesses that all that is to come is ordered behind."""
+        with self.lock:
+            clocks = [self._host, *(task.clock for each in self._streams for task in each.tasks)]
+            self._accesses.prune(clocks)
+
+
+_machine: list[Machine] = []
+
+
+def the_machine() -> Machine:
+    """Return the machine that is installed. RuntimeError: there is none."""
+    if not _machine:
+        raise RuntimeError("no emulated GPU is installed: torch has no CUDA here")
+    return _machine[-1]
+
+
+def use(machine: Machine | None) -> None:
+    """Install a machine, or none."""
+    _machine[:] = [] if machine is None else [machine]
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for number, tick in other.items():
+        if clock.get(number, 0) < tick:
+            clock[number] = tick
+
+
+_HERE = __file__.rsplit("/", 1)[0]
+
+
+def where(most: int = 8) -> tuple[str, ...]:
+    """Return the innermost calls that are neither torch's nor this package's."""
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < most:
+        code = frame.f_code
+        name = code.co_filename
+        if not name.startswith(_HERE) and "/torch/" not in name and "/triton/" not in name:
+            found.append(f"{name}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return tuple(found)
