@@ -261,7 +261,7 @@ class DecodeWorker:
 
         job.reuse = PrefixReuse(
             self.instance.pool,
-            self.instance.fetcher,
+            self.instance.fetches,
             job.reusable_keys(len(job.output_tokens)),
             job.sources,
             gathered,

@@ -41,7 +41,6 @@ from mooncake.engine.ranks.kv_moves import Fenced, Hashed, Moved, OfRank
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
 from mooncake.instance.config import InstanceConfig
-from mooncake.instance.fetch import Fetcher, PageReads
 from mooncake.instance.job_table import JobT, JobTable
 from mooncake.instance.kept_settings import KeptSettings, TaskT
 from mooncake.instance.mover import OwnPages, RankPages, SliceMover
@@ -49,6 +48,7 @@ from mooncake.instance.page_pins import PagePins
 from mooncake.instance.push import Push
 from mooncake.instance.put import WriteThrough
 from mooncake.instance.reservations import Reservations
+from mooncake.instance.reuse import Fetches
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.client.block_writer import BlockWriter
 from mooncake.rpc.channel import Channel
@@ -96,15 +96,11 @@ class Instance:
         array = ports.held or array
         self._own_pages = OwnPages(array, ports.transfer, ports.pages, ports.hasher)
         ranks = [self._own_pages, *ports.followers]
-        self.mover = SliceMover(ranks)
-        self._reader = BlockReader(
-            self.worker,
-            ports.channel,
-            PageReads(self.mover, self._own_pages, self._on_read),
-            verify=config.verify_fetches and _has_bytes(ports.pages),
-        )
+        self.mover = SliceMover(self._own_pages, ports.followers)
+        verify = config.verify_fetches and _has_bytes(ports.pages)
+        self._reader = BlockReader(self.worker, ports.channel, self.mover, verify=verify)
         self._writer = BlockWriter(self.worker, ports.channel)
-        self.fetcher = Fetcher(self._reader, config.fetch_timeout_s, self._count_fetch)
+        self.fetches = Fetches(self._reader, config.fetch_timeout_s, self._count_fetch)
         self.checksums = BlockChecksums(ranks if ports.hasher is not None else [])
         self.page_pins = PagePins(
             hello.worker, ports.channel, self.pool, self._own_pages.places, self.checksums,
@@ -129,7 +125,7 @@ class Instance:
         self._outputs: dict[str, list[RequestOutput]] = {}
         self._num_open_pushes = 0
         self._last_sequence_id = 0
-        self.counters: dict[str, float] = {}
+        self.counters: dict[str, float] = {"blocks_fetched": 0, "fetches_failed": 0}
 
     # ------------------------------------------ events that both roles treat alike
 
@@ -314,13 +310,12 @@ class Instance:
 
         push.close(now, released)
 
-    def _on_read(self, done: TransferDone, now: float) -> None:
-        self._reader.on_transfer_done(done, now)
-
     def _count_fetch(self, store: WorkerRef, result: ReadResult) -> None:
         """Count what fetches move, from this machine's pool node and from others: the Conductor
         learns their speed from it.
         """
+        self.count("blocks_fetched", result.num_blocks)
+        self.count("fetches_failed", result.num_blocks == 0)
         place = "local" if store == self.kvstore else "remote"
         self.count(f"fetch_{place}_bytes", result.num_bytes)
         self.count(f"fetch_{place}_seconds", result.seconds)
@@ -333,8 +328,6 @@ class Instance:
             **self.counters,
             **self._transfer.counters(),
             **self._channel.figures(),
-            "blocks_fetched": self.fetcher.num_blocks_fetched,
-            "fetches_failed": self.fetcher.num_fetches_failed,
             "blocks_fetched_corrupt": self._reader.num_corrupt,
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,

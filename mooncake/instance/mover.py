@@ -143,13 +143,16 @@ class _Moving:
 
 
 class SliceMover:
-    """Copies slices (one layer of one block each) between the ranks' pages and remote places."""
+    """Copies slices (one layer of one block each) between the ranks' pages and remote places: the
+    `ReadPort` of the instance's reader.
+    """
 
-    def __init__(self, ranks: Sequence[RankPages]) -> None:
-        """`ranks`: the memories of this instance, that of this process first."""
-        self.layout = ranks[0].array.layout
-        self._ranks = ranks
-        self._arrays = [rank.array for rank in ranks]
+    def __init__(self, own: OwnPages, others: Sequence[RankPages] = ()) -> None:
+        """The pages in this process's memory, and those in the memories of the other ranks."""
+        self.layout = own.array.layout
+        self._own = own
+        self._ranks: list[RankPages] = [own, *others]
+        self._arrays = [rank.array for rank in self._ranks]
         self._moving: dict[int, _Moving] = {}
         self._move_of: dict[tuple[int, int], int] = {}
         """(rank, number on this rank) -> move."""
@@ -198,18 +201,24 @@ class SliceMover:
         return self._start(Op.WRITE, moves, deadline_s, ended) if moves else None
 
     def read(
-        self, pages: Sequence[int], there: BlockPlaces, deadline_s: float, ended: Ended
+        self, places: Sequence[int], there: BlockPlaces, deadline_s: float, ended: Ended
     ) -> int:
-        """Start to read whole blocks into `pages`, to every memory that holds them; return the
-        move's id. `ended` is called once.
+        """Start to read whole blocks into the pages `places`, to every memory that holds them;
+        return the move's id. `ended` is called once.
         """
-        for page in pages:
+        for page in places:
             self._found.pop(page, None)
-        return self._start(Op.READ, copies(self._arrays, pages, there), deadline_s, ended)
+        return self._start(Op.READ, copies(self._arrays, places, there), deadline_s, ended)
 
-    def found_elsewhere(self, page: int) -> FoundParts:
-        """Return, once, what other ranks found of a block that was read into a page."""
-        return self._found.pop(page, None) or FoundParts()
+    def checksum(self, places: Sequence[int], index: int) -> int:
+        """Return, once, the checksum of a block that was read; 0: its copies in several memories
+        differ, as no block is promised to be.
+        """
+        page = places[index]
+        found, own = self._found.pop(page, None) or FoundParts(), self._own.array
+        if own.holds(page):
+            found.add(own.layers, self._own.checksum(page))
+        return found.checksum
 
     def _start(self, op: Op, moves: Sequence[Move], deadline_s: float, ended: Ended) -> int:
         self._last_move += 1

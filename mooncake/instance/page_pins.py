@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from mooncake.base.kv_layout import BlockPlaces
 from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
+from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.instance.checksums import BlockChecksums
-from mooncake.instance.pages import PagePool
 from mooncake.rpc.channel import Channel
 
 MAX_PINS = 4096
@@ -39,7 +39,7 @@ class PagePins:
         self,
         worker: WorkerRef,
         channel: Channel,
-        pool: PagePool,
+        pool: BlockPool,
         places: Callable[[Sequence[int]], BlockPlaces],
         checksums: BlockChecksums,
         repeat_s: float,

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from mooncake.base.kv_parts import KvPart
+from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.mover import SliceMover
-from mooncake.instance.pages import PagePool
 from mooncake.transfer.engine import TransferDone
 
 Progress = Callable[["Destination", list[int], float], None]
@@ -59,7 +59,7 @@ class Destination:
 class Push:
     """All destinations of one sequence's blocks."""
 
-    def __init__(self, mover: SliceMover, pool: PagePool, timeout_s: float) -> None:
+    def __init__(self, mover: SliceMover, pool: BlockPool, timeout_s: float) -> None:
         self._mover = mover
         self._pool = pool
         self._timeout_s = timeout_s

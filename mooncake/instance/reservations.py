@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncake.base.errors import TransferError
+from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.instance.mover import SliceMover
-from mooncake.instance.pages import PagePool
 from mooncake.transfer.engine import Transfer
 from mooncake.transfer.resting import Resting
 
@@ -20,7 +20,7 @@ class Reservations:
     """All reservations of one instance."""
 
     def __init__(
-        self, transfer: Transfer, mover: SliceMover, pool: PagePool, rest_s: float
+        self, transfer: Transfer, mover: SliceMover, pool: BlockPool, rest_s: float
     ) -> None:
         """`rest_s`: how long pages of a lost writer rest where nobody can tell whether it still
         writes.

@@ -8,36 +8,52 @@ asked for the rest. Fetched blocks are published like computed ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import BlockSource, ChainHead, WorkerRef
-from mooncake.instance.fetch import Fetcher
-from mooncake.instance.pages import PagePool
+from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 
 Gathered = Callable[[list[int], float], None]
 """(pages of the leading blocks, held for the callee, or none when nothing was fetched; now)"""
 
 
+@dataclass(frozen=True)
+class Fetches:
+    """How a worker fetches blocks: by what, within what time, and who is told how each ended."""
+
+    reader: BlockReader
+    """Reads into pages of this instance."""
+    timeout_s: float
+    ended: Callable[[WorkerRef, ReadResult], None]
+    """(pool node, how the fetch from it ended)"""
+
+
 class PrefixReuse:
-    """Gathers one prefix; calls `gathered` exactly once, cancelled or not."""
+    """Gathers one prefix; calls `gathered` exactly once, cancelled or not. A lost cache is a miss,
+    never an error, and nothing writes to the pages any more when it ends.
+    """
 
     def __init__(
         self,
-        pool: PagePool,
-        fetcher: Fetcher,
+        pool: BlockPool,
+        fetches: Fetches,
         keys: list[BlockKey],
         sources: list[BlockSource],
         gathered: Gathered,
     ) -> None:
         self._pool = pool
-        self._fetcher = fetcher
+        self._fetches = fetches
         self._keys = keys
         self._sources = sorted(sources, key=lambda source: source.first)
         self._gathered = gathered
         self._pages: list[int] = []
         self._num_fetched = 0
         self._reported: dict[WorkerRef, int] = {}
-        self._ticket: int | None = None
+        self._read: int | None = None
+        """The number of the fetch under way."""
         self._cancelled = False
 
     def start(self, now: float) -> None:
@@ -53,8 +69,8 @@ class PrefixReuse:
     def cancel(self, now: float) -> None:
         """Fetch no more; `gathered` is called as soon as nothing writes to the pages."""
         self._cancelled = True
-        if self._ticket is not None:
-            self._fetcher.cancel(self._ticket, now)
+        if self._read is not None:
+            self._fetches.reader.cancel(self._read, now)
 
     def _next(self, now: float) -> None:
         """Fetch from the next source that adds something, or end."""
@@ -75,23 +91,32 @@ class PrefixReuse:
         self._gathered(self._pages, now)
 
     def _fetch(self, source: BlockSource, pages: list[int], have: int, now: float) -> None:
-        def fetched(num_blocks: int, at: float) -> None:
-            self._ticket = None
-            if num_blocks:
-                self._reported[source.store] = have + num_blocks
-            for offset in range(num_blocks):
-                self._pool.publish(self._keys[have + offset], pages[offset])
-            self._pages.extend(pages[:num_blocks])
-            self._num_fetched += num_blocks
-            if num_blocks < len(pages):
-                self._pool.release(pages[num_blocks:])
-                if source.others:
-                    self._sources.insert(0, _next_replica(source))
-            self._next(at)
+        self._read = self._fetches.reader.start(
+            source.store,
+            self._keys[have : have + len(pages)],
+            pages,
+            now + self._fetches.timeout_s,
+            partial(self._on_fetched, source, pages, have),
+            head=ChainHead(self._keys[:have], self.num_counted(source.store)),
+        )
 
-        keys = self._keys[have : have + len(pages)]
-        head = ChainHead(self._keys[:have], self.num_counted(source.store))
-        self._ticket = self._fetcher.start(source.store, keys, pages, now, fetched, head)
+    def _on_fetched(
+        self, source: BlockSource, pages: list[int], have: int, result: ReadResult, now: float
+    ) -> None:
+        self._read = None
+        self._fetches.ended(source.store, result)
+        num_blocks = result.num_blocks
+        if num_blocks:
+            self._reported[source.store] = have + num_blocks
+        for offset in range(num_blocks):
+            self._pool.publish(self._keys[have + offset], pages[offset])
+        self._pages.extend(pages[:num_blocks])
+        self._num_fetched += num_blocks
+        if num_blocks < len(pages):
+            self._pool.release(pages[num_blocks:])
+            if source.others:
+                self._sources.insert(0, _next_replica(source))
+        self._next(now)
 
 
 def _next_replica(source: BlockSource) -> BlockSource:

@@ -149,7 +149,7 @@ class PrefillWorker:
             self._on_gathered(job, pages, at)
 
         reusable = job.reusable_keys(len(taken.output_tokens))
-        job.reuse = PrefixReuse(instance.pool, instance.fetcher, reusable, taken.sources, gathered)
+        job.reuse = PrefixReuse(instance.pool, instance.fetches, reusable, taken.sources, gathered)
         job.reuse.start(now)
 
     def _on_gathered(self, job: PrefillJob, pages: list[int], now: float) -> None:

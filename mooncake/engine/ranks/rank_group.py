@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.ranks.step_log import Ahead, Measure, RankMessage, StepWriter, UsePages, Way
+from mooncake.engine.ranks.step_log import RankMessage, StepWriter, UsePages, Way
 
 SIGN_S = 1.0
 """Between two signs of life of a follower."""
@@ -46,10 +46,6 @@ class LeadRanks:
         self._writer = StepWriter()
         self._followers.tell(pages)
 
-    def measure(self, asked: Measure) -> None:
-        """Have all followers measure their memory, in one step with this rank."""
-        self._followers.tell(asked)
-
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Have followers forget sequences that ended or begin anew, with the next step."""
         self._writer.forget(sequence_ids)
@@ -68,10 +64,6 @@ class LeadRanks:
         reported_as: see `RankStep`.
         """
         self._followers.tell(self._writer.pack(slots, logprob_rows, way, reported_as=reported_as))
-
-    def ahead(self) -> None:
-        """Have all followers begin the decode step after the last, whose tokens come to them."""
-        self._followers.tell(Ahead())
 
     def gone(self, rank: int) -> None:
         """A follower's process has ended."""

@@ -5,14 +5,21 @@ Values: the registrations are the transfer engine's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from mooncake.base import BlockPlaces, KvLayout
 from mooncake.kvstore.block_checksum import added, checksum_of
-from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferOp
+from mooncake.transfer.engine import (
+    Op,
+    Region,
+    Transfer,
+    TransferBatch,
+    TransferDone,
+    TransferOp,
+)
 
 
 @dataclass(frozen=True)
@@ -128,20 +135,48 @@ class Places:
         return Places(self.memory, self.offsets[some])
 
 
-class MemoryReads:
-    """Reads blocks into registered memory of this process: a `block_reader.ReadPort`."""
+Ended = Callable[[TransferDone, float], None]
+"""(end of a transfer, now)"""
+
+
+class MemoryTransfers:
+    """Moves blocks between registered memory of this process and peers: a `block_reader.ReadPort`.
+    Owns who is told of the end of each transfer.
+    """
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
+        self._ended: dict[int, Ended] = {}
+        """By number."""
 
-    def read(self, places: Places, there: BlockPlaces, deadline_s: float) -> int:
-        ops = places.memory.ops(places.offsets, there)
-        return self._transfer.submit(
-            TransferBatch(op=Op.READ, peer=there.segment, ops=ops, deadline_s=deadline_s)
-        )
+    def read(self, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended) -> int:
+        return self._start(Op.READ, places, there, deadline_s, ended)
+
+    def write(self, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended) -> int:
+        """Begin to write blocks to places that a peer has granted; return a number for `cancel`.
+        `ended` is called once.
+        """
+        return self._start(Op.WRITE, places, there, deadline_s, ended)
+
+    def on_done(self, done: TransferDone, now: float) -> None:
+        """Tell who waits for the end of a transfer."""
+        ended = self._ended.pop(done.batch_id, None)
+        if ended is not None:
+            ended(done, now)
 
     def cancel(self, number: int) -> None:
+        """Ask a transfer to stop; its end still comes."""
         self._transfer.cancel(number)
+
+    def _start(
+        self, op: Op, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended
+    ) -> int:
+        number = self._transfer.submit(TransferBatch(
+            op=op, peer=there.segment, ops=places.memory.ops(places.offsets, there),
+            deadline_s=deadline_s, grant=there.grant if op is Op.WRITE else 0,
+        ))  # fmt: skip
+        self._ended[number] = ended
+        return number
 
     def checksum(self, places: Places, index: int) -> int:
         return places.memory.checksum(places.offsets[index])

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from mooncake.base import (
@@ -49,15 +50,19 @@ class ReadResult:
     """Time those transfers took together."""
 
 
+ReadDone = Callable[[TransferDone, float], None]
+"""(end of the transfers, now)"""
+
+
 class ReadPort(Protocol):
     """The memory that blocks are read into, and what moves them.
 
     It alone knows what `places` are: one for each block, a sequence whose slices are places too.
     """
 
-    def read(self, places: Any, there: BlockPlaces, deadline_s: float) -> int:
-        """Begin to read the blocks `there` into `places`; return the number by which the
-        `TransferDone` names it.
+    def read(self, places: Any, there: BlockPlaces, deadline_s: float, ended: ReadDone, /) -> int:
+        """Begin to read the blocks `there` into `places`; return a number for `cancel`. `ended` is
+        called once, with how the transfers ended.
         """
 
     def cancel(self, number: int) -> None:
@@ -129,8 +134,6 @@ class BlockReader:
         self._verify = verify
         self._reads: dict[int, _Read] = {}
         """Open reads by the ticket of their piece."""
-        self._batches: dict[int, int] = {}
-        """Batch id -> ticket."""
         self._verifying: deque[int] = deque()
         self._last_ticket = 0
         self.num_corrupt = 0
@@ -185,19 +188,15 @@ class BlockReader:
             self._end(message.ticket, 0, now)
             return
         read.stage = _Stage.READING
-        places = read.places[:count]
-        read.batch_id = self._memory.read(places, message.places, read.deadline_s)
-        self._batches[read.batch_id] = message.ticket
+        places, arrived = read.places[:count], partial(self._on_arrived, message.ticket)
+        read.batch_id = self._memory.read(places, message.places, read.deadline_s, arrived)
 
-    def on_transfer_done(self, done: TransferDone, now: float) -> bool:
-        """Take the end of a transfer; return False when it belongs to no read."""
-        ticket = self._batches.pop(done.batch_id, None)
-        if ticket is None:
-            return False
+    def _on_arrived(self, ticket: int, done: TransferDone, now: float) -> None:
+        """Look at what has arrived; the piece ends here if its transfer failed."""
         read = self._reads[ticket]
         if done.error is not None:
             self._end(ticket, 0, now, TransferError(done.error))
-            return True
+            return
         read.num_bytes += done.num_bytes
         read.piece_bytes = done.num_bytes
         read.seconds += done.seconds
@@ -206,7 +205,6 @@ class BlockReader:
             self._verifying.append(ticket)
         else:
             self._end(ticket, read.num_blocks, now)
-        return True
 
     def on_refused(self, ticket: int, error: MooncakeError, now: float) -> None:
         """End a read that the node did not take."""
@@ -238,9 +236,9 @@ class BlockReader:
         return now if self._verifying else next_s
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a transfer belongs to no read."""
-        for batch_id, ticket in self._batches.items():
-            assert self._reads[ticket].batch_id == batch_id
+        """Raise AssertionError when a read waits to be verified in vain, or is forgotten there."""
+        verifying = [t for t, read in self._reads.items() if read.stage is _Stage.VERIFYING]
+        assert sorted(self._verifying) == sorted(verifying)
 
     def _pin(self, read: _Read) -> None:
         self._last_ticket += 1

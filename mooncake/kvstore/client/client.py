@@ -50,13 +50,13 @@ from mooncake.base.pool_messages import (
     SetPins,
     TakenOver,
 )
-from mooncake.kvstore.client.block_memory import BlockMemory, MemoryReads, Places, Where
+from mooncake.kvstore.client.block_memory import BlockMemory, MemoryTransfers, Places, Where
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult, is_of
 from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
 from mooncake.kvstore.client.calls import Attempt, Call, Policy, run
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
-from mooncake.transfer.engine import Op, Region, Transfer, TransferBatch, TransferDone
+from mooncake.transfer.engine import Region, Transfer, TransferDone
 
 REPORT_INTERVAL_S = 0.5
 
@@ -94,9 +94,7 @@ class _Put:
     memory: BlockMemory
     offsets: dict[BlockKey, int]
     ticket: int = 0
-    batch_id: int | None = None
-    granted: Sequence[BlockKey] = ()
-    checksums: Sequence[int] = ()
+    transfer: int | None = None
 
 
 class PoolClient:
@@ -118,17 +116,15 @@ class PoolClient:
         self.ref = hello.worker
         self.now = float("-inf")
         """Time of the event, tick or start of a policy that is being handled."""
-        self._channel, self._transfer = ports.channel, ports.transfer
+        self._channel = ports.channel
         self._memory = BlockMemory.packed(ports.region, layout)
         self._store = store
         self._membership = Membership(
             hello, ports.channel, ports.gateway_address, Tier.HBM, list, REPORT_INTERVAL_S
         )
-        reads = MemoryReads(ports.transfer)
-        self._reader = BlockReader(hello.worker, ports.channel, reads, verify=True)
+        self._transfers = MemoryTransfers(ports.transfer)
+        self._reader = BlockReader(hello.worker, ports.channel, self._transfers, verify=True)
         self._writer = BlockWriter(hello.worker, ports.channel)
-        self._puts: dict[int, _Put] = {}
-        """Puts under way by the id of their batch."""
         self._requests: dict[int, _Request] = {}
         self._last_ticket = 0
 
@@ -228,11 +224,11 @@ class PoolClient:
             case PinGranted():
                 self._reader.on_granted(event, now)
             case TransferDone():
-                if not self._reader.on_transfer_done(event, now):
-                    self._on_written(event, now)
-            case BlocksFound() | BlocksRemoved() | PinsSet() | BlocksDescribed() | PoolState():
-                self._on_answer(event, event.store.address)
-            case TakenOver():
+                self._transfers.on_done(event, now)
+            case (
+                BlocksFound() | BlocksRemoved() | PinsSet() | BlocksDescribed() | PoolState()
+                | TakenOver()
+            ):  # fmt: skip
                 self._on_answer(event, event.store.address)
             case ReplicasFound():
                 self._on_answer(event, None)
@@ -263,37 +259,28 @@ class PoolClient:
         return min(wake for wake in wakes if wake is not None)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a transfer belongs to no call."""
+        """Raise AssertionError when a read was lost."""
         self._reader.check_integrity()
-        for batch_id, put in self._puts.items():
-            assert put.batch_id == batch_id
 
     # ------------------------------------------------------------------ puts
 
     def _fill(self, put: _Put, granted: Sequence[BlockKey], there: BlockPlaces) -> None:
-        put.granted = granted
-        offsets = [put.offsets[key] for key in granted]
-        ops = put.memory.ops(offsets, there)
-        put.batch_id = self._transfer.submit(TransferBatch(
-            op=Op.WRITE, peer=there.segment, ops=ops, deadline_s=put.at.deadline_s,
-            grant=there.grant,
-        ))  # fmt: skip
-        self._puts[put.batch_id] = put
-        with contextlib.suppress(TransferError):  # of a device: the node hashes them itself
-            put.checksums = [put.memory.checksum(offset) for offset in offsets]  # as they travel
+        places = put.memory.at([put.offsets[key] for key in granted])
+        checksums: list[int] = []
 
-    def _on_written(self, done: TransferDone, now: float) -> None:
-        put = self._puts.pop(done.batch_id, None)
-        if put is None:
-            return
-        if done.error is None:
-            self._writer.end(put.ticket, list(put.granted), now, checksums=put.checksums)
-        else:
-            self._writer.end(put.ticket, [], now, TransferError(done.error))
+        def written(done: TransferDone, now: float) -> None:
+            if done.error is None:
+                self._writer.end(put.ticket, list(granted), now, checksums=checksums)
+            else:
+                self._writer.end(put.ticket, [], now, TransferError(done.error))
+
+        put.transfer = self._transfers.write(places, there, put.at.deadline_s, written)
+        with contextlib.suppress(TransferError):  # of a device: the node hashes them itself
+            checksums += [put.memory.checksum(offset) for offset in places.offsets]  # as they move
 
     def _stop(self, put: _Put) -> None:
-        if put.batch_id is not None:
-            self._transfer.cancel(put.batch_id)
+        if put.transfer is not None:
+            self._transfers.cancel(put.transfer)
 
     # ------------------------------------------------------------------ questions
 

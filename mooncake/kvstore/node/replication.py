@@ -15,7 +15,7 @@ from functools import partial
 from mooncake.base import BlockKey, PinGranted, WorkerRef
 from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import LastingPin, TakenOver, TakeOver
-from mooncake.kvstore.client.block_memory import BlockMemory, MemoryReads
+from mooncake.kvstore.client.block_memory import BlockMemory, MemoryTransfers
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.storage.tiering import Tiering
@@ -69,7 +69,8 @@ class Replicator:
         self._config = config
         self._dram, self._tiering = tiering.dram, tiering
         self._channel, self._arena = ports.channel, ports.arena
-        self._reader = BlockReader(worker, ports.channel, MemoryReads(ports.transfer), verify=False)
+        self._transfers = MemoryTransfers(ports.transfer)
+        self._reader = BlockReader(worker, ports.channel, self._transfers, verify=False)
         """Checksums are left to the node, which hashes copies like all other blocks."""
         self._worker = worker
         self._copied = copied
@@ -159,7 +160,7 @@ class Replicator:
 
     def on_transfer_done(self, event: TransferDone, now: float) -> None:
         """Take the end of a read."""
-        self._reader.on_transfer_done(event, now)
+        self._transfers.on_done(event, now)
 
     def _on_read(self, pull: _Pull, result: ReadResult, now: float) -> None:
         """Make blocks that came readable, give the memory of the others back, and answer."""

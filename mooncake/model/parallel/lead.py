@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ import torch
 
 from mooncake.base import CheckpointError, InternalError
 from mooncake.base.vital_thread import VitalThread
-from mooncake.engine.plan import LayerDone, StepSlot
+from mooncake.engine.plan import LayerDone
 from mooncake.engine.ranks.kv_moves import (
     Alive,
     OfRank,
@@ -34,7 +34,7 @@ from mooncake.engine.ranks.kv_moves import (
     decode_answer,
 )
 from mooncake.engine.ranks.rank_group import SILENT_S, LeadRanks
-from mooncake.engine.ranks.step_log import Measure, RankMessage, UsePages, Way, encode
+from mooncake.engine.ranks.step_log import Ahead, Measure, RankMessage, UsePages, encode
 from mooncake.model.parallel.group import Group, GroupError
 
 LENGTH = struct.Struct("<I")
@@ -82,7 +82,8 @@ class Lead:
         self._silent_s = silent_s
         self._sockets = list(sockets)
         self._processes = list(processes)
-        self._ranks = LeadRanks(self)
+        self.ranks = LeadRanks(self)
+        """What all are told of steps, and why they have ended."""
         self._lock = threading.Lock()
         self._closed = False
         self._on_lost: Callable[[], None] = lambda: None
@@ -141,7 +142,7 @@ class Lead:
         self._progress = [(0, 0)] * len(self._progress)
         found: dict[int, Opened] = {}
         with self._meeting():
-            self._ranks.use_pages(pages)
+            self.ranks.use_pages(pages)
             if descriptor is not None:
                 for each in self._sockets:
                     socket.send_fds(each, [b"\0"], [descriptor])
@@ -186,7 +187,7 @@ class Lead:
             InternalError: one cannot, or ended.
         """
         with self._meeting():
-            self._ranks.measure(asked)
+            self.tell(asked)
             return own()
 
     def check_integrity(self, sequences: Collection[int]) -> None:
@@ -198,26 +199,7 @@ class Lead:
             InternalError: another holds something else, or ended.
         """
         with self._meeting():
-            self._ranks.check_integrity(sequences)
-
-    def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Have followers forget sequences that ended or begin anew, with the next step."""
-        self._ranks.forget(sequence_ids)
-
-    def step(
-        self,
-        slots: Sequence[StepSlot],
-        logprob_rows: Mapping[int, int],
-        way: Way = Way.AS_IT_COMES,
-        *,
-        reported_as: int | None = None,
-    ) -> None:
-        """Have all followers compute the slots that this rank is about to compute.
-
-        logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
-        reported_as: see `RankStep`.
-        """
-        self._ranks.step(slots, logprob_rows, way, reported_as=reported_as)
+            self.ranks.check_integrity(sequences)
 
     def ahead(self, tokens: torch.Tensor) -> None:
         """Have all followers begin the decode step after the last, on `tokens` [slots] int64, which
@@ -226,7 +208,7 @@ class Lead:
         Raises:
             GroupError: a rank was lost.
         """
-        self._ranks.ahead()
+        self.tell(Ahead())
         self.group.gather(tokens)
 
     def watch(
@@ -240,13 +222,13 @@ class Lead:
     @property
     def lost(self) -> str | None:
         """Why this instance cannot go on; None: it can."""
-        return self._ranks.lost
+        return self.ranks.lost
 
     def fail(self, why: str) -> None:
         """End all ranks: `why` is what the lead's runner says. Only the first call counts."""
         with self._lock:
             if not self._closed:
-                self._ranks.fail(why)
+                self.ranks.fail(why)
 
     def tell(self, message: RankMessage) -> None:
         """Send to all followers, in order."""
@@ -307,11 +289,11 @@ class Lead:
                 if not self._hear(ranks[descriptor]):
                     with self._lock:
                         if not self._closed:
-                            self._ranks.gone(ranks[descriptor])
+                            self.ranks.gone(ranks[descriptor])
                     return
             with self._lock:
                 if not self._closed:
-                    self._ranks.check_signs(time.monotonic(), self._silent_s)
+                    self.ranks.check_signs(time.monotonic(), self._silent_s)
 
     def _hear(self, rank: int) -> bool:
         """Take one answer of a follower; return False where it has gone."""
@@ -323,7 +305,7 @@ class Lead:
             return False
         answer = decode_answer(data)
         if isinstance(answer, Alive):
-            self._ranks.alive(rank, time.monotonic())
+            self.ranks.alive(rank, time.monotonic())
         elif isinstance(answer, Opened):
             self._opened.put((rank, answer))
         elif isinstance(answer, Written):

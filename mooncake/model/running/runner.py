@@ -272,7 +272,7 @@ class ModelRunner:
         assert self._model.exchange is not None
         try:
             if self._lead is not None:
-                self._lead.step([], {})
+                self._lead.ranks.step([], {})
                 self._lead.begin_step()
             self._model.serve()
             if self._lead is not None:
@@ -330,10 +330,12 @@ class ModelRunner:
             raise ValueError(f"sequences {unknown} were never started")
         way = self._way(plan)
         if self._lead is not None:
-            self._lead.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
+            self._lead.ranks.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
             if plan.slots:
                 reported_as = plan.step_id if plan.report_layers else None
-                self._lead.step(plan.slots, self._prompt_rows(plan), way, reported_as=reported_as)
+                self._lead.ranks.step(
+                    plan.slots, self._prompt_rows(plan), way, reported_as=reported_as
+                )
         return way
 
     def _way(self, plan: StepPlan) -> Way:

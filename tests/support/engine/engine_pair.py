@@ -11,7 +11,7 @@ import msgspec
 from mooncake.base import BlockPlaces, KvLayout, KvPart, PageArray, packed_places
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.instance.mover import OwnPages, SliceMover
-from mooncake.kvstore.client.block_reader import BlockReader
+from mooncake.kvstore.client.block_memory import MemoryTransfers
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
 from mooncake.transfer.engine import Region, TransferDone
@@ -41,15 +41,16 @@ class EnginePair:
         self.arena: Region = self.remote.allocate(POOL_BLOCKS * LAYOUT.block_bytes, "arena")
         self.pool = BlockPool(NUM_PAGES)
         self.transfer = transfer
-        self.reader: BlockReader | None = None
-        """Set by tests of fetches."""
+        self.transfers = MemoryTransfers(transfer)
+        """For tests that read into memory as a client of the pool does."""
         self.own_pages = OwnPages(PAGES, transfer, self.pages)
-        self.mover = SliceMover([self.own_pages])
+        self.mover = SliceMover(self.own_pages)
 
     def _deliver(self, event: msgspec.Struct) -> None:
         if not isinstance(event, TransferDone):
             self.inbox.append(event)
-        elif self.reader is None or not self.reader.on_transfer_done(event, self.heap.now()):
+        else:
+            self.transfers.on_done(event, self.heap.now())
             self.mover.on_done(event, self.heap.now())
 
     def run(self) -> None:

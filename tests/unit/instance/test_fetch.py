@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
-from mooncake.instance.fetch import Fetcher, PageReads
-from mooncake.instance.reuse import PrefixReuse
+from mooncake.instance.reuse import Fetches, PrefixReuse
 from mooncake.kvstore.block_checksum import checksum_of
-from mooncake.kvstore.client.block_reader import BlockReader
-from mooncake.transfer.engine import TransferDone
+from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from tests.support.engine.engine_pair import LAYOUT, EnginePair
 
 HERE = WorkerRef("prefill-0", "e1", "here")
@@ -19,21 +17,18 @@ KEYS = [bytes([index]) * 16 for index in range(4)]
 class Scene:
     def __init__(self, *, verify: bool = False) -> None:
         pair = self.engine_pair = EnginePair()
-        self.reader = BlockReader(
-            HERE, pair.channel, PageReads(pair.mover, pair.own_pages, self._on_read), verify=verify
-        )
-        self.fetcher = Fetcher(self.reader, timeout_s=5.0)
+        self.reader = BlockReader(HERE, pair.channel, pair.mover, verify=verify)
         self.ended: list[int] = []
+        """How many blocks each fetch has brought."""
+        self.fetches = Fetches(self.reader, 5.0, lambda _, result: self._on_ended(result, 0.0))
 
-    def _on_read(self, done: TransferDone, now: float) -> None:
-        self.reader.on_transfer_done(done, now)
+    def _on_ended(self, result: ReadResult, _now: float) -> None:
+        self.ended.append(result.num_blocks)
 
     def start(self, num_blocks: int) -> list[int]:
         pages = self.engine_pair.pool.allocate(num_blocks) or []
-        keys = KEYS[:num_blocks]
-        self.fetcher.start(
-            STORE, keys, pages, self.engine_pair.heap.now(), lambda n, at: self.ended.append(n)
-        )
+        deadline_s = self.engine_pair.heap.now() + 5.0
+        self.reader.start(STORE, KEYS[:num_blocks], pages, deadline_s, self._on_ended)
         self.engine_pair.run()
         return pages
 
@@ -74,7 +69,6 @@ def test_a_miss_ends_with_nothing() -> None:
     scene.start(2)
     scene.grant([])
     assert scene.ended == [0]
-    assert scene.fetcher.num_fetches_failed == 1
 
 
 def test_a_silent_owner_is_given_up_and_its_late_grant_unpinned() -> None:
@@ -111,7 +105,7 @@ def test_a_cancelled_read_ends_when_it_has_stopped() -> None:
     scene = Scene()
     scene.start(1)
     scene.grant([0])
-    scene.fetcher.cancel(1, scene.engine_pair.heap.now())
+    scene.reader.cancel(1, scene.engine_pair.heap.now())
     assert scene.ended == []
     scene.engine_pair.run()
     assert scene.ended == [0]
@@ -173,7 +167,7 @@ def test_blocks_without_a_promise_are_taken_as_they_come() -> None:
 def test_a_fetch_cancelled_while_it_is_looked_at_ends_once() -> None:
     scene = Verifying()
     scene.arrive(scene.promises)
-    scene.fetcher.cancel(1, 1.0)
+    scene.reader.cancel(1, 1.0)
     assert scene.ended == [0]
     assert scene.reader.tick(1.0) is None
     assert scene.reader.num_open == 0
@@ -184,7 +178,7 @@ class Reuse:
         self.gathered: list[list[int]] = []
         self.reuse = PrefixReuse(
             scene.engine_pair.pool,
-            scene.fetcher,
+            scene.fetches,
             KEYS,
             sources,
             lambda pages, at: self.gathered.append(pages),
@@ -279,7 +273,7 @@ class TestAnotherReplica:
         scene.engine_pair.network.detach("there")
         scene.reader.on_peer_lost(STORE, scene.engine_pair.heap.now())
         assert scene.reader.num_open == 1, "the read may still write to the pages"
-        while scene.fetcher.num_fetches_failed == 0:
+        while not scene.ended:
             assert scene.engine_pair.heap.step()
         assert reuse.gathered == []
         assert scene.reader.num_open == 1, "of another pool now"

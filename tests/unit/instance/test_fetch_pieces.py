@@ -56,7 +56,6 @@ def test_a_run_arrives_piece_by_piece_as_one_fetch(verify: bool) -> None:
     assert scene.ended == [4]
     assert scene.unpinned == [1, 2, 3]
     assert [scene.engine_pair.page_bytes(page) for page in scene.pages] == scene.blocks
-    assert scene.fetcher.num_blocks_fetched == 4
     assert scene.reader.num_open == 0
 
 
@@ -76,7 +75,6 @@ def test_what_came_before_a_piece_that_fails_counts() -> None:
     scene.engine_pair.network.detach("there")
     scene.run()
     assert scene.ended == [2]
-    assert scene.fetcher.num_fetches_failed == 0
 
 
 def test_a_damaged_block_ends_the_fetch_whatever_more_there_is() -> None:
@@ -113,7 +111,7 @@ def test_a_fetch_is_cancelled_by_its_number_in_any_piece(granted: bool) -> None:
     scene.run()
     if granted:
         scene.give(2, [2], more=True)
-    scene.fetcher.cancel(1, scene.engine_pair.heap.now())
+    scene.reader.cancel(1, scene.engine_pair.heap.now())
     scene.run()
     assert scene.ended == [2]
     assert len(scene.asked) == 2

@@ -30,7 +30,6 @@ from mooncake.engine.ranks.kv_moves import (
 )
 from mooncake.engine.ranks.step_log import decode, encode
 from mooncake.instance.checksums import BlockChecksums, HashDone
-from mooncake.instance.fetch import PageReads
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.rank_pages import FollowerMoves, FollowerPages, Reached
 from mooncake.transfer.engine import Op, TransferDone
@@ -87,6 +86,10 @@ def ranks(count: int, num_homes: int = 1) -> list[Memory]:
     return [Memory(array.of_rank(rank)) for rank in range(count)]
 
 
+def mover_of(own: Memory, *others: Memory) -> SliceMover:
+    return SliceMover(own, others)  # type: ignore[arg-type]
+
+
 def part(*indexes: int) -> KvPart:
     places = BlockPlaces(SEGMENT, 1, LAYOUT.slice_bytes, [100 * index for index in indexes])
     return KvPart(places, list(indexes), 0, LAYOUT.num_layers)
@@ -97,7 +100,7 @@ class TestLead:
 
     def test_a_move_ends_once_when_all_ranks_have_ended_theirs(self) -> None:
         memories, ended = ranks(2), list[TransferDone]()
-        mover = SliceMover(memories)
+        mover = mover_of(*memories)
         move = mover.write(
             [part(0, 1, 2)], {0: 5, 1: 6, 2: 7}, LAYERS, 9.0, lambda done, _: ended.append(done)
         )
@@ -112,7 +115,7 @@ class TestLead:
 
     def test_what_fails_on_one_rank_is_called_off_on_the_others(self) -> None:
         memories, ended = ranks(2), list[TransferDone]()
-        mover = SliceMover(memories)
+        mover = mover_of(*memories)
         mover.write([part(0, 1)], {0: 5, 1: 6}, LAYERS, 9.0, lambda done, _: ended.append(done))
         mover.on_done(TransferDone(batch_id=0, error="gone"), 0.0, 1)
         assert memories[0].cancelled == [0]
@@ -121,14 +124,14 @@ class TestLead:
         assert [(done.error, done.num_bytes) for done in ended] == [("gone", 0)]
 
     def test_every_memory_is_told_to_peers_with_what_it_holds(self) -> None:
-        mover = SliceMover(ranks(4, num_homes=2))
+        mover = mover_of(*ranks(4, num_homes=2))
         parts = mover.parts([0, 5, 1], 10, 77)
         assert [each.indexes for each in parts] == [[10, 12], [11], [10, 12], [11]]
         assert {each.places.grant for each in parts} == {77}
 
     def test_a_grant_is_over_when_it_is_over_in_every_memory(self) -> None:
         memories = ranks(3)
-        mover = SliceMover(memories)
+        mover = mover_of(*memories)
         mover.revoke(77)
         assert [memory.revoked for memory in memories] == [[77]] * 3
         for memory, fence in zip(memories, [Fence.CLOSED, Fence.UNKNOWN, Fence.OPEN], strict=True):
@@ -142,22 +145,20 @@ class TestLead:
     @pytest.mark.parametrize(("other", "right"), [(7, True), (8, False)])
     def test_a_block_read_into_copies_is_right_where_all_are(self, other: int, right: bool) -> None:
         own, far = ranks(2)
-        mover = SliceMover([own, far])
-        reads = PageReads(mover, own, lambda *_: None)  # type: ignore[arg-type]
-        reads.read([3], THERE, 9.0)
+        mover = mover_of(own, far)
+        mover.read([3], THERE, 9.0, lambda *_: None)
         mover.on_done(TransferDone(batch_id=0), 0.0)
         mover.on_done(TransferDone(batch_id=0), 0.0, 1, [other])
-        assert (reads.checksum([3], 0) == 7) == right
-        assert reads.checksum([3], 0) == 7, "what others found belongs to one read"
+        assert (mover.checksum([3], 0) == 7) == right
+        assert mover.checksum([3], 0) == 7, "what others found belongs to one read"
 
     def test_a_block_that_lies_elsewhere_has_the_checksum_found_there(self) -> None:
         own, far = ranks(2, num_homes=2)
-        mover = SliceMover([own, far])
-        reads = PageReads(mover, own, lambda *_: None)  # type: ignore[arg-type]
-        reads.read([6], THERE, 9.0)
+        mover = mover_of(own, far)
+        mover.read([6], THERE, 9.0, lambda *_: None)
         assert not own.moves
         mover.on_done(TransferDone(batch_id=0), 0.0, 1, [55])
-        assert reads.checksum([6], 0) == 55
+        assert mover.checksum([6], 0) == 55
 
     def test_hashes_come_from_whoever_holds_a_page_and_copies_must_agree(self) -> None:
         memories, found = ranks(4, num_homes=2), list[list[int]]()
@@ -173,7 +174,7 @@ class TestLead:
         array, cut = PageArray(LAYOUT, 8), LAYOUT.num_layers - 1
         last = Memory(array.of_rank(0, LAYERS[cut:]))
         first = Memory(array.of_rank(1, LAYERS[:cut]))
-        mover, sums = SliceMover([last, first]), list[list[int]]()
+        mover, sums = mover_of(last, first), list[list[int]]()
         mover.write([part(0)], {0: 5}, LAYERS, 9.0, lambda *_: None)
         for memory, layers in ((last, LAYERS[cut:]), (first, LAYERS[:cut])):
             [move] = memory.moves
@@ -184,10 +185,9 @@ class TestLead:
         checksums.on_done(HashDone(0, [10, 2**64 - 1]), 0.0)
         checksums.on_done(HashDone(0, [5, 3]), 0.0, 1)
         assert sums == [[15, 2]]
-        reads = PageReads(mover, last, lambda *_: None)  # type: ignore[arg-type]
-        reads.read([3], THERE, 9.0)
+        mover.read([3], THERE, 9.0, lambda *_: None)
         mover.on_done(TransferDone(batch_id=1), 0.0, 1, [100])
-        assert reads.checksum([3], 0) == 107
+        assert mover.checksum([3], 0) == 107
 
     def test_a_follower_is_told_how_far_its_stage_is_known_to_be(self) -> None:
         told: list[tuple[int, RankWord]] = []

@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.base import PinBlocks, PinGranted, TransferError, Unpin, WorkerRef
 from mooncake.kvstore.block_checksum import checksum_of
-from mooncake.kvstore.client.block_memory import BlockMemory, MemoryReads
+from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from tests.support.engine.engine_pair import LAYOUT, EnginePair
 
@@ -24,9 +24,7 @@ class Scene:
 
     def __init__(self, answer_by_s: float = float("inf")) -> None:
         pair = self.pair = EnginePair()
-        self.reader = pair.reader = BlockReader(
-            HERE, pair.channel, MemoryReads(pair.transfer), verify=True
-        )
+        self.reader = BlockReader(HERE, pair.channel, pair.transfers, verify=True)
         self.memory = BlockMemory.packed(pair.pages, LAYOUT)
         self.blocks = [pair.fill_pool(block, block) for block in range(4)]
         self.ended: list[ReadResult] = []
