@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from mooncake.base import SystemIds
 from mooncake.launch.cluster import report
@@ -18,9 +19,11 @@ from mooncake.launch.host import machine_facts
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.worker.local import LocalCluster
 from mooncake.launch.worker.open_model import open_model
-from mooncake.launch.worker.process import Model
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.telemetry.health import Vitals
+
+if TYPE_CHECKING:
+    from mooncake.model.opening import ModelSource
 
 
 class ColocatedWorkers:
@@ -32,7 +35,7 @@ class ColocatedWorkers:
         self._network = InprocNetwork()
         self.gateway_channel = InprocChannel(self._network, GATEWAY_ID)
         self._cluster: LocalCluster | None = None
-        self._model: Model | None = None
+        self._model: ModelSource | None = None
         self._starting: Vitals | None = Vitals(starting="starting", joined=False)
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:

@@ -10,14 +10,13 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.host.health import Health, Watchdog
 from mooncake.launch.worker.process import (
-    Model,
     Worker,
     WorkerSettings,
     build,
@@ -27,6 +26,9 @@ from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.local.backend import InprocFabric
 from mooncake.transfer.regions import Progress, no_progress
+
+if TYPE_CHECKING:
+    from mooncake.model.opening import ModelSource
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class LocalCluster:
     def __init__(
         self,
         network: InprocNetwork,
-        model: Model,
+        model: ModelSource,
         *,
         lost: Lost,
         progress: Progress = no_progress,

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -40,12 +40,11 @@ from mooncake.decode import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.ports import PolledRunner
-from mooncake.engine.ranks.kv_moves import Opened
 from mooncake.identity import Credential, own_credential
 from mooncake.instance import Instance, InstanceConfig
 from mooncake.instance.checksums import PolledHasher
 from mooncake.instance.instance import InstancePorts
-from mooncake.instance.rank_pages import FollowerPages, RankLink
+from mooncake.instance.rank_pages import FollowerPages
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.storage.disk import PolledDisks
@@ -67,7 +66,6 @@ from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.zmq_channel import ZmqChannel
-from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import PolledTransfer, Region
 from mooncake.transfer.factory import AUTO, TransferConfig, choose_protection, open_transfer
 from mooncake.transfer.net.endpoint import ListenAddress
@@ -75,55 +73,14 @@ from mooncake.transfer.rdma.backend import RdmaSettings
 from mooncake.transfer.regions import Progress, no_progress
 from mooncake.transfer.tcp.backend import TcpSettings
 
+if TYPE_CHECKING:  # a worker without a model has no torch either
+    from mooncake.model.device.pages import PageMemory
+    from mooncake.model.opening import ModelSource
+
 _log = logging.getLogger(__name__)
 
 FIGURES_S = 2.0
 """A driver that does not answer within this time is left out of the metrics."""
-
-
-class Pages(DeviceMemory, Protocol):
-    """KV pages in a device's own memory."""
-
-    def free(self) -> None:
-        """Free them. No transfer and no step may use them afterwards."""
-
-
-class Model(Protocol):
-    """What a worker needs of the tensor side (`model.opening.ModelSource`)."""
-
-    @property
-    def revision(self) -> str: ...
-
-    @property
-    def owns_pages(self) -> bool: ...
-
-    def load(self, progress: Callable[[int, int], None] | None = None) -> None: ...
-
-    def warm_up(
-        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
-    ) -> None: ...
-
-    def num_pages(self, layout: KvLayout, config: EngineConfig) -> int: ...
-
-    def device_pages(self, layout: KvLayout, num_pages: int) -> Pages: ...
-
-    def runner(
-        self,
-        layout: KvLayout,
-        config: EngineConfig,
-        pages: memoryview | DeviceMemory,
-        num_threads: int | None,
-        descriptor: int | None = None,
-        transfer: bytes = b"",
-    ) -> PolledRunner: ...
-
-    @property
-    def lead(self) -> RankLink | None: ...
-
-    @property
-    def memories(self) -> list[Opened]: ...
-
-    def close(self) -> None: ...
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +178,7 @@ class Worker:
         ref: WorkerRef,
         ports: WorkerPorts,
         region: Region,
-        pages: Pages | None = None,
+        pages: PageMemory | None = None,
     ) -> None:
         """Own what lies in `region`; `pages` are its memory where it lies on a device."""
         self.machine = machine
@@ -342,7 +299,7 @@ def build(
     channel: PolledChannel,
     transfer: PolledTransfer,
     *,
-    model: Model | None = None,
+    model: ModelSource | None = None,
     progress: Progress = no_progress,
     ids: IdSource | None = None,
     health_url: str = "",
@@ -397,7 +354,7 @@ def _build_engine(
     settings: WorkerSettings,
     hello: WorkerHello,
     ports: WorkerPorts,
-    model: Model,
+    model: ModelSource,
     progress: Progress,
     rank_transfer: TransferConfig | None,
 ) -> Worker:
@@ -415,7 +372,7 @@ def _build_engine(
     array = PageArray(layout, config.num_blocks, config.num_homes)
     own_array = options.held_by(0, array)
     region: Region
-    pages: Pages | None = None
+    pages: PageMemory | None = None
     of_ranks = dict[str, bytes]()
     if options.own_memories:
         of_ranks["transfer"] = msgspec.msgpack.encode(rank_transfer)
@@ -466,7 +423,9 @@ def _build_engine(
     return Worker(machine, hello.worker, ports, region, pages)
 
 
-def _followers(settings: WorkerSettings, model: Model, array: PageArray) -> list[FollowerPages]:
+def _followers(
+    settings: WorkerSettings, model: ModelSource, array: PageArray
+) -> list[FollowerPages]:
     """Return the pages of the other ranks, each in a memory of its own."""
     link, verify = model.lead, settings.instance.verify_fetches
     assert link is not None, "ranks have a lead"
@@ -483,7 +442,7 @@ def _followers(settings: WorkerSettings, model: Model, array: PageArray) -> list
 def _open(
     settings: WorkerSettings,
     credential: Credential,
-    model: Model | None,
+    model: ModelSource | None,
     progress: Progress,
     advertise_host: str | None,
     health_url: str,
@@ -560,7 +519,7 @@ def run(
         _log.info(phases.text())
         started(worker)
 
-    model: Model | None = None
+    model: ModelSource | None = None
     following = SecretFollower(secret_file, credential.renew)
     try:
         if settings.role is not Role.KVSTORE:

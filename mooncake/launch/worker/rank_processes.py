@@ -28,10 +28,11 @@ from mooncake.launch.worker.rank_moves import RankMoves
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import FarStore, ServedStore, join, make_file
-from mooncake.model.parallel.lead import Lead, RankProcess, send
+from mooncake.model.parallel.lead import Lead, RankProcess
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.running.follower import FollowerSettings, run
 from mooncake.telemetry.log import configure_logging
+from mooncake.transfer.net.blocking import send
 
 EXCHANGE_S = 30.0
 """A rank that stands still is found out by then: no layer of a step takes as long."""

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 import time
 
 from mooncake.base import Forbidden, ProtocolError, SystemIds
 from mooncake.identity import Credential
+from mooncake.transfer.net.blocking import receive, receive_step, send, shake_hands
 from mooncake.transfer.net.handshake import Channel, Credentials
 from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import TAG_BYTES
 
 PROVE_S = 10.0
 """How long the other end may take to prove itself, in all."""
-_LENGTH = struct.Struct("<I")
 _MOST_BYTES = 1 << 16
 
 
@@ -43,11 +42,7 @@ class SealedLink:
         sock = socket.create_connection(address, PROVE_S)
         try:
             side = _credentials(credential, "lead").connect(name)
-            _send(sock, side.first_message)
-            while side.channel is None:
-                answer = side.step(_receive(sock, until_s))
-                if answer is not None:
-                    _send(sock, answer)
+            shake_hands(sock, side, until_s)
             return cls._proven(sock, side.channel)
         except BaseException:
             sock.close()
@@ -65,13 +60,14 @@ class SealedLink:
         until_s = time.monotonic() + PROVE_S
         side = _credentials(credential, name).accept()
         while side.channel is None:
-            _send(sock, side.step(_receive(sock, until_s)))
+            send(sock, side.step(receive_step(sock, until_s)))
             if side.refusal is not None:
                 raise Forbidden(f"a peer was refused: {side.refusal}")
         return cls._proven(sock, side.channel)
 
     @classmethod
-    def _proven(cls, sock: socket.socket, channel: Channel) -> SealedLink:
+    def _proven(cls, sock: socket.socket, channel: Channel | None) -> SealedLink:
+        assert channel is not None
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -80,7 +76,7 @@ class SealedLink:
     def send(self, data: bytes) -> None:
         """Send some bytes, at most 64 KiB. OSError: the other end has gone."""
         sealed = b"".join(self._channel.sent.begin().seal([memoryview(data)]))
-        _send(self._socket, sealed)
+        send(self._socket, sealed)
 
     def receive(self) -> bytes:
         """Return the next bytes that were sent; none: the other end has gone.
@@ -89,11 +85,10 @@ class SealedLink:
             OSError: the connection is broken.
             ProtocolError: they were altered on their way.
         """
-        try:
-            sealed = bytearray(_receive(self._socket))
-        except EOFError:
+        sealed = receive(self._socket, _MOST_BYTES + TAG_BYTES)
+        if sealed is None:
             return b""
-        whole = memoryview(sealed)
+        whole = memoryview(bytearray(sealed))
         data = whole[:-TAG_BYTES]
         self._channel.received.begin().open(data, whole[-TAG_BYTES:])
         return bytes(data)
@@ -142,35 +137,3 @@ def _credentials(credential: Credential, name: str) -> Credentials:
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def _send(sock: socket.socket, data: bytes) -> None:
-    sock.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(sock: socket.socket, until_s: float | None = None) -> bytes:
-    """Return the next message, which has to be whole at `until_s`, by the monotonic clock.
-
-    Raises:
-        EOFError: the other end has gone.
-        TimeoutError: it was not whole in time.
-    """
-    [count] = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until_s))
-    if count > _MOST_BYTES + TAG_BYTES:
-        raise ProtocolError(f"a message of {count} bytes on a link of ranks")
-    return _exactly(sock, count, until_s)
-
-
-def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes:
-    found = bytearray()
-    while len(found) < count:
-        if until_s is not None:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("timed out")
-            sock.settimeout(left_s)
-        part = sock.recv(count - len(found))
-        if not part:
-            raise EOFError
-        found += part
-    return bytes(found)

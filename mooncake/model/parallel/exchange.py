@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -36,47 +35,9 @@ class Rows:
     weights: torch.Tensor
 
 
-class Exchange(Protocol):
-    """The ranks that have the same part of different instances, seen from one of them."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps agreed on."""
-
-    @property
-    def waited_s(self) -> float:
-        """For how long this rank has waited for others, in all steps but the last."""
-
-    @property
-    def waited_for_s(self) -> float:
-        """How much longer than this rank the one that waited longest has waited, in all steps but
-        the last: where that grows, this is the rank that the others wait for.
-        """
-
-    def take_slow(self) -> dict[int, float]:
-        """Return who was slow in the last window, and for how many seconds it was waited for;
-        empty where nobody was, and until the next window has ended.
-        """
-
-    def agree(self, rows: int, last_rows: int) -> None:
-        """Begin a step together: this rank has `rows`, in the last layer `last_rows`."""
-
-    def in_last_layer(self) -> None:
-        """The rows of this step's last layer are those that were agreed on for it, from now on."""
-
-    def spread(self, own: Rows) -> Rows:
-        """Return the rows of all ranks, of which each computes those of its experts; in one order
-        on all.
-        """
-
-    def collect(self, sums: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the sums of all ranks of this one's rows, [num_rows, width]; `sums`: of the rows
-        of `spread`.
-        """
-
-
 class GatheredRows:
-    """Every rank gets all rows (all-gather), and each gets the sums of its own (reduce-scatter).
+    """The ranks that have the same part of different instances, seen from one of them. Every rank
+    gets all rows (all-gather), and each gets the sums of its own (reduce-scatter).
 
     Rows are filled up to those of the rank that has most.
     """
@@ -84,7 +45,13 @@ class GatheredRows:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.num_steps = 0
-        self.waited_s = self.waited_for_s = 0.0
+        """Steps agreed on."""
+        self.waited_s = 0.0
+        """For how long this rank has waited for others, in all steps but the last."""
+        self.waited_for_s = 0.0
+        """How much longer than this rank the one that waited longest has waited, in all steps but
+        the last: where that grows, this is the rank that the others wait for.
+        """
         self._agreed: list[tuple[int, int]] = []
         self._most = 0
         self._waiting_s = 0.0
@@ -95,12 +62,16 @@ class GatheredRows:
         self._slow: dict[int, float] = {}
 
     def take_slow(self) -> dict[int, float]:
-        """Return who was slow in the last window, and for how long it was waited for."""
+        """Return who was slow in the last window, and for how many seconds it was waited for;
+        empty where nobody was, and until the next window has ended.
+        """
         slow, self._slow = self._slow, {}
         return slow
 
     def agree(self, rows: int, last_rows: int) -> None:
-        """Begin a step. GroupError: another rank failed, or did not come."""
+        """Begin a step together: this rank has `rows`, in the last layer `last_rows`. GroupError:
+        another rank failed, or did not come.
+        """
         mine = torch.tensor([rows, last_rows, round(1e9 * self._waiting_s)])
         self._waiting_s = 0.0
         began_s = time.perf_counter()
@@ -133,12 +104,12 @@ class GatheredRows:
         self._window_s, self._late_s = 0.0, [0.0] * self._group.size
 
     def in_last_layer(self) -> None:
-        """Take the rows that were agreed on for the last layer."""
+        """The rows of this step's last layer are those that were agreed on for it, from now on."""
         self._most = max(last for _, last in self._agreed)
 
     def spread(self, own: Rows) -> Rows:
-        """Return all ranks' rows, row by row: the first of each rank, then the second. GroupError:
-        another rank failed, or did not come.
+        """Return all ranks' rows, of which each computes those of its experts, row by row: the
+        first of each rank, then the second. GroupError: another rank failed, or did not come.
         """
         hidden, choices = own.x.shape[1], own.experts.shape[1]
         if not self._most:
@@ -163,7 +134,9 @@ class GatheredRows:
         )
 
     def collect(self, sums: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the sums of this rank's rows. GroupError: another rank failed, or did not come."""
+        """Return the sums of all ranks of this one's rows, [num_rows, width]; `sums`: of the rows
+        of `spread`. GroupError: another rank failed, or did not come.
+        """
         if not self._most:
             return sums
         began_s = time.perf_counter()
@@ -188,7 +161,7 @@ class ExpertRanks:
     """
 
     all: Group
-    exchange: Exchange | None
+    exchange: GatheredRows | None
     num_instances: int = 1
 
     @property

@@ -12,7 +12,6 @@ import contextlib
 import queue
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,8 +35,8 @@ from mooncake.engine.ranks.kv_moves import (
 from mooncake.engine.ranks.rank_group import SILENT_S, LeadRanks
 from mooncake.engine.ranks.step_log import Ahead, Measure, RankMessage, UsePages, encode
 from mooncake.model.parallel.group import Group, GroupError
+from mooncake.transfer.net.blocking import receive, send
 
-LENGTH = struct.Struct("<I")
 END_S = 5.0
 """How long a follower may take to end before it is killed."""
 
@@ -314,24 +313,3 @@ class Lead:
         else:
             self._on_answer(OfRank(rank, answer))
         return True
-
-
-def send(to: socket.socket, data: bytes) -> None:
-    """Send one message."""
-    to.sendall(LENGTH.pack(len(data)) + data)
-
-
-def receive(whence: socket.socket) -> bytes | None:
-    """Return the next message; None: the other side has gone."""
-    head = _exactly(whence, LENGTH.size)
-    return None if head is None else _exactly(whence, LENGTH.unpack(head)[0])
-
-
-def _exactly(whence: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        part = whence.recv(count - len(parts))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

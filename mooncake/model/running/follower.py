@@ -61,11 +61,12 @@ from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import join
-from mooncake.model.parallel.lead import Loaded, receive, send
+from mooncake.model.parallel.lead import Loaded
 from mooncake.model.rank_device import RankDevice
 from mooncake.model.running.computed_step import ComputedStep
 from mooncake.model.running.forward_pass import ForwardPass, capture_steps
 from mooncake.transfer.device import DeviceMemory
+from mooncake.transfer.net.blocking import receive, send
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -38,7 +37,7 @@ from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.sampler import Drawn
+from mooncake.model.layers.sampler import Sampler
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.stages import StageTimes
@@ -51,36 +50,6 @@ before it takes part in a step of others without rows: two busy ones would else 
 """
 _COUNTED_EVERY = 16
 """Steps of others, in which this runner takes part, for one report of its counts."""
-
-
-class TokenSampler(Protocol):
-    """Chooses tokens; `layers.sampler.Sampler` in production."""
-
-    def start(self, start: SequenceStart) -> None:
-        """Add a sequence: its settings and its history."""
-
-    def prepare(self, grammar: Grammar) -> None:
-        """Start compiling the grammar of a sequence to come; from any thread."""
-
-    def forget(self, sequence_id: int) -> None:
-        """Drop a sequence."""
-
-    def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
-        """Return which of these sequences cannot go on, and why; called before `sample`."""
-
-    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
-        """Return one sample a row of `logits` [rows, vocab] float32; adds it to the history."""
-
-    def begin(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Drawn:
-        """Choose as `sample` does, without waiting for the device."""
-
-    def finish(self, drawn: Drawn) -> list[Sample]:
-        """Wait for the tokens of `begin`, add them to the history, return the samples."""
-
-    def prompt_logprobs(
-        self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
-    ) -> list[TokenLogprobs]:
-        """Return for each row the log-probability of its next token and of the `num` best."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +66,7 @@ class ModelRunner:
         self,
         model: KimiK2,
         kv: KvTensors,
-        sampler: TokenSampler,
+        sampler: Sampler,
         *,
         num_threads: int | None = None,
         captured: CapturedSteps | None = None,

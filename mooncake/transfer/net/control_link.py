@@ -1,4 +1,5 @@
 """A stream of small frames between two engines: a length (4 bytes, little-endian), then the body.
+On one host, descriptors may come with a frame.
 
 It knows sockets, not what the frames mean. All of it runs in the loop's own thread.
 """
@@ -8,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mooncake.base.errors import MooncakeError, ProtocolError
+from mooncake.transfer.net.endpoint import Address, new_stream
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop
 from mooncake.transfer.net.listener import watch_host
 
@@ -18,14 +20,19 @@ MAX_FRAME_BYTES = 65536
 _MAX_UNSENT_BYTES = 2**20
 _LENGTH_BYTES = 4
 _DEAD_HOST_S = 20.0
+MAX_DESCRIPTORS = 4
+"""Descriptors that come with one frame."""
 
 
-def begin_to_connect(address: tuple[str, int]) -> socket.socket:
+def begin_to_connect(address: Address) -> socket.socket:
     """Return a socket that is connecting; its first event shows how that went. Raises OSError."""
-    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    sock = new_stream(address)
     try:
         sock.setblocking(False)
-        sock.connect_ex(address)
+        if isinstance(address, str):
+            sock.connect(address)  # at once, or not at all
+        else:
+            sock.connect_ex(address)
     except OSError:
         sock.close()
         raise
@@ -43,6 +50,8 @@ class ControlLink:
         sock: socket.socket,
         on_frame: Callable[[bytes], None],
         on_end: Callable[[str], None],
+        *,
+        takes_descriptors: bool = False,
     ) -> None:
         """Take over a non-blocking socket. `on_frame` may raise MooncakeError to end the stream."""
         self._loop = loop
@@ -51,19 +60,32 @@ class ControlLink:
         self._on_end = on_end
         self._received = bytearray()
         self._unsent = bytearray()
+        self._takes_descriptors = takes_descriptors
+        self._descriptors: list[int] = []
+        """Those that have come, and that nobody has taken."""
         self._events = READABLE
         self._failure: str | None = None
         """The error that `send` met with."""
         self.closed = False
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        watch_host(sock, _DEAD_HOST_S)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch_host(sock, _DEAD_HOST_S)
         loop.add(sock.fileno(), READABLE, self._on_event)
 
-    def send(self, body: bytes) -> None:
-        """Send one frame as soon as the socket takes it."""
+    def send(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send one frame as soon as the socket takes it; one with descriptors now or never."""
         if self.closed:
             return
-        self._unsent += len(body).to_bytes(_LENGTH_BYTES, "little") + body
+        frame = len(body).to_bytes(_LENGTH_BYTES, "little") + body
+        if descriptors:
+            try:
+                if self._unsent:
+                    raise BlockingIOError("the peer asks and does not listen")
+                frame = frame[socket.send_fds(self._sock, [frame], descriptors) :]
+            except OSError as error:
+                self._end_soon(error.strerror or str(error))
+                return
+        self._unsent += frame
         if len(self._unsent) > _MAX_UNSENT_BYTES:
             self._end_soon("the peer asks and does not listen")
         else:
@@ -98,7 +120,7 @@ class ControlLink:
 
     def _receive(self) -> None:
         try:
-            data = self._sock.recv(MAX_FRAME_BYTES)
+            data = self._read()
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -111,8 +133,32 @@ class ControlLink:
         try:
             while not self.closed and (body := self._next_frame()) is not None:
                 self._on_frame(body)
+            if not self._received:
+                self._drop_descriptors()
+            elif len(self._descriptors) > MAX_DESCRIPTORS:
+                raise ProtocolError("the peer sends descriptors without end")
         except MooncakeError as error:
             self._end(error.message)
+
+    def _read(self) -> bytes:
+        if not self._takes_descriptors:
+            return self._sock.recv(MAX_FRAME_BYTES)
+        data, came, _, _ = socket.recv_fds(
+            self._sock, MAX_FRAME_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        self._descriptors += came
+        return data
+
+    def take_descriptors(self) -> list[int]:
+        """Return the descriptors that have come with the frame in hand, for the caller to close.
+        Those that `on_frame` does not take are closed after it.
+        """
+        taken, self._descriptors = self._descriptors, []
+        return taken
+
+    def _drop_descriptors(self) -> None:
+        for descriptor in self.take_descriptors():
+            os.close(descriptor)
 
     def _next_frame(self) -> bytes | None:
         if len(self._received) < _LENGTH_BYTES:
@@ -142,3 +188,4 @@ class ControlLink:
             self.closed = True
             self._loop.remove(self._sock.fileno())
             self._sock.close()
+            self._drop_descriptors()

@@ -1,7 +1,10 @@
-"""Endpoints as configuration and peers write them: "host:port". Pure."""
+"""Endpoints as configuration and peers write them: "host:port", or "@name" of a socket that only
+processes of this host reach.
+"""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -14,6 +17,22 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit():
         raise ConfigError(f"{endpoint!r} is not a TCP endpoint; it looks like 10.0.0.7:4301")
     return host.strip("[]"), int(port)
+
+
+Address = tuple[str, int] | str
+"""As sockets take it."""
+
+
+def address_of(endpoint: str) -> Address:
+    """Return the address of an endpoint. Raises ConfigError."""
+    return "\0" + endpoint[1:] if endpoint.startswith("@") else parse_endpoint(endpoint)
+
+
+def new_stream(address: Address) -> socket.socket:
+    """Return a stream socket that can be connected to an address. Raises OSError."""
+    if isinstance(address, str):
+        return socket.socket(socket.AF_UNIX)
+    return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
 
 
 @dataclass(frozen=True)

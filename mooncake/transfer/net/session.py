@@ -6,18 +6,21 @@ live in an I/O loop. What the messages mean is up to the objects that hold the s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
+from mooncake.base.errors import ProtocolError
 from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.codec import Answer, Ask, Codec
 from mooncake.transfer.net.control_link import ControlLink, begin_to_connect
 from mooncake.transfer.net.directory import PeerDirectory
-from mooncake.transfer.net.endpoint import parse_endpoint
+from mooncake.transfer.net.endpoint import address_of
 from mooncake.transfer.net.handshake import AcceptingSide, ConnectingSide, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.net.listener import whence
@@ -73,7 +76,7 @@ class ClientSession(Generic[Ask, Answer]):
         """
         self.state = SessionState.CONNECTING
         self._key = key
-        self._address = parse_endpoint(key.endpoint)
+        self._address = address_of(key.endpoint)
         self._directory = directory
         self._loop = loop
         self._connect_s = connect_s
@@ -93,7 +96,10 @@ class ClientSession(Generic[Ask, Answer]):
             reason = f"{self._key.engine_id}: {failure}"
             self._loop.post(functools.partial(self.end, reason, refused=True))
             return
-        self._link = ControlLink(self._loop, sock, self._on_frame, self._on_break)
+        is_near = isinstance(self._address, str)
+        self._link = ControlLink(
+            self._loop, sock, self._on_frame, self._on_break, takes_descriptors=is_near
+        )
         self._timer = self._loop.call_later(
             self._connect_s, lambda: self.give_up("the peer does not answer")
         )
@@ -109,6 +115,21 @@ class ClientSession(Generic[Ask, Answer]):
         channel = self._handshake.channel if self._handshake is not None else None
         if self._link is not None and channel is not None:
             self._link.send(channel.sent.seal(self._codec.encode(ask)))
+
+    @contextlib.contextmanager
+    def descriptors(self, count: int) -> Iterator[list[int]]:
+        """Take the descriptors that came with what the owner has just said, and close them
+        afterwards. Raises ProtocolError: it sent more or fewer.
+        """
+        assert self._link is not None
+        taken = self._link.take_descriptors()
+        try:
+            if len(taken) != count:
+                raise ProtocolError(f"the peer sent {len(taken)} descriptors, not {count}")
+            yield taken
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
 
     def _on_frame(self, body: bytes) -> None:
         assert self._handshake is not None
@@ -158,10 +179,14 @@ class ClientSession(Generic[Ask, Answer]):
         self._events.on_gone(reason)
 
 
+Welcome = Callable[[Sequence[int]], None]
+"""Lets a client in; on one host, descriptors may go with that."""
+
+
 class OwnerEvents(Protocol):
     """What the owner's end of a session reports to the object that holds it."""
 
-    def on_proven(self, identity: PeerIdentity, welcome: Callable[[], None]) -> None:
+    def on_proven(self, identity: PeerIdentity, welcome: Welcome) -> None:
         """Fence what the proven client has named, then call `welcome`."""
 
     def on_frame(self, body: bytes) -> None:
@@ -197,10 +222,10 @@ class OwnerStream:
         """Whether the stream has ended, at either end."""
         return self._link.closed
 
-    def send(self, body: bytes) -> None:
+    def send(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send one frame to the client, which has been welcomed."""
         assert self._handshake.channel is not None
-        self._link.send(self._handshake.channel.sent.seal(body))
+        self._link.send(self._handshake.channel.sent.seal(body), descriptors)
 
     def _on_frame(self, body: bytes) -> None:
         if self._handshake.channel is not None:
@@ -210,7 +235,7 @@ class OwnerStream:
         self.identity = self._handshake.identity
         if self.identity is not None:
             self._timer.cancel()
-            self._events.on_proven(self.identity, lambda: self._link.send(answer))
+            self._events.on_proven(self.identity, functools.partial(self._link.send, answer))
             return
         self._link.send(answer)
         if self._handshake.refusal is not None:

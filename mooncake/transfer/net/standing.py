@@ -14,8 +14,8 @@ however many keys come and go, none of an open session is forgotten.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mooncake.base.errors import Forbidden, MooncakeError, ProtocolError
 from mooncake.identity import Certificate, Credential, check_certificate
 from mooncake.telemetry.audit import audit
-from mooncake.transfer.net.endpoint import parse_endpoint
+from mooncake.transfer.net.blocking import shake_hands
+from mooncake.transfer.net.endpoint import address_of, new_stream
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.peer_key import PeerKey
 
@@ -171,42 +172,12 @@ def ended(what: str, who: str, reason: str) -> None:
 def _prove_to(owners: Iterable[PeerKey], connect: Callable[[str], ConnectingSide]) -> None:
     for key in owners:
         try:
-            _shake_hands(key.endpoint, connect(key.engine_id))
+            address = address_of(key.endpoint)
+            with new_stream(address) as sock:
+                sock.settimeout(ANSWER_S)
+                sock.connect(address)
+                shake_hands(sock, connect(key.engine_id), time.monotonic() + ANSWER_S)
         except (OSError, EOFError, MooncakeError) as error:
             _LOG.info("%s was not told of the renewed credential: %s", key.engine_id, error)
         except Exception:  # the others are told all the same
             _LOG.exception("%s was not told of the renewed credential", key.engine_id)
-
-
-def _shake_hands(endpoint: str, side: ConnectingSide) -> None:
-    """Do one handshake with an owner, by a stream or, on this host, by packets."""
-    is_near = endpoint.startswith("@")
-    if is_near:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    else:
-        family = socket.AF_INET6 if ":" in parse_endpoint(endpoint)[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    with sock:
-        sock.settimeout(ANSWER_S)
-        sock.connect("\0" + endpoint[1:] if is_near else parse_endpoint(endpoint))
-        answer: bytes | None = side.first_message
-        while answer is not None:
-            sock.sendall(answer if is_near else len(answer).to_bytes(4, "little") + answer)
-            answer = side.step(sock.recv(1 << 16) if is_near else _frame(sock))
-
-
-def _frame(sock: socket.socket) -> bytes:
-    length = int.from_bytes(_exactly(sock, 4), "little")
-    if not 0 < length <= 1 << 16:
-        raise ProtocolError("the peer does not speak this protocol")
-    return _exactly(sock, length)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    found = bytearray()
-    while len(found) < count:
-        part = sock.recv(count - len(found))
-        if not part:
-            raise EOFError("the peer hung up")
-        found += part
-    return bytes(found)

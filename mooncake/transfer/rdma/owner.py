@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mooncake.base.errors import TransferError
@@ -19,7 +19,7 @@ from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.listener import Listener, tcp_listener
-from mooncake.transfer.net.session import OwnerStream
+from mooncake.transfer.net.session import OwnerStream, Welcome
 from mooncake.transfer.rdma import wire
 from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.nic import Nic, QueuePair
@@ -120,11 +120,11 @@ class RdmaSession:
     def identity(self) -> PeerIdentity | None:
         return self._stream.identity
 
-    def on_proven(self, identity: PeerIdentity, welcome: Callable[[], None]) -> None:
+    def on_proven(self, identity: PeerIdentity, welcome: Welcome) -> None:
         """End the client's fenced sessions, then list our NICs."""
         for session in self._owner.listener.fenced(identity):
             session.close()
-        welcome()
+        welcome(())
         nics = [nic.address for nic in self._owner.nics.values()]
         self._stream.send(wire.CODEC.encode(wire.Inventory(nics)))
 

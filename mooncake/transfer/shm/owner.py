@@ -6,20 +6,16 @@ whether a grant is in a client's hands.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 
-from mooncake.base.errors import ProtocolError
-from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
-from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, IoLoop
+from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.listener import Listener
-from mooncake.transfer.net.session import HANDSHAKE_S
+from mooncake.transfer.net.session import OwnerStream, Welcome
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.shm import wire
 
-_LOG = logging.getLogger(__name__)
 _MAX_SESSIONS = 1024
 
 
@@ -36,7 +32,7 @@ class ShmOwner:
         self._closed = False
         name = f"mooncake-{credentials.ids.hex(8)}"
         self.endpoint = f"@{name}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock = socket.socket(socket.AF_UNIX)
         sock.bind(f"\0{name}")
         sock.listen(128)
         table.watch_withdrawals(self._withdraw)
@@ -54,8 +50,8 @@ class ShmOwner:
             if not self._closed:
                 self._page.withdraw(region_id)
 
-    def welcome(self, sock: socket.socket, answer: bytes) -> None:
-        """Send the end of a handshake, and the pages by which we are understood; in the loop."""
+    def let_in(self, welcome: Welcome) -> None:
+        """Welcome a client with the pages by which we are understood; in the loop."""
         with self._lock:
             if self._closed:
                 return
@@ -65,7 +61,7 @@ class ShmOwner:
             self._hands[hands.heard] = hands
             self._loop.add(hands.heard, 0, lambda _events: self._let_go(hands))
             try:
-                socket.send_fds(sock, [answer], fds)
+                welcome(fds)
             finally:
                 hands.given()
 
@@ -81,7 +77,7 @@ class ShmOwner:
         with self._lock:
             return any(hands.hold(grant) for hands in self._hands.values())
 
-    def hand_out(self, sock: socket.socket, ask: wire.OpenRegion) -> None:
+    def hand_out(self, stream: OwnerStream, ask: wire.OpenRegion) -> None:
         """Answer a client that asks for a region."""
         # Under the lock, which a withdrawal takes before it closes the region's descriptor.
         with self._lock:
@@ -96,10 +92,10 @@ class ShmOwner:
                     opened = wire.RegionOpened(
                         ask.region_id, region.num_bytes, slot, region.guarded
                     )
-                    socket.send_fds(sock, [wire.CODEC.encode(opened)], [region.fd])
+                    stream.send(wire.CODEC.encode(opened), [region.fd])
                     return
                 reason, unshared = "too many regions are shared", True
-        sock.send(wire.CODEC.encode(wire.RegionRefused(ask.region_id, reason, unshared)))
+        stream.send(wire.CODEC.encode(wire.RegionRefused(ask.region_id, reason, unshared)))
 
     def close(self) -> None:
         """Mark all regions as gone at once; sessions and the listener go when the loop turns."""
@@ -116,60 +112,28 @@ class ShmOwner:
 
 
 class ShmSession:
-    """The connection of one client on this host. Made in the loop, which it lives in."""
+    """The session of one client on this host. Made in the loop, which it lives in."""
 
     def __init__(
         self, owner: ShmOwner, sock: socket.socket, loop: IoLoop, handshake: AcceptingSide
     ) -> None:
-        self._owner = owner
-        self._sock = sock
         self.loop = loop
-        self._handshake = handshake
-        self._closed = False
-        loop.add(sock.fileno(), READABLE, self._on_event)
-        self._timer = loop.call_later(HANDSHAKE_S, self._on_silence)
+        self._owner = owner
+        self._stream = OwnerStream("shared-memory", loop, sock, handshake, self)
 
     @property
     def identity(self) -> PeerIdentity | None:
-        return self._handshake.identity
+        return self._stream.identity
 
-    def _on_silence(self) -> None:
-        _LOG.warning("shared-memory peer dropped: no handshake in time")
-        self.close()
+    def on_proven(self, _identity: PeerIdentity, welcome: Welcome) -> None:
+        """Let the client in."""
+        self._owner.let_in(welcome)
 
-    def _on_event(self, events: int) -> None:
-        try:
-            if events & HUNG_UP:
-                self.close()
-                return
-            data = self._sock.recv(wire.MAX_MESSAGE_BYTES)
-            if self._handshake.identity is None:
-                self._on_handshake(data)
-            else:
-                self._owner.hand_out(self._sock, wire.CODEC.decode_ask(data))
-        except BlockingIOError:
-            self.close()  # a client that asks and does not listen
-        except (OSError, ProtocolError) as error:
-            _LOG.warning("shared-memory peer dropped: %s", error)
-            self.close()
-
-    def _on_handshake(self, data: bytes) -> None:
-        answer = self._handshake.step(data)
-        if self._handshake.identity is not None:
-            self._owner.welcome(self._sock, answer)
-            self._timer.cancel()
-            return
-        self._sock.send(answer)
-        if self._handshake.refusal is not None:
-            _LOG.warning("shared-memory peer refused: %s", self._handshake.refusal)
-            audit("proof_failed", proof="transfer", reason=self._handshake.refusal)
-            self.close()
+    def on_frame(self, body: bytes) -> None:
+        """Answer one message. Raises ProtocolError."""
+        self._owner.hand_out(self._stream, wire.CODEC.decode_ask(body))
 
     def close(self) -> None:
         """Hang up."""
-        if not self._closed:
-            self._closed = True
-            self._timer.cancel()
-            self.loop.remove(self._sock.fileno())
-            self._sock.close()
-            self._owner.listener.forget(self)
+        self._stream.close()
+        self._owner.listener.forget(self)

@@ -7,18 +7,13 @@ while a step writes by a grant, the owner sees it in our hands.
 
 from __future__ import annotations
 
-import logging
-import os
-import select
-import socket
-import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from mooncake.base.errors import ProtocolError, TransferError
+from mooncake.base.errors import ProtocolError
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op
@@ -34,14 +29,13 @@ from mooncake.transfer.local.copying import (
 )
 from mooncake.transfer.memory import map_shared
 from mooncake.transfer.net.directory import PeerDirectory
-from mooncake.transfer.net.handshake import ConnectingSide, HandshakeRefused
-from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, IoLoop, Timer
+from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.peer_key import PeerKey
+from mooncake.transfer.net.session import ClientSession
 from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable, withdrawn
 from mooncake.transfer.shm import wire
 
-_LOG = logging.getLogger(__name__)
 _CONNECT_S = 5.0
 
 
@@ -78,99 +72,45 @@ class ShmPeer:
     """One owner on this host. `put` may be called from any thread, all else only in the loop."""
 
     def __init__(self, key: PeerKey, hub: PeerHub) -> None:
+        """Prepare to connect. Raises ConfigError when the endpoint in `key` is malformed."""
         self.engine_id = key.engine_id
         self.stats = hub.stats
         self.gone: str | None = None
         """Why nothing more goes this way; None while something may."""
-        self._key = key
         self._hub = hub
-        self._loop = hub.loop
-        self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
-        self._poller = select.poll()
-        self._handshake: ConnectingSide | None = None
         self._pages: wire.OwnerPages | None = None
         self._regions: dict[int, MappedRegion] = {}
         self._asked: set[int] = set()
         self._waiting: list[Job] = []
-        self._timer: Timer | None = None
+        self._session: ClientSession[wire.OpenRegion, wire.Answer] = ClientSession(
+            key, hub.peers, hub.loop, _CONNECT_S, self, wire.CODEC
+        )
 
-    # ------------------------------------------------------------ connecting
+    # ------------------------------------------------------------ the owner
 
     def connect(self) -> None:
         """Begin to connect to the owner; once."""
-        self._handshake = self._hub.peers.credentials.connect(self.engine_id)
-        try:
-            sock = self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sock.setblocking(False)
-            sock.connect("\0" + self._key.endpoint.removeprefix("@"))
-            self._poller.register(sock, READABLE)
-            self._loop.add(sock.fileno(), READABLE, self._on_event)
-            sock.send(self._handshake.first_message)
-        except OSError as error:
-            self.end(f"no shared memory with this peer: {error}")
-            return
-        self._timer = self._loop.call_later(
-            _CONNECT_S, lambda: self.end("the peer does not answer")
-        )
+        self._session.connect()
 
-    def _on_event(self, events: int) -> None:
-        sock = self._sock
-        if sock is None:
-            return
-        fds: list[int] = []
-        try:
-            data, fds = wire.receive_packet(sock)
-            if not data:
-                raise ConnectionResetError("the peer has gone")
-            if self._pages is None:
-                self._on_handshake(sock, data, fds)
-            else:
-                self._on_answer(data, fds)
-        except BlockingIOError:
-            if events & HUNG_UP:
-                self.end("the peer has gone")
-        except (OSError, ProtocolError, TransferError) as error:
-            self.end(str(error))
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def _on_handshake(self, sock: socket.socket, data: bytes, fds: list[int]) -> None:
-        assert self._handshake is not None
-        answer = self._handshake.step(data)
-        if answer is not None:
-            sock.send(answer)
-            return
-        if len(fds) != wire.NUM_PAGES:
-            raise HandshakeRefused("the peer did not send its pages")
-        self._pages = wire.OwnerPages(fds)
-        self._hub.peers.reached(self._key)
-        self._forget_timer()
+    def on_welcome(self) -> None:
+        """Map the pages that came with the welcome. Raises MooncakeError."""
+        with self._session.descriptors(wire.NUM_PAGES) as pages:
+            self._pages = wire.OwnerPages(pages)
+        self._session.ready()
         self._serve_waiting()
 
-    def _forget_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    # --------------------------------------------------------------- regions
-
-    def _ask(self, region_id: int) -> None:
-        if region_id not in self._asked and self._sock is not None:
-            self._asked.add(region_id)
-            self._sock.send(wire.CODEC.encode(wire.OpenRegion(region_id)))
-
-    def _on_answer(self, data: bytes, fds: list[int]) -> None:
-        answer = wire.CODEC.decode_answer(data)
+    def on_answer(self, answer: wire.Answer) -> None:
+        """Map a region that the owner hands out. Raises MooncakeError."""
         self._asked.discard(answer.region_id)
         if isinstance(answer, wire.RegionRefused):
             self._on_refusal(answer)
         else:
-            if len(fds) != 1 or answer.slot >= wire.STATE_SLOTS:
+            if answer.slot >= wire.STATE_SLOTS:
                 raise ProtocolError("malformed answer about shared memory")
             for region_id in list(self._regions):
                 self._live_region(region_id)  # what the owner has let go, so do we
-            memory = map_shared(fds[0], answer.num_bytes)
+            with self._session.descriptors(1) as [memory_fd]:
+                memory = map_shared(memory_fd, answer.num_bytes)
             array = np.frombuffer(memory, dtype=np.uint8, count=answer.num_bytes)
             region = MappedRegion(answer.region_id, answer.slot, array, answer.guarded)
             self._regions[region.region_id] = region
@@ -194,7 +134,7 @@ class ShmPeer:
     def put(self, job: Job) -> None:
         """Start `job`, now if all it needs is mapped, else when it is."""
         if not self._try_start(job):
-            self._loop.post(lambda: self._wait(job))
+            self._hub.loop.post(lambda: self._wait(job))
 
     def _wait(self, job: Job) -> None:
         if self.gone is not None:
@@ -212,8 +152,9 @@ class ShmPeer:
                 continue
             self._waiting.append(job)
             for region_id in {op.remote_region for op in job.ops}:
-                if self._live_region(region_id) is None:
-                    self._ask(region_id)
+                if self._live_region(region_id) is None and region_id not in self._asked:
+                    self._asked.add(region_id)
+                    self._session.send(wire.OpenRegion(region_id))
 
     def _live_region(self, region_id: int) -> MappedRegion | None:
         """Return a region if it is mapped and still registered; let go of one that is not."""
@@ -257,35 +198,17 @@ class ShmPeer:
 
     # ---------------------------------------------------------------- ending
 
-    def look(self) -> str | None:
-        """Ask the kernel whether the owner still lives; return why not. From any thread."""
-        with self._lock:
-            if self.gone is not None or self._sock is None:
-                return self.gone or "not connected"
-            if not self._poller.poll(0):
-                return None
-            try:
-                if self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    return None
-            except BlockingIOError:
-                return None
-            except OSError as error:
-                return str(error)
-        return "the peer has gone"
+    def on_break(self, reason: str, _connection_id: str) -> None:
+        """End: what nothing has begun of may go another way."""
+        self._session.end(reason)
 
     def end(self, reason: str) -> None:
         """Hang up; copies in hand stop by themselves."""
-        with self._lock:
-            if self.gone is not None:
-                return
-            self.gone = reason
-            sock, self._sock = self._sock, None
-        if sock is not None:
-            self._loop.remove(sock.fileno())
-            sock.close()
-        self._forget_timer()
-        self._hub.peers.ended(self._key, reason if self._pages is None else None)
-        # Copies in hand hold on to the mappings they use; all others go now.
+        self._session.end(reason)
+
+    def on_gone(self, reason: str) -> None:
+        """Let go of all mappings but those that copies in hand hold on to."""
+        self.gone = reason
         self._regions = {}
         self._pages = None
         waiting, self._waiting = self._waiting, []
@@ -335,11 +258,11 @@ class _ShmGuard(Guard):
             self._pages.hands[hand] = 0
 
     def confirm(self) -> str | None:
-        reason = self._peer.look()
-        if reason is None:
+        reason = self._peer.gone
+        if reason is None and self._pages.owner_lives():
             return None
         self._peer.stats.failed(MEMORY, self._peer.engine_id)
-        return f"{self._peer.engine_id}: {reason}"
+        return f"{self._peer.engine_id}: {reason or 'the peer has gone'}"
 
     def arrived(self, num_bytes: int, posted_s: float, now_s: float) -> None:
         self._peer.stats.arrived(MEMORY, self._peer.engine_id, num_bytes, posted_s, now_s)

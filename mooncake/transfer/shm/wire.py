@@ -10,7 +10,7 @@ land. The client holds a pipe for as long as it may copy, and the kernel lets go
 from __future__ import annotations
 
 import os
-import socket
+import select
 from collections.abc import Sequence
 
 import msgspec
@@ -20,7 +20,6 @@ from mooncake.transfer.local.copying import MAX_HANDS
 from mooncake.transfer.memory import SharedWords, map_words
 from mooncake.transfer.net.codec import Codec
 
-MAX_MESSAGE_BYTES = 16384
 STATE_SLOTS = 8192
 NUM_PAGES = 4
 """Descriptors that come with the end of a handshake: state, grants, hands, pipe."""
@@ -53,14 +52,6 @@ class RegionRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 Answer = RegionOpened | RegionRefused
 CODEC: Codec[OpenRegion, Answer] = Codec(OpenRegion, Answer, "shared memory")
-
-
-def receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Return one packet and the descriptors that came with it; the caller owns them."""
-    data, fds, _flags, _address = socket.recv_fds(
-        sock, MAX_MESSAGE_BYTES, NUM_PAGES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-    )
-    return data, fds
 
 
 class StatePage:
@@ -103,12 +94,18 @@ class OwnerPages:
     """
 
     def __init__(self, fds: Sequence[int]) -> None:
-        """Take over the last of the descriptors; map the others. Raises TransferError."""
+        """Map what the descriptors are of, which the caller closes. Raises TransferError."""
         state, grants, hands, pipe = fds
         self.state = map_words(state, STATE_SLOTS)
         self.grants = map_words(grants, NUM_SLOTS)
         self.hands = map_words(hands, MAX_HANDS, writable=True)
         self._pipe = os.dup(pipe)
+
+    def owner_lives(self) -> bool:
+        """Ask the kernel whether the owner still hears the pipe. From any thread."""
+        poll = select.poll()
+        poll.register(self._pipe, 0)
+        return not poll.poll(0)
 
     def __del__(self) -> None:
         pipe = getattr(self, "_pipe", None)

@@ -24,7 +24,7 @@ from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIden
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.net.listener import Listener, tcp_listener
 from mooncake.transfer.net.protection import Protection
-from mooncake.transfer.net.session import OwnerStream
+from mooncake.transfer.net.session import OwnerStream, Welcome
 from mooncake.transfer.regions import DeviceRegion, RangeRefused, RegionTable
 from mooncake.transfer.resting import Resting
 from mooncake.transfer.staging import wire
@@ -189,9 +189,9 @@ class StagingSession:
 
     # ------------------------------------------------------------ messages
 
-    def on_proven(self, identity: PeerIdentity, welcome: Callable[[], None]) -> None:
+    def on_proven(self, identity: PeerIdentity, welcome: Welcome) -> None:
         """Fence the client's earlier sessions before it is let in."""
-        self._owner.fence(identity, welcome)
+        self._owner.fence(identity, functools.partial(welcome, ()))
 
     def on_frame(self, body: bytes) -> None:
         """Take one message. Raises ProtocolError."""

@@ -21,6 +21,7 @@ from typing import Protocol
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
+from mooncake.transfer.net.endpoint import new_stream
 from mooncake.transfer.net.handshake import (
     MAX_HANDSHAKE_BYTES,
     Channel,
@@ -151,11 +152,10 @@ class Connection:
 
     def connect(self) -> None:
         """Begin to connect; only when idle."""
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         self.state = ConnectionState.CONNECTING
         self._handshake = self._owner.new_handshake()
         try:
-            sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = self._sock = new_stream(self._address)
             tune_socket(sock, self._limits.stall_s)
             with contextlib.suppress(BlockingIOError):
                 sock.connect(self._address)

@@ -35,81 +35,90 @@ def owner() -> Iterator[RoutedTransfer]:
     engine.check_integrity()
 
 
+class Client:
+    """The client's end of a session, which has shaken hands."""
+
+    def __init__(self, owner: RoutedTransfer) -> None:
+        self.sock = connect(owner)
+        side = Credentials(
+            engine_id="client",
+            credential=own_credential("secret", CredentialRole.WORKER),
+            ids=SystemIds(),
+        ).connect("owner")
+        message: bytes | None = side.first_message
+        while message is not None:
+            self._send(message)
+            answer, self.fds = self._receive()
+            message = side.step(answer)
+        assert side.channel is not None
+        self._channel = side.channel
+
+    def ask(self, body: bytes) -> None:
+        self._send(self._channel.sent.seal(body))
+
+    def open(self, region_id: int) -> tuple[wire.Answer, list[int]]:
+        self.ask(wire.CODEC.encode(wire.OpenRegion(region_id)))
+        answer, fds = self._receive()
+        return wire.CODEC.decode_answer(self._channel.received.open(answer)), fds
+
+    def close(self) -> None:
+        self.sock.close()
+        for fd in self.fds:
+            os.close(fd)
+
+    def _send(self, body: bytes) -> None:
+        self.sock.sendall(len(body).to_bytes(4, "little") + body)
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """Return a frame, which the owner sends at once, and what comes with it."""
+        data, fds, _, _ = socket.recv_fds(self.sock, 4096, wire.NUM_PAGES)
+        assert int.from_bytes(data[:4], "little") == len(data) - 4
+        return data[4:], fds
+
+
 def connect(owner: RoutedTransfer) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock = socket.socket(socket.AF_UNIX)
     sock.connect("\0" + owner.segment.endpoints["shm"].removeprefix("@"))
     sock.settimeout(WAIT_S)
     return sock
-
-
-def write_from(owner: RoutedTransfer) -> tuple[socket.socket, int]:
-    """Shake hands; return the connection and the descriptor of the state page."""
-    sock, (state, *others) = shake_hands(owner)
-    for fd in others:
-        os.close(fd)
-    return sock, state
-
-
-def shake_hands(owner: RoutedTransfer) -> tuple[socket.socket, list[int]]:
-    """Return the connection, and the descriptors of state, grants, hands and pipe."""
-    sock = connect(owner)
-    side = Credentials(
-        engine_id="client",
-        credential=own_credential("secret", CredentialRole.WORKER),
-        ids=SystemIds(),
-    ).connect("owner")
-    message: bytes | None = side.first_message
-    fds: list[int] = []
-    while message is not None:
-        sock.send(message)
-        data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, wire.NUM_PAGES)
-        message = side.step(data)
-    return sock, fds
-
-
-def ask(sock: socket.socket, region_id: int) -> tuple[wire.Answer, list[int]]:
-    sock.send(wire.CODEC.encode(wire.OpenRegion(region_id)))
-    data, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, wire.NUM_PAGES)
-    return wire.CODEC.decode_answer(data), fds
 
 
 def test_a_client_gets_the_memory_it_asks_for_and_no_other(owner: RoutedTransfer) -> None:
     region = owner.allocate(5000, "kv")
     plain = owner.register(memoryview(bytearray(10)), "plain")
     region.buffer[4999] = 77
-    sock, state_fd = write_from(owner)
-    answer, fds = ask(sock, region.region_id)
+    client = Client(owner)
+    answer, fds = client.open(region.region_id)
     assert isinstance(answer, wire.RegionOpened)
     assert (answer.region_id, answer.num_bytes) == (region.region_id, 5000)
     assert map_shared(fds[0], 5000)[4999] == 77
     for region_id, unshared in [(999, False), (0, False), (plain.region_id, True)]:
-        refused, none = ask(sock, region_id)
+        refused, none = client.open(region_id)
         assert isinstance(refused, wire.RegionRefused)
         assert (refused.region_id, refused.unshared, none) == (region_id, unshared, [])
-    for fd in [state_fd, *fds]:
-        os.close(fd)
-    sock.close()
+    os.close(fds[0])
+    client.close()
 
 
 def test_the_state_page_tells_of_withdrawal_and_cannot_be_written(owner: RoutedTransfer) -> None:
     region = owner.allocate(5000, "kv")
-    sock, state_fd = write_from(owner)
-    answer, fds = ask(sock, region.region_id)
+    client = Client(owner)
+    state_fd = client.fds[0]
+    answer, fds = client.open(region.region_id)
     assert isinstance(answer, wire.RegionOpened)
     words = map_words(state_fd, wire.STATE_SLOTS)
     assert words[answer.slot] == region.region_id
     owner.unregister(region)
     assert words[answer.slot] == 0
-    again, none = ask(sock, region.region_id)
+    again, none = client.open(region.region_id)
     assert isinstance(again, wire.RegionRefused)
     assert none == []
     with pytest.raises(TypeError):
         words[answer.slot] = region.region_id
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(state_fd, b"x", 0)
-    for fd in [state_fd, *fds]:
-        os.close(fd)
-    sock.close()
+    os.close(fds[0])
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -120,11 +129,11 @@ def test_the_state_page_tells_of_withdrawal_and_cannot_be_written(owner: RoutedT
 def test_without_a_handshake_there_is_no_descriptor(owner: RoutedTransfer, data: bytes) -> None:
     owner.allocate(4096, "kv")
     with connect(owner) as sock:
-        sock.send(data)
+        sock.sendall(len(data).to_bytes(4, "little") + data)
         got: list[int] = []
         with contextlib.suppress(ConnectionError):
             while True:
-                reply, fds, _, _ = socket.recv_fds(sock, wire.MAX_MESSAGE_BYTES, wire.NUM_PAGES)
+                reply, fds, _, _ = socket.recv_fds(sock, 4096, wire.NUM_PAGES)
                 got += fds
                 if not reply:
                     break
@@ -132,11 +141,10 @@ def test_without_a_handshake_there_is_no_descriptor(owner: RoutedTransfer, data:
 
 
 def test_garbage_after_the_handshake_ends_the_session(owner: RoutedTransfer) -> None:
-    sock, fd = write_from(owner)
-    sock.send(b"\xc1 not a question")
-    assert sock.recv(10) == b""
-    sock.close()
-    os.close(fd)
+    client = Client(owner)
+    client.ask(b"\xc1 not a question")
+    assert client.sock.recv(10) == b""
+    client.close()
 
 
 def test_answers_are_parsed_strictly() -> None:
@@ -175,7 +183,7 @@ def test_another_host_is_not_reached_by_shared_memory(owner: RoutedTransfer) -> 
 def test_a_listener_that_is_not_an_owner_is_given_up() -> None:
     us = open_engine(["shm"], "us")
     ours = us.allocate(8, "ours")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as fake:
+    with socket.socket(socket.AF_UNIX) as fake:
         name = f"mooncake-test-{os.getpid()}"
         fake.bind(f"\0{name}")
         fake.listen()
@@ -183,8 +191,8 @@ def test_a_listener_that_is_not_an_owner_is_given_up() -> None:
         place = SegmentRef("fake", {"shm": f"@{name}"}, "host")
         batch_id = us.submit(TransferBatch(op=Op.READ, peer=place, ops=[op]))
         sock, _ = fake.accept()
-        sock.recv(wire.MAX_MESSAGE_BYTES)
-        sock.send(b"what?")
+        sock.recv(4096)
+        sock.send(b"\5\0\0\0what?")
         done = wait_for(us, [batch_id])[batch_id]
         assert done.error is not None
         assert "does not speak this protocol" in done.error
@@ -214,12 +222,13 @@ def test_memory_the_owner_has_let_go_is_not_kept_by_its_clients(owner: RoutedTra
 
 def test_the_owner_sees_by_which_grants_a_client_copies(owner: RoutedTransfer) -> None:
     grant = owner.grant()
-    sock, (state, grants, hands, pipe) = shake_hands(owner)
+    client = Client(owner)
+    state, grants, hands, pipe = client.fds
     words = map_words(hands, MAX_HANDS, writable=True)
     words[7] = grant
     owner.revoke(grant)
     assert owner.fence(grant) is Fence.OPEN
-    sock.close()
+    client.sock.close()
     os.close(hands)
     assert owner.fence(grant) is Fence.OPEN, "it has hung up, and may still copy"
     assert owner.fence(owner.grant()) is Fence.CLOSED, "another grant is not in its hands"

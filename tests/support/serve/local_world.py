@@ -68,7 +68,7 @@ class PolledFakeRunner:
 
 
 class HashModel:
-    """A `process.Model` whose KV and tokens are hashes of the token history."""
+    """A `ModelSource` whose KV and tokens are hashes of the token history."""
 
     def __init__(self, revision: str) -> None:
         self.revision = revision

@@ -41,12 +41,13 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
-from mooncake.model.parallel.lead import Lead, Loaded, receive, send
+from mooncake.model.parallel.lead import Lead, Loaded
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.running.follower import Follower, heard
 from mooncake.model.running.forward_pass import capture_steps
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
+from mooncake.transfer.net.blocking import receive, send
 from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
     CPU,

@@ -1,0 +1,77 @@
+"""Frames and handshakes on blocking sockets: a length (4 bytes, little-endian), then the body, as
+on a `ControlLink`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from mooncake.base.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from mooncake.transfer.net.handshake import ConnectingSide
+
+_LENGTH_BYTES = 4
+_MAX_STEP_BYTES = 1 << 16
+"""Of one message of a handshake."""
+
+
+def send(sock: socket.socket, body: bytes) -> None:
+    """Send one frame."""
+    sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
+
+
+def receive(
+    sock: socket.socket, most: int | None = None, until_s: float | None = None
+) -> bytes | None:
+    """Return the next body; None: the other end has gone.
+
+    Raises:
+        TimeoutError: it was not whole at `until_s`, by the monotonic clock.
+        ProtocolError: it has more than `most` bytes.
+    """
+    head = _exactly(sock, _LENGTH_BYTES, until_s)
+    if head is None:
+        return None
+    count = int.from_bytes(head, "little")
+    if most is not None and count > most:
+        raise ProtocolError(f"the peer does not speak this protocol: a frame of {count} bytes")
+    return _exactly(sock, count, until_s)
+
+
+def receive_step(sock: socket.socket, until_s: float) -> bytes:
+    """Return the next message of a handshake. EOFError: the other end has gone."""
+    body = receive(sock, _MAX_STEP_BYTES, until_s)
+    if body is None:
+        raise EOFError("the peer hung up")
+    return body
+
+
+def shake_hands(sock: socket.socket, side: ConnectingSide, until_s: float) -> None:
+    """Prove both ends to each other.
+
+    Raises:
+        OSError, EOFError: the owner hung up, or was not through at `until_s`.
+        MooncakeError: one side refuses the other, or the owner speaks another protocol.
+    """
+    answer: bytes | None = side.first_message
+    while answer is not None:
+        send(sock, answer)
+        answer = side.step(receive_step(sock, until_s))
+
+
+def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes | None:
+    found = bytearray()
+    while len(found) < count:
+        if until_s is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            sock.settimeout(left_s)
+        part = sock.recv(count - len(found))
+        if not part:
+            return None
+        found += part
+    return bytes(found)
