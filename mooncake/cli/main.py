@@ -10,16 +10,15 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mooncake.base import CheckpointError, ConfigError, MooncakeError, UserError
-from mooncake.cli.command import Command
-from mooncake.cli.registry import EXIT_CODES, SUMMARIES, commands_of
-from mooncake.cli.version import version_line
 from mooncake.launch.config import options
-from mooncake.launch.config.config import unknown_setting
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host import environment
+
+if TYPE_CHECKING:
+    from mooncake.cli.command import Command
 
 EXTRAS = {
     "fastapi": "api", "httptools": "api", "httpx": "api", "pydantic": "api", "ray": "ray",
@@ -52,6 +51,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def program() -> NoReturn:
     """Run the command line of this process and end the process."""
+    if "--colocated" in sys.argv:  # else the command does so, once settings are known
+        environment.restart_with(environment.variables())
     code = run(sys.argv[1:])
     if any(thread.daemon for thread in threading.enumerate()):
         # One that still imports torch, or is in it, would abort the interpreter's end.
@@ -123,6 +124,8 @@ def _about_unknown(word: str, command: Command) -> str:
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"
     if command.words == "serve":
+        from mooncake.launch.config.config import unknown_setting
+
         return unknown_setting(word)
     name = word.partition("=")[0].lstrip("-")
     known = map(options.flag, options.options_of(command.settings))
@@ -131,6 +134,9 @@ def _about_unknown(word: str, command: Command) -> str:
 
 def make_parser(word: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands; with a `word`, only that command knows its flags."""
+    from mooncake.cli.registry import EXIT_CODES, SUMMARIES, commands_of
+    from mooncake.cli.version import version_line
+
     parser = _Parser(
         prog="mooncake",
         description="Serve Kimi-K2 from separate prefill, decode and KVCache pool workers.",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mooncake.launch.host.environment import COMPUTE, QUIET
 from tests.support.model.checkpoints import write_config_only
 
 
@@ -29,3 +31,18 @@ def test_a_reader_that_leaves_ends_the_command_quietly(
     assert done.stdout.startswith(first)
     assert done.stderr == ""
     assert done.returncode in (0, 141)
+
+
+def test_one_that_starts_again_with_other_settings_has_imported_little_before(
+    tmp_path: Path,
+) -> None:
+    """glibc reads its settings as a process starts: `--colocated` is one with those of engines."""
+    command = [sys.executable, "-X", "importtime", "-m", "mooncake.cli.main", "serve"]
+    command += [str(write_config_only(tmp_path / "model")), "--colocated", "--dry-run"]
+    environ = {k: v for k, v in os.environ.items() if k not in {**QUIET, **COMPUTE}}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert imported.count("mooncake.base") == 2, "it has started again"
+    once = ("numpy", "rich", "mooncake.launch.config.config")
+    assert [imported.count(name) for name in once] == [1, 1, 1]
