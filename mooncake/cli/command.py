@@ -94,7 +94,7 @@ def help_of(option: Option, default: Any) -> str:
     if not option.text:
         return ""
     notes = [f"one of {', '.join(option.choices)}"] if option.choices else []
-    notes += [f"env {option.env}"] if option.env else []
+    notes += [f"env {' or '.join(option.variables)}"] if option.env else []
     if default_of(default) and not (option.switch and not default):
         notes.append(f"default: {default_of(default)}")
     return f"{option.text} ({'; '.join(notes)})" if notes else option.text

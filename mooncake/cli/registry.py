@@ -70,7 +70,7 @@ class FlagDoc(msgspec.Struct, frozen=True, kw_only=True):
     help: str
     key: str
     """In a YAML file; empty where the command takes none."""
-    environment: str
+    environment: list[str]
     """The variable it may come from; empty: none."""
     switch: bool
     repeat: bool
@@ -113,7 +113,7 @@ def _describe(command: Command) -> CommandDoc:
             group=option.group,
             help=option.text,
             key=options.flag(name) if command.takes_file else "",
-            environment=option.env,
+            environment=option.variables,
             switch=option.switch,
             repeat=option.repeat,
             required=option.required,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from mooncake.base.errors import MooncakeError, UserError
 from mooncake.cli.command import Command
-from mooncake.launch.config.options import setting, text, truth
+from mooncake.launch.config.options import positive, setting, text, truth
 from mooncake.launch.host.http_client import Client
 
 STATUS_PATH = "/v1/cluster/status"
@@ -26,7 +28,7 @@ class ServerAddress:
     # fmt: off
     url: str = setting(DEFAULT_URL, text, SERVER, "URL", "of the server")
     api_key: str | None = setting(None, text, SERVER, "KEY", "if it asks for one",
-        env="MOONCAKE_API_KEY", secret=True)
+        env="MOONCAKE_API_KEY", other_env="OPENAI_API_KEY", secret=True)
     # fmt: on
 
 
@@ -35,26 +37,58 @@ class Status(ServerAddress):
     """Settings of `mooncake status`."""
 
     json: bool = setting(False, truth, "output", "", "print what the server answers", switch=True)
+    watch: float | None = setting(
+        None,
+        positive,
+        "output",
+        "S",
+        "ask again every so many seconds, "
+        "until Ctrl-C; a server that does not answer is asked again, too",
+    )
 
 
 def show(wanted: Status) -> int:
-    """Print the status of a server.
+    """Print the status of a server, with `watch` again and again.
 
     Raises:
-        MooncakeError: no server answers, or it refuses.
+        MooncakeError: no server answers, or it refuses; with `watch`, only UserError.
     """
-    answer = Client(wanted.url, wanted.api_key).get(STATUS_PATH)
-    if wanted.json:
-        json.dump(answer, sys.stdout, indent=2)
-        print()
+    client, console = Client(wanted.url, wanted.api_key), Console(markup=False)
+    if wanted.watch is None:
+        _show(client.get(STATUS_PATH), console, as_json=wanted.json)
         return 0
-    console = Console(markup=False)
+    while True:
+        try:
+            answer = client.get(STATUS_PATH)
+        except UserError:
+            raise  # a wrong key, which is no better in a while
+        except MooncakeError as error:
+            _clear(console, as_json=wanted.json)
+            print(f"mooncake: {error.message}", file=sys.stderr, flush=True)
+        else:
+            _clear(console, as_json=wanted.json)
+            _show(answer, console, as_json=wanted.json)
+        time.sleep(wanted.watch)
+
+
+def _clear(console: Console, *, as_json: bool) -> None:
+    """Begin anew on a terminal; elsewhere one answer follows the other."""
+    if console.is_terminal and not as_json:
+        console.clear()
+    elif not as_json:
+        console.print(time.strftime("%H:%M:%S"))
+
+
+def _show(answer: dict[str, Any], console: Console, *, as_json: bool) -> None:
+    if as_json:
+        json.dump(answer, sys.stdout, indent=2)
+        print(flush=True)
+        return
     console.print(gateway_table(answer.get("gateways", [])))
     console.print(worker_table(answer.get("workers", [])))
     for name, value in answer.items():
         if name not in ("gateways", "workers"):
             console.print(f"{name}: {_flat(value)}")
-    return 0
 
 
 def gateway_table(gateways: list[dict[str, Any]]) -> Table:

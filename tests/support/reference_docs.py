@@ -101,7 +101,7 @@ def _flag(flag: FlagDoc) -> list[str]:
     if flag.choices:
         notes.append(f"one of {', '.join(map(code, flag.choices))}")
     if flag.environment:
-        notes.append(f"environment: {code(flag.environment)}")
+        notes.append(f"environment: {' or '.join(map(code, flag.environment))}")
     if flag.required:
         notes.append("needed")
     return [shown, code(flag.default), "; ".join(notes)]

@@ -37,14 +37,15 @@ class BenchServe:
     backend: str = setting("openai", OneOf("openai", "openai-chat", "vllm"), ENDPOINT, "NAME",
         "kind of API")
     label: str | None = setting(None, text, ENDPOINT, "NAME", "in results instead of the backend")
-    base_url: str | None = setting(None, text, ENDPOINT, "URL", "instead of host and port")
+    base_url: str | None = setting(None, text, ENDPOINT, "URL", "instead of host and port",
+        short="--url")
     host: str = same_as(ServeConfig, "host", ENDPOINT)
     port: int = same_as(ServeConfig, "port", ENDPOINT)
     endpoint: str | None = setting(None, text, ENDPOINT, "PATH", "default: the backend's")
     header: tuple[str, ...] = setting((), texts, ENDPOINT, "NAME=VALUE",
         "sent with every request, may be repeated", repeat=True)
     api_key: str | None = setting(None, text, ENDPOINT, "KEY", "if the server asks for one",
-        env="OPENAI_API_KEY", secret=True)
+        env="OPENAI_API_KEY", other_env="MOONCAKE_API_KEY", secret=True)
     insecure: bool = setting(False, truth, ENDPOINT, "", "take any TLS certificate", switch=True)
     model: str | None = setting(None, text, ENDPOINT, "NAME", "default: the server's first")
     served_model_name: str | None = setting(None, text, ENDPOINT, "NAME",

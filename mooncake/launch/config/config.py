@@ -118,11 +118,11 @@ def _written(
     kind: type, given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
 ) -> dict[str, object]:
     """Return all settings that are given somewhere, unread."""
-    from_environment = {
-        name: environ[option.env]
-        for name, (option, _) in options.options_of(kind).items()
-        if option.env and environ.get(option.env)
-    }
+    from_environment: dict[str, object] = {}
+    for name, (option, _) in options.options_of(kind).items():
+        found = next((environ[each] for each in option.variables if environ.get(each)), None)
+        if found is not None:
+            from_environment[name] = found
     settings = from_environment, read_file(file, kind) if file is not None else {}, given
     written: dict[str, object] = {}
     for each in settings:

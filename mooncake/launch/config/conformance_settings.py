@@ -25,7 +25,8 @@ class Conformance:
     """Settings of `mooncake conformance`."""
 
     # fmt: off
-    base_url: str = setting("http://127.0.0.1:8000", text, SERVER, "URL", "of the server")
+    base_url: str = setting("http://127.0.0.1:8000", text, SERVER, "URL", "of the server",
+        short="--url")
     api_key: str | None = same_as(BenchServe, "api_key", SERVER)
     insecure: bool = same_as(BenchServe, "insecure", SERVER)
     model: str | None = same_as(BenchServe, "model", SERVER)

@@ -17,7 +17,8 @@ class Eval:
     """Settings of `mooncake eval`."""
 
     # fmt: off
-    base_url: str = setting("http://127.0.0.1:8000", text, ENDPOINT, "URL", "of the server")
+    base_url: str = setting("http://127.0.0.1:8000", text, ENDPOINT, "URL", "of the server",
+        short="--url")
     api_key: str | None = same_as(BenchServe, "api_key", ENDPOINT)
     insecure: bool = same_as(BenchServe, "insecure", ENDPOINT)
     model: str | None = same_as(BenchServe, "model", ENDPOINT)

@@ -51,10 +51,17 @@ class Option:
     required: bool = False
     env: str = ""
     """The environment variable that it may come from."""
+    other_env: str = ""
+    """Another one, for where that is not set."""
     secret: bool = False
     """Never shown."""
     owner: tuple[type, str, float] | None = None
     """The struct and field that it sets, and how many of its units are one of the field's."""
+
+    @property
+    def variables(self) -> list[str]:
+        """The environment variables that it may come from; the first that is set counts."""
+        return [name for name in (self.env, self.other_env) if name]
 
     @property
     def choices(self) -> tuple[str, ...]:

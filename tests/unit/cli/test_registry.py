@@ -11,7 +11,7 @@ from mooncake.scheduler.config import SchedulerConfig
 COMMANDS = {command.words: command for command in describe()}
 
 
-def flag(command: str, name: str) -> tuple[str, str, str]:
+def flag(command: str, name: str) -> tuple[str, str, list[str]]:
     [found] = [flag for flag in COMMANDS[command].flags if name in flag.names]
     return found.default, found.key, found.environment
 
@@ -24,11 +24,11 @@ def test_every_setting_is_described() -> None:
 
 
 def test_defaults_keys_and_variables() -> None:
-    assert flag("serve", "--port") == ("8000", "port", "")
-    assert flag("serve", "--api-key") == ("", "api-key", "MOONCAKE_API_KEY")
-    assert flag("status", "--url") == ("http://127.0.0.1:8000", "", "")
-    assert flag("pool bench", "--batch") == ("16", "batch", "")
-    assert flag("trace cache", "--policy") == ("lru", "", "")
+    assert flag("serve", "--port") == ("8000", "port", [])
+    assert flag("serve", "--api-key") == ("", "api-key", ["MOONCAKE_API_KEY"])
+    assert flag("status", "--url") == ("http://127.0.0.1:8000", "", [])
+    assert flag("pool bench", "--batch") == ("16", "batch", [])
+    assert flag("trace cache", "--policy") == ("lru", "", [])
 
 
 def test_what_is_taken_for_compatibility_only_is_hidden() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from mooncake.base.errors import Unauthorized, Unavailable
 from mooncake.cli.main import run
 from mooncake.cli.status import worker_table
 from mooncake.launch.host.http_client import Client
@@ -80,3 +81,54 @@ def test_brackets_are_shown_as_they_are(
     monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", "s")
     assert run(["serve", "--role", "decode", "--join", join, "--dry-run"]) == 0
     assert f"the cluster at {join} decides what this decode does" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_watching_asks_again_until_ctrl_c_whatever_the_server_says(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = ({"workers": [worker(name)]} for name in ("first", "second"))
+    answers = iter([first, Unavailable("no server"), second])
+    waits: list[float] = []
+
+    def get(*_: object) -> object:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "get", get)
+    monkeypatch.setattr("mooncake.cli.status.time.sleep", sleep)
+    assert run(["status", "--watch", "0.5", *flags]) == 130
+    out, err = capsys.readouterr()
+    assert waits == [0.5] * 3
+    assert out.index("first") < out.index("second")
+    assert err.strip() == "mooncake: no server"
+    answers = iter([Unauthorized("no such key")])
+    assert run(["status", "--watch", "0.5", *flags]) == 2, "it will not be let in later either"
+
+
+def test_a_key_may_come_from_either_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used: list[str | None] = []
+
+    class Asked(Client):
+        def __init__(self, url: str, api_key: str | None) -> None:
+            used.append(api_key)
+
+        def get(self, path: str) -> object:
+            return {}
+
+    monkeypatch.setattr("mooncake.cli.status.Client", Asked)
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    assert run(["status"]) == 0
+    monkeypatch.setenv("MOONCAKE_API_KEY", "ours")
+    assert run(["status"]) == 0
+    assert run(["status", "--api-key", "flag"]) == 0
+    assert used == ["other", "ours", "flag"]
