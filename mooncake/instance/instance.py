@@ -332,6 +332,7 @@ class Instance:
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,
             "blocks_handed_over": self.page_pins.num_blocks_read,
+            "pages_rested": self.reservations.num_rested,
         }
         return msgspec.structs.replace(
             load, counters=counters, draining=self.draining, lends=self._lends

@@ -28,7 +28,14 @@ class Reservations:
         self._transfer = transfer
         self._mover = mover
         self._open: dict[int, list[int]] = {}
-        self._resting: Resting[list[int]] = Resting(mover.fence, rest_s, pool.release)
+        self._pool = pool
+        self._resting: Resting[list[int]] = Resting(mover.fence, rest_s, self._give_back)
+        self.num_rested = 0
+        """Pages of lost writers that may be used again."""
+
+    def _give_back(self, pages: list[int]) -> None:
+        self._pool.release(pages)
+        self.num_rested += len(pages)
 
     @property
     def num_resting(self) -> int:
