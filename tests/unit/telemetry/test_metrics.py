@@ -25,9 +25,7 @@ from mooncake.telemetry.series import MAX_GONE_WORKERS
 
 
 def families(metrics: Metrics) -> Iterator[Metric]:
-    for family in text_string_to_metric_families(metrics.render().decode()):
-        if not family.name.endswith("_created"):
-            yield family
+    yield from text_string_to_metric_families(metrics.render().decode())
 
 
 def value(metrics: Metrics, series: str, /, **labels: str) -> float | None:
@@ -308,5 +306,10 @@ def test_events_of_unknown_requests_are_ignored() -> None:
     metrics.record(
         Requeued(request_id="ghost", at_s=1.0, attempt=1, reason="x", num_output_tokens=0)
     )
-    strip = [line for line in before.splitlines() if b"_created" not in line]
-    assert [line for line in metrics.render().splitlines() if b"_created" not in line] == strip
+    assert metrics.render() == before
+
+
+def test_no_series_tells_when_another_was_made() -> None:
+    metrics = Metrics("k2")
+    metrics.record(WorkerJoined(worker_id="d", at_s=0.0, role=Role.DECODE, num_blocks=1))
+    assert b"_created" not in metrics.render()
