@@ -34,6 +34,7 @@ from benchmarks import (
     startup,
     step,
     transfer,
+    vllm_pool,
     weights,
 )
 
@@ -57,6 +58,7 @@ BENCHMARKS = {
     "transfer": transfer.main,
     "pool-tiers": pool_tiers.main,
     "pool-values": pool_values.main,
+    "vllm-pool": vllm_pool.main,
     "prompts": prompts.main,
     "ranks": ranks.main,
     "recipes": recipes.main,
