@@ -10,26 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from mooncake.base.kv_layout import PageArray
+from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.kvstore.block_checksum import added
 
-Hashed = Callable[[list[int], float], None]
+ChecksumsFound = Callable[[list[int], float], None]
 """(checksum of each block, now)"""
 
 
-class HashDone(msgspec.Struct, frozen=True):
-    """Blocks have been hashed: their checksums, or the parts of them that the layers here make, in
-    the order in which they were given.
-    """
-
-    op_id: int
-    checksums: list[int]
-
-
 class Hasher(Protocol):
-    """Hashes blocks; each operation ends with one `HashDone` that the driver brings."""
+    """Hashes blocks; each operation ends with one `Hashed` that the driver brings."""
 
     def start(self, pages: Sequence[int]) -> int:
         """Begin to hash the blocks in `pages`; return the operation's id."""
@@ -41,7 +31,7 @@ class PolledHasher(Hasher, Protocol):
     def fileno(self) -> int:
         """A descriptor that becomes readable when an operation ended."""
 
-    def poll(self) -> Sequence[HashDone]:
+    def poll(self) -> Sequence[Hashed]:
         """Return what ended since the last call, without waiting."""
 
     def close(self) -> None:
@@ -80,7 +70,7 @@ class FoundParts:
 class _Hashing:
     """Blocks that are being hashed."""
 
-    hashed: Hashed
+    found_all: ChecksumsFound
     found: dict[int, FoundParts]
     """By page, in the order in which they were given."""
     num_open: int = 0
@@ -104,7 +94,7 @@ class BlockChecksums:
         """Whether `start` works here."""
         return bool(self._ranks)
 
-    def start(self, pages: Sequence[int], hashed: Hashed) -> None:
+    def start(self, pages: Sequence[int], hashed: ChecksumsFound) -> None:
         """Hash the blocks in `pages`, which the caller holds; `hashed` is called once."""
         assert self._ranks, "nothing here can hash"
         hashing = _Hashing(hashed, {page: FoundParts() for page in pages})
@@ -114,12 +104,12 @@ class BlockChecksums:
                 hashing.num_open += 1
                 self._open[number, rank.hash(held)] = hashing, held
 
-    def on_done(self, event: HashDone, now: float, rank: int = 0) -> None:
+    def on_done(self, event: Hashed, now: float, rank: int = 0) -> None:
         """Take what a rank found; call the callback when that was the last one."""
-        hashing, held = self._open.pop((rank, event.op_id))
+        hashing, held = self._open.pop((rank, event.number))
         hashing.num_open -= 1
         layers = self._ranks[rank].array.layers
         for page, part in zip(held, event.checksums, strict=True):
             hashing.found[page].add(layers, part)
         if not hashing.num_open:
-            hashing.hashed([parts.checksum for parts in hashing.found.values()], now)
+            hashing.found_all([parts.checksum for parts in hashing.found.values()], now)

@@ -39,7 +39,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.plan import Counted, LayerDone, StepResult
 from mooncake.engine.ranks.kv_moves import Fenced, Hashed, Moved, OfRank
 from mooncake.engine.sequence import SequenceOutput
-from mooncake.instance.checksums import BlockChecksums, HashDone, Hasher
+from mooncake.instance.checksums import BlockChecksums, Hasher
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.job_table import JobT, JobTable
 from mooncake.instance.kept_settings import KeptSettings, TaskT
@@ -142,7 +142,7 @@ class Instance:
                 self.engine.on_counted(event)
             case TransferDone():
                 self.mover.on_done(event, now)
-            case HashDone():
+            case Hashed():
                 self.checksums.on_done(event, now)
             case OfRank(rank=rank, answer=Moved() as moved):
                 self.mover.on_done(
@@ -159,7 +159,7 @@ class Instance:
             case OfRank(rank=rank, answer=Fenced() as fenced):
                 self.mover.on_fenced(rank, fenced.grant, fenced.fence)
             case OfRank(rank=rank, answer=Hashed() as hashed):
-                self.checksums.on_done(HashDone(hashed.number, hashed.checksums), now, rank)
+                self.checksums.on_done(hashed, now, rank)
             case PutGranted():
                 self._writer.on_granted(event, now)
             case PinGranted():

@@ -27,7 +27,6 @@ from mooncake.engine.ranks.kv_moves import (
     StartMove,
     StopMove,
 )
-from mooncake.instance.checksums import HashDone
 from mooncake.instance.mover import RankPages
 from mooncake.transfer.engine import Op, TransferDone
 from mooncake.transfer.grants import Fence
@@ -148,7 +147,7 @@ class FollowerMoves:
                 self._start_due()
             case TransferDone():
                 self._on_done(event)
-            case HashDone():
+            case Hashed():
                 self._on_hashed(event)
 
     def tick(self, now: float) -> float | None:
@@ -192,8 +191,8 @@ class FollowerMoves:
         else:
             self._answer(moved)
 
-    def _on_hashed(self, done: HashDone) -> None:
-        number, moved = self._hashes.pop(done.op_id)
+    def _on_hashed(self, done: Hashed) -> None:
+        number, moved = self._hashes.pop(done.number)
         if moved is None:
             self._answer(Hashed(number, done.checksums))
         else:

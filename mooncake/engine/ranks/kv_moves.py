@@ -84,7 +84,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
 
 class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):
     """The checksums of pages, or the parts of them that this rank's layers make, in the order in
-    which they were named.
+    which they were named: a hasher's event, and a follower's answer.
     """
 
     number: int

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mooncake.base import PageArray, TransferError
 from mooncake.base.mailbox import Mailbox
-from mooncake.instance.checksums import HashDone
+from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.kvstore.block_checksum import added, checksum_of
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.transfer.engine import Region
@@ -43,7 +43,7 @@ class PageHasher:
             self._pages = np.frombuffer(region.buffer, np.uint8).reshape(shape)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "page-hash")
         self._lock = threading.Lock()
-        self._events: Mailbox[HashDone] = Mailbox()
+        self._events: Mailbox[Hashed] = Mailbox()
         self._last_op = 0
 
     def start(self, pages: Sequence[int]) -> int:
@@ -68,7 +68,7 @@ class PageHasher:
         with self._lock:
             left[0] -= 1
             if left[0] == 0:
-                self._events.put(HashDone(op_id, found))
+                self._events.put(Hashed(op_id, found))
 
     def checksum(self, page: int) -> int:
         """Return the checksum of the block in a page, or the part of it that the layers here make.
@@ -90,7 +90,7 @@ class PageHasher:
         """A descriptor that becomes readable when an operation ended."""
         return self._events.fileno()
 
-    def poll(self) -> Sequence[HashDone]:
+    def poll(self) -> Sequence[Hashed]:
         return self._events.receive()
 
     def close(self) -> None:

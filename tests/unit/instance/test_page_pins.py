@@ -11,8 +11,9 @@ from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces, KvLayout, PageArray, SegmentRef
 from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.instance import page_pins
-from mooncake.instance.checksums import BlockChecksums, HashDone
+from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.page_pins import PagePins
 
 OWN, READER = WorkerRef("decode-0", "e", "a"), WorkerRef("decode-1", "e", "b")
@@ -125,11 +126,11 @@ def test_checksums_come_with_the_answer_and_pages_are_held_while_they_are_taken(
     pins.on_pin(pin(1), 0.0)
     pins.tick(REPEAT_S)
     assert sent.messages == []
-    checksums.on_done(HashDone(7, [11, 12, 13]), 0.5)
+    checksums.on_done(Hashed(7, [11, 12, 13]), 0.5)
     assert [message.checksums for message in sent.messages] == [[11, 12, 13]]
     pins.on_unpin(Unpin(reader=READER, ticket=1))
     pins.on_pin(pin(2), 1.0)
     pins.on_unpin(Unpin(reader=READER, ticket=2))
     assert (pool.num_held, pins.num_open) == (3, 1), "they are still being hashed"
-    checksums.on_done(HashDone(7, [11, 12, 13]), 2.0)
+    checksums.on_done(Hashed(7, [11, 12, 13]), 2.0)
     assert (pool.num_held, pins.num_open, len(sent.messages)) == (0, 0, 1)

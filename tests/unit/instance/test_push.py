@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mooncake.instance.checksums import BlockChecksums, HashDone
+from mooncake.engine.ranks.kv_moves import Hashed
+from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.mover import OwnPages
 from mooncake.instance.push import Destination, Push
 from tests.support.engine.engine_pair import LAYOUT, PAGES, EnginePair
@@ -139,8 +140,8 @@ class SlowHasher:
         self.asked.append(list(pages))
         return len(self.asked) - 1
 
-    def done(self, op_id: int) -> HashDone:
-        return HashDone(op_id, [100 + page for page in self.asked[op_id]])
+    def done(self, op_id: int) -> Hashed:
+        return Hashed(op_id, [100 + page for page in self.asked[op_id]])
 
 
 def own_pages(engine_pair: EnginePair, hasher: SlowHasher) -> OwnPages:

@@ -29,7 +29,7 @@ from mooncake.engine.ranks.kv_moves import (
     encode_answer,
 )
 from mooncake.engine.ranks.step_log import decode, encode
-from mooncake.instance.checksums import BlockChecksums, HashDone
+from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.rank_pages import FollowerMoves, FollowerPages, Reached
 from mooncake.transfer.engine import Op, TransferDone
@@ -167,7 +167,7 @@ class TestLead:
         assert [memory.hashes for memory in memories] == [[[0, 1]], [[4]], [[0, 1]], [[4]]]
         for rank, sums in enumerate([[10, 11], [14], [10, 99], [14]]):
             assert not found
-            checksums.on_done(HashDone(0, sums), 0.0, rank)
+            checksums.on_done(Hashed(0, sums), 0.0, rank)
         assert found == [[10, 14, 0]]
 
     def test_stages_move_and_hash_their_layers_and_a_block_has_the_sum(self) -> None:
@@ -182,8 +182,8 @@ class TestLead:
             assert move.there.offsets == [layers.start * LAYOUT.slice_bytes]
         checksums = BlockChecksums([last, first])
         checksums.start([5, 2], lambda found, _: sums.append(found))
-        checksums.on_done(HashDone(0, [10, 2**64 - 1]), 0.0)
-        checksums.on_done(HashDone(0, [5, 3]), 0.0, 1)
+        checksums.on_done(Hashed(0, [10, 2**64 - 1]), 0.0)
+        checksums.on_done(Hashed(0, [5, 3]), 0.0, 1)
         assert sums == [[15, 2]]
         mover.read([3], THERE, 9.0, lambda *_: None)
         mover.on_done(TransferDone(batch_id=1), 0.0, 1, [100])
@@ -270,12 +270,12 @@ class TestFollower:
         rank = Rank()
         for word in (start(4), start(5, verify=True), HashPages(6, [2], (0, 0))):
             rank.handle(word)
-        rank.handle(HashDone(0, [9]))
+        rank.handle(Hashed(0, [9]))
         rank.handle(TransferDone(batch_id=1, num_bytes=8, seconds=2.0))
         rank.handle(TransferDone(batch_id=0, error="gone"))
         assert rank.answers == [Hashed(6, [9]), Moved(4, "gone", 0, 0.0, [])]
         assert rank.memory.hashes == [[2], [5]], "what was read is hashed"
-        rank.handle(HashDone(1, [77]))
+        rank.handle(Hashed(1, [77]))
         assert rank.answers[2:] == [Moved(5, None, 8, 2.0, [77])]
         assert rank.machine.quiet
 

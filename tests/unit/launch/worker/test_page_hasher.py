@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from mooncake.base import KvLayout, PageArray
-from mooncake.instance.checksums import HashDone
+from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.kvstore.block_checksum import added
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.launch.worker.page_hasher import PageHasher
@@ -54,8 +54,8 @@ def ended(hasher: PageHasher, count: int) -> dict[int, list[int]]:
     while len(found) < count:
         assert poller.poll(WAIT_MS), "no operation ended"
         for event in hasher.poll():
-            assert isinstance(event, HashDone)
-            found[event.op_id] = event.checksums
+            assert isinstance(event, Hashed)
+            found[event.number] = event.checksums
     assert not poller.poll(0)
     return found
 
