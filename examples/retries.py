@@ -4,6 +4,7 @@ gateway and with the same `Idempotency-Key`, and goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -39,12 +40,18 @@ def stream(urls: Sequence[str], key: str = "", **request: Any) -> Iterator[str]:
                 raise
 
 
+def model_of(urls: Sequence[str]) -> str:
+    """Return the first model that any of the gateways lists."""
+    for url in urls:
+        with contextlib.suppress(APIConnectionError):
+            return OpenAI(base_url=f"{url}/v1", api_key="none").models.list().data[0].id
+    raise SystemExit(f"no gateway answers: {' '.join(urls)}")
+
+
 def main(*urls: str) -> None:
     """Print the answer to one question, of whichever gateways live."""
-    client = OpenAI(base_url=f"{urls[0]}/v1", api_key="none")
     question = {"role": "user", "content": "What is Mooncake?"}
-    model = client.models.list().data[0].id
-    for text in stream(urls, model=model, messages=[question], max_tokens=128):
+    for text in stream(urls, model=model_of(urls), messages=[question], max_tokens=128):
         print(text, end="", flush=True)
     print()
 

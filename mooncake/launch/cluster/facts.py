@@ -1,6 +1,6 @@
 """What a process must know to join a cluster, sealed by the cluster's first process, and how a
-gateway asks that process for it over HTTP. Ray keeps the same for workers (`ray_cluster`); without
-Ray gateways tell it by message (`seeds`).
+gateway asks that process for it over HTTP. Ray keeps the same for workers (`ray_cluster`), and
+gateways tell it by message (`seeds`).
 
 Stateless. Nothing of Ray: a gateway that joins by URL needs neither Ray nor its token.
 """

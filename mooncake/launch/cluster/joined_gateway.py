@@ -1,9 +1,9 @@
 """A gateway that looks after no worker: `mooncake serve --role gateway`.
 
-One that joins learns where the cluster is and how it places requests from another gateway, from the
-cluster's first process by HTTP, or from Ray's store. One whose address others join decides it by
-its own settings. From then on it needs only the workers and the other gateways, and takes no part
-in Ray. Owns no worker.
+One that joins learns where the cluster is and how it places requests from another gateway, or from
+the cluster's first process by HTTP. One whose address others join decides it by its own settings.
+From then on it needs only the workers and the other gateways, and takes no part in Ray. Owns no
+worker.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from mooncake.launch.cluster.workers import own_facts
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.credentials import kept_secret
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.rpc.zmq_channel import ZmqChannel
@@ -83,21 +84,12 @@ class JoinedCluster:
 
     def _ask(self, config: ServeConfig) -> ClusterFacts:
         """Ask for the facts, with a credential that is this gateway's from then on."""
-        assert config.join is not None
-        address = config.join
-        if config.joins_by_ray:
-            from mooncake.launch.cluster import ray_cluster
-
-            secret = ray_cluster.cluster_secret(address, config.cluster_secret)
-        else:
-            secret = str(config.cluster_secret)
+        address = str(config.join)
+        secret = kept_secret(address) if config.cluster_secret is None else config.cluster_secret
         self._credential = credential = own_credential(secret, CredentialRole.GATEWAY)
         if config.seeds:
             return facts_of_seeds(config, credential)
-        if config.joins_by_url:
-            ask = partial(facts_from, address, credential, config.join_ca_certs)
-        else:
-            ask = partial(ray_cluster.facts_at, address, credential)
+        ask = partial(facts_from, address, credential, config.join_ca_certs)
         return when_up(ask, config.join_timeout)
 
     def open(self) -> GatewayProcess:

@@ -44,6 +44,7 @@ from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
     keep_ray_token_private,
+    kept_secret,
     private_dir,
     read_secret,
     secret_file,
@@ -59,9 +60,6 @@ from mooncake.telemetry.log import configure_logging
 
 _log = logging.getLogger(__name__)
 
-_raylet: Any = importlib.import_module("ray._raylet")
-"""Ray's own client of its store; the typed ways to it all take a process into the cluster."""
-
 _groups: Any = importlib.import_module("ray.util.placement_group")
 """Ray declares no types for these."""
 
@@ -70,12 +68,8 @@ _logs: Any = importlib.import_module("ray._private.ray_logging")
 
 NAMESPACE = "mooncake"
 FACTS_KEY = b"mooncake/cluster"
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""The first bytes of HTTP/2, with a frame of no settings."""
-SETTINGS_FRAME = 4
-"""Kind of the frame with which HTTP/2 is answered."""
 CONNECT_S = 10.0
-"""Ray's store must answer within so long."""
+"""Ray must answer within so long."""
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
@@ -311,23 +305,6 @@ def read_facts(trust: Trust) -> ClusterFacts:
     return decode_facts(kv_get(FACTS_KEY), trust)
 
 
-def facts_at(address: str, trust: Trust) -> ClusterFacts:
-    """Return what the first process of the cluster at `address` left, without taking part in Ray.
-
-    Raises:
-        ConfigError: there is no Ray cluster, no `mooncake serve` runs in it, or it has another
-            secret.
-    """
-    keep_ray_token_private()
-    reach(address)
-    try:
-        client = _raylet.GcsClient(address=address)
-        found = client.internal_kv_get(FACTS_KEY, None, timeout=CONNECT_S)
-    except (OSError, RayError) as error:
-        raise NotUp(f"no Ray cluster at {address}: {error}") from error
-    return decode_facts(found, trust)
-
-
 def cluster_secret(address: str, given: str | None) -> str:
     """Return the secret of the cluster at `address`: the one given, or what its first process keeps
     on this machine for its own user.
@@ -337,14 +314,9 @@ def cluster_secret(address: str, given: str | None) -> str:
     """
     if given is not None:
         return given
-    file = secret_file(address)
-    if not file.exists():
-        reach(address)
-        raise ConfigError(
-            f"cluster-secret: give that of the cluster at {address}: --cluster-secret-file or "
-            "MOONCAKE_CLUSTER_SECRET (only its own user on its own machine needs none)"
-        )
-    return read_secret(file)
+    if not secret_file(address).exists():
+        reach(address)  # that nothing is there says more
+    return kept_secret(address)
 
 
 def reach(address: str) -> None:
@@ -357,10 +329,10 @@ def reach(address: str) -> None:
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_S) as plain:
             if files is None:
-                first = _greeted(plain)
+                speaks = _speaks(plain)
             else:
                 with _client_tls(files).wrap_socket(plain, server_hostname=host) as wrapped:
-                    first = _greeted(wrapped)
+                    speaks = _speaks(wrapped)
     except ssl.SSLError as error:
         raise _distrust(address, error.reason or str(error)) from error
     except OSError as error:
@@ -368,9 +340,9 @@ def reach(address: str) -> None:
             f"no Ray cluster at {address}: {error.strerror or error}; is `mooncake serve` running "
             "there, and this the address that it printed?"
         ) from error
-    if first != SETTINGS_FRAME and files is not None:
+    if not speaks and files is not None:
         raise _distrust(address, "it hung up")
-    if first != SETTINGS_FRAME:
+    if not speaks:
         raise ConfigError(
             f"ray-ssl-certfile: Ray at {address} does not answer in clear: give certificates of "
             "its authority, --ray-ssl-certfile, --ray-ssl-keyfile and --ray-ssl-ca-certs"
@@ -392,15 +364,14 @@ def _client_tls(files: tuple[str, str, str]) -> ssl.SSLContext:
     return context
 
 
-def _greeted(connection: socket.socket) -> int | None:
-    """Begin to speak HTTP/2, as Ray does; return the kind of the frame that is answered. A server
-    that asks for a client's certificate refuses it here, not in the handshake.
+def _speaks(connection: socket.socket) -> bool:
+    """Whether the other side sends anything: Ray speaks first, in clear or once TLS is agreed on. A
+    server that asks for a client's certificate refuses it here, not in the handshake.
     """
-    connection.sendall(GREETING)
-    head = b""
-    while len(head) < 9 and (more := connection.recv(9 - len(head))):
-        head += more
-    return head[3] if len(head) == 9 else None
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return False
 
 
 class Supervisor:

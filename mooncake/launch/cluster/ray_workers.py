@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 from rich.console import Console
 
@@ -62,6 +63,8 @@ class RayWorkers:
         self._supervisor: ray_cluster.Supervisor | None = None
         self._thread: threading.Thread | None = None
         self._join_address: str | None = None
+        self._secret_files: list[Path] = []
+        """Where processes of this user find the secret: by Ray's address, and by the gateway's."""
         self._sealed: bytes | None = None
         """What those who join are told."""
 
@@ -105,8 +108,8 @@ class RayWorkers:
         finally:
             if self._following is not None:
                 self._following.close()
-            if self._join_address is not None:
-                secret_file(self._join_address).unlink(missing_ok=True)
+            for file in self._secret_files:
+                file.unlink(missing_ok=True)
             ray_cluster.disconnect(self._forks)
 
     def _start(
@@ -119,14 +122,14 @@ class RayWorkers:
             forks=self._forks,
         )  # fmt: skip
         self._join_address = ray_cluster.address()
-        write_private(secret_file(self._join_address), self._secret)
+        own_address = gateway_process.channel.address
+        self._secret_files = [secret_file(self._join_address), secret_file(own_address)]
+        self._keep(self._secret)
         show("ray", report.READY, 1, 1)
         host = machine_facts.host_name()
-        own_address = gateway_process.channel.address
         settings = cluster_workers(config, plan, own_address, self._secret, host)
         facts = own_facts(config, plan, own_address)
         gateway_process.gateway.facts = encode_facts(facts)
-        own_file = secret_file(self._join_address)
 
         def tell() -> None:
             self._sealed = sealed_facts(facts, self._credential)
@@ -135,11 +138,12 @@ class RayWorkers:
         def renew(secret: str) -> None:
             self._credential.renew(secret)
             tell()
-            write_private(own_file, secret)
+            self._keep(secret)
 
         tell()
         self._following = SecretFollower(config.cluster_secret_file, renew)
         here_only = environment.is_loopback(config.bind_host)
+        own_file, *_ = self._secret_files
         pids = supervisor.start(settings, show, here_only=here_only, secret_file=own_file)
         return [
             report.WorkerRow(
@@ -151,6 +155,10 @@ class RayWorkers:
             )
             for each in settings
         ]
+
+    def _keep(self, secret: str) -> None:
+        for file in self._secret_files:
+            write_private(file, secret)
 
     def gone(self) -> str:
         """Return why nobody looks after the workers any more; otherwise they end with us."""

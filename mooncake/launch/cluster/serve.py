@@ -346,8 +346,9 @@ class _Serving:
         joining = self._workers.join_address
         if joining is not None:
             self._say(f"one more worker: mooncake serve --role ROLE --join {joining}")
+            own_address = self._gateway_process.channel.address
+            self._say(f"one more gateway: mooncake serve --role gateway --join {own_address}")
         if self._api_server is None:
-            self._say(f"one more gateway: mooncake serve --role gateway --join {joining}")
             return
         self._say(f"a page to chat in and to watch the cluster: {self._url}/")
         self._say(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
@@ -357,7 +358,7 @@ class _Serving:
         if self._console.quiet:
             _log.info(text)
         else:
-            self._console.print(text)
+            self._console.print(text, soft_wrap=True)  # so that an address can be copied whole
 
     def _on_signal(self) -> None:
         self._num_signals += 1

@@ -47,7 +47,7 @@ REFUSED = {
     "--tensor-parallel-size, --pipeline-parallel-size",
     "enable-log-requests": "requests are written to the access log: --access-log",
     "disable-log-requests": "prompts are never logged, and requests only with --access-log",
-    "api-server-count": "start more gateways: --role gateway --join HOST:PORT",
+    "api-server-count": "start more gateways: --role gateway --join tcp://HOST:PORT",
     "compilation-config": "--enforce-eager captures no CUDA graphs; there is nothing else to set",
     "hf-overrides": "the checkpoint's config.json decides",
     "tokenizer": "the checkpoint's own tokenizer is used",
@@ -276,7 +276,8 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
     joins_directly = config.role is not None and not (config.joins_by_ray or config.joins_by_url)
     if joins_directly and config.role not in ("kvstore", "gateway") and not config.seeds:
         raise ConfigError("role and join belong together: add --join HOST:PORT")
-    if joins_directly and config.cluster_secret is None:
+    is_told_the_key = config.role == "gateway" and "#" in str(config.join)
+    if joins_directly and config.cluster_secret is None and not is_told_the_key:
         by_ray = "" if config.seeds else "; or join a cluster that Ray runs: add --join HOST:PORT"
         raise ConfigError(
             f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs one "
@@ -326,3 +327,9 @@ def _check_gateway(config: ServeConfig, written: Mapping[str, object]) -> None:
                 f"{flag(name)}: a gateway that joins places requests as its cluster does; set it "
                 "where the cluster is started"
             )
+    if config.joins_by_ray:
+        raise ConfigError(
+            f"join: {config.join}: only workers join by Ray's address; a gateway takes the "
+            "tcp:// address that `mooncake serve` prints for one more gateway, or that of another "
+            "gateway"
+        )

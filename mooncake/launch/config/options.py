@@ -410,13 +410,20 @@ def hosts_and_ports(name: str, value: object) -> tuple[str, ...]:
     return tuple(host_and_port(name, each) for each in texts(name, value))
 
 
+def _place_and_key(name: str, written: str) -> str:
+    place, mark, key = written.partition("#")
+    if mark and not re.fullmatch("[0-9a-f]{64}", key):
+        raise ConfigError(f"{flag(name)}: {written!r} ends in no key: copy the address whole")
+    return host_and_port(name, place.rstrip("/")) + mark + key
+
+
 def joinable(name: str, value: object) -> str:
     """Read "HOST:PORT", or "http://", "https://" or "tcp://HOST:PORT"; of the last several with
-    commas, each of which begins so when it is returned.
+    commas, each of which begins so when it is returned, and may end in "#" and a public key.
     """
     written = str(value)
     if written.startswith(DIRECT):
         places = [each.strip().removeprefix(DIRECT) for each in written.split(",")]
-        return ",".join(DIRECT + host_and_port(name, place.rstrip("/")) for place in places)
+        return ",".join(DIRECT + _place_and_key(name, place) for place in places)
     scheme = next((each for each in BY_URL if written.startswith(each)), "")
     return scheme + host_and_port(name, written.removeprefix(scheme).rstrip("/" * bool(scheme)))

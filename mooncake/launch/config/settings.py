@@ -156,9 +156,9 @@ class ServeConfig:
     headless: bool = setting(False, truth, CLUSTER, "",
         "look after workers without an API: gateways come with --role gateway --join", switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
-        "Ray address of the cluster to join; without Ray tcp://HOST:PORT of a gateway or of a pool "
-        "standing alone (several gateways with commas: one that answers is enough); for a gateway "
-        "also http:// or https://HOST:PORT, the health port of a --headless process")
+        "Ray address of the cluster that a worker joins; without Ray tcp://HOST:PORT of a gateway "
+        "or of a pool standing alone (several gateways with commas: one that answers is enough); "
+        "for a gateway also http:// or https://HOST:PORT, the health port of a --headless process")
     join_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
         "where others join this gateway, or this pool standing alone: PORT in their --join "
         "tcp://HOST:PORT; 0: any free one")

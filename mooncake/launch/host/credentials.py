@@ -213,6 +213,21 @@ def secret_file(address: str) -> Path:
     return private_dir() / f"{address.replace('/', '_')}.secret"
 
 
+def kept_secret(address: str) -> str:
+    """Return what `secret_file` holds.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = secret_file(address)
+    if not file.exists():
+        raise ConfigError(
+            f"cluster-secret: give that of the cluster at {address}: --cluster-secret-file or "
+            "MOONCAKE_CLUSTER_SECRET (only its own user on its own machine needs none)"
+        )
+    return read_secret(file)
+
+
 def check_mode(path: Path, named: str) -> None:
     """Look at who else may read or change a file of secrets that the flag `named` gives.
 

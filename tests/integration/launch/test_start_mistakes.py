@@ -108,13 +108,16 @@ MISTAKES = [
         "serve --role gateway --join tcp://h:1",
         "cluster-secret: a gateway that stands alone, or joins without Ray, needs one",
     ),
-    ("serve --role gateway --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
+    ("serve --role gateway --join 127.0.0.1:1", "only workers join by Ray's address"),
     ("serve --role decode --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
     (
         "serve --role gateway --join h:1 --policy random",
         "policy: a gateway that joins places requests as its cluster does",
     ),
-    ("serve --role gateway --join h:1 --ssl-keyfile a-file", "add --ssl-certfile FILE"),
+    (
+        "serve --role gateway --join tcp://h:1 --cluster-secret-file s --ssl-keyfile a-file",
+        "add --ssl-certfile FILE",
+    ),
     ("serve good --prefill -1", "prefill: must be at least 0"),
     ("serve good --colocated --prefill 2", "colocated and prefill exclude each other"),
     ("serve good --role prefill", "add --join HOST:PORT"),
@@ -169,7 +172,8 @@ MISTAKES = [
         "host: at 0.0.0.0 API keys would travel in plain HTTP: add --ssl-certfile FILE",
     ),
     (
-        "serve --role gateway --join h:1 --api-keys-file nowhere.yaml --host 192.0.2.1",
+        "serve --role gateway --join http://h:1 --cluster-secret-file s "
+        "--api-keys-file nowhere.yaml --host 192.0.2.1",
         "or --http-without-tls where the network is private or a proxy before it speaks HTTPS",
     ),
     (

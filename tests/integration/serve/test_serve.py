@@ -238,7 +238,7 @@ def test_a_killed_worker_comes_back_and_the_stream_goes_on(
 
 
 def test_one_more_gateway_joins_and_leaves(server: ServerProcess) -> None:
-    address = server.wait_for(r"--join (\S+)").group(1)
+    address = server.wait_for(r"one more gateway: .* --join (\S+)").group(1)
     words = ("--role", "gateway", "--join", address, "--port", "0", "--served-model-name", "mine")
     with ServerProcess(*words) as joiner:
         joiner.wait_until_serving()

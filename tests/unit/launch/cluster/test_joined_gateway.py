@@ -10,18 +10,21 @@ import pytest
 
 from mooncake.base import CheckpointError, ConfigError
 from mooncake.base.messages import OWN_RELEASE, GatewayNews
-from mooncake.identity import Trust, cluster_keys
-from mooncake.launch.cluster import joined_gateway, ray_cluster
+from mooncake.identity import Credential, cluster_keys
+from mooncake.launch.cluster import joined_gateway
 from mooncake.launch.cluster.facts import ClusterFacts
 from mooncake.launch.cluster.joined_gateway import MAX_ALONE, JoinedCluster
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.credentials import secret_file, write_private
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from tests.support.model.checkpoints import write_config_only
 from tests.support.scheduler.scheduling import ref
 
 Join = Callable[..., JoinedCluster]
+GATEWAY = f"tcp://127.0.0.1:1#{'ab' * 32}"
 
 
 @pytest.fixture
@@ -40,14 +43,18 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
         scheduler=plan.scheduler, names=list(config.names),
     )  # fmt: skip
 
-    def facts_at(address: str, trust: Trust) -> ClusterFacts:
-        assert (address, list(trust.clusters)) == ("h:1", [cluster_keys("secret")])
+    def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
+        assert (config.seeds, list(credential.clusters)) == ((GATEWAY,), [cluster_keys("secret")])
         return facts
 
-    monkeypatch.setattr(ray_cluster, "facts_at", facts_at)
-    return lambda **given: JoinedCluster(
-        resolve({"role": "gateway", "join": "h:1", "cluster_secret": "secret", **given}, None, {})
-    )
+    monkeypatch.setattr(joined_gateway, "facts_of_seeds", facts_of_seeds)
+
+    def joined(**given: object) -> JoinedCluster:
+        told = {"role": "gateway", "join": GATEWAY, "cluster_secret": "secret", **given}
+        set_ones = {name: value for name, value in told.items() if value is not None}
+        return JoinedCluster(resolve(set_ones, None, {}))
+
+    return joined
 
 
 def test_it_serves_the_clusters_model_and_places_as_the_cluster_does(join: Join) -> None:
@@ -107,4 +114,20 @@ def test_a_cluster_is_gone_when_its_gateway_has_been_alone_for_long(
 def test_what_all_gateways_share_is_not_for_one_to_set(name: str) -> None:
     values = {"policy": "random", "role_switching": True}
     with pytest.raises(ConfigError, match="places requests as its cluster does"):
-        resolve({"role": "gateway", "join": "h:1", name: values.get(name, "5")}, None, {})
+        resolve({"role": "gateway", "join": GATEWAY, name: values.get(name, "5")}, None, {})
+
+
+def test_processes_of_the_same_user_find_the_secret_by_the_address(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="cluster-secret: give that of the cluster at tcp:"):
+        join(cluster_secret=None)
+    write_private(secret_file(GATEWAY), "secret")
+    assert join(cluster_secret=None).config.names == ("mine", "ours")
+
+
+def test_an_address_is_copied_whole_and_rays_is_for_workers() -> None:
+    for address, message in ((GATEWAY[:-1], "copy the address whole"), ("h:1", "only workers")):
+        with pytest.raises(ConfigError, match=message):
+            resolve({"role": "gateway", "join": address, "cluster_secret": "s"}, None, {})

@@ -395,7 +395,8 @@ class TestEncryptedWeights:
     def test_gateways_and_pool_nodes_that_join_need_no_key(
         self, model: Path, sealed: Path, role: str
     ) -> None:
-        plan = plan_for(sealed, role=role, join="h:1")
+        join = {"gateway": f"tcp://h:1#{'ab' * 32}", "kvstore": "h:1"}[role]
+        plan = plan_for(sealed, role=role, join=join)
         assert plan.layout == plan_for(model).layout
 
     @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -19,7 +19,7 @@ from mooncake.model.checkpoint.files.revision import STATED_NAME
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 
 NO_ENGINE = [
-    {"role": "gateway", "join": "h:1"}, {"role": "kvstore", "join": "h:1"},
+    {"role": "gateway", "join": f"tcp://h:1#{'ab' * 32}"}, {"role": "kvstore", "join": "h:1"},
     {"headless": True, "prefill": 0, "decode": 0, "kvstore": 0},
 ]  # fmt: skip
 ENGINES = [{}, {"colocated": True}, {"role": "decode", "join": "h:1"}, {"headless": True}]
