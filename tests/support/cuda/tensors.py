@@ -145,7 +145,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _EMPTY:
         like = func(*tree_map(_as_meta, args), **_on(kwargs, _META))
         return empty_strided(like.shape, like.stride(), like.dtype, device)
-    if _is_view(func):
+    if is_view(func):
         out = func(*tree_map(_as_inner, args), **kwargs)
         return tree_map(
             lambda x: DeviceTensor(x, mine[0].hold) if isinstance(x, torch.Tensor) else x, out
@@ -163,7 +163,7 @@ def _compute(
     given, named = tree_map(_as_inner, args), _on(tree_map(_as_inner, kwargs), _CPU)
     by_row, touched = _rows(func, args)
     known = [each for each in mine if each is not by_row]
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     if written:
         inners = [(each.inner, each.inner.shape) for each in written]
 
@@ -207,7 +207,7 @@ def _read(
     """Do what has to know numbers: drain the stream, then compute at once."""
     machine, name = the_machine(), func._schema.name
     machine.refuse_in_capture(f"{name}, which brings numbers to the host,")
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     given, named = tree_map(_as_inner, args), _on(tree_map(_as_inner, kwargs), _CPU)
     found: list[Any] = []
     _queue(
@@ -337,19 +337,22 @@ def _on(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {key: device if key == "device" and each else each for key, each in kwargs.items()}
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
+    """Whether an op's results lie in the memory of its arguments."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DeviceTensor]:
-    """Return the arguments that an op changes."""
+def written_by(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = DeviceTensor
+) -> list[Any]:
+    """Return the arguments of a kind that an op changes."""
     found = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[number] if number < len(args) else kwargs.get(argument.name)
-        found += [each for each in tree_flatten(value)[0] if isinstance(each, DeviceTensor)]
+        found += [each for each in tree_flatten(value)[0] if isinstance(each, kind)]
     return found
 
 
@@ -358,7 +361,7 @@ def _has_mask(name: str, tensors: list[torch.Tensor]) -> bool:
     return name in _INDEXED and any(each.dtype in masks for each in tensors[1:])
 
 
-_BY_ROW = {"aten::index_copy_": True, "aten::index_select": False}
+BY_ROW = {"aten::index_copy_": True, "aten::index_select": False}
 """Ops that touch the rows of their first argument that an index names; whether they write there."""
 
 
@@ -366,7 +369,7 @@ def _rows(func: Any, args: tuple[Any, ...]) -> tuple[DeviceTensor | None, Callab
     """Return the argument of which an op touches only rows that it learns when it runs, and what
     then says which.
     """
-    writes, first = _BY_ROW.get(func._schema.name), args[0] if args else None
+    writes, first = BY_ROW.get(func._schema.name), args[0] if args else None
     if writes is None or not isinstance(first, DeviceTensor) or args[1] != 0:
         return None, list
     inner, block, index = first.inner, first.hold.block, args[2].inner
