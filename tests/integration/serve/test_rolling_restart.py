@@ -95,14 +95,16 @@ def _complete(url: str) -> list[int] | str | None:
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    """Where a cluster is joined that has one worker of each kind and no API server."""
+def head(tmp_path: Path) -> Iterator[ServerProcess]:
+    """The first process of a cluster that has one worker of each kind and no API server."""
     with ServerProcess(str(nano_checkpoint(tmp_path)), *SMALL, "--headless") as head:
-        yield head.wait_for(r"one more gateway: .* --join (\S+)").group(1)
+        yield head
 
 
-def test_a_rolling_restart_loses_no_request(address: str) -> None:
+def test_a_rolling_restart_loses_no_request(head: ServerProcess) -> None:
     def join(role: str, *words: str) -> ServerProcess:
+        who = "gateway" if role == "gateway" else "worker"
+        address = head.wait_for(rf"one more {who}: .* --join (\S+)").group(1)
         return running.enter_context(ServerProcess("--role", role, "--join", address, *words))
 
     def api_server() -> ServerProcess:
