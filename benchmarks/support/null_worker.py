@@ -23,7 +23,7 @@ from mooncake.engine.plan import LayerDone, RunnerEvent, Sample, StepPlan, StepR
 from mooncake.engine.ports import PolledRunner
 from mooncake.identity import own_credential
 from mooncake.launch.host import machine_facts
-from mooncake.launch.worker.process import Pages, WorkerSettings, build
+from mooncake.launch.worker.process import WorkerSettings, build
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.factory import TransferConfig, open_transfer
@@ -112,7 +112,7 @@ class NullModel:
         del layout
         return config.num_blocks
 
-    def device_pages(self, layout: KvLayout, num_pages: int) -> Pages:
+    def device_pages(self, layout: KvLayout, num_pages: int) -> DeviceMemory:
         raise NotImplementedError("pages lie in the host's memory")
 
     def runner(

@@ -16,7 +16,7 @@ from mooncake.base import MooncakeError
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.launch.worker import process
-from mooncake.launch.worker.process import Pages, WorkerSettings
+from mooncake.launch.worker.process import WorkerSettings
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.regions import no_progress
 from tests.support.engine.fake_runner import FakeRunner
@@ -44,9 +44,6 @@ class HangingModel(HashModel):
     ) -> HangingRunner:
         assert isinstance(pages, memoryview)
         return HangingRunner(FakeRunner(layout, config.num_blocks, memory=pages))
-
-    def device_pages(self, layout: process.KvLayout, num_pages: int) -> Pages:
-        raise AssertionError("pages of this model lie in host memory")
 
 
 def main() -> None:
