@@ -72,6 +72,8 @@ THREADS = {
     "api/lane.py:ThreadPoolExecutor": TOLD,
     "base/deep_stack.py:Thread": TOLD,
     "base/deep_stack.py:start_deep_thread": TOLD,
+    "integrations/vllm/lookups.py:Thread": OWN,
+    "integrations/vllm/mover.py:Thread": OWN,
     "kvstore/storage/disk_files.py:VitalThread": VITAL,
     "launch/cluster/lone_worker.py:Thread": NOTHING,
     "launch/cluster/pool.py:Thread": OWN,
@@ -120,6 +122,12 @@ FAR = (
     "test_what_comes_at_one_end_leaves_at_the_other_until_one_is_gone"
 )
 SHOWN_BY = {
+    "integrations/vllm/lookups.py:Thread": (
+        "tests/unit/integrations/vllm/test_pool_link.py::test_a_look_up_that_fails_finds_nothing"
+    ),
+    "integrations/vllm/mover.py:Thread": (
+        "tests/unit/integrations/vllm/test_mover.py::test_a_pool_that_fails_is_a_miss"
+    ),
     "kvstore/storage/disk_files.py:VitalThread": "test_disks",
     "launch/cluster/pool.py:Thread": "test_the_registry_of_a_pool",
     "launch/cluster/ray_workers.py:Thread": "test_what_looks_after_the_workers",
