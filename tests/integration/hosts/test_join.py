@@ -76,7 +76,10 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
             "--dtype=float32", "--kv-cache-memory-bytes=32MiB", "--kvstore-dram-bytes=32MiB",
             f"--bind-host={first.address}", *tls("node-a"),
         )  # fmt: skip
-        address = head.wait_for(r"--join (\S+)").group(1)
+        address, to_gateways = (
+            head.wait_for(rf"one more {who}: .* --join (\S+)").group(1)
+            for who in ("worker", "gateway")
+        )
         join = ["serve", "--role", "decode", "--join", address, *tls("node-b")]
         small = ["--kv-cache-memory-bytes=32MiB", f"--bind-host={second.address}"]
 
@@ -93,7 +96,7 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
         joined = second.mooncake(*join, *small)
         joined.wait_for("has joined")
         gateway = first.mooncake(
-            "serve", "--role", "gateway", "--join", address, "--port=8000",
+            "serve", "--role", "gateway", "--join", to_gateways, "--port=8000",
             f"--bind-host={first.address}", *tls("node-a"),
         )  # fmt: skip
         url = gateway.wait_for(r"on (http://\S+/v1)").group(1)
