@@ -17,6 +17,8 @@ Rules, in the order they apply:
      all behind it, running or waiting.
   5. What is left of the budget takes drafts of sequences that lack one token (`speculation`). They
      displace nothing: where pages are short there are none.
+Where flows meet, a step is so short that none slows down a smaller one by much (`step_shares`):
+those that get less than they want take only so many sequences, in turns, and no drafts.
 A preempted sequence keeps its tokens; its full blocks stay in the prefix cache until evicted.
 Sequences in flight keep what they have, so several steps can run at a time. They share a sequence
 only where all but the last of them compute chunks of it behind which nothing is sampled. Where
@@ -41,6 +43,7 @@ from mooncake.engine.drafts.speculation import Speculation
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.policy import Standing, last_in_order, rank
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.step_shares import Sharing, StepShare, turn_of
 
 
 @dataclass(slots=True)
@@ -62,11 +65,15 @@ class Batch:
     """sequence_id of those of them that have a share."""
     prompts_left_s: float | None = None
     """Of a limited step: what is left for prompts; None before the first of them."""
+    share: StepShare | None = None
+    """What flows get that get less than they want; None: there are none."""
 
     def give(self, sequence: Sequence, max_tokens: int) -> None:
         num_tokens = sequence.num_unplanned
         if num_tokens > 1:
             num_tokens = min(num_tokens, max_tokens, self.budget)
+        if self.share is not None:
+            self.share.take(sequence, num_tokens)
         if sequence.num_missing == 1:
             self.streams.add(sequence.sequence_id)
         self.shares[sequence.sequence_id] = (sequence, num_tokens)
@@ -76,6 +83,10 @@ class Batch:
         """Return whether other prompts have taken the time that streams leave in this step."""
         left_s = self.prompts_left_s
         return left_s is not None and left_s <= 0 and sequence.num_missing > 1
+
+    def most(self, sequence: Sequence, most: int) -> int:
+        """Return how many of `most` tokens the sequence's flow has room for."""
+        return most if self.share is None else self.share.most(sequence, most)
 
     def take_back(self, sequence: Sequence) -> None:
         _, num_tokens = self.shares.pop(sequence.sequence_id, (sequence, 0))
@@ -102,6 +113,8 @@ class Batcher:
         """In rank order. Some hold pages, because their KV came from elsewhere."""
         self.running: list[Sequence] = []
         """In rank order."""
+        self.sharing = Sharing(config)
+        self._num_turns = 0
         self._flows: Counter[Flow] = Counter()
         """Of the sequences of both."""
 
@@ -126,29 +139,41 @@ class Batcher:
     def plan(self) -> Batch:
         """Return the next step's shares, with pages allocated; none = nothing to compute."""
         batch = Batch(budget=self._config.max_batched_tokens)
+        if len(self._flows) > 1 or self.sharing.recent:
+            has_seats = len(self.running) < self._config.max_num_seqs
+            batch.share = self.sharing.of_step(
+                self.running, self.waiting if has_seats else (), self._pool.num_available
+            )
         if self._config.num_stages > 1:
             batch.num_running_streams = sum(each.num_missing == 1 for each in self.running)
-        self._continue_running(batch)
-        self._admit_waiting(batch)
-        if self.waiting and len(self._flows) > 1:
-            self._admit_due(batch)
-        if not batch.shares and not any(sequence.steps for sequence in self.running):
+        self._fill(batch)
+        is_idle = not any(sequence.steps for sequence in self.running)
+        if is_idle and not batch.shares and batch.share is not None:
+            batch.share = None  # those who sit out would leave the step empty
+            self._fill(batch)
+        if is_idle and not batch.shares:
             self._admit_by_force(batch)
         if self._speculation is not None:
             self._add_drafts(batch, self._speculation)
         return batch
 
+    def _fill(self, batch: Batch) -> None:
+        self._continue_running(batch)
+        self._admit_waiting(batch)
+        if self.waiting and len(self._flows) > 1:
+            self._admit_due(batch)
+
     # ------------------------------------------------------------ running
 
     def _continue_running(self, batch: Batch) -> None:
         ready = [sequence for sequence in self.running if _is_ready(sequence)]
-        ready.sort(key=lambda sequence: sequence.num_missing > 1)  # stable: in rank order already
+        ready.sort(key=lambda one: turn_of(one, batch.share))  # stable: in rank order already
         for sequence in ready:
             if batch.budget == 0 or batch.has_no_time_for(sequence):
                 break  # behind it are only prompts
             if sequence.state is not SequenceState.RUNNING:
                 continue  # yielded to one before it, in this very loop
-            if self._grow(sequence, batch):
+            if batch.most(sequence, 1) and self._grow(sequence, batch):
                 self._give(sequence, batch)
 
     def _give(self, sequence: Sequence, batch: Batch) -> None:
@@ -163,8 +188,13 @@ class Batcher:
             most = chunk_sizes(self._cost, most, computed, sequence.num_unplanned)[0]
         if sequence.num_missing > 1:
             most = self._most_beside_streams(sequence, batch, most)
-        if most:
+        if most and (most := batch.most(sequence, most)):
+            self._take_turn(sequence)
             batch.give(sequence, most)
+
+    def _take_turn(self, sequence: Sequence) -> None:
+        self._num_turns += 1
+        sequence.last_turn = self._num_turns
 
     def _most_beside_streams(self, sequence: Sequence, batch: Batch, most: int) -> int:
         """Return how many tokens of a prompt, at most `most`, the step takes so that the gaps of
@@ -221,6 +251,8 @@ class Batcher:
             if (blocked and not sequence.pages) or batch.has_no_time_for(sequence):
                 continue
             if self._fail_if_too_long(sequence, batch):
+                continue
+            if sequence.num_missing > 1 and not batch.most(sequence, 1):
                 continue
             if not self._admit(sequence, [], batch, allocate=not blocked):
                 blocked = True
@@ -334,6 +366,7 @@ class Batcher:
             self._unseat(seat, batch)
         self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
+        self._take_turn(sequence)
         insort(self.running, sequence, key=rank)
         batch.num_running_streams += sequence.num_missing == 1
         self._give(sequence, batch)
@@ -403,6 +436,7 @@ class Batcher:
             (sequence, self._most_drafts(sequence))
             for sequence, num_tokens in batch.shares.values()
             if num_tokens == sequence.num_missing == 1
+            and (batch.share is None or not batch.share.is_limited(sequence.flow))
         ]
         if batch.budget == 0 or not any(most for _, most in candidates):
             return

@@ -306,6 +306,7 @@ class Engine:
         """Learn of steps that were timed before the first one."""
         samples = list(samples)
         self._step_cost.observe(samples)
+        self._batcher.sharing.times.calibrate(samples)
         if self._speculation is not None:
             self._speculation.calibrate(samples)
 
@@ -570,9 +571,10 @@ class Engine:
             num_sequences=len(slots),
             seconds=result.seconds,
         )
+        has_prompts = any(len(slot.tokens) > 1 + slot.num_drafts for slot in slots)
+        self._batcher.sharing.times.observe(self._cost, has_prompts=has_prompts)
         if self.config.num_stages > 1 or self.config.max_gap_s is not None:
             self._unlearned.append(self._cost)
-            has_prompts = any(len(slot.tokens) > 1 + slot.num_drafts for slot in slots)
             if has_prompts or len(self._unlearned) >= _STREAM_COSTS:
                 self._step_cost.observe(self._unlearned)
                 self._unlearned = []

@@ -96,6 +96,8 @@ class Sequence:
     """Why it fails as soon as no step computes it any more."""
     aborted: bool = False
     known_to_runner: bool = False
+    last_turn: int = 0
+    """When it got its seat, or a share of a step: a count of these."""
     num_published: int = 0
     """Leading blocks that were published in the prefix cache."""
     num_preemptions: int = 0

@@ -7,6 +7,7 @@ each row to a live server.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,7 +73,7 @@ def schema(num: int = PROPERTIES) -> dict[str, Any]:
 
 TOO_LARGE = "(" + "ab|" * (MAX_SETTINGS_BYTES // 3) + "a)"
 WORDS = [f"choice {at}" for at in range(CHOICES.limit)]
-GRAMMAR = "start: " + " | ".join(f'"word{at}"' for at in range(1500))
+GRAMMAR = "start: " + " | ".join(f'"term{at}"' for at in range(1500))
 TEMPLATE_FIELDS = {f"name_{at}": [at] * 40 for at in range(5000)}
 TURNS = LIMITS.max_body_cost // 32
 """Short turns: about what `max_body_cost` leaves room for."""
@@ -326,6 +327,22 @@ class Route:
         if isinstance(value, str):
             return value if self.prompt == "input" else [{"role": "user", "content": value}]
         return value
+
+
+VARIED = ("field_", "name_", "call_", "choice ", "term", "abc")
+"""What names of schemas, tools, choices and grammars begin with."""
+
+
+def varied(path: str, body: Mapping[str, Any], number: int) -> bytes:
+    """Return the JSON of a body, other than with another number: what servers keep of the settings
+    and the prompt of one is of no use to another.
+    """
+    text = json.dumps(body)
+    for name in VARIED:
+        text = text.replace(name, f"{name}{number}_")
+    if "cache_salt" in ROUTES[path].fields and "cache_salt" not in body:
+        text = f'{{"cache_salt": "{number}", {text[1:]}'
+    return text.encode()
 
 
 _HI = [{"role": "user", "content": "hi"}]

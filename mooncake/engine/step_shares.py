@@ -1,0 +1,299 @@
+"""How much of a step each flow (a tenant in a class) gets where several have something to compute.
+Pure; `Sharing` owns what was learned of steps, and how long ago flows met.
+
+A row of one flow waits for the whole step, so a flow of many rows slows down all others. The step
+is therefore at most `FACTOR` times as long as if each flow had as little to compute as the smallest
+of them. The smallest gets all it wants; the others share what is left of the time by the weights of
+their classes, and their streams take turns. One that had to take more sits out steps for it. Batch
+is never the smallest: nobody waits for it. For `NUM_AFTER` steps after flows met, one that is alone
+has steps of at most `AFTERWARDS` times that length: who comes back does not wait for a long one. A
+flow that was alone before is not limited.
+The tokens of a step's budget are shared by the same weights, where prompts want more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from mooncake.base import CostSample
+from mooncake.base.request import Flow, Priority, fair_shares
+from mooncake.engine.chunks import UNIT, largest_chunk
+from mooncake.engine.config import EngineConfig
+from mooncake.engine.cost import StepCostModel
+from mooncake.engine.sequence import Sequence
+
+FACTOR = 2.0
+"""Half of a shared step is what it takes in any case, so that the others lose half at most."""
+AFTERWARDS = 8.0
+NUM_AFTER = 32
+MOST_OWED = 32
+"""Steps that a flow sits out at most, however wrong a prediction is."""
+_LEARNED_TOGETHER = 16
+"""Steps: a fit takes up to 0.4 ms."""
+_LEAST_REST = 0.1
+"""Of a measured step, what counts for its prompts whatever its rows are thought to take."""
+
+
+class StepTimes:
+    """Predicts what sequences add to a step. Rows of single tokens are learned apart from chunks of
+    prompts: on a CPU one costs ten times as much as a token of a chunk.
+    """
+
+    def __init__(self) -> None:
+        self._rows = StepCostModel()
+        self._prompts = StepCostModel()
+        self._knows_rows = self._has_learned = False
+        self._unlearned: deque[tuple[CostSample, bool]] = deque(maxlen=4 * _LEARNED_TOGETHER)
+
+    def calibrate(self, samples: Iterable[CostSample]) -> None:
+        """Learn of steps that were timed before the first one."""
+        samples = [sample for sample in samples if sample.seconds > 0]
+        rows = [one for one in samples if one.num_new_tokens == one.num_sequences]
+        self._knows_rows, self._has_learned = bool(rows), bool(samples)
+        self._rows = StepCostModel(rows)
+        others = [one for one in samples if one.num_new_tokens > one.num_sequences]
+        self._prompts = StepCostModel([self._without_rows(one) for one in others])
+
+    def observe(self, sample: CostSample, *, has_prompts: bool) -> None:
+        """Keep a measured step, to be learned when times are asked for."""
+        if sample.seconds > 0 and sample.num_new_tokens > 0:
+            self._unlearned.append((sample, has_prompts))
+
+    def learn(self) -> None:
+        """Learn of what was kept, as soon as it is worth a fit."""
+        if len(self._unlearned) < (_LEARNED_TOGETHER if self._has_learned else 1):
+            return
+        self._has_learned = True
+        rows = [
+            msgspec.structs.replace(sample, num_sequences=sample.num_new_tokens)
+            for sample, has_prompts in self._unlearned
+            if not has_prompts
+        ]
+        self._rows.observe(rows)
+        self._knows_rows |= bool(rows)
+        self._prompts.observe(
+            self._without_rows(sample) for sample, has_prompts in self._unlearned if has_prompts
+        )
+        self._unlearned.clear()
+
+    @property
+    def fixed_s(self) -> float:
+        """Of a step as such."""
+        return (self._rows if self._knows_rows else self._prompts).coefficients[0]
+
+    def rows_s(self, num_rows: int, num_context_tokens: int) -> float:
+        """Return what rows of single tokens add, with so much context together."""
+        if not self._knows_rows:
+            return 0.0
+        return self._rows.step_s(num_rows, num_context_tokens, num_rows) - self.fixed_s
+
+    def chunk_s(self, num_tokens: int, num_context_tokens: int) -> float:
+        """Return what a chunk of one prompt adds."""
+        whole_s = self._prompts.step_s(num_tokens, num_context_tokens, 1)
+        return self.rows_s(1, 0) + whole_s - self._prompts.coefficients[0]
+
+    def largest_chunk(self, most: int, least: int, num_context_tokens: int, left_s: float) -> int:
+        """Return the largest chunk that adds no more than `left_s`, from `least` to `most`."""
+        limit_s = left_s - self.rows_s(1, 0) + self._prompts.coefficients[0]
+        return largest_chunk(self._prompts, most, min(least, most), num_context_tokens, limit_s)
+
+    def _without_rows(self, sample: CostSample) -> CostSample:
+        rest_s = sample.seconds - self.rows_s(sample.num_sequences, 0)
+        rest_s = max(rest_s, _LEAST_REST * sample.seconds)
+        return msgspec.structs.replace(sample, seconds=rest_s)
+
+
+@dataclass(slots=True)
+class Work:
+    """Of one flow: what it wants in a step, or what is left of what it gets."""
+
+    num_streams: int = 0
+    num_context_tokens: int = 0
+    """Of its streams."""
+    chunks_s: float = 0.0
+    num_tokens: int = 0
+    """Of its prompts."""
+    seconds: float = 0.0
+    kept_s: float = 0.0
+    """Of `seconds`, for its prompts: its streams leave that."""
+
+
+class StepShare:
+    """What the flows that get less than they want may still have of a step."""
+
+    def __init__(self, times: StepTimes, left: dict[Flow, Work]) -> None:
+        self._times = times
+        self._left = left
+        self._begun: set[tuple[Flow, bool]] = set()
+        """Whose first stream, or prompt (True), is in the step."""
+
+    def is_limited(self, flow: Flow) -> bool:
+        """Return whether a flow gets less than it wants."""
+        return flow in self._left
+
+    def most(self, sequence: Sequence, most: int) -> int:
+        """Return how many tokens of a sequence, at most `most`, its flow has room for. The first
+        stream of each flow has room, and so have `UNIT` tokens of its first prompt, unless the flow
+        still owes time of earlier steps: a chunk behind a long context takes that of many.
+        """
+        left = self._left.get(sequence.flow)
+        if left is None:
+            return most
+        if left.seconds <= 0:
+            return 0
+        context = sequence.num_computed + sequence.num_in_flight
+        if sequence.num_missing == 1:
+            is_first = (sequence.flow, False) not in self._begun
+            fits = left.seconds - left.kept_s >= self._times.rows_s(1, context)
+            return most if is_first or fits else 0
+        is_first = (sequence.flow, True) not in self._begun
+        most = min(most, sequence.num_unplanned, max(left.num_tokens, UNIT if is_first else 0))
+        least = UNIT if is_first else 0
+        return self._times.largest_chunk(most, least, context, left.seconds) if most else 0
+
+    def take(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count so many tokens of a sequence, which the step computes."""
+        if (left := self._left.get(sequence.flow)) is None:
+            return
+        context = sequence.num_computed + sequence.num_in_flight
+        is_prompt = sequence.num_missing > 1
+        self._begun.add((sequence.flow, is_prompt))
+        if not is_prompt:
+            left.seconds -= self._times.rows_s(1, context)
+            return
+        left.seconds -= self._times.chunk_s(num_tokens, context)
+        left.num_tokens -= num_tokens
+        if num_tokens < sequence.num_unplanned:
+            left.num_tokens = 0  # those behind it wait: they are not shorter by right
+
+
+class Sharing:
+    """Makes the shares of steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.times = StepTimes()
+        self._config = config
+        self._smallest_s = 0.0
+        self._last: dict[Flow, Work] = {}
+        """What limited flows have left of the last step: less than nothing is owed to the next."""
+        self._num_after = 0
+        """Steps until a flow that is alone is not limited any more."""
+
+    @property
+    def recent(self) -> bool:
+        """Whether flows met not long ago."""
+        return self._num_after > 0
+
+    def of_step(
+        self, running: Iterable[Sequence], waiting: Iterable[Sequence], num_free_pages: int
+    ) -> StepShare | None:
+        """Return what flows get of the next step; None: all that they want.
+
+        waiting: those for which there are seats; they count if there are pages, too.
+        """
+        self.times.learn()
+        wants = self._wants(running, waiting, num_free_pages)
+        whole_s = self._whole_s(wants)
+        if whole_s is None:
+            self._last = {}
+            return None
+        room = self._config.max_batched_tokens - sum(one.num_streams for one in wants.values())
+        seconds = shared_out({flow: one.seconds for flow, one in wants.items()}, whole_s,
+                             self._smallest_s)  # fmt: skip
+        tokens = shared_out({flow: one.num_tokens for flow, one in wants.items()}, max(0, room))
+        owed = {
+            flow: min(-work.seconds, MOST_OWED * seconds.get(flow, 0.0))
+            for flow, work in self._last.items()
+            if work.seconds < 0 and len(wants) > 1
+        }
+        self._last = {
+            flow: replace(
+                want,
+                seconds=seconds[flow] - owed.get(flow, 0.0),
+                num_tokens=int(tokens[flow]),
+                kept_s=seconds[flow] / 2 if want.num_tokens and want.num_streams else 0.0,
+            )
+            for flow, want in wants.items()
+            if seconds[flow] < want.seconds or tokens[flow] < want.num_tokens
+        }
+        return StepShare(self.times, self._last) if self._last else None
+
+    def _whole_s(self, wants: Mapping[Flow, Work]) -> float | None:
+        """Return the time that all flows get beyond what a step takes in any case."""
+        fixed_s = self.times.fixed_s
+        if len(wants) > 1:
+            guarded = [
+                want.seconds for (kind, _), want in wants.items() if kind is not Priority.BATCH
+            ]
+            if not guarded:
+                return None
+            self._smallest_s, self._num_after = min(guarded), NUM_AFTER
+            return FACTOR * (fixed_s + len(wants) * self._smallest_s) - fixed_s
+        if not self._num_after:
+            return None
+        self._num_after -= 1
+        return AFTERWARDS * (fixed_s + self._smallest_s) - fixed_s
+
+    def _wants(
+        self, running: Iterable[Sequence], waiting: Iterable[Sequence], num_free_pages: int
+    ) -> dict[Flow, Work]:
+        wants: dict[Flow, Work] = {}
+        for sequence in running:
+            if not sequence.aborted and sequence.failure is None:
+                self._want(wants, sequence)
+        for sequence in waiting:
+            lacking = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+            if lacking <= num_free_pages:
+                self._want(wants, sequence)
+        for want in wants.values():
+            want.seconds = want.chunks_s
+            if want.num_streams:
+                want.seconds += self.times.rows_s(want.num_streams, want.num_context_tokens)
+        return wants
+
+    def _want(self, wants: dict[Flow, Work], sequence: Sequence) -> None:
+        want = wants.setdefault(sequence.flow, Work())
+        if sequence.num_missing == 1:
+            want.num_streams += 1
+            want.num_context_tokens += sequence.num_computed
+            return
+        config = self._config
+        most = min(config.max_chunk_tokens, config.max_batched_tokens - want.num_tokens)
+        if num_tokens := min(sequence.num_missing, most):
+            want.chunks_s += self.times.chunk_s(num_tokens, sequence.num_computed)
+            want.num_tokens += num_tokens
+
+
+def shared_out(
+    wanted: Mapping[Flow, float], whole: float, at_least: float = 0.0
+) -> dict[Flow, float]:
+    """Return what each flow gets of `whole`: no more than it wants, and `at_least` that; the rest
+    by the weights of those that want more.
+    """
+    given = {flow: min(want, at_least) for flow, want in wanted.items()}
+    left = whole - sum(given.values())
+    hungry = [flow for flow, want in wanted.items() if want > given[flow]]
+    while hungry and left > 0:
+        shares = fair_shares(hungry)
+        filled = [flow for flow in hungry if wanted[flow] - given[flow] <= left * shares[flow]]
+        for flow in filled or hungry:
+            given[flow] = wanted[flow] if filled else given[flow] + left * shares[flow]
+        if not filled:
+            break
+        left = whole - sum(given.values())
+        hungry = [flow for flow in hungry if flow not in filled]
+    return given
+
+
+def turn_of(sequence: Sequence, share: StepShare | None) -> tuple[bool, bool, int]:
+    """Return the sort key of running sequences in a step, before their rank: streams first; of a
+    flow that is limited those whose last step is longest ago.
+    """
+    is_prompt = sequence.num_missing > 1
+    if share is None or is_prompt or not share.is_limited(sequence.flow):
+        return is_prompt, False, 0
+    return is_prompt, True, sequence.last_turn

@@ -1,0 +1,369 @@
+"""Who gets how much of a step where flows meet: plans of a batcher alone, timed by a cost like that
+of k2-demo on a CPU (2 cores of AMD EPYC Zen 4): 4 ms, 0.5 ms a row, 0.045 ms a token of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooncake.base import CostSample
+from mooncake.base.request import Flow, GenerateRequest, Priority
+from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.drafts.speculation import Speculation
+from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.step_shares import FACTOR, NUM_AFTER, Sharing, StepShare, shared_out
+from tests.support.engine.engines import ROOMY, request
+from tests.support.examples import examples
+
+LARGE = {
+    "num_blocks": 8192, "max_num_seqs": 256, "max_batched_tokens": 2048,
+    "max_chunk_tokens": 2048, "max_model_len": 8192, "max_waiting": 1024,
+}  # fmt: skip
+FIXED_S, ROW_S, TOKEN_S = 4e-3, 0.5e-3, 0.045e-3
+
+
+def step_s(num_rows: int, num_tokens: int = 0) -> float:
+    """Return the time of a step: `num_tokens` are of prompts."""
+    return FIXED_S + ROW_S * num_rows + TOKEN_S * num_tokens
+
+
+SAMPLES = [
+    *(
+        CostSample(rows, each * rows, rows, step_s(rows))
+        for rows in (1, 8, 16)
+        for each in (0, 999)
+    ),
+    *(CostSample(size, 0, 1, step_s(1, size)) for size in (128, 512, 2048)),
+]
+
+
+class Everything(Sharing):
+    """What there was before flows shared steps: each gets all that it wants."""
+
+    def of_step(self, *_: object, **__: object) -> StepShare | None:
+        return None
+
+
+class Clocked:
+    """A batcher whose steps take the time above; sequences end at their `max_tokens`."""
+
+    def __init__(self, sharing: type[Sharing] = Sharing, drafts: int = 0, **config: Any) -> None:
+        self.config = replace(ROOMY, **LARGE | config)
+        self.pool = BlockPool(self.config.num_blocks)
+        speculation = Speculation(Repeat(), drafts) if drafts else None
+        if speculation is not None:
+            speculation.calibrate([CostSample(rows, 0, rows, step_s(rows, 0)) for rows in (1, 2)])
+        self.batcher = Batcher(self.config, self.pool, speculation)
+        self.batcher.sharing = sharing(self.config)
+        self.batcher.sharing.times.calibrate(SAMPLES)
+        self.now = 0.0
+        self.plans: list[dict[int, int]] = []
+        self.flying: list[tuple[Batch, dict[int, int]]] = []
+        self.last_id = 0
+        self.ended: dict[int, float] = {}
+
+    def add(self, num_prompt_tokens: int = 12, **fields: Any) -> Sequence:
+        self.last_id += 1
+        return self.enqueue(request([self.last_id % 90] * num_prompt_tokens, **fields))
+
+    def enqueue(self, order: GenerateRequest) -> Sequence:
+        sequence = Sequence(self.last_id, order)
+        sequence.arrival = self.last_id
+        sequence.extend_keys("fp", self.config.block_tokens)
+        self.batcher.enqueue(sequence)
+        return sequence
+
+    def begin(self) -> Batch:
+        """Plan a step and put it in flight."""
+        batch = self.batcher.plan()
+        shares = {one.sequence_id: count for one, count in batch.shares.values()}
+        number = len(self.plans)
+        for sequence, count in batch.shares.values():
+            sequence.steps.append(number)
+            sequence.num_in_flight += count
+        self.plans.append(shares)
+        self.flying.append((batch, shares))
+        return batch
+
+    def end(self) -> None:
+        """End the oldest step."""
+        batch, shares = self.flying.pop(0)
+        rows = sum(count == 1 for count in shares.values())
+        tokens = sum(count for count in shares.values() if count > 1)
+        self.now += step_s(len(shares), tokens) if shares else 0.0
+        assert rows + tokens + batch.budget <= self.config.max_batched_tokens
+        for sequence, count in batch.shares.values():
+            sequence.steps.pop(0)
+            sequence.num_in_flight -= count
+            sequence.num_computed += count
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.output_tokens.append(1)
+                if len(sequence.output_tokens) == sequence.max_new_tokens:
+                    self.batcher.remove(sequence)
+                    self.pool.release(sequence.drop_kv())
+                    self.ended[sequence.sequence_id] = self.now
+        self.pool.check_integrity()
+
+    def step(self) -> Batch:
+        batch = self.begin()
+        self.end()
+        return batch
+
+    def took_s(self, sequence: Sequence) -> float:
+        """Run steps until a sequence ends; return how long that took."""
+        begin = self.now
+        while sequence.state is not SequenceState.ENDED:
+            self.step()
+        return self.now - begin
+
+
+class Repeat:
+    """Proposes the last token again."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        return [1] * most
+
+
+def flood(clocked: Clocked, num: int, steps: int = 0, **fields: Any) -> list[Sequence]:
+    made = [clocked.add(**{"max_tokens": 400, "tenant": "foe", **fields}) for _ in range(num)]
+    for _ in range(steps):
+        clocked.step()
+    return made
+
+
+def alone_s(**fields: Any) -> float:
+    clocked = Clocked()
+    return clocked.took_s(clocked.add(max_tokens=16, **fields))
+
+
+@pytest.mark.parametrize("kind", [Priority.PREMIUM, Priority.INTERACTIVE, Priority.BATCH])
+@pytest.mark.parametrize("steps", [0, 1, 30])
+def test_a_short_answer_beside_128_sequences_takes_three_times_as_long_at_most(
+    kind: Priority, steps: int
+) -> None:
+    """Whenever it comes; without shares it takes ten times as long."""
+    before = Clocked(Everything)
+    flood(before, 128, 30, priority=kind)
+    assert before.took_s(before.add(max_tokens=16)) > 8 * alone_s()
+    clocked = Clocked()
+    flood(clocked, 128, steps, priority=kind)
+    clocked.begin()  # the step that it just misses
+    mine = clocked.add(max_tokens=16)
+    clocked.end()
+    assert clocked.took_s(mine) < 3 * alone_s(), "from the step on that it could be in"
+    again = [clocked.took_s(clocked.add(max_tokens=16)) for _ in range(4)]
+    assert max(again) < 3 * alone_s(), "and whoever comes back waits for no long step"
+
+
+def test_the_others_lose_half_of_their_rows_at_most() -> None:
+    clocked = Clocked()
+    foes = flood(clocked, 128, 30)
+    clocked.add(max_tokens=2000)
+    before, begin = sum(len(foe.output_tokens) for foe in foes), clocked.now
+    for _ in range(200):
+        clocked.step()
+    rate = (sum(len(foe.output_tokens) for foe in foes) - before) / (clocked.now - begin)
+    assert 0.5 * 128 / step_s(128) < rate < 0.7 * 128 / step_s(128)
+
+
+def test_rows_of_a_limited_flow_take_turns() -> None:
+    clocked = Clocked()
+    foes = flood(clocked, 64, 10)
+    clocked.add(max_tokens=2000)
+    clocked.step()
+    first = len(clocked.plans)
+    for _ in range(60):
+        clocked.step()
+    counts = Counter(one for plan in clocked.plans[first:] for one in plan)
+    turns = [counts[foe.sequence_id] for foe in foes]
+    assert min(turns) > 0
+    assert max(turns) - min(turns) <= 1
+
+
+def test_flows_that_are_alike_do_not_limit_each_other() -> None:
+    clocked = Clocked()
+    for tenant in "abcdefgh":
+        flood(clocked, 16, tenant=tenant)
+    for _ in range(20):
+        clocked.step()
+    assert len(clocked.plans[-1]) == 128
+
+
+def test_nobody_waits_for_batch() -> None:
+    clocked = Clocked()
+    flood(clocked, 128, 20, priority=Priority.PREMIUM)
+    clocked.add(priority=Priority.BATCH, tenant="slow", max_tokens=50)
+    clocked.step()
+    assert len(clocked.step().shares) == 129
+
+
+def test_a_flow_is_alone_again_some_steps_after_the_other_left() -> None:
+    clocked = Clocked()
+    flood(clocked, 128, 20)
+    clocked.took_s(clocked.add(max_tokens=4))
+    sizes = [len(clocked.step().shares) for _ in range(NUM_AFTER + 1)]
+    assert max(step_s(size) for size in sizes[:-1]) <= 8.5 * step_s(1)
+    assert min(sizes) > 32
+    assert sizes[-1] == 128
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    clocked = Clocked()
+    clocked.add(8000, tenant="foe")
+    clocked.step()
+    mine = clocked.add(20, max_tokens=4)
+    shares = clocked.step().shares
+    assert shares[mine.sequence_id][1] == 20
+    assert 64 <= shares[1][1] <= 192
+    assert 64 <= clocked.step().shares[1][1] <= 192, "beside its stream, too"
+
+
+def test_a_chunk_behind_a_long_context_is_paid_with_steps_without_one() -> None:
+    """Here the context takes 8 ms for every 1,000 tokens, however few attend to it."""
+    clocked = Clocked()
+    clocked.batcher.sharing.times.calibrate(
+        [
+            *SAMPLES,
+            *(CostSample(64, at, 1, step_s(1, 64) + 8e-6 * at) for at in (1000, 4000, 8000)),
+        ]
+    )
+    long = clocked.add(8000, tenant="foe")
+    for _ in range(3):
+        clocked.step()
+    assert long.num_computed == 3 * 2048
+    clocked.add(max_tokens=500)
+    clocked.step()
+    has_chunk = [long.sequence_id in clocked.step().shares for _ in range(40)]
+    assert 2 <= sum(has_chunk) <= 8
+
+
+def test_prompts_that_want_more_than_a_step_share_its_tokens_by_weight() -> None:
+    clocked = Clocked()
+    for number, kind in enumerate((Priority.PREMIUM, Priority.INTERACTIVE)):
+        clocked.add(8000, priority=kind, tenant=str(number))
+    shares = [count for _, count in clocked.step().shares.values()]
+    assert 3.5 < shares[0] / shares[1] < 4.5
+    assert sum(shares) > 0.9 * 2048
+
+
+def test_a_limited_flow_goes_on_with_its_prompts_beside_its_streams() -> None:
+    clocked = Clocked()
+    flood(clocked, 100, 20)
+    clocked.add(max_tokens=2000)
+    clocked.step()
+    late = clocked.add(500, tenant="foe")
+    for _ in range(12):
+        clocked.step()
+    assert late.output_tokens
+
+
+def test_limited_flows_get_no_drafts_and_the_others_do() -> None:
+    clocked = Clocked(drafts=2)
+    flood(clocked, 64, 10)
+    mine = clocked.add(max_tokens=500)
+    clocked.step()
+    drafts = [clocked.step().drafts for _ in range(8)]
+    assert {one for each in drafts for one in each} == {mine.sequence_id}
+
+
+def test_steps_between_those_of_a_small_flow_are_short_in_a_pipeline_too() -> None:
+    clocked = Clocked(num_stages=2, max_steps_in_flight=2)
+    flood(clocked, 128)
+    mine = clocked.add(max_tokens=1000)
+    clocked.begin()
+    for _ in range(100):
+        clocked.begin()
+        clocked.end()
+    assert len(mine.output_tokens) > 40, "in every second step"
+    assert max(step_s(len(plan)) for plan in clocked.plans[-20:]) < 2.5 * step_s(2)
+
+
+flows = st.tuples(st.sampled_from(Priority), st.sampled_from("abcde"))
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(
+    floods=st.dictionaries(flows, st.integers(1, 40), min_size=1, max_size=5),
+    mine=st.integers(1, 4),
+    seats=st.sampled_from([256, 16]),
+    pages=st.sampled_from([8192, 300]),
+)
+def test_whatever_floods_there_are_nothing_starves_and_steps_are_short_enough(
+    floods: dict[Flow, int], mine: int, seats: int, pages: int
+) -> None:
+    clocked = Clocked(max_num_seqs=seats, num_blocks=pages)
+    everyone: list[Sequence] = []
+    for (kind, tenant), num in floods.items():
+        everyone += flood(clocked, num, priority=kind, tenant=tenant, max_tokens=8)
+    everyone += [clocked.add(max_tokens=8) for _ in range(mine)]
+    waits: Counter[int] = Counter()
+    sat_out: Counter[Flow] = Counter()
+    while len(clocked.ended) < len(everyone):
+        batch = clocked.begin()
+        running = [one for one in clocked.batcher.running if one.sequence_id not in clocked.ended]
+        kinds = {one.flow for one in running}
+        for flow in kinds if pages == LARGE["num_blocks"] else ():
+            has_some = any(one.flow == flow for one, _ in batch.shares.values())
+            sat_out[flow] = 0 if has_some else sat_out[flow] + 1
+            assert sat_out[flow] <= 2, "each flow has its part of each step, or nearly"
+        for one in running:
+            waits[one.sequence_id] = 0 if one.steps else waits[one.sequence_id] + 1
+            assert waits[one.sequence_id] <= len(everyone)
+        streams = Counter(one.flow for one in running if one.num_missing == 1)
+        guarded = [num for (kind, _), num in streams.items() if kind is not Priority.BATCH]
+        only_streams = all(one.num_missing == 1 for one in running) and not clocked.batcher.waiting
+        if only_streams and guarded and len(streams) > 1:
+            least = step_s(len(streams) * min(guarded))
+            assert step_s(len(batch.shares)) <= 1.05 * FACTOR * least + 1e-3 * len(streams)
+        clocked.end()
+        assert len(clocked.plans) < 5000
+
+
+orders = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(
+    orders=orders,
+    stages=st.integers(1, 3),
+    budget=st.sampled_from([2048, 64]),
+    pages=st.sampled_from([8192, 120]),
+)
+def test_plans_of_one_flow_are_those_without_shares(
+    orders: list[tuple[int, int, int]], stages: int, budget: int, pages: int
+) -> None:
+    plans = []
+    for sharing in (Sharing, Everything):
+        clocked = Clocked(
+            sharing, num_stages=stages, max_batched_tokens=budget, max_num_seqs=32,
+            num_blocks=pages, max_steps_in_flight=stages,
+        )  # fmt: skip
+        todo = sorted(orders, key=lambda order: order[2])
+        for number in range(3000):
+            while todo and todo[0][2] <= number:
+                clocked.add(todo[0][0], max_tokens=todo.pop(0)[1])
+            if len(clocked.flying) == stages or not clocked.begin().shares:
+                clocked.end()
+            if len(clocked.ended) == len(orders):
+                break
+        assert len(clocked.ended) == len(orders)
+        plans.append(clocked.plans)
+    assert plans[0] == plans[1]
+
+
+def test_what_is_shared_out_is_what_there_is() -> None:
+    a, b, c = ((Priority.PREMIUM, "a"), (Priority.INTERACTIVE, "b"), (Priority.BATCH, "c"))
+    assert shared_out({a: 1.0, b: 2.0}, 5.0) == {a: 1.0, b: 2.0}
+    assert shared_out({a: 100.0, b: 100.0, c: 100.0}, 42.0) == {a: 32.0, b: 8.0, c: 2.0}
+    assert shared_out({a: 2.0, b: 100.0, c: 100.0}, 12.0) == {a: 2.0, b: 8.0, c: 2.0}
+    given = shared_out({a: 100.0, b: 3.0}, 10.0, 3.0)
+    assert given == {a: 7.0, b: 3.0}, "the smallest has all it wants"
