@@ -92,6 +92,8 @@ class Batch:
         _, num_tokens = self.shares.pop(sequence.sequence_id, (sequence, 0))
         self.streams.discard(sequence.sequence_id)
         self.budget += num_tokens
+        if self.share is not None:
+            self.share.take_back(sequence)
 
 
 class Batcher:

@@ -130,6 +130,8 @@ class StepShare:
         self._left = left
         self._begun: set[tuple[Flow, bool]] = set()
         """Whose first stream, or prompt (True), is in the step."""
+        self._taken: dict[int, tuple[float, int]] = {}
+        """sequence_id -> seconds and tokens of prompts that were counted for it."""
 
     def is_limited(self, flow: Flow) -> bool:
         """Return whether a flow gets less than it wants."""
@@ -163,12 +165,21 @@ class StepShare:
         is_prompt = sequence.num_missing > 1
         self._begun.add((sequence.flow, is_prompt))
         if not is_prompt:
-            left.seconds -= self._times.rows_s(1, context)
-            return
-        left.seconds -= self._times.chunk_s(num_tokens, context)
-        left.num_tokens -= num_tokens
-        if num_tokens < sequence.num_unplanned:
-            left.num_tokens = 0  # those behind it wait: they are not shorter by right
+            taken_s, taken_tokens = self._times.rows_s(1, context), 0
+        else:
+            taken_s, taken_tokens = self._times.chunk_s(num_tokens, context), num_tokens
+            if num_tokens < sequence.num_unplanned:
+                taken_tokens = left.num_tokens  # those behind it wait: not shorter by right
+        left.seconds -= taken_s
+        left.num_tokens -= taken_tokens
+        self._taken[sequence.sequence_id] = taken_s, taken_tokens
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Count a sequence no more, if the step had any of it."""
+        if (left := self._left.get(sequence.flow)) is not None:
+            taken_s, taken_tokens = self._taken.pop(sequence.sequence_id, (0.0, 0))
+            left.seconds += taken_s
+            left.num_tokens += taken_tokens
 
 
 class Sharing:

@@ -253,6 +253,19 @@ def test_prompts_that_want_more_than_a_step_share_its_tokens_by_weight() -> None
     assert sum(shares) > 0.9 * 2048
 
 
+def test_what_yields_leaves_its_room_to_others_of_its_flow() -> None:
+    clocked = Clocked()
+    flood(clocked, 64, 10)
+    clocked.add(max_tokens=500)
+    clocked.step()
+    batch = clocked.batcher.plan()
+    in_it = [one for one, _ in batch.shares.values() if one.flow[1] == "foe"]
+    others = [one for one in clocked.batcher.running if one.sequence_id not in batch.shares]
+    assert not any(batch.most(one, 1) for one in others)
+    batch.take_back(in_it[0])
+    assert batch.most(others[0], 1) == 1
+
+
 def test_a_limited_flow_goes_on_with_its_prompts_beside_its_streams() -> None:
     clocked = Clocked()
     flood(clocked, 100, 20)
