@@ -151,7 +151,7 @@ class Batcher:
         self._fill(batch)
         is_idle = not any(sequence.steps for sequence in self.running)
         if is_idle and not batch.shares and batch.share is not None:
-            batch.share = None  # those who sit out would leave the step empty
+            batch.share = batch.prompts_left_s = None  # who sits out would leave the step empty
             self._fill(batch)
         if is_idle and not batch.shares:
             self._admit_by_force(batch)

@@ -39,6 +39,7 @@ from mooncake.engine.plan import Counted, Sample, SequenceStart, StepPlan, StepR
 from mooncake.engine.policy import Standing
 from mooncake.engine.ports import Runner
 from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
+from mooncake.engine.step_shares import StepShare
 
 _MAX_TICK_S = 1.0
 """The time between two ticks counts as no more than this: a stopped process is not hung."""
@@ -67,6 +68,8 @@ class InFlight:
     sequences: list[Sequence]
     """In the order of `plan.slots`."""
     submitted_s: float
+    share: StepShare | None
+    """What it was planned with."""
 
 
 class Engine:
@@ -442,7 +445,7 @@ class Engine:
             or any(sequence.report_layers for sequence in sequences),
         )
         self._ended.clear()
-        self._in_flight[step_id] = InFlight(plan, sequences, now)
+        self._in_flight[step_id] = InFlight(plan, sequences, now, batch.share)
         self._runner.submit(plan)
 
     def _start(self, sequence: Sequence, now: float) -> SequenceStart:
@@ -572,7 +575,7 @@ class Engine:
             seconds=result.seconds,
         )
         has_prompts = any(len(slot.tokens) > 1 + slot.num_drafts for slot in slots)
-        self._batcher.sharing.times.observe(self._cost, has_prompts=has_prompts)
+        self._batcher.sharing.observe(self._cost, step.share, has_prompts=has_prompts)
         if self.config.num_stages > 1 or self.config.max_gap_s is not None:
             self._unlearned.append(self._cost)
             if has_prompts or len(self._unlearned) >= _STREAM_COSTS:

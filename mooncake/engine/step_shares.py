@@ -2,9 +2,9 @@
 Pure; `Sharing` owns what was learned of steps, and how long ago flows met.
 
 A row of one flow waits for the whole step, so a flow of many rows slows down all others. The step
-is therefore at most `FACTOR` times as long as if each flow had as little to compute as the smallest
-of them. The smallest gets all it wants; the others share what is left of the time by the weights of
-their classes, and their streams take turns. One that had to take more sits out steps for it. Batch
+is therefore at most `FACTOR` times as long as the smallest of them would have it alone, or as long
+as if all had as little to compute as the smallest. The smallest gets all it wants; the others share
+what is left of the time by the weights of their classes, and their streams take turns. One that had to take more sits out steps for it. Batch
 is never the smallest: nobody waits for it. For `NUM_AFTER` steps after flows met, one that is alone
 has steps of at most `AFTERWARDS` times that length: who comes back does not wait for a long one. A
 flow that was alone before is not limited.
@@ -26,8 +26,10 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.sequence import Sequence
 
-FACTOR = 2.0
-"""Half of a shared step is what it takes in any case, so that the others lose half at most."""
+FACTOR = 2.2
+"""With what their requests cost outside of steps, answers beside other flows take at most three
+times as long as alone.
+"""
 AFTERWARDS = 8.0
 NUM_AFTER = 32
 MOST_OWED = 32
@@ -120,14 +122,19 @@ class Work:
     seconds: float = 0.0
     kept_s: float = 0.0
     """Of `seconds`, for its prompts: its streams leave that."""
+    taken_s: float = 0.0
+    """What it is predicted to take of the step."""
 
 
 class StepShare:
     """What the flows that get less than they want may still have of a step."""
 
-    def __init__(self, times: StepTimes, left: dict[Flow, Work]) -> None:
+    def __init__(self, times: StepTimes, left: dict[Flow, Work], others_s: float) -> None:
+        """`others_s`: what the other flows, which are not limited, add to the step."""
         self._times = times
         self._left = left
+        self._others_s = others_s
+        self._fixed_s = times.fixed_s
         self._begun: set[tuple[Flow, bool]] = set()
         """Whose first stream, or prompt (True), is in the step."""
         self._taken: dict[int, tuple[float, int]] = {}
@@ -157,6 +164,15 @@ class StepShare:
         least = UNIT if is_first else 0
         return self._times.largest_chunk(most, least, context, left.seconds) if most else 0
 
+    def late_s(self, seconds: float) -> dict[Flow, float]:
+        """Return for how much of a step's time beyond its prediction each flow is answerable: by
+        what it took of it. The prediction was wrong, or other work for its requests held it up.
+        """
+        taken = {flow: left.taken_s for flow, left in self._left.items() if left.taken_s > 0}
+        added_s = self._others_s + sum(taken.values())
+        late_s = seconds - self._fixed_s - added_s
+        return {flow: late_s * taken_s / added_s for flow, taken_s in taken.items()}
+
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         """Count so many tokens of a sequence, which the step computes."""
         if (left := self._left.get(sequence.flow)) is None:
@@ -171,6 +187,7 @@ class StepShare:
             if num_tokens < sequence.num_unplanned:
                 taken_tokens = left.num_tokens  # those behind it wait: not shorter by right
         left.seconds -= taken_s
+        left.taken_s += taken_s
         left.num_tokens -= taken_tokens
         self._taken[sequence.sequence_id] = taken_s, taken_tokens
 
@@ -179,6 +196,7 @@ class StepShare:
         if (left := self._left.get(sequence.flow)) is not None:
             taken_s, taken_tokens = self._taken.pop(sequence.sequence_id, (0.0, 0))
             left.seconds += taken_s
+            left.taken_s -= taken_s
             left.num_tokens += taken_tokens
 
 
@@ -191,6 +209,8 @@ class Sharing:
         self._smallest_s = 0.0
         self._last: dict[Flow, Work] = {}
         """What limited flows have left of the last step: less than nothing is owed to the next."""
+        self._late: dict[Flow, float] = {}
+        """What steps took longer for them than was foreseen, since the last was planned."""
         self._num_after = 0
         """Steps until a flow that is alone is not limited any more."""
 
@@ -198,6 +218,17 @@ class Sharing:
     def recent(self) -> bool:
         """Whether flows met not long ago."""
         return self._num_after > 0
+
+    def observe(self, sample: CostSample, share: StepShare | None, *, has_prompts: bool) -> None:
+        """Learn of a measured step, with the share that it was planned with."""
+        self.times.observe(sample, has_prompts=has_prompts)
+        if share is not None:
+            self.count_late(sample.seconds, share)
+
+    def count_late(self, seconds: float, share: StepShare) -> None:
+        """Count what a step took longer than was foreseen for those who are answerable for it."""
+        for flow, late_s in share.late_s(seconds).items():
+            self._late[flow] = self._late.get(flow, 0.0) + late_s
 
     def of_step(
         self, running: Iterable[Sequence], waiting: Iterable[Sequence], num_free_pages: int
@@ -210,17 +241,15 @@ class Sharing:
         wants = self._wants(running, waiting, num_free_pages)
         whole_s = self._whole_s(wants)
         if whole_s is None:
-            self._last = {}
+            self._last, self._late = {}, {}
             return None
         room = self._config.max_batched_tokens - sum(one.num_streams for one in wants.values())
         seconds = shared_out({flow: one.seconds for flow, one in wants.items()}, whole_s,
                              self._smallest_s)  # fmt: skip
         tokens = shared_out({flow: one.num_tokens for flow, one in wants.items()}, max(0, room))
-        owed = {
-            flow: min(-work.seconds, MOST_OWED * seconds.get(flow, 0.0))
-            for flow, work in self._last.items()
-            if work.seconds < 0 and len(wants) > 1
-        }
+        owed = self._owed(seconds)
+        if len(wants) == 1:
+            owed = {}  # to nobody
         self._last = {
             flow: replace(
                 want,
@@ -231,7 +260,20 @@ class Sharing:
             for flow, want in wants.items()
             if seconds[flow] < want.seconds or tokens[flow] < want.num_tokens
         }
-        return StepShare(self.times, self._last) if self._last else None
+        if not self._last:
+            return None
+        others_s = sum(seconds[flow] for flow in wants if flow not in self._last)
+        return StepShare(self.times, self._last, others_s)
+
+    def _owed(self, seconds: Mapping[Flow, float]) -> dict[Flow, float]:
+        """Return what flows owe of earlier steps, given what they get of the next."""
+        late, self._late = self._late, {}
+        return {
+            flow: min(
+                max(0.0, late.get(flow, 0.0) - left.seconds), MOST_OWED * seconds.get(flow, 0.0)
+            )
+            for flow, left in self._last.items()
+        }
 
     def _whole_s(self, wants: Mapping[Flow, Work]) -> float | None:
         """Return the time that all flows get beyond what a step takes in any case."""
@@ -243,7 +285,8 @@ class Sharing:
             if not guarded:
                 return None
             self._smallest_s, self._num_after = min(guarded), NUM_AFTER
-            return FACTOR * (fixed_s + len(wants) * self._smallest_s) - fixed_s
+            alone_s = fixed_s + self._smallest_s
+            return max(FACTOR * alone_s - fixed_s, len(wants) * self._smallest_s)
         if not self._num_after:
             return None
         self._num_after -= 1

@@ -2,7 +2,8 @@
 
 OpenMP threads wait asleep: several workers share few cores and spinning costs more than waking. The
 heap is kept: glibc otherwise gives large buffers back after each step, and page faults then take a
-good part of a prefill on CPU. The heap asks for huge pages: reading weights from small ones takes a
+good part of a prefill on CPU. Threads share two heaps: each would otherwise keep one that is as
+large as the largest request it worked for. The heap asks for huge pages: reading weights from small ones takes a
 sixth longer. Nothing looks anything up on a network.
 """
 
@@ -39,6 +40,7 @@ set before ray is imported."""
 
 COMPUTE = {
     "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_ARENA_MAX": "2",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
     "MALLOC_TOP_PAD_": str(256 * 2**20),
