@@ -4,10 +4,11 @@ Pure; `Sharing` owns what was learned of steps, and how long ago flows met.
 A row of one flow waits for the whole step, so a flow of many rows slows down all others. The step
 is therefore at most `FACTOR` times as long as the smallest of them would have it alone, or as long
 as if all had as little to compute as the smallest. The smallest gets all it wants; the others share
-what is left of the time by the weights of their classes, and their streams take turns. One that had to take more sits out steps for it. Batch
-is never the smallest: nobody waits for it. For `NUM_AFTER` steps after flows met, one that is alone
-has steps of at most `AFTERWARDS` times that length: who comes back does not wait for a long one. A
-flow that was alone before is not limited.
+what is left of the time by the weights of their classes, and their streams take turns. One that had
+to take more, or whose step took longer than was predicted, sits out steps for it. Batch is never
+the smallest: nobody waits for it. For `NUM_AFTER` steps after flows met, one that is alone has
+steps of at most `AFTERWARDS` times the length of the smallest's own: who comes back does not wait
+for a long one. A flow that was alone before is not limited.
 The tokens of a step's budget are shared by the same weights, where prompts want more.
 """
 

@@ -3,8 +3,8 @@
 OpenMP threads wait asleep: several workers share few cores and spinning costs more than waking. The
 heap is kept: glibc otherwise gives large buffers back after each step, and page faults then take a
 good part of a prefill on CPU. Threads share two heaps: each would otherwise keep one that is as
-large as the largest request it worked for. The heap asks for huge pages: reading weights from small ones takes a
-sixth longer. Nothing looks anything up on a network.
+large as the largest request it worked for. The heap asks for huge pages: reading weights from small
+ones takes a sixth longer. Nothing looks anything up on a network.
 """
 
 from __future__ import annotations
