@@ -15,8 +15,9 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """What waits, by tenant: whose work has taken the least time comes first. No tenant has more
-    than half of the places that others leave. Threads may share it.
+    """What waits, by tenant: whose work has taken the least time comes first. A tenant of whom
+    nothing waits always gets a place, and no tenant more than half of those that others leave.
+    Threads may share it.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -36,7 +37,7 @@ class FairQueue(Generic[Item]):
         with self._lock:
             own = self._waiting.get(tenant, deque())
             others = self._num_waiting - len(own)
-            if 2 * len(own) >= self._num_places - others:
+            if own and 2 * len(own) >= self._num_places - others:
                 return False
             if not own:
                 self._used_s[tenant] = max(self._used_s.get(tenant, 0.0), self._served_s)

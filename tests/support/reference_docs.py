@@ -361,7 +361,8 @@ def prices() -> list[str]:
         ],
     ]  # fmt: skip
     lines += ["", "These hold for whole requests; one key has at most half of what the others "
-              "leave of bodies, recorded answers, requests and lanes.", ""]  # fmt: skip
+              "leave of bodies, recorded answers, requests and lanes. A key of which nothing waits "
+              "in a lane always gets a place there.", ""]  # fmt: skip
     return [*lines, *table(["what", "bound", "above it"], doors)]
 
 

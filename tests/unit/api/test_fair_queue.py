@@ -42,6 +42,16 @@ def test_no_tenant_takes_all_places_and_those_who_left_are_forgotten() -> None:
     assert len(queue._used_s) <= MAX_TENANTS + 1
 
 
+def test_whoever_has_nothing_waiting_gets_a_place_however_many_flood() -> None:
+    queue = FairQueue[object](64)
+    for flood in range(500):
+        while queue.add(f"flood {flood}", object()):
+            pass
+    assert len(queue) < 64 + 500
+    assert queue.add("newcomer", object())
+    assert not queue.add("newcomer", object())
+
+
 def test_what_nobody_wants_any_more_frees_its_place() -> None:
     queue = FairQueue[object](2)
     first = object()
