@@ -195,6 +195,7 @@ class Access:
             try:
                 repeats = self._repeats.knows(account.key.name, headers)
                 account.enter(self._clock.now(), repeats=repeats)
+                state["is_repeat"] = repeats
             except Limited as limited:
                 refused(limited)
                 raise
@@ -204,7 +205,7 @@ class Access:
             try:
                 yield
             finally:
-                account.leave()
+                account.leave(repeats=repeats)
         finally:
             in_flight.end()
 

@@ -73,7 +73,7 @@ class Account:
 
         Tokens are counted when they have been used, so one request may exceed the limit. The next
         one is then refused until the budget has recovered. One that `repeats` another, which has
-        paid, is bound by the limit on requests a minute only.
+        paid, is bound by the limit on requests a minute only, and takes no permit.
 
         Raises:
             Limited: a limit is reached; says which, and when to retry. No permit is taken.
@@ -99,10 +99,12 @@ class Account:
             )
         if self._requests is not None:
             self._requests.spend(1.0, now)
-        self.num_running += 1
+        self.num_running += not repeats
 
-    def leave(self) -> None:
-        """Give back the permit of one request."""
+    def leave(self, *, repeats: bool = False) -> None:
+        """Give back the permit of one request, if it has one: see `enter`."""
+        if repeats:
+            return
         assert self.num_running > 0, f"key {self.key.name!r} gave back a permit it did not have"
         self.num_running -= 1
 

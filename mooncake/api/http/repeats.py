@@ -42,8 +42,12 @@ class _Repeat(Exception):
 class _Answer:
     """The messages of a reply, as far as there are any, and how far each reader has come."""
 
-    def __init__(self, keep: Callable[[_Answer, int], bool]) -> None:
-        """`keep` takes memory for more bytes; False: there is none, and all has been given back."""
+    def __init__(
+        self, take: Callable[[_Answer, int], bool], give_back: Callable[[_Answer], None]
+    ) -> None:
+        """`take` takes memory for more bytes; False: there is none. `give_back` returns all that
+        was taken: it is called once no part is held that memory was taken for.
+        """
         self.digest = b""
         """Of path and body."""
         self.begun = asyncio.Event()
@@ -59,7 +63,8 @@ class _Answer:
         self.readers: dict[_Answer, int] = {}
         """Whose clients get this one, and how many messages each has got."""
         self.forgetting: asyncio.TimerHandle | None = None
-        self._keep = keep
+        self._take, self._give_back = take, give_back
+        self._is_discarded = False
         self._parts: list[Message] = []
         self._num_dropped = 0
         self._news = asyncio.Event()
@@ -80,9 +85,12 @@ class _Answer:
         self._parts.append(message)
         self._tell()
         num_bytes = len(message.get("body", b"")) + PART_BYTES
-        self.is_whole = self.is_whole and self._keep(self, num_bytes)
-        while not self.is_whole and self._drop():
+        self.is_whole = self.is_whole and self._take(self, num_bytes)
+        if self.is_whole:
+            return
+        while self._drop():
             await self._news.wait()
+        self._give_back(self)
 
     def end(self, error: Exception | None) -> None:
         """Record that nothing more comes."""
@@ -117,6 +125,12 @@ class _Answer:
         """Forget a reader."""
         if self.readers.pop(reader, None) is not None:
             self._tell()
+            self._free()
+
+    def discard(self) -> None:
+        """Give the memory back once nobody reads it any more: no other reader will come."""
+        self._is_discarded = True
+        self._free()
 
     async def over(self, linger_s: float) -> None:
         """Wait until it has ended, or nobody has read it for `linger_s`."""
@@ -130,7 +144,8 @@ class _Answer:
                 async with asyncio.timeout_at(until_s):
                     await self._news.wait()
             except TimeoutError:
-                return
+                if not self.readers:  # one may have come meanwhile
+                    return
 
     def _from(self, at: int, *, replayed: bool) -> tuple[Message, int]:
         """Return what comes after `at` messages as one, and how many those are."""
@@ -153,6 +168,11 @@ class _Answer:
         self._num_dropped = least
         return bool(self._parts)
 
+    def _free(self) -> None:
+        if self._is_discarded and not self.readers:
+            self._parts.clear()
+            self._give_back(self)
+
     def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
@@ -173,6 +193,8 @@ class Repeats:
         self._running: dict[tuple[str | None, str], _Answer] = {}
         self._kept: dict[str | None, dict[str, _Answer]] = defaultdict(dict)
         """Of each API key those that have ended, the oldest first."""
+        self._holding: set[_Answer] = set()
+        """All that hold memory: running, kept, or still read after they were forgotten."""
 
     def knows(self, owner: str | None, headers: Headers) -> bool:
         """Whether a request of the API key `owner` repeats one whose answer is here."""
@@ -191,7 +213,10 @@ class Repeats:
         state: dict[str, Any] = scope["state"]
         owner: str | None = state.get("key_name")
         state["seed"] = seed_of(owner, key)
-        answer = _Answer(lambda answer, num_bytes: self._keep(owner, answer, num_bytes))
+        answer = _Answer(
+            lambda answer, num_bytes: self._take(owner, answer, num_bytes),
+            lambda answer: self._give_back(owner, answer),
+        )
         digest = hashlib.sha256(scope["path"].encode() + b"\n")
 
         async def receive_body() -> Message:
@@ -202,7 +227,7 @@ class Repeats:
             digest.update(message.get("body", b""))
             if message["type"] == "http.request" and not message.get("more_body"):
                 answer.digest = digest.digest()
-                self._begin(owner, key, answer)
+                self._begin(owner, key, answer, is_repeat=bool(state.get("is_repeat")))
             return message
 
         running: asyncio.Future[Any] = asyncio.ensure_future(self._run(scope, receive_body, answer))
@@ -232,14 +257,22 @@ class Repeats:
         finally:
             answer.end(error)
 
-    def _begin(self, owner: str | None, key: str, answer: _Answer) -> None:
-        """Register a request whose body is there.
+    def _begin(self, owner: str | None, key: str, answer: _Answer, *, is_repeat: bool) -> None:
+        """Register a request whose body is there. `is_repeat`: limits of its API key were not asked
+        for, because it repeats another, so it may not run itself.
 
         Raises:
             ApiError: 422, another body had this key; 409, the answer cannot be read once more now.
             _Repeat: the answer is there.
         """
         known = self._running.get((owner, key)) or self._kept.get(owner, {}).get(key)
+        if known is None and is_repeat:
+            raise ApiError(
+                409,
+                "ConflictError",
+                f"{HEADER}: the answer to the first request with this key was forgotten while this "
+                "one was read; send it again",
+            )
         if known is None:
             self._running[owner, key] = answer
             answer.readers[answer] = 0
@@ -263,23 +296,23 @@ class Repeats:
             answer.source = known
             raise _Repeat
 
-    def _keep(self, owner: str | None, answer: _Answer, num_bytes: int) -> bool:
+    def _take(self, owner: str | None, answer: _Answer, num_bytes: int) -> bool:
         """Take memory for an answer, that of its owner's oldest ones if need be."""
         while not self._memory.take(owner, num_bytes):
             if not (kept := self._kept.get(owner)):
-                self._give_back(owner, answer)
                 return False
             self._forget(owner, next(iter(kept)))
         answer.num_bytes += num_bytes
+        self._holding.add(answer)
         return True
 
     def _settle(self, owner: str | None, key: str, answer: _Answer, *, is_complete: bool) -> None:
-        """Keep the answer of a request that has ended, or give its memory back."""
+        """Keep the answer of a request that has ended, or discard it."""
         registered = self._running.get((owner, key)) is answer
         if registered:
             del self._running[owner, key]
         if not (registered and is_complete and answer.is_whole):
-            self._give_back(owner, answer)
+            answer.discard()
             return
         self._kept[owner][key] = answer
         loop = asyncio.get_running_loop()
@@ -292,19 +325,21 @@ class Repeats:
             del self._kept[owner]
         if answer.forgetting is not None:
             answer.forgetting.cancel()
-        self._give_back(owner, answer)
+        answer.discard()
 
     def _give_back(self, owner: str | None, answer: _Answer) -> None:
-        if answer.num_bytes:
+        if answer in self._holding:
+            self._holding.remove(answer)
             self._memory.give_back(owner, answer.num_bytes)
             answer.num_bytes = 0
 
     def check_integrity(self) -> None:
         """Raise AssertionError when what is held is not what the answers hold."""
         self._memory.check_integrity()
-        kept = [answer for answers in self._kept.values() for answer in answers.values()]
-        if not self._running:
-            assert self._memory.num_held == sum(answer.num_bytes for answer in kept)
+        assert self._memory.num_held == sum(answer.num_bytes for answer in self._holding)
+        kept = {answer for answers in self._kept.values() for answer in answers.values()}
+        left = self._holding - kept - {*self._running.values()}
+        assert all(answer.readers for answer in left), "nobody reads it, and it holds memory"
 
 
 def seed_of(owner: str | None, key: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -114,6 +115,37 @@ def test_a_stream_that_broke_is_given_again_from_its_start() -> None:
             late = await client.post(CHAT, json=body, headers=headers | KEY)
             assert late.content == again.content
             assert (len(backend.requests), backend.aborted) == (1, [])
+
+    asyncio.run(main())
+
+
+def test_a_repeat_whose_answer_is_forgotten_passes_no_limit() -> None:
+    """Its key's limits were not asked for, and its body arrives when nothing is kept any more."""
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        alice = ApiKey(digest=hashlib.sha256(b"a").digest(), name="alice", max_concurrent=1)
+        headers = {"Authorization": "Bearer a", "Content-Type": "application/json"}
+        forgotten = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b"{"
+            await forgotten.wait()
+            yield json.dumps(ASK).encode()[1:]
+
+        async with served(backend, alice, kept_answer_s=1.0) as client:
+            first = await client.post(CHAT, json=ASK, headers=headers | KEY)
+            assert first.status_code == 200
+            slow = asyncio.ensure_future(client.post(CHAT, content=slowly(), headers=headers | KEY))
+            await asyncio.sleep(1.5)
+            backend.script = pauses
+            holding = asyncio.ensure_future(client.post(CHAT, json=ASK, headers=headers))
+            await hangs(backend)
+            forgotten.set()
+            assert (await slow).status_code == 409
+            backend.resume()
+            assert (await holding).status_code == 200
+            assert len(backend.requests) == 2
 
     asyncio.run(main())
 

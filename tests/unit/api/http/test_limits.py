@@ -68,6 +68,19 @@ def test_requests_at_a_time() -> None:
         limited.leave()
 
 
+def test_repeats_take_no_permit() -> None:
+    limited = account(max_concurrent=1)
+    for _ in range(3):
+        limited.enter(0.0, repeats=True)
+    limited.enter(0.0)
+    limited.enter(0.0, repeats=True)
+    assert refusal(limited, 0.0).reason == "key_concurrency"
+    limited.leave()
+    assert refusal(limited, 0.0).reason == "key_concurrency"
+    limited.leave()
+    limited.enter(0.0)
+
+
 def test_a_refused_request_costs_nothing() -> None:
     limited = account(requests_per_min=2, max_concurrent=1)
     limited.enter(0.0)

@@ -61,7 +61,10 @@ class App:
 class Client:
     """One connection and what it has got."""
 
-    def __init__(self, repeats: Repeats, body: bytes = b"{}", *, key: str = "k", owner: str = "x"):
+    def __init__(
+        self, repeats: Repeats, body: bytes = b"{}", *, key: str = "k", owner: str = "x",
+        is_repeat: bool = False,
+    ) -> None:  # fmt: skip
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.text = b""
@@ -72,7 +75,7 @@ class Client:
         headers = [(b"idempotency-key", key.encode())]
         scope = {
             "type": "http", "method": "POST", "path": "/v1/completions", "headers": headers,
-            "state": {"key_name": owner},
+            "state": {"key_name": owner, "is_repeat": is_repeat},
         }  # fmt: skip
         self.done = asyncio.create_task(repeats(scope, self._receive, self._send))
 
@@ -255,6 +258,86 @@ def test_the_oldest_answers_of_the_same_api_key_make_room() -> None:
         repeats.check_integrity()
 
     run(test, max_kept_answer_bytes=40 * PART_BYTES)
+
+
+def knows(repeats: Repeats, key: str) -> bool:
+    return repeats.knows("x", Headers({"idempotency-key": key}))
+
+
+def test_what_a_slow_reader_has_yet_to_get_fills_the_memory() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        app.part = b"a" * 1000
+        slow = Client(repeats, key="large")
+        slow.reading.clear()
+        app.go_on(40)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        app.part, app.num_steps = b"a", 1
+        await Client(repeats, key="meanwhile").done
+        assert not knows(repeats, "meanwhile")
+        repeats.check_integrity()
+        slow.reading.set()
+        await slow.done
+        await Client(repeats, key="afterwards").done
+        assert knows(repeats, "afterwards")
+
+    run(test, lambda: App(30), max_kept_answer_bytes=20_000)
+
+
+def test_an_answer_that_is_forgotten_fills_the_memory_while_it_is_read() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        app.part = b"a" * 1000
+        app.go_on()
+        await Client(repeats, key="1").done
+        slow = Client(repeats, key="1")
+        slow.reading.clear()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        for key, kept in (("2", False), ("3", True)):
+            app.go_on()
+            await Client(repeats, key=key).done
+            assert (knows(repeats, "1"), knows(repeats, key)) == (False, kept)
+            repeats.check_integrity()
+            slow.reading.set()
+            await slow.done
+        assert slow.text == b"a" * 5000 + b"."
+
+    run(test, lambda: App(5), max_kept_answer_bytes=20_000)
+
+
+def test_a_request_that_was_let_in_as_a_repeat_runs_nothing() -> None:
+    """The answer may be forgotten while the body is sent."""
+
+    async def test(app: App, repeats: Repeats) -> None:
+        client = Client(repeats, is_repeat=True)
+        await client.done
+        assert (client.status, app.num_runs) == (409, 0)
+        assert b"was forgotten while this one was read" in client.text
+
+    run(test)
+
+
+def test_who_comes_back_at_the_last_moment_gets_all_or_is_refused() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        statuses = set()
+        for num_turns in range(30):
+            first = Client(repeats, key=str(num_turns))
+            app.go_on(1)
+            await first.got(b"a")
+            first.gone.set()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            second = Client(repeats, key=str(num_turns))
+            while not second.text:
+                await asyncio.sleep(0)
+            app.go_on()
+            await asyncio.gather(first.done, second.done)
+            assert second.status == 409 or second.text == b"aaa."
+            statuses.add(second.status)
+            app.steps = asyncio.Semaphore(0)
+        assert statuses == {200, 409}
+
+    run(test, linger_s=0)
 
 
 def test_few_connections_may_read_one_answer() -> None:
