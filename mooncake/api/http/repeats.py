@@ -27,6 +27,8 @@ REPLAYED = "Idempotent-Replayed"
 """A header of answers that a request before has asked for."""
 MAX_READERS = 8
 """Connections that may read one answer at a time."""
+ANSWER_BYTES = 4096
+"""What an answer costs beside its messages."""
 PART_BYTES = 512
 """What a recorded message costs beside its body."""
 MAX_JOINED = 256
@@ -53,18 +55,22 @@ class _Answer:
         self.begun = asyncio.Event()
         """The body is there, and no other answer is this request's."""
         self.abandoned = asyncio.Event()
+        """It ends before it is complete."""
         self.is_whole = True
-        """Whether all messages are here. Without memory for them, the readers' speed is its own."""
+        """Whether all messages are here, for who may come. Without memory for them, the readers'
+        speed is its own.
+        """
         self.ended = False
         self.error: Exception | None = None
         self.num_bytes = 0
         self.source = self
         """The answer that the client gets: that of another request, if this one repeats it."""
-        self.readers: dict[_Answer, int] = {}
+        self.readers: dict[_Answer, int] = {self: 0}
         """Whose clients get this one, and how many messages each has got."""
         self.forgetting: asyncio.TimerHandle | None = None
         self._take, self._give_back = take, give_back
-        self._is_discarded = False
+        self._left_s = 0.0
+        """When the last reader left, in the time of the loop."""
         self._parts: list[Message] = []
         self._num_dropped = 0
         self._news = asyncio.Event()
@@ -74,17 +80,22 @@ class _Answer:
         """Why nobody else may read it now; "" = they may."""
         if not self.is_whole:
             return "its answer does not fit the memory for repeats (--max-kept-answer-bytes)"
-        if self.abandoned.is_set() and not self.ended:
+        if self.abandoned.is_set():
             return "is being ended, because its client left"
         if len(self.readers) >= MAX_READERS:
             return f"{MAX_READERS} connections read its answer"
         return ""
 
     async def add(self, message: Message) -> None:
-        """Record the next message."""
+        """Record the next message. Before the request has begun it is of a refusal, which is small:
+        no memory is taken, and nobody else reads it.
+        """
         self._parts.append(message)
         self._tell()
+        if not self.begun.is_set():
+            return
         num_bytes = len(message.get("body", b"")) + PART_BYTES
+        num_bytes += 0 if self.num_bytes else ANSWER_BYTES
         self.is_whole = self.is_whole and self._take(self, num_bytes)
         if self.is_whole:
             return
@@ -103,7 +114,6 @@ class _Answer:
         Raises:
             Exception: what the application has raised.
         """
-        self.readers.setdefault(reader, 0)
         while not gone.done():
             if (at := self.readers[reader]) < self._num_dropped + len(self._parts):
                 message, num = self._from(at, replayed=reader is not self)
@@ -124,22 +134,19 @@ class _Answer:
     def leave(self, reader: _Answer) -> None:
         """Forget a reader."""
         if self.readers.pop(reader, None) is not None:
+            self._left_s = asyncio.get_running_loop().time()
             self._tell()
             self._free()
 
     def discard(self) -> None:
         """Give the memory back once nobody reads it any more: no other reader will come."""
-        self._is_discarded = True
+        self.is_whole = False
         self._free()
 
     async def over(self, linger_s: float) -> None:
         """Wait until it has ended, or nobody has read it for `linger_s`."""
-        until_s: float | None = None
         while not self.ended and (self.is_whole or self.readers):
-            if self.readers:
-                until_s = None
-            elif until_s is None:
-                until_s = asyncio.get_running_loop().time() + linger_s
+            until_s = None if self.readers else self._left_s + linger_s
             try:
                 async with asyncio.timeout_at(until_s):
                     await self._news.wait()
@@ -169,7 +176,7 @@ class _Answer:
         return bool(self._parts)
 
     def _free(self) -> None:
-        if self._is_discarded and not self.readers:
+        if not self.is_whole and not self.readers:
             self._parts.clear()
             self._give_back(self)
 
@@ -238,7 +245,8 @@ class Repeats:
             await answer.source.send_to(answer, send, gone)
             answer.source.leave(answer)
             await answer.over(self._config.linger_s)
-            answer.abandoned.set()
+            if not answer.ended:
+                answer.abandoned.set()
             await running
         finally:
             for task in tasks:
@@ -275,7 +283,6 @@ class Repeats:
             )
         if known is None:
             self._running[owner, key] = answer
-            answer.readers[answer] = 0
             answer.begun.set()
         elif known.digest != answer.digest:
             raise ApiError(
@@ -293,15 +300,20 @@ class Repeats:
             )
         else:
             known.readers[answer] = 0
+            answer.readers.clear()
             answer.source = known
             raise _Repeat
 
     def _take(self, owner: str | None, answer: _Answer, num_bytes: int) -> bool:
-        """Take memory for an answer, that of its owner's oldest ones if need be."""
+        """Take memory for an answer, that of its owner's oldest ones if need be. One that is read
+        is not forgotten for this: that would give nothing back.
+        """
         while not self._memory.take(owner, num_bytes):
-            if not (kept := self._kept.get(owner)):
+            kept = self._kept.get(owner, {})
+            oldest = next((key for key, other in kept.items() if not other.readers), None)
+            if oldest is None:
                 return False
-            self._forget(owner, next(iter(kept)))
+            self._forget(owner, oldest)
         answer.num_bytes += num_bytes
         self._holding.add(answer)
         return True

@@ -73,10 +73,10 @@ def test_repeats_take_no_permit() -> None:
     for _ in range(3):
         limited.enter(0.0, repeats=True)
     limited.enter(0.0)
-    limited.enter(0.0, repeats=True)
-    assert refusal(limited, 0.0).reason == "key_concurrency"
-    limited.leave()
-    assert refusal(limited, 0.0).reason == "key_concurrency"
+    for _ in range(4):
+        limited.enter(0.0, repeats=True)
+        limited.leave(repeats=True)
+        assert refusal(limited, 0.0).reason == "key_concurrency"
     limited.leave()
     limited.enter(0.0)
 

@@ -5,6 +5,8 @@ is refused, what is kept, and that all memory comes back.
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from starlette.datastructures import Headers
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import ApiError
-from mooncake.api.http.repeats import MAX_READERS, PART_BYTES, Repeats, seed_of
+from mooncake.api.http.repeats import ANSWER_BYTES, MAX_READERS, PART_BYTES, Repeats, seed_of
 from mooncake.api.http.response import ErrorResponse
 
 LIMIT_S = 30.0
@@ -211,6 +213,27 @@ def test_an_answer_that_nobody_comes_back_for_is_ended() -> None:
     run(test, linger_s=0.05)
 
 
+def test_each_client_that_breaks_off_is_waited_for() -> None:
+    """The second leaves when most of the first one's time is over."""
+
+    async def test(app: App, repeats: Repeats) -> None:
+        clients = [Client(repeats)]
+        app.go_on(1)
+        await clients[0].got(b"a")
+        clients[0].gone.set()
+        for _ in range(3):
+            await asyncio.sleep(0.4)
+            clients.append(Client(repeats))
+            await clients[-1].got(b"a")
+            clients[-1].gone.set()
+        app.go_on(2)
+        last = Client(repeats)
+        await last.done
+        assert (last.text, app.num_left, app.num_runs) == (b"aaa.", 0, 1)
+
+    run(test, linger_s=0.8)
+
+
 def test_an_answer_larger_than_the_memory_goes_at_its_readers_speed_and_is_not_repeated() -> None:
     async def test(app: App, repeats: Repeats) -> None:
         app.part = b"a" * 1000
@@ -257,7 +280,7 @@ def test_the_oldest_answers_of_the_same_api_key_make_room() -> None:
             assert repeats.knows(owner, Headers({"idempotency-key": key})) is known
         repeats.check_integrity()
 
-    run(test, max_kept_answer_bytes=40 * PART_BYTES)
+    run(test, max_kept_answer_bytes=5 * (ANSWER_BYTES + 6 * PART_BYTES))
 
 
 def knows(repeats: Repeats, key: str) -> bool:
@@ -284,7 +307,7 @@ def test_what_a_slow_reader_has_yet_to_get_fills_the_memory() -> None:
     run(test, lambda: App(30), max_kept_answer_bytes=20_000)
 
 
-def test_an_answer_that_is_forgotten_fills_the_memory_while_it_is_read() -> None:
+def test_an_answer_that_is_read_makes_no_room() -> None:
     async def test(app: App, repeats: Repeats) -> None:
         app.part = b"a" * 1000
         app.go_on()
@@ -296,13 +319,75 @@ def test_an_answer_that_is_forgotten_fills_the_memory_while_it_is_read() -> None
         for key, kept in (("2", False), ("3", True)):
             app.go_on()
             await Client(repeats, key=key).done
-            assert (knows(repeats, "1"), knows(repeats, key)) == (False, kept)
+            assert (knows(repeats, "1"), knows(repeats, key)) == (not kept, kept)
             repeats.check_integrity()
             slow.reading.set()
             await slow.done
         assert slow.text == b"a" * 5000 + b"."
 
-    run(test, lambda: App(5), max_kept_answer_bytes=20_000)
+    run(test, lambda: App(5), max_kept_answer_bytes=40_000)
+
+
+def test_an_answer_that_is_forgotten_fills_the_memory_while_it_is_read() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        app.part = b"a" * 1000
+        app.go_on()
+        await Client(repeats, key="1").done
+        slow = [Client(repeats, key="1") for _ in range(2)]
+        for client in slow:
+            client.reading.clear()
+        while knows(repeats, "1"):
+            await asyncio.sleep(0.01)
+        for number, client in enumerate(slow):
+            app.go_on()
+            await Client(repeats, key=str(number)).done
+            assert not knows(repeats, str(number))
+            repeats.check_integrity()
+            client.reading.set()
+            await client.done
+            assert client.text == b"a" * 5000 + b"."
+        app.go_on()
+        await Client(repeats, key="3").done
+        assert knows(repeats, "3")
+
+    run(test, lambda: App(5), max_kept_answer_bytes=40_000, kept_answer_s=0.1)
+
+
+def test_a_refusal_is_sent_when_the_memory_is_full() -> None:
+    async def test(app: App, repeats: Repeats) -> None:
+        app.go_on(1)
+        first = Client(repeats)
+        await first.got(b"a")
+        other = Client(repeats, b'{"other": 1}')
+        await other.done
+        assert other.status == 422
+        app.go_on(2)
+        await first.done
+
+    run(test, max_kept_answer_bytes=1)
+
+
+def test_memory_counts_what_answers_cost() -> None:
+    """Also those of few bytes: a client of many makes a gateway no larger than its setting."""
+
+    async def test(app: App, repeats: Repeats) -> None:
+        async def answers(first: int, num: int) -> int:
+            for number in range(first, first + num):
+                app.go_on()
+                await Client(repeats, key=f"{number:0255d}").done
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            await answers(0, 20)
+            before = await answers(20, 10)
+            cost = (await answers(30, 50) - before) / 50
+        finally:
+            tracemalloc.stop()
+        assert cost < ANSWER_BYTES + 3 * PART_BYTES
+
+    run(test, lambda: App(1))
 
 
 def test_a_request_that_was_let_in_as_a_repeat_runs_nothing() -> None:
@@ -327,8 +412,9 @@ def test_who_comes_back_at_the_last_moment_gets_all_or_is_refused() -> None:
             first.gone.set()
             for _ in range(num_turns):
                 await asyncio.sleep(0)
+            num_runs = app.num_runs
             second = Client(repeats, key=str(num_turns))
-            while not second.text:
+            while not second.text and app.num_runs == num_runs:
                 await asyncio.sleep(0)
             app.go_on()
             await asyncio.gather(first.done, second.done)
@@ -384,6 +470,28 @@ def test_what_breaks_the_application_breaks_each_of_its_readers() -> None:
         assert [str(end) for end in ends] == ["broken"] * 2
 
     run(test, lambda: Broken(is_complete=False))
+
+
+def test_what_is_sent_after_a_request_was_cancelled_holds_no_memory() -> None:
+    class Stubborn(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await send({"type": "http.response.body", "body": b"late", "more_body": False})
+
+    async def test(app: App, repeats: Repeats) -> None:
+        client = Client(repeats)
+        app.go_on(1)
+        await client.got(b"a")
+        client.done.cancel()
+        await asyncio.wait([client.done])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        repeats.check_integrity()
+        assert not knows(repeats, "k")
+
+    run(test, Stubborn)
 
 
 def test_seeds_depend_on_both_keys_alone() -> None:
