@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.examples import examples
+from tests.support.slow_files import is_in_slow_folder, may_hold_slow_tests
 
 # Machines are slow at times: no test of a property is about how long an example takes.
 settings.register_profile("untimed", deadline=None, max_examples=examples(100))
@@ -22,6 +23,29 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # every worker has a core: threads of i
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that `-m` would only import: all of them take each process 40 CPU seconds."""
+    chosen = config.getoption("markexpr")
+    if chosen == "not slow" and is_in_slow_folder(collection_path):
+        return True
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if chosen == "slow" and is_test and not may_hold_slow_tests(collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow folders, so that `make test` leaves them to `make test-slow`."""
+    for item in items:
+        if is_in_slow_folder(item.path):
+            item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("slow") and not may_hold_slow_tests(item.path):
+            raise pytest.UsageError(
+                f"{item.path} has slow tests and nowhere says mark.slow: `-m slow` would miss them"
+            )
 
 
 def _logging_as_before() -> Iterator[None]:

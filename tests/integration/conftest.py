@@ -1,23 +1,10 @@
-"""Tests of some folders start many processes, install, or compare with transformers: slow ones."""
+"""What the tests of several processes share."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from tests.support.certificates import Host, make_host
-
-SLOW_FOLDERS = {"install", "model", "pool", "serve"}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them, so that `make test` leaves them to `make test-slow`."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents and item.path.relative_to(here).parts[0] in SLOW_FOLDERS:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
