@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from mooncake_kernels.native import build
 
+from mooncake.launch.host import environment
 from tests.support.examples import examples
 from tests.support.slow_files import is_in_slow_folder, may_hold_slow_tests
 
@@ -23,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # every worker has a core: threads of i
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+build.keep_in(environment.cache_dir())  # compiled once, not in each process: nine CPU seconds
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

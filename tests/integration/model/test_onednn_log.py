@@ -65,13 +65,16 @@ import math
 import sys
 from pathlib import Path
 import torch
+from mooncake_kernels.native import build
 from mooncake.base import KvLayout
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.backends import settle
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
 from mooncake.model.warm_up import Limits, warm_up
+from mooncake.launch.host import environment
 from tests.support.model.tiny_models import CPU, forward, random_tokens, slot
+build.keep_in(environment.cache_dir())  # as servers do
 source = Checkpoint.open(Path(sys.argv[3]))
 spec = source.spec
 backends = settle(sys.argv[1], sys.argv[2], CPU, dtype=torch.bfloat16)
