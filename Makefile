@@ -17,13 +17,13 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-slow test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@echo "make serve     serve k2-demo on 127.0.0.1:8000 (PRESET=k2-nano|k2-tiny|k2-small: random weights, written once; ARGS='--port 9000')"
 	@echo "make test      checks and short tests        make check  the checks alone      make fmt  format"
-	@echo "make test-all  all tests: also the slow ones (make test-slow), browser, RDMA and api-cases"
+	@echo "make test-all  all tests: also the slow ones (make test-slow, test-alone), browser, RDMA and api-cases"
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
 	@echo "make test-device  what needs a CUDA GPU, on one made of CPU memory (tests/support/cuda)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
@@ -79,10 +79,14 @@ test-python: $(STAMP) helm
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm
-	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m slow -n 3 $(PURE_TESTS) tests/integration
+	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m "slow and not alone" -n 3 $(PURE_TESTS) tests/integration
+
+# Those that measure: `make test-slow` leaves them out.
+test-alone: $(STAMP)
+	$(BIN)/pytest -v -m alone tests/integration
 
 test-all: EXAMPLES = all
-test-all: test test-slow test-browser test-rdma test-device api-cases
+test-all: test test-slow test-alone test-browser test-rdma test-device api-cases
 
 # The chart's tests need helm; they skip where there is neither helm nor npm.
 helm:

@@ -2,13 +2,13 @@
 dearest pairs, against a live server that a second tenant uses meanwhile.
 
 Of each row: no piece of work holds the gateway's loop for over 100 ms, and the other tenant's
-median request takes at most three times what it takes beside nothing, as measured just before. The
-time is wall time, or, where other work of the machine has the cores, the CPU time that the server's
-busiest process uses meanwhile; the wall time stays below 10 s in any case. A row fails if each of
-five tries is too dear, so other work of the machine passes. What is dear only the first time does
-not: no two bodies are alike. At the end no process has grown by more than 300 MiB, no request runs
-or waits, and as many blocks are free as before. `-s` prints how many times as long the other
-tenant's requests took.
+median request takes at most three times what it takes beside nothing, as measured just before, and
+10 s in any case. A row fails if each of five tries is too dear, so other work of the machine
+passes. What is dear only the first time does not: no two bodies are alike. A try that
+takes longer while other work has more than `MOST_FOREIGN` of a core says nothing: the test skips in
+the end and names those rows. At the end no process has grown by more than 300 MiB, no
+request runs or waits, and as many blocks are free as before. `-s` prints how many times as long the
+other tenant's requests took.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import threading
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import psutil
@@ -35,7 +35,7 @@ import mooncake
 from tests.support.api.dearest import ROUTES, Route, varied
 from tests.support.serve.server_process import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 MODEL = Path(mooncake.__file__).parent / "k2-demo"
 KEYS = """keys:
@@ -49,6 +49,7 @@ REST_S = 30.0
 TRIES = 5
 MOST_TIMES = 3.0
 MOST_S = 10.0
+MOST_FOREIGN = 0.2
 NUM_QUIET = 9
 """Requests of the other tenant of which the quiet latency is the median."""
 MOST_HELD = "0.1"
@@ -68,34 +69,25 @@ PAIRS = (
 )
 
 
-class Took(NamedTuple):
-    """What requests of the second tenant took: medians."""
-
-    wall_s: float
-    cpu_s: float
-    """Of the server's busiest process, meanwhile."""
-
-
 class Other:
     """The second tenant: its requests' begins and ends."""
 
-    def __init__(self, url: str, pids: Sequence[int]) -> None:
+    def __init__(self, url: str) -> None:
         words = [sys.executable, "-m", "tests.support.serve.timed_client", url, "sk-other"]
-        words += map(str, pids)
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        self._times: list[tuple[float, float, float]] = []
+        self._times: list[tuple[float, float]] = []
         self.failures: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._quiet: deque[tuple[float, float, float]] = deque(maxlen=NUM_QUIET)
+        self._quiet: deque[tuple[float, float]] = deque(maxlen=NUM_QUIET)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            begin, end, status, cpu_s = line.split()
+            begin, end, status = line.split()
             if status != "200":
                 self.failures.append(status)
-            self._times.append((float(begin), float(end), float(cpu_s)))
+            self._times.append((float(begin), float(end)))
 
     def leave(self) -> None:
         """End it in the middle of a request."""
@@ -105,27 +97,26 @@ class Other:
         assert self.process.stdout is not None
         self.process.stdout.close()
 
-    def took(self, begin: float, end: float) -> Took:
-        """Return what requests took that ran between; waits for one that still does."""
+    def took_s(self, begin: float, end: float) -> float:
+        """Return the median time of requests that ran between; waits for one that still does."""
         limit = time.monotonic() + REST_S
         while True:
             ended = [one for one in self._times if one[1] > begin and one[0] < end]
             if ended and (ended[-1][1] >= end or time.monotonic() > limit):
-                return medians(ended)
+                return median_s(ended)
             time.sleep(0.005)
 
-    def quiet(self, num: int) -> Took:
-        """Return what the last requests beside nothing took, with `num` new ones among them."""
+    def quiet_s(self, num: int) -> float:
+        """Return the median time of the last requests beside nothing, `num` new ones among them."""
         seen = len(self._times)
         while len(self._times) < seen + num + 1:  # one has begun before
             time.sleep(0.005)
         self._quiet += self._times[seen + 1 :]
-        return medians(self._quiet)
+        return median_s(self._quiet)
 
 
-def medians(times: Iterable[tuple[float, float, float]]) -> Took:
-    walls, cpus = zip(*((end - begin, cpu_s) for begin, end, cpu_s in times), strict=True)
-    return Took(statistics.median(walls), statistics.median(cpus))
+def median_s(times: Iterable[tuple[float, float]]) -> float:
+    return statistics.median(end - begin for begin, end in times)
 
 
 class Walk:
@@ -133,14 +124,16 @@ class Walk:
 
     def __init__(self, server: ServerProcess) -> None:
         self.url = server.url
-        root = psutil.Process(server.process.pid)
-        self._processes = [root, *root.children(recursive=True)]
-        self.other = Other(server.url, [each.pid for each in self._processes])
+        self._root = psutil.Process(server.process.pid)
+        self._processes = [self._root, *self._root.children(recursive=True)]
+        self.other = Other(server.url)
         self._num_sent = 0
+        self.unjudged: set[str] = set()
+        """Rows of which the cores were not there to ask for three times."""
         self._boss = httpx.Client(
             base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-boss"}
         )
-        self.other.quiet(NUM_QUIET)
+        self.other.quiet_s(NUM_QUIET)
         self._rss = self.rss()
         self.rest = self.free_blocks()
         assert self.rest > 0
@@ -197,21 +190,32 @@ class Walk:
         """Send a row; return in what it was too dear, [] = in nothing."""
         self._num_sent += 1
         text = varied(path, body, self._num_sent)
-        quiet = self.other.quiet(NUM_QUIET if turn else 1)
-        holds, begin = self.num_long_holds(), time.monotonic()
+        quiet_s = self.other.quiet_s(NUM_QUIET if turn else 1)
+        holds, foreign, begin = self.num_long_holds(), self.foreign_s(), time.monotonic()
         status = self.send(path, text)
-        took = self.other.took(begin, time.monotonic())
-        wall, cpu = took.wall_s / quiet.wall_s, took.cpu_s / quiet.cpu_s
-        found: list[str] = []
+        took_s = self.other.took_s(begin, time.monotonic())
+        num_foreign = (self.foreign_s() - foreign) / (time.monotonic() - begin)
+        times, found = took_s / quiet_s, list[str]()
         if status not in (None, 200):
             found.append(f"status {status}")
-        if min(wall, cpu) > MOST_TIMES or took.wall_s > MOST_S:
-            found.append(f"the other tenant's requests take {took.wall_s:.1f} s")
+        self.unjudged.discard(f"{path} {name}")
+        if times > MOST_TIMES and num_foreign > MOST_FOREIGN:
+            self.unjudged.add(f"{path} {name}")
+        elif times > MOST_TIMES or took_s > MOST_S:
+            found.append(f"the other tenant's requests take {took_s:.1f} s")
         if (more := self.num_long_holds() - holds) > 0:
             found.append(f"{more:.0f} holds of the loop over {MOST_HELD} s")
-        times = f"{wall:.1f} times as long, {cpu:.1f} by CPU time"
-        print(f"{path} {name}: {status}, the other {times}", *found)
+        beside = f"other work had {num_foreign:.1f} cores"
+        print(f"{path} {name}: {status}, the other {times:.1f} times as long, {beside}", *found)
         return found
+
+    def foreign_s(self) -> float:
+        """Return the CPU seconds that all cores have spent on what is none of this test's."""
+        machine = psutil.cpu_times()
+        busy_s = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
+        own = [self._root, *self._root.children(recursive=True), psutil.Process()]
+        own.append(psutil.Process(self.other.process.pid))
+        return busy_s - sum(sum(each.cpu_times()[:4]) for each in own)
 
     def at_rest(self) -> bool:
         """Whether no request runs or waits any more, and as many blocks are free as before."""
@@ -268,6 +272,8 @@ def test_no_field_costs_others_more_than_its_bound(walk: Walk) -> None:
         time.sleep(0.1)
     assert walk.at_rest()
     assert walk.other.failures == []
+    if walk.unjudged:
+        pytest.skip(f"other work had the cores, so these were not judged: {sorted(walk.unjudged)}")
 
 
 def test_more_than_a_bound_is_refused_by_name(walk: Walk) -> None:
