@@ -40,6 +40,7 @@ def test_what_is_not_quick_is_slow_and_both_run() -> None:
         folders = set(re.findall(r"\btests/\w+\b", line)) - {"tests/support"}
         if "not slow" in line:
             quick |= folders
-        elif "-m slow" in line:
+        elif '-m "slow and not alone"' in line:
             slow |= folders
     assert quick == slow != set()
+    assert any("-m alone tests/integration" in line for line in build_commands())
