@@ -1,6 +1,6 @@
 """Builds the blocks of a message from the pieces of an answer, with Anthropic's events.
 
-One object a message. The whole reply is made by the same steps as the stream, so they agree.
+One `Renderer` a message. The whole reply is made by the same steps as the stream, so they agree.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 from msgspec import UNSET
 from pydantic_core import from_json
 
+from mooncake.api.errors import anthropic_error
 from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.api.http.response import event
 from mooncake.api.schema.message_replies import (
     AnswerBlock,
@@ -24,6 +26,7 @@ from mooncake.api.schema.message_replies import (
 )
 from mooncake.api.schema.replies import encode
 from mooncake.api.text.message_parser import Piece, ToolCallDelta
+from mooncake.base import MooncakeError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -31,19 +34,28 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageStream:
     """Owns the message while it grows. The events it returns are encoded and ready to be sent."""
 
-    def __init__(self, reply: MessageReply) -> None:
-        self.reply = reply
+    def __init__(self, call: Call, model: str) -> None:
+        self.reply = MessageReply(id=call.call_id, model=model, usage=message_usage(call))
+        self._finish_reason = "stop"
+        self._stop_reason: int | str | None = None
         self._open: AnswerBlock | None = None
         self._open_call = -1
         self._parts: list[str] = []
         """The text, or the arguments, of the open block."""
 
-    def begin(self) -> list[bytes]:
-        """Return the events before the first token."""
+    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
+        [delta] = deltas
+        self.chunk(call, delta)
+        self.end(call)
+        return encode(self.reply)
+
+    def begin(self, call: Call) -> list[bytes]:
+        del call
         return [_event("message_start", message=self.reply)]
 
-    def add(self, delta: Delta) -> list[bytes]:
+    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
         """Add what is new and return its events."""
+        del call
         events: list[bytes] = []
         for piece in delta.pieces:
             if not self._belongs(piece):
@@ -51,26 +63,29 @@ class MessageStream:
                 events.append(self._start(piece))
             events += self._extend(piece)
         self.reply.schema_errors = delta.schema_errors or UNSET
+        if delta.finish_reason is not None:
+            self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
         return events
 
-    def finish(
-        self, finish_reason: str | None, stop_reason: int | str | None, usage: MessageUsage
-    ) -> list[bytes]:
+    def end(self, call: Call) -> list[bytes]:
         """End the message and return its last events."""
-        events = self._close()
-        reply = self.reply
-        reply.stop_reason = _STOP_REASONS.get(finish_reason or "stop", "end_turn")
-        if isinstance(stop_reason, str) and reply.stop_reason == "end_turn":
-            reply.stop_reason, reply.stop_sequence = "stop_sequence", stop_reason
-        reply.usage = usage
+        events, reply = self._close(), self.reply
+        reply.stop_reason = _STOP_REASONS.get(self._finish_reason, "end_turn")
+        if isinstance(self._stop_reason, str) and reply.stop_reason == "end_turn":
+            reply.stop_reason, reply.stop_sequence = "stop_sequence", self._stop_reason
+        reply.usage = message_usage(call)
         end = BlockDelta(
             stop_reason=reply.stop_reason,
             stop_sequence=reply.stop_sequence,
             schema_errors=reply.schema_errors,
         )
-        events.append(_event("message_delta", delta=end, usage=usage))
+        events.append(_event("message_delta", delta=end, usage=reply.usage))
         events.append(_event("message_stop"))
         return events
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        del call
+        return [event(anthropic_error(error), "error")]
 
     def _belongs(self, piece: Piece) -> bool:
         """Return whether `piece` continues the open block."""
@@ -131,6 +146,16 @@ class MessageStream:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return event(encode(MessageEvent(type=kind, **fields)), kind)
+
+
+def message_usage(call: Call) -> MessageUsage:
+    """Return the tokens of `call` so far, in Anthropic's form."""
+    cached = call.num_cached_tokens
+    return MessageUsage(
+        input_tokens=call.num_prompt_tokens - cached,
+        output_tokens=call.num_output_tokens,
+        cache_read_input_tokens=cached,
+    )
 
 
 def arguments_so_far(text: str) -> dict[str, Any]:

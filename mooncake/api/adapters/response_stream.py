@@ -1,6 +1,6 @@
 """Builds the output items of a response from the pieces of an answer, with an event for each step.
 
-One object a response. The whole reply is made by the same steps as the stream, so they agree.
+One `Renderer` a response. The whole reply is made by the same steps as the stream, so they agree.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import Any
 from msgspec import UNSET
 
 from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.response import event
 from mooncake.api.schema.replies import ChatLogprob, encode
 from mooncake.api.schema.response_replies import (
     CallItem,
+    InputDetails,
     Item,
     MessageItem,
+    OutputDetails,
     OutputText,
     ReasoningItem,
     ReasoningText,
@@ -37,6 +40,7 @@ class ResponseStream:
         self._speller = speller
         self._key = reply.id.partition("_")[2]
         self._num_events = 0
+        self._finish_reason: str | None = None
         self._open: Item | None = None
         self._open_call = -1
         self._parts: list[str] = []
@@ -44,15 +48,22 @@ class ResponseStream:
         self._logprobs: list[tuple[int | None, ChatLogprob]] = []
         self._run = 0
 
-    def begin(self) -> list[bytes]:
-        """Return the events before the first token."""
+    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
+        [delta] = deltas
+        self.chunk(call, delta)
+        self.end(call)
+        return encode(self.reply)
+
+    def begin(self, call: Call) -> list[bytes]:
+        del call
         return [
             self._event("response.created", response=self.reply),
             self._event("response.in_progress", response=self.reply),
         ]
 
-    def add(self, delta: Delta) -> list[bytes]:
+    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
         """Add what is new and return its events."""
+        del call
         if self._speller is not None:
             entries = self._speller.chat(delta.tokens, delta.logprobs).content
             self._logprobs += zip(delta.runs, entries, strict=True)
@@ -63,20 +74,22 @@ class ResponseStream:
                 events += self._start(piece)
             events += self._extend(piece)
         self.reply.schema_errors = delta.schema_errors or UNSET
+        self._finish_reason = delta.finish_reason or self._finish_reason
         return events
 
-    def finish(self, finish_reason: str | None, usage: ResponseUsage) -> list[bytes]:
+    def end(self, call: Call) -> list[bytes]:
         """End the response and return its last events."""
-        cut = finish_reason == "length"
+        cut = self._finish_reason == "length"
         status = "incomplete" if cut else "completed"
         events = self._close(status)
         self.reply.status = status
         self.reply.incomplete_details = {"reason": "max_output_tokens"} if cut else None
-        self.reply.usage = usage
+        self.reply.usage = response_usage(call)
         return [*events, self._event(f"response.{status}", response=self.reply)]
 
-    def fail(self, error: MooncakeError) -> list[bytes]:
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
         """End the response with `error` and return its last event."""
+        del call
         self._close("incomplete")
         self.reply.status = "failed"
         self.reply.error = {"code": "server_error", "message": error.message}
@@ -178,3 +191,14 @@ class ResponseStream:
         self._logprobs = [pair for pair in self._logprobs if (pair[0] or 0) > self._run]
         item.content[0].logprobs += taken
         return taken
+
+
+def response_usage(call: Call) -> ResponseUsage:
+    """Return the tokens of `call` so far, in the form of this API."""
+    return ResponseUsage(
+        input_tokens=call.num_prompt_tokens,
+        input_tokens_details=InputDetails(call.num_cached_tokens),
+        output_tokens=call.num_output_tokens,
+        output_tokens_details=OutputDetails(call.num_reasoning_tokens),
+        total_tokens=call.num_prompt_tokens + call.num_output_tokens,
+    )

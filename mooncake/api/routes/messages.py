@@ -13,24 +13,21 @@ from mooncake.api.adapters.message_stream import MessageStream
 from mooncake.api.adapters.messages_request import PARAMS, messages_chat
 from mooncake.api.adapters.translation import named_as
 from mooncake.api.api_server import ApiServer
-from mooncake.api.errors import AnthropicError, anthropic_error
-from mooncake.api.generation.delta import Delta
+from mooncake.api.errors import AnthropicError
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.sampling import check_counted, counted_window
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import (
     CallResponse,
     call_id,
-    event,
     json_response,
     tenant_of,
     unless_gone,
 )
-from mooncake.api.schema.message_replies import MessageReply, MessageUsage, TokenCount
+from mooncake.api.schema.message_replies import MessageReply, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
-from mooncake.base import MooncakeError
 
 
 def messages_routes(api_server: ApiServer) -> APIRouter:
@@ -53,9 +50,8 @@ def messages_routes(api_server: ApiServer) -> APIRouter:
 
         with named_as(PARAMS):
             call = await unless_gone(request, new_call())
-        return CallResponse(
-            api_server, call, MessagesRenderer(api_server, call), stream=bool(body.stream)
-        )
+        renderer = MessageStream(call, api_server.names[0])
+        return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -78,47 +74,3 @@ def messages_routes(api_server: ApiServer) -> APIRouter:
         return json_response(encode(TokenCount(num_tokens)))
 
     return router
-
-
-class MessagesRenderer:
-    """Writes a message, or its events."""
-
-    def __init__(self, api_server: ApiServer, call: Call) -> None:
-        usage = message_usage(call)
-        reply = MessageReply(id=call.call_id, model=api_server.names[0], usage=usage)
-        self._stream = MessageStream(reply)
-        self._finish_reason: str | None = None
-        self._stop_reason: int | str | None = None
-
-    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
-        [delta] = deltas
-        self._stream.add(delta)
-        self._stream.finish(delta.finish_reason, delta.stop_reason, message_usage(call))
-        return encode(self._stream.reply)
-
-    def begin(self, call: Call) -> list[bytes]:
-        del call
-        return self._stream.begin()
-
-    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
-        del call
-        if delta.finish_reason is not None:
-            self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
-        return self._stream.add(delta)
-
-    def end(self, call: Call) -> list[bytes]:
-        return self._stream.finish(self._finish_reason, self._stop_reason, message_usage(call))
-
-    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
-        del call
-        return [event(anthropic_error(error), "error")]
-
-
-def message_usage(call: Call) -> MessageUsage:
-    """Return the tokens of `call` so far, in Anthropic's form."""
-    cached = call.num_cached_tokens
-    return MessageUsage(
-        input_tokens=call.num_prompt_tokens - cached,
-        output_tokens=call.num_output_tokens,
-        cache_read_input_tokens=cached,
-    )

@@ -16,22 +16,15 @@ from mooncake.api.adapters.responses_request import PARAMS, responses_chat
 from mooncake.api.adapters.translation import named_as
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import CallResponse, call_id, tenant_of, unless_gone
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
-from mooncake.api.schema.replies import encode
-from mooncake.api.schema.response_replies import (
-    InputDetails,
-    OutputDetails,
-    ResponseReply,
-    ResponseUsage,
-)
+from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.schema.responses import ResponsesRequest
-from mooncake.base import MooncakeError, SamplingParams
+from mooncake.base import SamplingParams
 
 
 def responses_routes(api_server: ApiServer) -> APIRouter:
@@ -54,48 +47,22 @@ def responses_routes(api_server: ApiServer) -> APIRouter:
 
         with named_as(PARAMS):
             chat, call = await unless_gone(request, new_call())
-        renderer = ResponsesRenderer(api_server, body, chat, call)
+        renderer = new_response_stream(api_server, body, chat, call)
         return CallResponse(api_server, call, renderer, stream=bool(body.stream))
 
     return router
 
 
-class ResponsesRenderer:
-    """Writes a response, or its events."""
-
-    def __init__(
-        self, api_server: ApiServer, body: ResponsesRequest, chat: ChatRequest, call: Call
-    ) -> None:
-        speller = None
-        if chat.logprobs:
-            speller = LogprobSpeller(api_server.model.tokenizer, as_ids=False)
-        sampling = call.requests[0].sampling
-        reply = response_reply(body, call.call_id, sampling)
-        reply.created_at, reply.model = api_server.now_s(), api_server.names[0]
-        self._stream = ResponseStream(reply, speller)
-        self._finish_reason: str | None = None
-
-    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
-        [delta] = deltas
-        self._stream.add(delta)
-        self._stream.finish(delta.finish_reason, response_usage(call))
-        return encode(self._stream.reply)
-
-    def begin(self, call: Call) -> list[bytes]:
-        del call
-        return self._stream.begin()
-
-    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
-        del call
-        self._finish_reason = delta.finish_reason or self._finish_reason
-        return self._stream.add(delta)
-
-    def end(self, call: Call) -> list[bytes]:
-        return self._stream.finish(self._finish_reason, response_usage(call))
-
-    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
-        del call
-        return self._stream.fail(error)
+def new_response_stream(
+    api_server: ApiServer, body: ResponsesRequest, chat: ChatRequest, call: Call
+) -> ResponseStream:
+    """Return what writes the response to `body`, which was translated to `chat`, or its events."""
+    speller = None
+    if chat.logprobs:
+        speller = LogprobSpeller(api_server.model.tokenizer, as_ids=False)
+    reply = response_reply(body, call.call_id, call.requests[0].sampling)
+    reply.created_at, reply.model = api_server.now_s(), api_server.names[0]
+    return ResponseStream(reply, speller)
 
 
 def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) -> ResponseReply:
@@ -123,14 +90,3 @@ def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) 
 
 
 _NO_TOOL = {"description": None, "parameters": None, "strict": None}
-
-
-def response_usage(call: Call) -> ResponseUsage:
-    """Return the tokens of `call` so far, in the form of this API."""
-    return ResponseUsage(
-        input_tokens=call.num_prompt_tokens,
-        input_tokens_details=InputDetails(call.num_cached_tokens),
-        output_tokens=call.num_output_tokens,
-        output_tokens_details=OutputDetails(call.num_reasoning_tokens),
-        total_tokens=call.num_prompt_tokens + call.num_output_tokens,
-    )

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tiktoken
 import tokenizers
@@ -20,6 +20,7 @@ import tokenizers
 from mooncake.base import CheckpointError
 from mooncake.base.vocabulary import (
     KIMI_K2_PATTERN,
+    Vocabulary,
     decoder_kind,
     json_vocabulary,
     read_json,
@@ -51,34 +52,36 @@ class Window(NamedTuple):
     """The last ones rather than the first."""
 
 
-class Tokenizer(Protocol):
-    """What the API server needs of a tokenizer."""
+class Tokenizer:
+    """What the API server needs of a tokenizer: the bytes of each token, and the special ones."""
 
-    @property
-    def vocab_size(self) -> int:
+    def __init__(
+        self, vocabulary: Vocabulary, config: Mapping[str, Any], *, strips_leading_space: bool
+    ) -> None:
+        """`config`: of `tokenizer_config.json`, which names tokens."""
+        self._table = vocabulary.table
+        self.vocab_size = len(self._table)
         """One more than the largest id that has a meaning."""
-
-    @property
-    def longest_token(self) -> int:
+        self.longest_token = max(map(len, self._table), default=1)
         """The most bytes that one token stands for."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
+        self.special_ids = vocabulary.special
         """Ids that are left out of text when special tokens are skipped."""
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
+        self.special_tokens: Mapping[str, str] = _special_tokens(config)
         """The checkpoint's named tokens for templates: bos_token, eos_token, …"""
+        self.strips_leading_space = strips_leading_space
+        """Whether the first token's leading space is an artefact (sentencepiece)."""
 
     @property
-    def strips_leading_space(self) -> bool:
-        """Whether the first token's leading space is an artefact (sentencepiece)."""
+    def eos_token_id(self) -> int | None:
+        return self.special_id(self.special_tokens.get("eos_token", ""))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.special_id(self.special_tokens.get("bos_token", ""))
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the added token spelled `name`, if there is one."""
+        raise NotImplementedError
 
     def encode(
         self,
@@ -93,67 +96,22 @@ class Tokenizer(Protocol):
         `allow_special`: text that spells a special token becomes that token. `add_special`: add
         the tokens that the checkpoint puts around a text, such as BOS.
         """
+        raise NotImplementedError
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; an id without a meaning has none."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Return the text; bytes that are not UTF-8 become U+FFFD."""
-
-    def special_id(self, name: str) -> int | None:
-        """Return the id of the added token spelled `name`, if there is one."""
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer of the checkpoint directory `path`.
-
-    Raises:
-        CheckpointError: no known tokenizer file, or a broken one; the message names the file.
-    """
-    config = read_json(path / "tokenizer_config.json")
-    if (path / "tiktoken.model").is_file():
-        return TiktokenTokenizer(read_ranks(path / "tiktoken.model"), config)
-    if (path / "tokenizer.json").is_file():
-        return JsonTokenizer(path / "tokenizer.json", config)
-    raise CheckpointError(f"{path}: neither tiktoken.model nor tokenizer.json is there")
-
-
-class _ByteTable:
-    """The bytes of each token id and the special ids: both tokenizers decode with it."""
-
-    def __init__(self, table: list[bytes], special: frozenset[int]) -> None:
-        self._table = table
-        self._special = special
-        self._longest = max(map(len, table), default=1)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._table)
-
-    @property
-    def longest_token(self) -> int:
-        return self._longest
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return self._special
-
-    @property
-    def strips_leading_space(self) -> bool:
-        return False
-
-    def token_bytes(self, token_id: int) -> bytes:
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
-        special = self._special if skip_special else frozenset()
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
+        special = self.special_ids if skip_special else frozenset()
         data = b"".join(self.token_bytes(token) for token in token_ids if token not in special)
         if self.strips_leading_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", errors="replace")
 
 
-class TiktokenTokenizer(_ByteTable):
+class TiktokenTokenizer(Tokenizer):
     """Kimi-K2's tokenizer: byte-pair ranks, special tokens by name from `tokenizer_config.json`.
 
     Adds neither BOS nor EOS by itself. Ids after the base ranks that the configuration does not
@@ -162,27 +120,14 @@ class TiktokenTokenizer(_ByteTable):
 
     def __init__(self, ranks: dict[bytes, int], config: Mapping[str, Any]) -> None:
         vocabulary = tiktoken_vocabulary(ranks, config)
-        super().__init__(vocabulary.table, vocabulary.special)
+        super().__init__(vocabulary, config, strips_leading_space=False)
         self._ids = {name: token_id for token_id, name in vocabulary.added.items()}
-        self._tokens = _special_tokens(config)
         self._encoding = tiktoken.Encoding(
             name="checkpoint",
             pat_str=config.get("pat_str") or KIMI_K2_PATTERN,
             mergeable_ranks=ranks,
             special_tokens=self._ids,
         )
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        return self._tokens
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._ids.get(self._tokens.get("eos_token", ""))
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._ids.get(self._tokens.get("bos_token", ""))
 
     def special_id(self, name: str) -> int | None:
         return self._ids.get(name)
@@ -205,7 +150,7 @@ class TiktokenTokenizer(_ByteTable):
         return self._encoding.encode_ordinary(piece)
 
 
-class JsonTokenizer(_ByteTable):
+class JsonTokenizer(Tokenizer):
     """A `tokenizer.json` whose pieces stand for bytes: byte-level or byte-fallback."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
@@ -217,25 +162,8 @@ class JsonTokenizer(_ByteTable):
         self._special_blind.encode_special_tokens = True
         document = read_json(path)
         vocabulary = json_vocabulary(document, path)
-        super().__init__(vocabulary.table, vocabulary.special)
-        self._strips = decoder_kind(document, path) == "fallback"
-        self._tokens = _special_tokens(config)
-
-    @property
-    def strips_leading_space(self) -> bool:
-        return self._strips
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        return self._tokens
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self.special_id(self._tokens.get("eos_token", ""))
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self.special_id(self._tokens.get("bos_token", ""))
+        strips = decoder_kind(document, path) == "fallback"
+        super().__init__(vocabulary, config, strips_leading_space=strips)
 
     def special_id(self, name: str) -> int | None:
         token_id: int | None = self._special_aware.token_to_id(name) if name else None
@@ -253,6 +181,20 @@ class JsonTokenizer(_ByteTable):
         if window is not None:
             text = _enough(text, window, lambda piece: len(tokenizer.encode(piece).ids))
         return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of the checkpoint directory `path`.
+
+    Raises:
+        CheckpointError: no known tokenizer file, or a broken one; the message names the file.
+    """
+    config = read_json(path / "tokenizer_config.json")
+    if (path / "tiktoken.model").is_file():
+        return TiktokenTokenizer(read_ranks(path / "tiktoken.model"), config)
+    if (path / "tokenizer.json").is_file():
+        return JsonTokenizer(path / "tokenizer.json", config)
+    raise CheckpointError(f"{path}: neither tiktoken.model nor tokenizer.json is there")
 
 
 Piece = TypeVar("Piece")

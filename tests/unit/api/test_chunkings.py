@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mooncake.api.adapters.chat_call import new_chat_call
+from mooncake.api.adapters.message_stream import MessageStream
 from mooncake.api.adapters.messages_request import messages_chat
 from mooncake.api.adapters.responses_request import responses_chat
 from mooncake.api.api_server import ApiServer
@@ -20,8 +21,7 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.response import Renderer
 from mooncake.api.routes.chat import ChatRenderer
-from mooncake.api.routes.messages import MessagesRenderer
-from mooncake.api.routes.responses import ResponsesRenderer
+from mooncake.api.routes.responses import new_response_stream
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.messages import MessagesRequest
 from mooncake.api.schema.responses import ResponsesRequest
@@ -90,7 +90,7 @@ async def responses(api_server: ApiServer) -> tuple[Call, Renderer]:
     )  # fmt: skip
     asked = responses_chat(body)
     call = await new_chat_call(api_server, asked, "resp-x")
-    return call, ResponsesRenderer(api_server, body, asked, call)
+    return call, new_response_stream(api_server, body, asked, call)
 
 
 async def messages(api_server: ApiServer) -> tuple[Call, Renderer]:
@@ -102,7 +102,7 @@ async def messages(api_server: ApiServer) -> tuple[Call, Renderer]:
         }
     )  # fmt: skip
     call = await new_chat_call(api_server, messages_chat(body), "msg-x")
-    return call, MessagesRenderer(api_server, call)
+    return call, MessageStream(call, api_server.names[0])
 
 
 def events_of(frames: list[bytes]) -> list[Any]:

@@ -15,7 +15,6 @@ from mooncake.api.adapters.python_output import OutputBuilder
 from mooncake.api.adapters.python_request import completion_request
 from mooncake.api.adapters.response_stream import ResponseStream
 from mooncake.api.generation.delta import Delta
-from mooncake.api.schema.message_replies import MessageReply, MessageUsage
 from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.text.message_parser import (
     Marker,
@@ -109,15 +108,17 @@ def test_streams_of_responses_and_messages(
         tool_choice="auto", tools=[], top_logprobs=0, top_p=1.0, truncation="disabled",
     )  # fmt: skip
     response = ResponseStream(reply, None)
-    usage = MessageUsage(input_tokens=1, output_tokens=1)
-    message = MessageStream(MessageReply(id="msg_1", model="m", usage=usage))
+    call: Any = SimpleNamespace(
+        call_id="msg_1", num_prompt_tokens=1, num_output_tokens=NUM, num_cached_tokens=0,
+        num_reasoning_tokens=0,
+    )  # fmt: skip
+    message = MessageStream(call, "m")
     for delta in deltas(kind()):
-        assert response.add(delta)
-        assert message.add(delta)
-    usage_: Any = None
-    done = b"".join(response.finish("stop", usage_))
+        assert response.chunk(call, delta)
+        assert message.chunk(call, delta)
+    done = b"".join(response.end(call))
     assert done.count(b"word ") in (0, NUM * 4), "each of its last events has the whole text"
-    message.finish("stop", None, usage)
+    message.end(call)
     [block], [item] = message.reply.content, reply.output
     text = "word " * NUM
     shown: Any = (block, item)
