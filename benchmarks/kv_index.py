@@ -18,8 +18,7 @@ from pathlib import Path
 
 from benchmarks.support.servers import load, machine
 from mooncake.base import BlockEvents, BlockKey, KeyChain, Tier, WorkerRef, block_keys
-from mooncake.kvstore.index.directory import SWEEP_SETS
-from mooncake.kvstore.index.index import PrefixIndex
+from mooncake.kvstore.index.prefix_index import SWEEP_SETS, PrefixIndex
 
 EVENT_KEYS = 500
 CHAIN_KEYS = 2_000
@@ -93,7 +92,7 @@ def fill(index: PrefixIndex, reporters: list[Reporter], num_keys: int) -> dict[s
     used = resident_bytes() - before
     chain = KeyChain.of(sample)
     lookups_s = median_s(lambda: list(index.prefix_match(chain).holders(len(chain))), 20)
-    single_s = median_s(lambda: [index.num_replicas(key) for key in sample[:1000]], 5)
+    single_s = median_s(lambda: [index.mask(key) for key in sample[:1000]], 5)
     return {
         "keys": index.num_keys,
         "workers": len(reporters),

@@ -1,11 +1,13 @@
-"""A map with a bound on its entries. It drops the oldest, so that strangers cannot fill memory.
+"""Maps with a bound on their entries, or on the size of these. They drop the oldest, so that
+strangers cannot fill memory.
 
-Its user owns it. It is not safe for several threads.
+Their users own them. They are not safe for several threads.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -22,8 +24,11 @@ class BoundedMap(OrderedDict[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        if len(self) > self.bound:
-            self.popitem(last=False)
+        while self._is_over():
+            del self[next(iter(self))]
+
+    def _is_over(self) -> bool:
+        return len(self) > self.bound
 
     def use(self, key: K) -> V | None:
         """Return the value of `key`, which becomes the newest entry; None: there is none."""
@@ -31,3 +36,27 @@ class BoundedMap(OrderedDict[K, V]):
         if value is not None:
             self.move_to_end(key)
         return value
+
+
+class SizedMap(BoundedMap[K, V]):
+    """A map whose entries together have a size of at most `bound`, by their keys. Entries are set
+    and deleted by `[]` alone; one that is too large by itself is dropped at once.
+    """
+
+    def __init__(self, bound: int, size_of: Callable[[K], int]) -> None:
+        super().__init__(bound)
+        self._size_of = size_of
+        self.size = 0
+        """Of all entries."""
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if key not in self:
+            self.size += self._size_of(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: K) -> None:
+        super().__delitem__(key)
+        self.size -= self._size_of(key)
+
+    def _is_over(self) -> bool:
+        return self.size > self.bound

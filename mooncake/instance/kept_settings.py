@@ -5,11 +5,11 @@ Owned by the instance. Bounded by bytes; what is dropped here lives on in the re
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TypeVar
 
 import msgspec
 
+from mooncake.base.bounded_map import SizedMap
 from mooncake.base.large_settings import Setting, SettingName
 from mooncake.base.messages import RequestTask
 
@@ -22,9 +22,13 @@ class KeptSettings:
     """Settings by name, the one used last at the end."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[str, SettingName], Setting] = OrderedDict()
-        self.num_bytes = 0
+        self._kept: SizedMap[tuple[str, SettingName], Setting] = SizedMap(
+            max_bytes, lambda key: key[1].num_bytes
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self._kept.size
 
     def completed(self, task: TaskT) -> TaskT | None:
         """Return `task` with its named settings put back, and keep those that it carries; None =
@@ -44,19 +48,12 @@ class KeptSettings:
         return msgspec.structs.replace(task, request=request, named={}, settings=None)
 
     def _use(self, key: tuple[str, SettingName], sent: Setting | None) -> Setting | None:
-        value = self._kept.get(key)
-        if value is None:
-            if sent is None:
-                return None
+        value = self._kept.use(key)
+        if value is None and sent is not None:
             value = self._kept[key] = sent
-            self.num_bytes += key[1].num_bytes
-        self._kept.move_to_end(key)
-        while self.num_bytes > self._max_bytes:
-            (_, dropped), _ = self._kept.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
         return value
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the bytes are counted wrong, or pass the bound."""
         assert self.num_bytes == sum(name.num_bytes for _, name in self._kept)
-        assert self.num_bytes <= self._max_bytes
+        assert self.num_bytes <= self._kept.bound

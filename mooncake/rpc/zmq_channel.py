@@ -589,7 +589,7 @@ class _Gate:
         self._credential = credential
         self._clusters = credential.clusters
         self._unix_time = unix_time
-        self._known: dict[str, _Holder] = {}
+        self._known: BoundedMap[str, _Holder] = BoundedMap(_MAX_KNOWN)
         self._complained: set[str] = set()
         self._trusted: dict[bytes, object] = {}
         """Certificates, and the clusters by which each was checked last."""
@@ -610,8 +610,6 @@ class _Gate:
         names = OrderedDict() if known is None else known.names  # of another certificate, too
         found = self._check(certificate_of(data), channel_key, names)
         self._known[channel_key] = found
-        while len(self._known) > _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
         return found
 
     def objection(self, holder: _Holder) -> str | None:

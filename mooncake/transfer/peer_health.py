@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.transfer.path_health import Breaker, BreakerLimits
 
 PROBES = BreakerLimits(first_s=0.05, longest_s=2.0)
@@ -39,7 +40,7 @@ class PeerHealth:
     ) -> None:
         self._limits = limits
         self._now = now
-        self._failures: dict[Key, _Failure] = {}
+        self._failures: BoundedMap[Key, _Failure] = BoundedMap(MAX_REMEMBERED)
         self._lock = threading.Lock()
 
     def refusal(self, key: Key) -> str | None:
@@ -70,8 +71,6 @@ class PeerHealth:
             failure = self._failures.get(key)
             if failure is None:
                 failure = self._failures[key] = _Failure(Breaker(self._limits), reason)
-                if len(self._failures) > MAX_REMEMBERED:
-                    del self._failures[next(iter(self._failures))]
             failure.reason = reason
             failure.breaker.failed(self._now())
 

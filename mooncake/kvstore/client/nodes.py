@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake.base import MooncakeError, WorkerRef
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.pool_messages import ReplicasFound
 
 SUSPECT_S = 5.0
@@ -58,9 +59,9 @@ class KnownNodes:
         self._missing: set[str] = set()
         """Known nodes that gateways did not name last time."""
         self._own_id = ""
-        self._lost: dict[str, None] = {}
+        self._lost: BoundedMap[str, None] = BoundedMap(MAX_FORGOTTEN)
         """Addresses of nodes that were lost."""
-        self.suspects: dict[str, Suspect] = {}
+        self.suspects: BoundedMap[str, Suspect] = BoundedMap(MAX_FORGOTTEN)
         """By address."""
         self.gateway_silent = False
         self.has_learnt = False
@@ -113,15 +114,11 @@ class KnownNodes:
             del self._known[worker.worker_id]
         self.suspects.pop(worker.address, None)
         self._lost[worker.address] = None
-        if len(self._lost) > MAX_FORGOTTEN:
-            del self._lost[next(iter(self._lost))]
         self.refresh_s = now
 
     def failed(self, store: WorkerRef, now: float) -> None:
         """Turn to a node after all others until it answers again."""
         self.suspects.setdefault(store.address, Suspect(store, now + SUSPECT_S))
-        if len(self.suspects) > MAX_FORGOTTEN:
-            del self.suspects[next(iter(self.suspects))]
 
     def answered(self, store: WorkerRef) -> None:
         """Trust a node again."""

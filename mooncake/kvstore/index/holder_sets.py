@@ -1,6 +1,6 @@
 """Sets of holders by number, so that a block's holders cost it four bytes in an array.
 
-Pure; owned by the directory. A set is a mask, one bit for each holder. Equal sets have one number
+Pure; owned by the index. A set is a mask, one bit for each holder. Equal sets have one number
 (most of the time: see `strip_some`), which is given to another set once no key has it.
 """
 

@@ -1,6 +1,6 @@
 """Block keys and a number for each, in arrays: the keys of a whole prompt are looked up at once.
 
-Pure; owned by the directory. A look-up in a dict of ten million keys waits for memory four times,
+Pure; owned by the index. A look-up in a dict of ten million keys waits for memory four times,
 one after another; here the waits of thousands of keys overlap, and a key costs half the memory.
 Whole keys are compared: a number that belongs to another key cannot be found.
 """

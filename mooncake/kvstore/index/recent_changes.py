@@ -1,7 +1,7 @@
 """The latest reports of workers: changes wait here until there are enough to enter them into the
 table of all keys at once.
 
-Pure; owned by the directory. A change is a pair of masks, the holders that came and those that
+Pure; owned by the index. A change is a pair of masks, the holders that came and those that
 went; equal changes have one number.
 """
 

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -21,7 +20,7 @@ import llguidance
 import torch
 
 from mooncake.base import Grammar, InternalError, MooncakeError
-from mooncake.base.bounded_map import BoundedMap
+from mooncake.base.bounded_map import BoundedMap, SizedMap
 from mooncake.model.grammars.grammar_jobs import GrammarJobs, Job, TookTooLong
 from mooncake.model.grammars.grammar_tokens import GrammarTokens
 from mooncake.model.grammars.token_bits import bits_of, num_bytes
@@ -55,7 +54,10 @@ class Grammars:
         self._load = load
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._compiled: SizedMap[str, llguidance.LLMatcher] = SizedMap(
+            MAX_COMPILED_BYTES,
+            lambda text: MIN_COMPILED_BYTES + len(text) * COMPILED_BYTES_A_CHAR,
+        )
         self._jobs = GrammarJobs(NUM_THREADS, limit_s, "grammar")
         self._early = GrammarJobs(1, limit_s, "grammar-early")
         self._preparing: set[str] = set()
@@ -68,8 +70,7 @@ class Grammars:
     @property
     def num_compiled_bytes(self) -> int:
         """An estimate of the memory of the compiled grammars that are kept."""
-        num_chars = sum(map(len, self._compiled))
-        return len(self._compiled) * MIN_COMPILED_BYTES + num_chars * COMPILED_BYTES_A_CHAR
+        return self._compiled.size
 
     def read_vocabulary(self) -> None:
         """Do what the first grammar would wait for: with 160,000 tokens the library holds Python's
@@ -124,9 +125,8 @@ class Grammars:
         with self._lock:
             if self._too_costly and _digest(text) in self._too_costly:
                 raise InternalError("the grammar has exceeded its time before")
-            known = self._compiled.get(text)
+            known = self._compiled.use(text)
             if known is not None:
-                self._compiled.move_to_end(text)
                 return known.deep_copy()
         made = llguidance.LLMatcher(
             self._vocabulary(), llguidance.LLMatcher.grammar_from_lark(text), log_level=0
@@ -135,8 +135,6 @@ class Grammars:
             raise InternalError(f"the grammar does not compile: {_first_line(made.get_error())}")
         with self._lock:
             self._compiled[text] = made
-            while len(self._compiled) > 1 and self.num_compiled_bytes > MAX_COMPILED_BYTES:
-                self._compiled.popitem(last=False)
         return made.deep_copy()
 
 

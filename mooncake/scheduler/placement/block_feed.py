@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mooncake.base import BlockEvents, BlockKey, Tier, unpack_tokens
 from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
-from mooncake.kvstore.index.directory import Replica
+from mooncake.kvstore.index.prefix_index import Replica
 
 MAX_BLOCKS = 262_144
 """Blocks whose tokens are kept; the ones not used for longest are reported as removed."""

@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake.kvstore.index.index import PrefixIndex
+from mooncake.kvstore.index.prefix_index import PrefixIndex
 from mooncake.scheduler.placement.views import InstanceView
 
 Floats = NDArray[np.float64]

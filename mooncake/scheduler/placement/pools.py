@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mooncake.base import BlockSource, Role
-from mooncake.kvstore.index.directory import slots_of
-from mooncake.kvstore.index.index import PrefixIndex
+from mooncake.kvstore.index.prefix_index import PrefixIndex, slots_of
 from mooncake.kvstore.index.prefix_match import PrefixMatch
 from mooncake.scheduler.placement.fetch_costs import FetchCosts
 from mooncake.scheduler.placement.fleet import MANY_SLOTS, NO_SLOT, Floats, Ints, bits

@@ -6,12 +6,11 @@ a setting no longer. Then the worker turns the task away, and the next one carri
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any, TypeVar
 
 import msgspec
 
-from mooncake.base.bounded_map import BoundedMap
+from mooncake.base.bounded_map import BoundedMap, SizedMap
 from mooncake.base.large_settings import (
     LargeSettings,
     Setting,
@@ -32,13 +31,15 @@ same objects as settings, so each is hashed once a call."""
 TaskT = TypeVar("TaskT", bound=RequestTask)
 
 _DEFAULTS = SamplingParams()
+_Names = SizedMap[SettingName, bool]
+"""Of the settings that one worker was sent."""
 
 
 class SentSettings:
     """What each worker was sent, the settings used last; one epoch a worker."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, tuple[WorkerRef, _Kept]] = {}
+        self._sent: dict[str, tuple[WorkerRef, _Names]] = {}
         self._names: BoundedMap[int, tuple[Setting, SettingName]] = BoundedMap(MAX_NAMES)
 
     def shortened(self, task: TaskT, worker: WorkerRef) -> TaskT:
@@ -51,9 +52,11 @@ class SentSettings:
         if not names:
             return task
         kept = self._kept(worker)
-        new: dict[str, Any] = {
-            field: large[field] for field, name in names.items() if not kept.use(name)
-        }
+        new: dict[str, Any] = {}
+        for field, name in names.items():
+            if not kept.use(name):
+                kept[name] = True
+                new[field] = large[field]
         defaults = {field: getattr(_DEFAULTS, field) for field in names}
         bare = msgspec.structs.replace(sampling, **defaults)
         return msgspec.structs.replace(
@@ -67,10 +70,10 @@ class SentSettings:
         """Believe no longer that a worker has what it was sent."""
         self._sent.pop(worker_id, None)
 
-    def _kept(self, worker: WorkerRef) -> _Kept:
-        known, kept = self._sent.get(worker.worker_id, (None, _Kept()))
-        if known != worker:  # another epoch has nothing
-            kept = _Kept()
+    def _kept(self, worker: WorkerRef) -> _Names:
+        known, kept = self._sent.get(worker.worker_id, (None, None))
+        if kept is None or known != worker:  # another epoch has nothing
+            kept = SizedMap(MAX_SENT_BYTES, lambda name: name.num_bytes)
             self._sent[worker.worker_id] = worker, kept
         return kept
 
@@ -82,22 +85,3 @@ class SentSettings:
         if known is None:
             known = self._names[id(value)] = value, name_setting(field, value)
         return known[1]
-
-
-class _Kept:
-    """The names of the settings that one worker was sent, the one used last at the end."""
-
-    def __init__(self) -> None:
-        self._names: OrderedDict[bytes, int] = OrderedDict()
-        self._num_bytes = 0
-
-    def use(self, name: SettingName) -> bool:
-        """Note a use; return whether the setting was there already."""
-        known = name.digest in self._names
-        if not known:
-            self._names[name.digest] = name.num_bytes
-            self._num_bytes += name.num_bytes
-        self._names.move_to_end(name.digest)
-        while self._num_bytes > MAX_SENT_BYTES:
-            self._num_bytes -= self._names.popitem(last=False)[1]
-        return known

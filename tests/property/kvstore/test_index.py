@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake.base import BlockEvents, Tier, WorkerRef
-from mooncake.kvstore.index.index import PrefixIndex
+from mooncake.kvstore.index.prefix_index import PrefixIndex
 from tests.support.examples import examples
 
 # Few first bytes, so that sweeping and chains meet in the same shards.
@@ -118,7 +118,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         for key in KEYS:
             expected = {at for at, keys in self.held.items() if key in keys}
             assert {(r.worker.worker_id, r.tier) for r in self.index.replicas(key)} == expected
-            assert self.index.num_replicas(key) == len(expected)
+            assert len(self.index.replicas(key)) == len(expected)
         for worker_id in WORKERS:
             has_gap = any(at[0] == worker_id for at in self.gaps)
             assert self.index.needs_snapshot(worker_id) == has_gap

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.base.bounded_map import BoundedMap
+from mooncake.base.bounded_map import BoundedMap, SizedMap
 
 
 def test_the_oldest_goes_first() -> None:
@@ -45,3 +45,23 @@ def test_it_is_a_list_of_the_latest(steps: list[tuple[str, int]]) -> None:
             latest = [one for one in latest if one != key]
         assert list(kept) == latest
         assert isinstance(kept, OrderedDict)
+
+
+@given(st.lists(st.tuples(st.sampled_from("sud"), st.integers(0, 12)), max_size=60))
+def test_a_sized_map_holds_the_latest_that_fit(steps: list[tuple[str, int]]) -> None:
+    kept: SizedMap[int, int] = SizedMap(10, lambda key: key)
+    latest: list[int] = []
+    for what, key in steps:
+        if what == "s":
+            kept[key] = -key
+            latest = [*(one for one in latest if one != key), key]
+            while sum(latest) > 10:
+                latest.pop(0)
+        elif what == "u":
+            kept.use(key)
+            if key in latest:
+                latest = [*(one for one in latest if one != key), key]
+        elif key in kept:
+            del kept[key]
+            latest.remove(key)
+        assert (list(kept), kept.size) == (latest, sum(latest))

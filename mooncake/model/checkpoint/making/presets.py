@@ -57,6 +57,13 @@ class Preset:
     """Of answers to requests that name none."""
 
 
+_DEMO: dict[str, Any] = {
+    "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "intermediate_size": 512, "moe_intermediate_size": 96,
+    "n_routed_experts": 16, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
+    "rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 8192,
+}  # fmt: skip
 PRESETS: dict[str, Preset] = {
     "k2-nano": Preset(
         summary="0.3 M parameters, a test's checkpoint: written in about a second",
@@ -95,13 +102,7 @@ PRESETS: dict[str, Preset] = {
         summary="5 M parameters, 1.5 M active a token: the shape that `mooncake train` trains",
         num_base_tokens=1536,
         shard_bytes=16 * 2**20,
-        config={
-            "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
-            "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
-            "v_head_dim": 64, "intermediate_size": 512, "moe_intermediate_size": 96,
-            "n_routed_experts": 16, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
-            "rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 8192,
-        },
+        config=_DEMO,
         # That of the trained checkpoint, learned from what the first tasks were made of.
         vocabulary=Path(mooncake.__file__).parent / "k2-demo" / VOCABULARY_NAME,
         temperature=0.0,
@@ -110,14 +111,7 @@ PRESETS: dict[str, Preset] = {
         summary="the shape and tokenizer of k2-demo's successor, in training",
         num_base_tokens=1280,
         shard_bytes=16 * 2**20,
-        config={
-            "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4,
-            "q_lora_rank": 96, "kv_lora_rank": 128, "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32, "v_head_dim": 64, "intermediate_size": 512,
-            "moe_intermediate_size": 96, "n_routed_experts": 16, "num_experts_per_tok": 2,
-            "num_nextn_predict_layers": 1, "rope_scaling": None, "rope_theta": 10000.0,
-            "max_position_embeddings": 8192,
-        },
+        config={**_DEMO, "num_hidden_layers": 6, "kv_lora_rank": 128},
         vocabulary=Path(mooncake.__file__).parent / "k2-demo-2" / VOCABULARY_NAME,
         pattern=CHARACTERS_PATTERN,
         temperature=0.0,

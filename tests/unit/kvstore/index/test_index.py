@@ -1,4 +1,4 @@
-"""Directory and prefix index: events in, longest prefixes out."""
+"""Prefix index: events in, longest prefixes out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from mooncake.base import BlockEvents, Tier, WorkerRef, block_keys
-from mooncake.kvstore import Directory, PrefixIndex, Replica
-from mooncake.kvstore.index.directory import SWEEP_SETS, slots_of
+from mooncake.kvstore import PrefixIndex, Replica
+from mooncake.kvstore.index.prefix_index import SWEEP_SETS, slots_of
 from tests.support.kvstore.node_world import key, keys, worker
 
 A, B, C = worker("kv-a"), worker("kv-b"), worker("kv-c")
@@ -58,7 +58,7 @@ def test_holders_and_replicas_of_a_key() -> None:
     assert index.replicas(key(1)) == [
         Replica(A, Tier.DRAM), Replica(B, Tier.DRAM), Replica(B, Tier.SSD)
     ]  # fmt: skip
-    assert (index.num_replicas(key(1)), index.num_replicas(key(9))) == (3, 0)
+    assert (len(index.replicas(key(1))), len(index.replicas(key(9)))) == (3, 0)
     assert index.num_keys == 2
 
 
@@ -148,7 +148,7 @@ def test_a_lost_worker_counts_no_more_and_is_swept_away_by_later_reports() -> No
     index.apply(events(B, 1, shared))
     index.remove_worker("kv-a")
     assert index.match(own) == {}
-    assert index.num_replicas(shared[0]) == 1
+    assert len(index.replicas(shared[0])) == 1
     index.apply(events(B, 2, own[:1]))
     index.check_integrity()
     assert index.num_keys == len(shared) + 1
@@ -179,7 +179,7 @@ def test_sets_of_holders_are_swept_bit_by_bit() -> None:
 
 
 def test_slots_are_used_again_only_when_no_key_knows_their_last_owner() -> None:
-    directory = Directory()
+    directory = PrefixIndex()
     for boot in range(600):
         directory.add_worker(worker("kv-a", f"e{boot}"), Tier.DRAM)
         directory.apply(events(worker("kv-a", f"e{boot}"), 1, keys(1, 2)))
@@ -189,15 +189,13 @@ def test_slots_are_used_again_only_when_no_key_knows_their_last_owner() -> None:
 
 
 def test_a_dead_slot_has_no_worker() -> None:
-    directory = Directory()
+    directory = PrefixIndex()
     directory.add_worker(A, Tier.DRAM)
     assert directory.worker_at(0) == A
     directory.remove_worker("kv-a")
     directory.remove_worker("kv-a")
     with pytest.raises(KeyError):
         directory.worker_at(0)
-    with pytest.raises(KeyError):
-        directory.primary_slot(0)
 
 
 def test_slots_of_a_mask() -> None:
@@ -208,7 +206,7 @@ def test_slots_of_a_mask() -> None:
 @pytest.mark.parametrize("num_workers", [1, 16])
 def test_few_keys_that_come_and_go_for_ever_take_no_memory(num_workers: int) -> None:
     """Nobody asks for anything meanwhile, as at a gateway without an API server."""
-    chance, directory = Random(1), Directory()
+    chance, directory = Random(1), PrefixIndex()
     known = [worker(f"kv-{number}") for number in range(num_workers)]
     for one in known:
         directory.add_worker(one, Tier.DRAM)

@@ -188,10 +188,11 @@ def test_sequences_of_one_grammar_do_not_disturb_each_other(grammars: Grammars) 
 
 
 def test_compiled_grammars_are_kept_up_to_a_size(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit = 20 * MIN_COMPILED_BYTES
     monkeypatch.setattr("mooncake.model.grammars.following.MAX_COMPILED_BYTES", limit)
+    grammars = tiny_grammars()
     for number in range(30):
         word = f"n{number}" + "x" * (1_000 if number % 7 else 10_000)
         assert allowed_next(grammars.follow(grammar_of(choice_rule([word], "x")), []))

@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.base import BlockEvents, Tier, WorkerRef, pack_tokens, unpack_tokens
 from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
-from mooncake.kvstore.index.directory import Replica
+from mooncake.kvstore.index.prefix_index import Replica
 from mooncake.scheduler.placement import block_feed
 from mooncake.scheduler.placement.block_feed import BlockFeed
 

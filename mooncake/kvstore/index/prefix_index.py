@@ -1,4 +1,5 @@
-"""Which worker holds which block: key -> replicas, fed by numbered `BlockEvents`.
+"""Which worker holds which block, and the longest prefix of a prompt that each holds: key ->
+replicas, fed by numbered `BlockEvents`.
 
 Pure; owned by the Conductor. It is a hint: each worker stays the authority on its own blocks. It
 sends no messages and holds no policy.
@@ -17,6 +18,7 @@ from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 from mooncake.kvstore.index.holder_sets import HolderSets
 from mooncake.kvstore.index.key_buckets import Ints, Numbers
 from mooncake.kvstore.index.key_table import KeyTable, words_of
+from mooncake.kvstore.index.prefix_match import PrefixMatch
 from mooncake.kvstore.index.recent_changes import RecentChanges
 
 MOST_RECENT = 4_096
@@ -28,6 +30,7 @@ MANY_CHANGED = 256
 
 SWEEP_SETS = 2_048
 """Sets of holders that one `apply` clears of lost workers, in about a millisecond."""
+_MAX_FOLDED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class _Stream:
         self.needs_snapshot = False
 
 
-class Directory:
+class PrefixIndex:
     """The holders of every key as one bitmask a key; bit `slot` stands for one tier of one worker.
 
     Losing a worker costs O(1): its bit counts no more from that moment, and each later `apply`
@@ -71,6 +74,9 @@ class Directory:
         self._sweeping = 0
         self.generation = 0
         """Changes whenever slots change hands: what was derived from slots is stale then."""
+        self._folded: dict[int, int] = {}
+        """Masks of all tiers -> with those of a worker in one bit."""
+        self._folded_for = -1
 
     # ------------------------------------------------------------------ workers
 
@@ -95,13 +101,6 @@ class Directory:
     def needs_snapshot(self, worker_id: str) -> bool:
         """Return whether events of this worker were missed and no snapshot has come since."""
         return any(s.needs_snapshot for s in self._streams.get(worker_id, {}).values())
-
-    @property
-    def has_tiered_workers(self) -> bool:
-        """Some worker reports more than one tier, and so has several slots."""
-        return len(self._slots) - len(self._free_slots) - self._dead.bit_count() > len(
-            self._streams
-        )
 
     # ------------------------------------------------------------------ events
 
@@ -203,14 +202,9 @@ class Directory:
         """Slots made so far: masks have at most so many bits."""
         return len(self._slots)
 
-    @property
-    def live_mask(self) -> int:
-        """The bits of all workers known now."""
-        return self._live
-
     def mask(self, key: BlockKey) -> int:
-        """Return the slots that hold `key` as bits. Slots of lost workers may still be among them:
-        cut it with `live_mask`.
+        """Return the slots that hold `key` as bits. Slots of lost workers may still be among
+        them.
         """
         came, went = self._recent.changes[self._recent.get_one(key)]
         return (self._sets.masks[self._table.get_one(key)] | came) & ~went
@@ -233,12 +227,30 @@ class Directory:
             found.append((stop, (masks[code & 0xFFFFFFFF] | came) & ~went))
         return found
 
-    def primary_slot(self, slot: int) -> int:
-        """Return the slot that stands for the worker of a live `slot`: that of its first tier."""
-        stream = self._slots[slot]
-        if stream is None:
-            raise KeyError(slot)
-        return next(iter(self._streams[stream.worker.worker_id].values())).slot
+    def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """Return worker id -> number of leading `keys` it holds, for workers that hold the first.
+
+        Longest first, then in slot order.
+        """
+        return {
+            self.worker_at(slot).worker_id: length
+            for length, mask in self.prefix_match(keys).runs(0, -1)
+            for slot in slots_of(mask)
+        }
+
+    def prefix_match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
+        """Return which workers hold which stretch of a chain; good until the next block event."""
+        return PrefixMatch(self, keys)
+
+    def live_runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Return (stop, workers) for runs of `keys` that the same workers hold, one bit each; 0 for
+        blocks that no worker holds.
+        """
+        num_used = len(self._slots) - len(self._free_slots) - self._dead.bit_count()
+        if num_used > len(self._streams):  # some worker reports several tiers
+            return [(stop, self._fold_live(mask)) for stop, mask in self.runs(keys)]
+        live = self._live
+        return [(stop, mask & live) for stop, mask in self.runs(keys)]
 
     def slot_of(self, worker_id: str) -> int | None:
         """Return the slot that stands for a worker: that of its first tier; None if unknown."""
@@ -265,6 +277,25 @@ class Directory:
         self._enter()
         bit = 1 << stream.slot
         return {key for key, number in self._table.items() if self._sets.masks[number] & bit}
+
+    def _primary_slot(self, slot: int) -> int:
+        """Return the slot that stands for the worker of a live `slot`: that of its first tier."""
+        stream = self._slots[slot]
+        if stream is None:
+            raise KeyError(slot)
+        return next(iter(self._streams[stream.worker.worker_id].values())).slot
+
+    def _fold_live(self, mask: int) -> int:
+        """Return a mask with the tiers of a worker folded into one bit."""
+        if self.generation != self._folded_for or len(self._folded) > _MAX_FOLDED:
+            self._folded, self._folded_for = {}, self.generation
+        folded = self._folded.get(mask)
+        if folded is None:
+            folded = 0
+            for slot in slots_of(mask & self._live):
+                folded |= 1 << self._primary_slot(slot)
+            self._folded[mask] = folded
+        return folded
 
     def check_integrity(self) -> None:
         """Raise AssertionError when slots or masks contradict each other."""
