@@ -87,12 +87,19 @@ def unlikely(kept_in: Path | None = None) -> str | None:
     goes by. `kept_in`: where it may lie from an earlier start.
     """
     try:
-        places = (COMPILED, kept_in) if kept_in is not None else (COMPILED,)
-        if not any(_kept(place, isa()).exists() for place in places):
+        if not is_made(kept_in):
             _compiler()
     except CannotBuild as error:
         return str(error)
     return None
+
+
+def is_made(kept_in: Path | None = None) -> bool:
+    """Return whether code for this CPU is shipped or lies in `kept_in`. CannotBuild: there is none
+    for this CPU.
+    """
+    places = (COMPILED, kept_in) if kept_in is not None else (COMPILED,)
+    return any(_kept(place, isa()).exists() for place in places)
 
 
 def isa() -> Isa:

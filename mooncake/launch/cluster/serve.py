@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -35,6 +36,7 @@ from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.start_phases import StartPhases, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.worker.native_code import compiled_meanwhile
 from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.log import configure_logging
@@ -134,7 +136,10 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
         machine_facts.check_port(config.host, config.port)
     configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
     configure_audit("gateway", config.audit_log)
-    return _run(config, plan, lambda: _make(config, plan, SystemIds(), forks), phases)
+    with contextlib.ExitStack() as meanwhile:
+        meanwhile.enter_context(compiled_meanwhile(plan.options, plan.model.dtype))
+        make = functools.partial(_make, config, plan, SystemIds(), forks)
+        return _run(config, plan, make, phases, meanwhile)
 
 
 def _serve_joined(config: ServeConfig) -> int:
@@ -154,7 +159,8 @@ def _serve_joined(config: ServeConfig) -> int:
     )
     configure_audit(cluster.gateway_id, config.audit_log)
     phases = StartPhases("joining", process_began_s())
-    return _run(config, cluster.plan, lambda: (cluster, cluster.open()), phases)
+    nothing = contextlib.ExitStack()
+    return _run(config, cluster.plan, lambda: (cluster, cluster.open()), phases, nothing)
 
 
 def _run(
@@ -162,9 +168,10 @@ def _run(
     plan: ServePlan,
     make: Callable[[], tuple[Workers, GatewayProcess]],
     phases: StartPhases,
+    meanwhile: contextlib.ExitStack,
 ) -> int:
     """Take the port, open the API server in front of the workers, serve; no port without an API
-    server.
+    server. `meanwhile`: what only the start of the workers needs, closed after it.
     """
     phases.begin("opening the API server")
     from mooncake.api import load_served_model
@@ -182,7 +189,8 @@ def _run(
             api_server = model, listener
         workers, gateway_process = make()
         opened.callback(gateway_process.channel.close)
-        return run_in_loop(_Serving(config, gateway_process, workers, api_server, phases).run())
+        serving = _Serving(config, gateway_process, workers, api_server, phases, meanwhile)
+        return run_in_loop(serving.run())
 
 
 def _make(
@@ -228,12 +236,14 @@ class _Serving:
         workers: Workers,
         api_server: ApiServer | None,
         phases: StartPhases,
+        meanwhile: contextlib.ExitStack,
     ) -> None:
         self._config = config
         self._gateway_process = gateway_process
         self._workers = workers
         self._api_server = api_server
         self._phases = phases
+        self._meanwhile = meanwhile
         self._console = Console(stderr=True, quiet=config.log_format == "json", markup=False)
         self._stop = asyncio.Event()
         self._num_signals = 0
@@ -297,6 +307,7 @@ class _Serving:
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
             rows = starting.result()
+            self._meanwhile.close()
             self._phases.begin("meeting the workers")
             while not (stopped.done() or self._has_met(rows)):
                 await asyncio.sleep(JOIN_POLL_S)

@@ -1,0 +1,80 @@
+"""Native code that a first start compiles beside Ray, with a compiler that only writes its file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mooncake_kernels.native import build
+
+from mooncake.launch.worker.native_code import compiled_meanwhile
+from mooncake.model.options import ModelOptions
+
+WAIT_S = 60.0
+Compiler = Callable[[str], Path]
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Stands for g++ from now on: notes that it was called, does what it is given, and writes what
+    it was asked for. Returns the file of its notes.
+    """
+    monkeypatch.setattr(build, "COMPILED", tmp_path / "none shipped")
+
+    def make(does: str) -> Path:
+        program, notes = tmp_path / "bin" / "g++", tmp_path / "notes"
+        program.parent.mkdir()
+        last = 'for word; do target=$word; done; : > "$target"'
+        program.write_text(f'#!/bin/sh\necho $$ >> "{notes}"\n{does}\n{last}\n')
+        program.chmod(0o700)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+        return notes
+
+    return make
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> ModelOptions:
+    if (reason := build.unlikely()) is not None:
+        pytest.skip(reason)
+    return ModelOptions(device="cpu", cache_dir=str(tmp_path / "cache"))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_it_is_made_for_who_comes_later_and_only_once(
+    options: ModelOptions, compiler: Compiler
+) -> None:
+    notes = compiler("")
+    folder = Path(str(options.cache_dir))
+    with compiled_meanwhile(options, "bfloat16"):
+        wait_until(lambda: build.is_made(folder))
+    calls = notes.read_text()
+    with compiled_meanwhile(options, "bfloat16"):
+        assert build.is_made(folder)
+    assert notes.read_text() == calls
+
+
+def test_models_that_use_none_compile_none(options: ModelOptions, compiler: Compiler) -> None:
+    notes = compiler("")
+    with compiled_meanwhile(options, "float32"):
+        pass
+    assert not notes.exists()
+
+
+def test_a_start_that_ends_leaves_no_compiler_and_no_files(
+    options: ModelOptions, compiler: Compiler
+) -> None:
+    notes = compiler("sleep 1000")
+    with compiled_meanwhile(options, "bfloat16"):
+        wait_until(notes.exists)
+    compilers = [Path("/proc") / pid for pid in notes.read_text().split()]
+    wait_until(lambda: not any(process.exists() for process in compilers))
+    assert list(Path(str(options.cache_dir)).iterdir()) == []
