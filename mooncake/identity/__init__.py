@@ -13,6 +13,7 @@ from mooncake.identity.credential import (
     check_certificate,
     cluster_keys,
     issue,
+    listening_seed,
     own_credential,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "check_certificate",
     "cluster_keys",
     "issue",
+    "listening_seed",
     "own_credential",
 ]

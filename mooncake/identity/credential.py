@@ -136,6 +136,11 @@ def cluster_keys(secret: str) -> ClusterKeys:
     return _Secret(secrets_in(secret)[0]).public
 
 
+def listening_seed(secret: str) -> bytes:
+    """Return the private key to the sockets of the cluster whose address people type."""
+    return _Secret(secrets_in(secret)[0]).channel_seed
+
+
 class Keys:
     """The private keys of one process, made of a seed, which is a secret."""
 
@@ -181,9 +186,8 @@ class Credential:
         others: Sequence[ClusterKeys] = (),
         listening: bytes = b"",
     ) -> None:
-        """`others`: of which certificates count, too. `listening`: the cluster's key for join
-        ports, if its holder may have it. Raises ProtocolError: `signed` is no certificate of this
-        cluster.
+        """`others`: of which certificates count, too. `listening`: see `listening_seed`. Raises
+        ProtocolError: `signed` is no certificate of this cluster.
         """
         self.certificate = check_certificate(signed, cluster)
         self.signed = signed
@@ -220,7 +224,7 @@ class Credential:
                     "uses: restart the process with it"
                 )
             self.certificate, self.cluster, clusters = new.certificate, new.cluster, new.clusters
-            signed = new.signed
+            signed, self._listening = new.signed, new.listening_seed or b""
         else:
             secret, *others = map(_Secret, secrets_in(given))
             self._secret, self.cluster = secret, secret.public
@@ -235,11 +239,9 @@ class Credential:
         """The cluster's private X25519 key, for sockets whose address people type: peers need not
         be told the key to it. None: this was neither made from the secret nor given the key.
         """
-        if self._secret is None:
-            return self._listening or None
         if self.certificate.sender().speaks_for_itself:
             return None
-        return self._secret.channel_seed
+        return self._listening or (self._secret.channel_seed if self._secret else None)
 
     @property
     def channel_seed(self) -> bytes:

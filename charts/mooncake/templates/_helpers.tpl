@@ -20,6 +20,20 @@
 {{- .Values.secret.signer | default (printf "%s-signer" (include "mooncake.name" .)) -}}
 {{- end -}}
 
+{{/* The roles of this release's pods, as JSON. Ray's head is there for KubeRay alone. */}}
+{{- define "mooncake.roles" -}}
+{{- concat (ternary (list "head") list .Values.kubeRay.enabled) (list "gateway" "prefill" "decode" "kvstore") | toJson -}}
+{{- end -}}
+
+{{/* The keys that the Secret of all pods must have, as JSON. */}}
+{{- define "mooncake.secretKeys" -}}
+{{- $keys := ternary (list "ray-token") list .Values.kubeRay.enabled }}
+{{- range include "mooncake.roles" . | fromJsonArray }}
+{{- $keys = append $keys (printf "token-%s" .) }}
+{{- end }}
+{{- toJson $keys -}}
+{{- end -}}
+
 {{/* Refuse values whose pods could not start or never become ready. */}}
 {{- define "mooncake.check" -}}
 {{- if .Values.secret.apiKeys }}
@@ -35,7 +49,7 @@
 {{- with .Values.secret.existing }}
 {{- $data := (lookup "v1" "Secret" $.Release.Namespace .).data }}
 {{- if $data }}
-{{- range list "ray-token" "token-head" "token-gateway" "token-prefill" "token-decode" "token-kvstore" }}
+{{- range include "mooncake.secretKeys" $ | fromJsonArray }}
 {{- if not (hasKey $data .) }}
 {{- fail (printf "secret.existing: the Secret %s has no `%s`" $.Values.secret.existing .) }}
 {{- end }}
@@ -66,12 +80,17 @@
 {{- fail (printf "gateway.args: %s: probes have no client certificate; ask for them at the ingress" .) }}
 {{- end }}
 {{- end }}
-{{- range $role := list "head" "prefill" "decode" "kvstore" }}
+{{- $rdma := list }}
+{{- range $role := list "prefill" "decode" "kvstore" }}
+{{- $rdma = append $rdma (dig "rdma" $.Values.pods.rdma (index $.Values $role)) }}
 {{- range (index $.Values $role).args }}
 {{- if regexMatch "^--health-ssl-" (toString .) }}
 {{- fail (printf "%s.args: %s: name the authority of all pods in tls.authority; probes have no client certificate" $role .) }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- if gt ($rdma | uniq | len) 1 }}
+{{- fail "rdma: prefill, decode and kvstore move KV to one another, so all of them use RDMA or none: give pods.rdma" }}
 {{- end }}
 {{- if and $keys (not (or .Values.gateway.tlsSecret .Values.gateway.allowClear)) }}
 {{- fail "gateway.tlsSecret: API keys would travel in plain HTTP; name the Secret of a certificate, or give gateway.allowClear=true where a proxy before the gateways speaks HTTPS" }}
@@ -95,7 +114,8 @@
 {{/* One role with what it inherits: (dict "root" $ "role" "gateway"), with `values` and `name` added, and
      `stages`: how many pods an engine has where each of its stages is in one of its own, else 0. */}}
 {{- define "mooncake.scope" -}}
-{{- $values := mergeOverwrite (deepCopy .root.Values.pods) (deepCopy (index .root.Values .role)) }}
+{{- $own := ternary .root.Values.kubeRay.head (get .root.Values .role) (eq .role "head") }}
+{{- $values := mergeOverwrite (deepCopy .root.Values.pods) (deepCopy $own) }}
 {{- with ($values.shape).gpu }}
 {{- $limits := ($values.resources).limits | default dict }}
 {{- $known := get $limits . }}
@@ -120,7 +140,8 @@
 {{- end }}
 {{- $_ := set . "values" $values }}
 {{- $_ := set . "name" (printf "%s-%s" (include "mooncake.name" .root) .role) }}
-{{- $_ := set . "head" (printf "%s-head" (include "mooncake.name" .root)) }}
+{{- /* Whether KubeRay starts its pods, which then take part in Ray. */}}
+{{- $_ := set . "ofRay" (and .root.Values.kubeRay.enabled (has .role (list "head" "prefill" "decode"))) }}
 {{- end -}}
 
 {{/* Labels that select the pods of one role: (dict "root" $ "role" "gateway"). */}}
@@ -137,6 +158,16 @@ app.kubernetes.io/component: {{ .role }}
 {{/* Where a pod keeps its own credential and certificate. */}}
 {{- define "mooncake.own" -}}
 /etc/mooncake-own
+{{- end -}}
+
+{{/* Where gateways are joined: a Service that names them all, ready or not. */}}
+{{- define "mooncake.seeds" -}}
+{{ include "mooncake.name" . }}-gateways
+{{- end -}}
+
+{{/* The pod's address as it stands in a URL: `$at`. */}}
+{{- define "mooncake.at" -}}
+at=$POD_IP; case "$at" in *:*) at="[$at]" ;; esac
 {{- end -}}
 
 {{/* Whether Ray, health and admin ports speak TLS: "true" or nothing. */}}
@@ -182,6 +213,7 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{/* Volumes of a role's pods, and where they are mounted: "volumes" and "mounts", of the same names. Files
      of Secrets are root's and the fsGroup's: no other user of the pod reads them. */}}
 {{- define "mooncake.volumes" -}}
+{{- if ne .role "head" }}
 {{- $model := ternary .root.Values.model.volume (.root.Values.model.smallVolume | default .root.Values.model.volume)
     (or (has .role (list "prefill" "decode")) (not .root.Values.model.smallVolume)) }}
 {{- with .root.Values.model.download }}
@@ -201,6 +233,7 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- if .root.Values.model.download.source }}
 - name: digests
   configMap: {name: {{ .root.Values.model.download.digests }}}
+{{- end }}
 {{- end }}
 {{- if ne .role "gateway" }}
 - name: shm
@@ -233,7 +266,9 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- end -}}
 
 {{- define "mooncake.mounts" -}}
+{{- if ne .role "head" }}
 - {name: model, mountPath: {{ .root.Values.model.mountPath }}, readOnly: true}
+{{- end }}
 {{- if ne .role "gateway" }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
@@ -257,7 +292,7 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{/* What runs before a role's container. */}}
 {{- define "mooncake.initContainers" -}}
 {{- with .root.Values.model.download }}
-{{- if .source }}
+{{- if and .source (ne $.role "head") }}
 {{- if not .digests }}
 {{- fail "model.download.digests: name a ConfigMap of what each file must be; `mooncake model digests DIR --out FOLDER` makes its files" }}
 {{- end }}
@@ -339,6 +374,19 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- end }}
 {{- end -}}
 
+{{/* Where a role's pods go unless `affinity` says so: one pool to a node, since engines know a pool by its
+     node, and engines where a pool is. */}}
+{{- define "mooncake.affinity" -}}
+{{- $pools := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels"
+    (include "mooncake.labels" (dict "root" .root "role" "kvstore") | fromYaml)) }}
+{{- if eq .role "kvstore" }}
+podAntiAffinity: {requiredDuringSchedulingIgnoredDuringExecution: [{{ toJson $pools }}]}
+{{- else if has .role (list "prefill" "decode") }}
+podAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution: [{weight: 100, podAffinityTerm: {{ toJson $pools }}}]
+{{- end }}
+{{- end -}}
+
 {{/* The pod of a role: what is under `template` in its workload; with `ofStage` the pod of a stage that
      another pod leads. */}}
 {{- define "mooncake.template" -}}
@@ -357,7 +405,10 @@ spec:
   {{- with .root.Values.podSecurityContext }}
   securityContext: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- range $name := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName"
+  {{- with .values.affinity | default (include "mooncake.affinity" . | fromYaml) }}
+  affinity: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- range $name := list "nodeSelector" "tolerations" "priorityClassName" "runtimeClassName"
       "serviceAccountName" "hostNetwork" }}
   {{- with index $.values $name }}
   {{ $name }}: {{ ternary (toYaml . | nindent 4) (toString .) (or (kindIs "map" .) (kindIs "slice" .)) }}
@@ -395,7 +446,7 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- $memory := ((.values.resources).requests).memory }}
 resources: {{- toYaml (merge (deepCopy .values.resources) (ternary (dict "limits" (dict "memory" $memory)) dict (not (empty $memory)))) | nindent 2 }}
 {{- $security := deepCopy .root.Values.securityContext }}
-{{- if .values.rdma }}
+{{- if and .values.rdma (has .role (list "prefill" "decode" "kvstore")) }}
 {{- $security = merge (dict "capabilities" (merge (dict "add" (list "IPC_LOCK"))
     (($security).capabilities | default dict))) $security }}
 {{- end }}
@@ -414,22 +465,9 @@ env:
   - {name: MOONCAKE_HTTP_WITHOUT_TLS, value: "true"}
 {{- end }}
 {{- else if not (include "mooncake.tls" .root) }}
-  - {name: MOONCAKE_RAY_WITHOUT_TLS, value: "true"}
   - {name: MOONCAKE_HTTP_WITHOUT_TLS, value: "true"}
 {{- end }}
-{{- /* Who takes part in Ray: its token runs programs in all pods that do. */}}
-{{- if not (or (eq .role "gateway") .ofStage) }}
-{{- if include "mooncake.tls" .root }}
-  - {name: RAY_USE_TLS, value: "1"}
-  - {name: RAY_TLS_SERVER_CERT, value: {{ include "mooncake.own" . }}/cert.pem}
-  - {name: RAY_TLS_SERVER_KEY, value: {{ include "mooncake.own" . }}/key.pem}
-  - {name: RAY_TLS_CA_CERT, value: {{ include "mooncake.own" . }}/ca.pem}
-{{- end }}
-  - name: RAY_AUTH_MODE
-    value: token
-  - name: RAY_AUTH_TOKEN
-    valueFrom: {secretKeyRef: {name: {{ include "mooncake.secret" .root }}, key: ray-token}}
-{{- end }}
+{{- include "mooncake.rayEnvironment" . }}
 {{- /* What encrypts disks: only those who read them have it. */}}
 {{- $keys := dict "prefill" "weights-key" "decode" "weights-key" "kvstore" "ssd-key" }}
 {{- with get $keys .role }}
@@ -464,14 +502,20 @@ lifecycle:
       command:
         - /bin/sh
         - -c
-        - mooncake pool drain --wait {{ .values.drainSeconds }} {{ if include "mooncake.tls" .root }}--ssl-ca-certs {{ include "mooncake.own" . }}/ca.pem --url "https://$POD_IP:8100"{{ else }}--url "http://$POD_IP:8100"{{ end }} || true
+        - |
+          {{ include "mooncake.at" . }}
+          mooncake pool drain --wait {{ .values.drainSeconds }} {{ if include "mooncake.tls" .root }}--ssl-ca-certs {{ include "mooncake.own" . }}/ca.pem --url "https://$at:8100"{{ else }}--url "http://$at:8100"{{ end }} || true
 {{- end }}
 ports: {{- include "mooncake.ports" . | nindent 2 }}
 {{- $port := ternary "http" "health" (eq .role "gateway") }}
 {{- $tls := ternary .root.Values.gateway.tlsSecret (include "mooncake.tls" .root) (eq .role "gateway") }}
 {{- range $kind, $path := dict "startup" "startup" "liveness" "live" "readiness" "ready" }}
 {{ $kind }}Probe:
+  {{- if eq $.role "head" }}
+  tcpSocket: {port: ray}
+  {{- else }}
   httpGet: {path: /health/{{ $path }}, port: {{ $port }}, scheme: {{ ternary "HTTPS" "HTTP" (not (empty $tls)) }}}
+  {{- end }}
   {{- range $name, $value := index $.values.probes $kind }}
   {{ $name }}: {{ $value }}
   {{- end }}
@@ -520,45 +564,35 @@ volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{/* The port at which a role's health is asked, each another: with hostNetwork a node has a pod of each. */}}
+{{- define "mooncake.health" -}}
+{{ get (dict "prefill" 8200 "decode" 8201 "kvstore" 8202) .role }}
+{{- end -}}
+
 {{/* The ports on which a role's pods listen, beside those of "mooncake.ranges". */}}
 {{- define "mooncake.ports" -}}
-{{- $ray := dict "ray-node" 6380 "ray-objects" 6381 "ray-env" 6382 }}
-{{- $ports := dict "http" 8000 }}
-{{- if ne .role "gateway" }}
-{{- $ports = merge (dict "health" 8200) $ray (get (dict "head" (dict "ray" 6379) "kvstore" (dict "admin" 8100)) .role | default dict) }}
+{{- $ports := dict "http" 8000 "join" 6400 }}
+{{- if eq .role "head" }}
+{{- $ports = dict "ray" 6379 }}
+{{- else if ne .role "gateway" }}
+{{- $ports = merge (dict "health" (include "mooncake.health" .)) (ternary (dict "admin" 8100) dict (eq .role "kvstore")) }}
+{{- end }}
+{{- if .ofRay }}
+{{- $ports = merge $ports (dict "ray-node" 6380 "ray-objects" 6381 "ray-env" 6382) }}
 {{- end }}
 {{- range $name, $port := $ports }}
 - {name: {{ $name }}, containerPort: {{ $port }}}
 {{- end }}
 {{- end -}}
 
-{{/* First and last port of those of which a role's pods take some: Ray's workers, and what Mooncake's own
-     processes open for each other. A container's `ports` cannot name a range. */}}
+{{/* First and last port of those of which a role's pods take some, for each other. A container's `ports`
+     cannot name a range. */}}
 {{- define "mooncake.ranges" -}}
+{{- if has .role (list "prefill" "decode" "kvstore") }}
 - {first: 7000, last: 7099}
-{{- if ne .role "gateway" }}
-- {first: 6400, last: 6499}
 {{- end }}
-{{- end -}}
-
-{{/* Flags of `ray start`. The agent and the metrics of `ray[default]` would take the ports up to 6385; nobody
-     asks for them. */}}
-{{- define "mooncake.ray" -}}
---node-ip-address="$POD_IP" --num-cpus=0 --disable-usage-stats --object-store-memory=104857600 \
-  --node-manager-port=6380 --object-manager-port=6381 --runtime-env-agent-port=6382 \
-  --dashboard-agent-listen-port=6383 --dashboard-agent-grpc-port=6384 --metrics-export-port=6385 \
-  --min-worker-port=6400 --max-worker-port=6499
-{{- end -}}
-
-{{- define "mooncake.head" -}}
-ray start --head --port=6379 --include-dashboard=false --no-monitor {{ include "mooncake.ray" . }}
-exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
-  --prefill 0 --decode 0 --kvstore 0 --ray-address "$POD_IP:6379" \
-  --bind-host "$POD_IP" --bind-ports 7000-7099 --health-host "$POD_IP" --health-port 8200
-{{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
-{{- range $role := list "prefill" "decode" }}
-{{- $own := include "mooncake.sizes" (index $.root.Values $role).shape | fromYaml }}
-{{- range $flag, $size := $own }} --{{ $role }}-set {{ $flag }}={{ $size }}{{ end }}
+{{- if .ofRay }}
+- {first: 6400, last: 6499}
 {{- end }}
 {{- end -}}
 
@@ -572,11 +606,16 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --headless \
 {{- end }}
 {{- end -}}
 
+{{/* All gateways have the same flags: what they say is how the cluster works. */}}
 {{- define "mooncake.gateway" -}}
+{{ include "mooncake.at" . }}
 exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
-  --join {{ if include "mooncake.tls" .root }}https://{{ .head }}:8200 --join-ca-certs {{ include "mooncake.own" . }}/ca.pem{{ else }}http://{{ .head }}:8200{{ end }} \
-  --join-timeout 1800 --bind-host "$POD_IP" --bind-ports 7000-7099 --node-id "$NODE_NAME" \
+  --join "tcp://$at:6400,{{ include "mooncake.seeds" .root }}:6400" --join-port 6400 \
+  --bind-host "$POD_IP" \
   --host 0.0.0.0 --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
+{{- if .root.Values.pods.rdma }} \
+  --require-transport rdma
+{{- end }}
 {{- if .root.Values.secret.apiKeys }} \
   --api-keys-file /etc/mooncake/keys.yaml
 {{- end }}
@@ -587,14 +626,20 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
 {{- end }}
 {{- end -}}
 
-{{/* Engines write through to the pool of their node, which they know by its name. */}}
+{{/* Engines write through to the pool of their node, which they know by its name. A pool node is of the
+     model that gateways name: one that was given a directory would look for other pool nodes alone. */}}
 {{- define "mooncake.worker" -}}
-head={{ .head }}:6379
-ray start --address="$head" {{ include "mooncake.ray" . }}
-exec mooncake serve {{ .root.Values.model.path | squote }} --role {{ .role }} --join "$head" --join-timeout 1800 \
+{{- if .ofRay }}
+{{- include "mooncake.rayWorker" . }}
+{{ end -}}
+exec mooncake serve{{ if ne .role "kvstore" }} {{ .root.Values.model.path | squote }}{{ end }} --role {{ .role }} \
+  --join tcp://{{ include "mooncake.seeds" .root }}:6400 --join-timeout 1800 \
   --node-id "$NODE_NAME" --shutdown-timeout {{ .values.drainSeconds }} \
-  --bind-host "$POD_IP" --bind-ports 7000-7099 --health-host "$POD_IP" --health-port 8200
+  --bind-host "$POD_IP" --bind-ports 7000-7099 --health-host "$POD_IP" --health-port {{ include "mooncake.health" . }}
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
+{{- if .values.rdma }} \
+  --require-transport rdma
+{{- end }}
 {{- if eq .role "kvstore" }} \
   --admin-host "$POD_IP" --admin-port 8100 --dram {{ .values.dram | squote }}
 {{- include "mooncake.portTls" (dict "root" .root "port" "admin") }}

@@ -34,6 +34,7 @@ from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import kept_secret
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.telemetry.health import Vitals
 
@@ -79,6 +80,7 @@ class JoinedCluster:
         own = machine_facts.host_name() if config.node_id is None else config.node_id
         # One at a fixed port comes back under its name.
         self.gateway_id = f"{GATEWAY_ID}-{own}-{config.join_port or SystemIds().hex(3)}"
+        self._addresses = SeedAddresses(())
         self._gateway_process: GatewayProcess | None = None
         self._num_alone = 0
 
@@ -110,9 +112,10 @@ class JoinedCluster:
             ports=(port, port) if port else config.bind_ports,
         )  # fmt: skip
         told = self._facts.gateway_address
+        self._addresses = SeedAddresses([*config.seeds, *([told] if told else [])])
         self._gateway_process = GatewayProcess(
             self.plan, channel, config.names[0], gateway_id=self.gateway_id,
-            peers=[*config.seeds, *([told] if told else [])],
+            peers=self._addresses,
         )  # fmt: skip
         facts = msgspec.structs.replace(self._facts, gateway_address=channel.address)
         self._gateway_process.gateway.facts = encode_facts(facts)
@@ -125,6 +128,7 @@ class JoinedCluster:
     def stop(self) -> None:
         """Announce the end: workers and other gateways then wait for no heartbeat of this one."""
         self._following.close()
+        self._addresses.close()
         if self._gateway_process is not None:
             self._gateway_process.gateway.say_goodbye()
 

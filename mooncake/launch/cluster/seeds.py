@@ -16,6 +16,7 @@ from mooncake.identity import Credential
 from mooncake.launch.cluster.facts import ASK_AGAIN_S, ClusterFacts, NotUp, read_facts
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
+from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 
 ANSWER_S = 10.0
@@ -33,11 +34,13 @@ class Seeds:
         """Raises ConfigError: gateways could not answer to `bind_host`."""
         _check_way_back(config.seeds, config.bind_host)
         self.addresses = config.seeds
+        self._meant = SeedAddresses(config.seeds)
         self._channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
         self._own = WorkerRef("joining", SystemIds().hex(8), self._channel.address)
 
     def close(self) -> None:
         """Ask no more."""
+        self._meant.close()
         self._channel.close()
 
     def ask(self, num_wanted: int = 1) -> list[ClusterTold]:
@@ -47,7 +50,7 @@ class Seeds:
         Raises:
             MooncakeError: one refuses to answer.
         """
-        for address in self.addresses:
+        for address in self._meant:
             self._channel.send(address, AskCluster(asker=self._own, ticket=0))
         told: list[ClusterTold] = []
         end_s = time.monotonic() + ASK_AGAIN_S

@@ -18,7 +18,7 @@ from pathlib import Path
 from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.identity.certificates import HostKey
 from mooncake.identity.credential import Credential, Keys, keys_in
-from mooncake.identity.enrolment import Enrolled, Question, checked_token, decode, encode
+from mooncake.identity.enrolment import Enrolled, Question, checked_token, decode, encode, opened
 from mooncake.launch.host.credentials import read_secret, write_private
 from mooncake.launch.host.signer import PATH, PLACES
 
@@ -83,7 +83,10 @@ def _enrol_once(wanted: Enrolment) -> Credential:
             "translate addresses on the way to the signer"
         )
     issued = answer.issued
-    credential = Credential(keys.seed, issued.signed, issued.cluster, None, issued.others)
+    listening = opened(answer.listening, keys) if answer.listening else b""
+    credential = Credential(
+        keys.seed, issued.signed, issued.cluster, None, issued.others, listening
+    )
     files = {CREDENTIAL: credential.text + "\n"}
     if answer.host is not None and not wanted.renew:
         files |= {

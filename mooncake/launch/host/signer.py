@@ -17,7 +17,7 @@ from pathlib import Path
 from mooncake.base import ConfigError, MooncakeError
 from mooncake.base.errors import Forbidden
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import certify
+from mooncake.identity import certify, listening_seed
 from mooncake.identity.certificates import Pem, sign_host_key
 from mooncake.identity.enrolment import (
     Enrolled,
@@ -26,6 +26,7 @@ from mooncake.identity.enrolment import (
     checked_token,
     decode,
     encode,
+    sealed_to,
 )
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.health import probe_routes
@@ -37,13 +38,13 @@ PATH = "/v1/enrol/"
 """A process asks at this and its place."""
 BYTES = "application/octet-stream"
 PLACES: Mapping[str, CredentialRole] = {
-    "head": CredentialRole.GATEWAY,
     "gateway": CredentialRole.GATEWAY,
     "prefill": CredentialRole.WORKER,
     "decode": CredentialRole.WORKER,
     "kvstore": CredentialRole.WORKER,
+    "head": CredentialRole.WORKER,
 }
-"""What each kind of process may do. The head is a gateway without an API."""
+"""What each kind of process may do. The head is Ray's, and needs a certificate alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class SignerSettings:
     port: int
     secret_file: str
     tokens: str
-    """A folder: the token of each place is in the file of its name."""
+    """A folder: the token of each place is in the file of its name. There are only these places."""
     authority: str | None
     """A folder with `ca.pem` and `ca-key.pem`; None: no certificates for TLS."""
     name_prefix: str
@@ -76,11 +77,15 @@ class Signer:
         """
         self._settings = settings
         read_secret(Path(settings.secret_file))
-        for place in PLACES:
+        places = [place for place in PLACES if (Path(settings.tokens) / place).exists()]
+        if not places:
+            named = ", ".join(PLACES)
+            raise ConfigError(f"tokens: {settings.tokens} has no file named one of {named}")
+        for place in places:
             self._token(place)
         self._authority()
         routes = {
-            PATH + place: Route("POST", partial(self._answer, place)) for place in PLACES
+            PATH + place: Route("POST", partial(self._answer, place)) for place in places
         } | probe_routes(lambda: [Vitals(joined=True)])
         self._server = HttpServer(settings.host, settings.port, routes, "port")
         self.url = self._server.url
@@ -104,16 +109,19 @@ class Signer:
 
     def _enrolled(self, place: str, question: Question, address: str) -> Enrolled:
         settings = self._settings
+        secret, role = read_secret(Path(settings.secret_file)), PLACES[place]
         issued = certify(
-            read_secret(Path(settings.secret_file)), f"{place} {address}", [PLACES[place]],
-            question.keys, expires_s=time.time() + settings.lifetime_s,
+            secret, f"{place} {address}", [role], question.keys,
+            expires_s=time.time() + settings.lifetime_s,
         )  # fmt: skip
+        joined = role is CredentialRole.GATEWAY
+        listening = sealed_to(question.keys, listening_seed(secret)) if joined else b""
         host = None
         if (authority := self._authority()) is not None:
             names = [address, *([settings.name_prefix + place] * bool(settings.name_prefix))]
             signed = sign_host_key(authority, names, settings.certificate_days, question.host_key)
             host = HostCertificate(signed, authority.certificate)
-        return Enrolled(issued, host, address)
+        return Enrolled(issued, host, address, listening)
 
     def _token(self, place: str) -> bytes:
         file = Path(self._settings.tokens) / place

@@ -65,6 +65,7 @@ from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
+from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.engine import PolledTransfer, Region
 from mooncake.transfer.factory import AUTO, TransferConfig, choose_protection, open_transfer
@@ -150,6 +151,8 @@ class WorkerPorts:
     runner: PolledRunner | None = None
     disks: PolledDisks | None = None
     hasher: PolledHasher | None = None
+    seeds: SeedAddresses | None = None
+    """Where gateways are looked for."""
 
 
 def _facts(machine: Machine) -> Facts:
@@ -278,6 +281,8 @@ class Worker:
         if self._admin is not None:
             self._admin.close()
         ports, machine = self._ports, self.machine
+        if ports.seeds is not None:
+            ports.seeds.close()
         if isinstance(machine, PrefillWorker | DecodeWorker) and machine.instance.engine.hung:
             ports.channel.close()
             return
@@ -329,7 +334,10 @@ def build(
         health_url=health_url,
         transports=settings.transfer_protocols,
     )
-    ports = WorkerPorts(channel=channel, transfer=transfer, clock=MonotonicClock())
+    ports = WorkerPorts(
+        channel=channel, transfer=transfer, clock=MonotonicClock(),
+        seeds=SeedAddresses(settings.seeds),
+    )  # fmt: skip
     if settings.role is Role.KVSTORE:
         progress("allocating the pool", 0, 0)
         return _build_pool(settings, hello, ports)
@@ -342,7 +350,7 @@ def _build_pool(settings: WorkerSettings, hello: WorkerHello, ports: WorkerPorts
     try:
         node = KvNode(
             settings.kvstore, hello, settings.layout, ports.channel, ports.transfer,
-            settings.gateway_address, disks, settings.seeds,
+            settings.gateway_address, disks, ports.seeds or (),
         )  # fmt: skip
     except BaseException:
         disks.close()
@@ -415,7 +423,7 @@ def _build_engine(
             hasher,
             own_array,
             _followers(settings, model, array) if options.own_memories else (),
-            settings.seeds,
+            ports.seeds or (),
         ),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)

@@ -49,7 +49,9 @@ class PeerGateways:
         timeout_s: float,
         turns: Turns | None = None,
     ) -> None:
-        """`turns` are kept in step with those of the other gateways."""
+        """`addresses` is read anew each time that it is used: what is in it may change. `turns` are
+        kept in step with those of the other gateways.
+        """
         self._turns = turns or Turns()
         self._gateway = gateway
         self._channel = channel
@@ -58,8 +60,11 @@ class PeerGateways:
         self._peers: dict[str, _Peer] = {}
         self._has_others = False
         """Whether any gateway that was met has not said goodbye; those forgotten count."""
-        self._untried = {one: float("inf") for one in addresses if one != gateway.address}
-        """Addresses from which no gateway has answered yet -> until when they are tried."""
+        self._addresses = addresses
+        self._untried: dict[str, float] = {}
+        """Addresses that other gateways have named and from which none has answered yet -> until
+        when they are tried.
+        """
         self._next_heartbeat_s = float("-inf")
         self._lost: list[WorkerRef] = []
         self._foreign: dict[str, Release] = {}
@@ -161,13 +166,13 @@ class PeerGateways:
         self._check_silence(now)
         if not self._peers:
             self._bookings.updates = None
-            if not self._untried:
+            if not self._untried and not self._unmet():
                 return None
         is_due = now >= self._next_heartbeat_s
         if is_due:
             self._next_heartbeat_s = now + HEARTBEAT_S
             self._untried = {one: end_s for one, end_s in self._untried.items() if now < end_s}
-            for address in self._untried:
+            for address in {**self._untried, **dict.fromkeys(self._unmet())}:
                 self._channel.send(address, self._news([]))
         changes: list[BookingUpdate] = self._bookings.updates or []
         if changes:
@@ -178,6 +183,11 @@ class PeerGateways:
                 whole = peer.send_bookings or is_due
                 self._send(peer, self._news(news, whole=whole, ask_bookings=peer.ask_bookings))
         return self._next_heartbeat_s
+
+    def _unmet(self) -> list[str]:
+        """Return the addresses at which no gateway is known."""
+        known = {self._gateway.address, *(peer.ref.address for peer in self._peers.values())}
+        return [each for each in self._addresses if each not in known]
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a lost gateway has bookings here."""

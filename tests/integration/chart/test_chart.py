@@ -23,10 +23,10 @@ import yaml
 
 from mooncake.cli.main import make_parser
 from mooncake.crypto.keys import KeySource
+from mooncake.identity import own_credential
 from mooncake.launch.config import options
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host import environment
 from mooncake.launch.host.enrol import Enrolment, enrol
 from mooncake.launch.host.health import PROBE_PATHS
 from mooncake.launch.host.signer import PLACES, Signer, SignerSettings
@@ -38,12 +38,13 @@ CHART = Path(__file__).parents[3] / "charts" / "mooncake"
 SETTINGS = (
     "image.repository=registry/mooncake", "model.volume.hostPath.path=/mnt/models",
     "kvstore.ssd[0].size=900GiB", "kvstore.ssd[0].storage=1Ti", "kvstore.ssd[1].size=5GiB",
-    "kvstore.ssd[1].storage=6Gi", "prefill.replicas=3", "prefill.rdma=true",
+    "kvstore.ssd[1].storage=6Gi", "prefill.replicas=3", "pods.rdma=true",
     "prefill.shape.gpu=nvidia.com/gpu", "gateway.replicas=4", "secret.apiKeys=true",
     "secret.existing=mine", "secret.signer=signs", "gateway.allowClear=true",
-    "head.args={--slo-ttft-s,5}", "decode.args={--max-num-seqs,16}",
+    "gateway.args={--slo-ttft-s,5}", "decode.args={--max-num-seqs,16}",
 )  # fmt: skip
-KEYS = {"ray-token", *(f"token-{place}" for place in PLACES)}
+ROLES = ("gateway", "prefill", "decode", "kvstore")
+KEYS = {f"token-{role}" for role in ROLES}
 """Of the Secret that all pods have something of."""
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
 
@@ -75,7 +76,8 @@ def test_the_values_keep_their_schema_and_all_are_in_it() -> None:
         ("decode.shape.tensorParallelSize", 0),
         ("decode.shape.gpu", "gpu"),
         ("kvstore.autoscaling", {"maxReplicas": 3}),
-        ("head.replicas", 2),
+        ("head", {"replicas": 1}),
+        ("kubeRay.head", {"replicas": 2}),
         ("model.download.source", "ftp://host"),
         ("kvstore.drainSeconds", 0),
         ("securityContext", []),
@@ -127,13 +129,13 @@ def pods(documents: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dic
     return found
 
 
-def served(container: dict[str, Any]) -> ServeConfig:
+def served(container: dict[str, Any], address: str = "10.1.2.3") -> ServeConfig:
     """Return the settings of a container's `mooncake serve`, as the command itself reads them."""
     [script] = container["args"]
-    script = script.replace("\\\n", " ").replace("$POD_IP", "10.1.2.3")
-    if head := re.search(r"^head=(\S+)$", script, re.MULTILINE):
-        script = script.replace("$head", head.group(1))
-    [command] = re.findall(r"exec mooncake (serve .*)", script)
+    names = {"$POD_IP": address, "$at": f"[{address}]" if ":" in address else address}
+    command = re.findall(r"exec mooncake (serve .*)", script.replace("\\\n", " "))[0]
+    for name, value in names.items():
+        command = command.replace(name, value)
     arguments = vars(make_parser().parse_args(shlex.split(command)))
     known = options.options_of(ServeConfig)
     environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
@@ -149,17 +151,28 @@ def served(container: dict[str, Any]) -> ServeConfig:
 def test_every_pod_runs_a_command_that_the_program_takes() -> None:
     documents = rendered(*SETTINGS)
     found = pods(documents)
-    assert set(found) == {"head", "gateway", "prefill", "decode", "kvstore"}
+    assert set(found) == set(ROLES)
     configs = {role: served(container) for role, (_, container) in found.items()}
-    head = configs.pop("head")
-    assert (head.headless, head.prefill, head.decode, head.kvstore) == (True, 0, 0, 0)
-    assert (head.ray_address, head.bind_host, head.slo_ttft_s) == ("10.1.2.3:6379", "10.1.2.3", 5)
-    [ray] = [d for d in documents if d["kind"] == "Service" and "head" in d["metadata"]["name"]]
+    joined = {}
     for role, config in configs.items():
         assert config.role == role
-        address = "https://{}:8200" if role == "gateway" else "{}:6379"
-        assert config.join == address.format(ray["metadata"]["name"])
         assert config.bind_host == "10.1.2.3"
+        joined[role] = config.seeds
+    [seeds] = [
+        d
+        for d in documents
+        if d["kind"] == "Service" and d["metadata"]["name"].endswith("gateways")
+    ]
+    named = f"tcp://{seeds['metadata']['name']}:{seeds['spec']['ports'][0]['port']}"
+    own = "tcp://10.1.2.3:6400"
+    assert joined == {**dict.fromkeys(ROLES[1:], (named,)), "gateway": (own, named)}
+    assert configs["gateway"].is_seed, "its flags say how the cluster works"
+    assert served(found["gateway"][1], "fd00::7").is_seed, "with addresses of IPv6, too"
+    assert (configs["gateway"].join_port, configs["gateway"].slo_ttft_s) == (6400, 5)
+    spec = seeds["spec"]
+    assert (spec["clusterIP"], spec["publishNotReadyAddresses"]) == ("None", True)
+    labels = found["gateway"][0]["spec"]["template"]["metadata"]["labels"]
+    assert spec["selector"].items() <= labels.items()
     assert configs["gateway"].api_keys_file == "/etc/mooncake/keys.yaml"
     assert configs["decode"].max_num_seqs == 16
     sizes = {"/ssd/0": 900 * 2**30, "/ssd/1": 5 * 2**30}
@@ -172,24 +185,57 @@ def test_every_pod_runs_a_command_that_the_program_takes() -> None:
 
 
 @needs_helm
-def test_ray_is_started_by_flags_that_it_has_and_takes_no_port_that_is_not_named() -> None:
-    from ray.scripts.scripts import start
+def test_without_kuberay_nothing_is_of_ray_or_of_one_pod_alone() -> None:
+    documents = rendered(*SETTINGS)
+    text = yaml.safe_dump_all(documents).lower()
+    assert "ray" not in text.replace("array", "")
+    assert "head" not in text
+    alone = [d["metadata"]["name"] for d in documents if d["kind"] == "StatefulSet"]
+    assert alone == ["one-mooncake-kvstore"], "what is lost with its node is started elsewhere"
 
+
+@needs_helm
+def test_pods_find_the_pool_of_their_node_and_no_node_has_two() -> None:
+    """Names of pool nodes are of their machine, and so is whom engines write through to."""
+    found = pods(rendered(*SETTINGS))
+    affinities = {
+        role: document["spec"]["template"]["spec"].get("affinity", {})
+        for role, (document, _) in found.items()
+    }
+    assert affinities["gateway"] == {}
+    [apart] = affinities["kvstore"]["podAntiAffinity"][REQUIRED]
+    [near] = affinities["decode"]["podAffinity"][PREFERRED]
+    assert affinities["prefill"] == affinities["decode"]
+    for term in (apart, near["podAffinityTerm"]):
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        labels = found["kvstore"][0]["spec"]["template"]["metadata"]["labels"]
+        assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+    other = pods(rendered(*SETTINGS, "decode.affinity.nodeAffinity.x=y"))["decode"][0]
+    assert other["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {"x": "y"}}
+
+
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
+
+@needs_helm
+def test_on_the_network_of_their_node_pods_of_all_roles_have_room() -> None:
+    found = pods(rendered(*SETTINGS, "pods.hostNetwork=true"))
+    ports = [p["containerPort"] for _, container in found.values() for p in container["ports"]]
+    assert len(set(ports)) == len(ports)
+
+
+@needs_helm
+def test_rdma_is_used_or_the_worker_does_not_start() -> None:
     for role, (_, container) in pods(rendered(*SETTINGS)).items():
-        script = container["args"][0].replace("\\\n", " ")
-        commands = [line for line in script.splitlines() if line.startswith("ray start ")]
-        assert len(commands) == (role != "gateway"), "a gateway takes no part in Ray"
-        for command in commands:
-            given = start.make_context("ray", shlex.split(command)[2:]).params
-            assert {name for name in given if name.endswith("_port") and not given[name]} <= {
-                "ray_client_server_port",  # without ray[client] there is no such server
-                "port" if role != "head" else "",
-            }
-            ports = {p["name"]: p["containerPort"] for p in container["ports"]}
-            named = ("node_manager", "object_manager", "runtime_env_agent")
-            assert [given[f"{name}_port"] for name in named] == [
-                ports["ray-node"], ports["ray-objects"], ports["ray-env"]
-            ]  # fmt: skip
+        assert served(container).require_transport == "rdma"
+        added = container["securityContext"]["capabilities"].get("add", [])
+        assert added == (["IPC_LOCK"] if role != "gateway" else [])
+    without = (each for each in SETTINGS if "rdma" not in each)
+    for _, container in pods(rendered(*without, "prefill.replicas=2")).values():
+        assert served(container).require_transport is None
+    with pytest.raises(ValueError, match=r"rdma: prefill, decode and kvstore move KV to one"):
+        rendered(*SETTINGS, "kvstore.rdma=false")
 
 
 @needs_helm
@@ -207,7 +253,7 @@ def test_what_is_mounted_named_and_selected_is_there() -> None:
             assert source.get("name", "mine") == "mine"
     services = [d for d in rendered(*SETTINGS) if d["kind"] == "Service" and not is_signer(d)]
     selectors = [service["spec"]["selector"] for service in services]
-    assert len({json.dumps(each) for each in selectors}) == len(selectors) == 5
+    assert len({json.dumps(each) for each in selectors}) == len(selectors) - 1 == 4
     made = [d["metadata"]["name"] for d in rendered(*SETTINGS) if d["kind"] == "Secret"]
     assert made == ["one-mooncake-authority"]
     both = (*SETTINGS, "tls.authority=our-ca")
@@ -228,7 +274,7 @@ def test_keys_of_disks_are_with_those_who_read_them() -> None:
     weights = {KeySource(name="weights-key").variable: "weights-key"}
     disks = {KeySource(name="ssd-key").variable: "ssd-key"}
     assert found == {
-        "head": {}, "prefill": weights, "decode": weights, "kvstore": disks, "gateway": {}
+        "prefill": weights, "decode": weights, "kvstore": disks, "gateway": {}
     }  # fmt: skip
 
 
@@ -266,6 +312,15 @@ def test_probes_ask_what_the_program_answers_and_there_is_time_to_drain() -> Non
     changed = "decode.probes.startup.failureThreshold=9"
     container = pods(rendered(*SETTINGS, changed))["decode"][1]
     assert container["startupProbe"]["failureThreshold"] == 9
+
+
+def drained(hook: str, address: str) -> Any:
+    """Return how a hook calls `mooncake pool drain` in a pod of an address, as that reads it."""
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'mooncake() { for word; do echo "$word"; done; }\n' + hook],
+        env={"POD_IP": address}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return make_parser().parse_args(done.stdout.splitlines())
 
 
 RESTART_S = 30
@@ -313,12 +368,12 @@ def test_pods_may_do_little_and_leave_in_order() -> None:
         )
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
-        added = ["IPC_LOCK"] if role == "prefill" else []
+        added = ["IPC_LOCK"] if role != "gateway" else []
         assert context["capabilities"].get("add", []) == added
         assert context["capabilities"]["drop"] == ["ALL"]
     drain = found["kvstore"][1]["lifecycle"]["preStop"]["exec"]["command"][-1]
-    words = shlex.split(drain.split("||")[0].replace("$POD_IP", "10.1.2.3"))
-    arguments = make_parser().parse_args(words[1:])
+    arguments = drained(drain, "10.1.2.3")
+    assert drained(drain, "fd00::7").url == "https://[fd00::7]:8100"
     grace_s = found["kvstore"][0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert arguments.url == f"https://10.1.2.3:{served(found['kvstore'][1]).admin_port}"
     assert float(arguments.wait) < grace_s
@@ -349,7 +404,7 @@ def test_what_operators_of_prometheus_and_grafana_get() -> None:
         selected = json.dumps(monitor["spec"]["selector"]["matchLabels"])
         assert (endpoint["port"], selected) in ports
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert len(monitors) == len(pods(documents)) == 5
+    assert len(monitors) == len(pods(documents)) == 4
     [rule] = [d for d in documents if d["kind"] == "PrometheusRule"]
     assert rule["spec"] == yaml.safe_load((CHART / "monitoring" / "alerts.yaml").read_text())
     [board] = [d for d in documents if d["kind"] == "ConfigMap"]
@@ -438,16 +493,11 @@ def test_each_pod_gets_a_certificate_of_the_signer_and_its_ports_speak_tls(tmp_p
         )
         host = Host(*(str(own / name) for name in ("cert.pem", "key.pem", "ca.pem")))
         host.trusting(proven=True)
-        variables = {each["name"]: each.get("value", "") for each in container["env"]}
-        ray = environment.ray_tls(
-            {name: moved(text, places, host) for name, text in variables.items()}
-        )
         config = served(container)
         if role == "gateway":
-            assert ray is None, "it takes no part in Ray"
-            assert moved(str(config.join_ca_certs), places, host) == host.ca
+            credential = own_credential((own / "credential").read_text().strip(), PLACES[role])
+            assert credential.listening_seed is not None, "others can join it"
             continue
-        assert ray == (host.cert, host.key, host.ca)
         ports = ["health", "admin"] if role == "kvstore" else ["health"]
         for port in ports:
             files = (getattr(config, f"{port}_ssl_{name}") for name in ("certfile", "keyfile"))
@@ -457,10 +507,7 @@ def test_each_pod_gets_a_certificate_of_the_signer_and_its_ports_speak_tls(tmp_p
         assert (monitors[role][0]["scheme"], monitors[role][0]["tlsConfig"]) == ("https", ca)
     signer.close()
     drain = pods(documents)["kvstore"][1]["lifecycle"]["preStop"]["exec"]["command"][-1]
-    arguments = make_parser().parse_args(shlex.split(drain.split("||")[0])[1:])
-    assert (arguments.url, arguments.ssl_ca_certs) == (
-        "https://$POD_IP:8100", f"{places['own']}/ca.pem"
-    )  # fmt: skip
+    assert drained(drain, "10.1.2.3").ssl_ca_certs == f"{places['own']}/ca.pem"
 
 
 def opened_signer(documents: list[dict[str, Any]], here: Path) -> Signer:
@@ -504,9 +551,7 @@ def moved(text: str, places: dict[str, str], host: Host) -> str:
 
 @needs_helm
 def test_what_a_pod_is_given_is_of_its_role_alone() -> None:
-    """The cluster secret and the authority's key are with the signer, Ray's token with those who
-    take part in Ray.
-    """
+    """The cluster secret and the authority's key are with the signer."""
     apart = ("prefill.shape.podPerStage=true", "prefill.shape.pipelineParallelSize=2")
     documents = rendered(
         *(each for each in SETTINGS if not each.startswith("prefill.")), *apart,
@@ -523,17 +568,16 @@ def test_what_a_pod_is_given_is_of_its_role_alone() -> None:
             templates["test"] = each
     found = {name: given_to(template["spec"]) for name, template in templates.items()}
     signs = found.pop("signer")
-    tokens = {("mine", f"token-{place}") for place in PLACES}
+    tokens = {("mine", f"token-{role}") for role in ROLES}
     authority = {("one-mooncake-authority", key) for key in ("tls.crt", "tls.key")}
     assert signs == {("signs", "cluster-secret"), *tokens, *authority}
-    ray, weights = ("mine", "ray-token"), ("mine", "weights-key")
+    weights = ("mine", "weights-key")
     assert found == {
-        "head": {("mine", "token-head"), ray},
         "gateway": {("mine", "token-gateway"), ("mine", "keys.yaml"), ("cert", "*")},
-        "prefill": {("mine", "token-prefill"), ray, weights},
+        "prefill": {("mine", "token-prefill"), weights},
         "ranks": {("mine", "token-prefill"), weights},
-        "decode": {("mine", "token-decode"), ray, weights},
-        "kvstore": {("mine", "token-kvstore"), ray, ("mine", "ssd-key")},
+        "decode": {("mine", "token-decode"), weights},
+        "kvstore": {("mine", "token-kvstore"), ("mine", "ssd-key")},
         "test": set(),
     }
 
@@ -560,7 +604,7 @@ def given_to(spec: dict[str, Any]) -> set[tuple[str, str]]:
         ("gateway", "--ssl-certfile=/c.pem", "tlsSecret"),
         ("gateway", "--ssl-ca-certs", "probes have no client cert"),
         ("decode", "--health-ssl-ca-certs", "probes have no client cert"),
-        ("head", "--health-ssl-certfile=/c.pem", "tls.authority"),
+        ("kvstore", "--health-ssl-certfile=/c.pem", "tls.authority"),
     ],
 )
 def test_flags_that_no_probe_could_pass_are_refused(role: str, flag: str, cure: str) -> None:
@@ -572,11 +616,10 @@ def test_flags_that_no_probe_could_pass_are_refused(role: str, flag: str, cure: 
 def test_pods_speak_in_clear_only_if_that_is_wanted() -> None:
     clear = (*SETTINGS, "tls.allowClear=true")
     found = pods(rendered(*clear))
-    assert served(found["head"][1]).ray_without_tls
-    assert served(found["gateway"][1]).join == "http://one-mooncake-head:8200"
+    assert served(found["kvstore"][1]).http_without_tls
     with pytest.raises(ValueError, match=r"tls\.allowClear: with an authority"):
         rendered(*clear, "tls.authority=our-ca")
-    assert not served(pods(rendered(*SETTINGS))["head"][1]).ray_without_tls
+    assert not served(pods(rendered(*SETTINGS))["kvstore"][1]).http_without_tls
     with pytest.raises(ValueError, match=r"signer\.renewSeconds: a credential must be renewed"):
         rendered(*SETTINGS, "signer.renewSeconds=7200", "signer.credentialHours=2")
 
@@ -594,7 +637,7 @@ def test_names_of_long_releases_fit_into_labels_and_stay_apart() -> None:
         texts = [*found, *(d["metadata"]["name"] for d in documents)]
         assert all(re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", text) for text in texts)
         workloads += found
-    assert len(set(workloads)) == 15
+    assert len(set(workloads)) == 12
 
 
 @needs_helm

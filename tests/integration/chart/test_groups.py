@@ -37,7 +37,7 @@ def words_of(template: dict[str, Any], folder: Path) -> dict[str, list[str]]:
     """Run a pod's script with programs that only tell how they were called; return the words of the
     last call of each.
     """
-    for program in ("ray", "mooncake"):
+    for program in ("mooncake",):
         file = folder / program
         file.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {folder}/{program}.words\n")
         file.chmod(0o755)
@@ -55,15 +55,12 @@ def test_a_leader_has_the_last_stage_and_asks_its_workers_for_the_others(tmp_pat
     spec, templates = group_set(documents), templates_of_groups(documents)
     assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (4, 3)
     words = words_of(templates["prefill"], tmp_path)
-    assert words["ray"][0] == "start"
     given = make_parser().parse_args(words["mooncake"])
     assert (given.role, given.rank_backend, given.bind_host) == ("prefill", "gloo", "10.1.2.3")
     assert (given.pipeline_parallel_size, given.tensor_parallel_size) == ("3", "2")
     name, _, service = LEADER.partition(".")
     assert given.stage_hosts == [f"{name}-{at}.{service}:7100" for at in (1, 2)]
-    (tmp_path / "ray.words").unlink()
     words = words_of(templates["prefill-ranks"], tmp_path)
-    assert set(words) == {"mooncake"}, "workers take no part in Ray"
     of_worker = make_parser().parse_args(words["mooncake"])
     assert (of_worker.bind_host, of_worker.port) == ("10.1.2.3", "7100")
     [container] = templates["prefill-ranks"]["spec"]["containers"]
@@ -159,7 +156,4 @@ def test_all_else_of_a_pod_is_that_of_an_engine_in_one_pod(tmp_path: Path) -> No
         assert template["spec"] == {k: v for k, v in expected["spec"].items() if k != "containers"}
         for field in ("image", "resources", "securityContext", "volumeMounts"):
             assert own[field] == other[field]
-        more = [each for each in other["env"] if each not in own["env"]]
-        assert all(each["name"].startswith("RAY_") for each in more)
-        assert bool(more) == name.endswith("-ranks"), "stages take no part in Ray"
-        assert all(each in other["env"] for each in own["env"])
+        assert own["env"] == other["env"]

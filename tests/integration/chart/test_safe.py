@@ -87,10 +87,9 @@ def test_pods_are_restricted_and_small_unless_a_value_says_otherwise(
     values = yaml.safe_load(file.read_text())
     if "hostPath" in values["model"].get("volume", {}):
         values["model"]["volume"] = CLAIM
-    for role in ("prefill", "decode"):
-        values.get(role, {}).pop("rdma", None)
+    values.get("pods", {}).pop("rdma", None)
     found = all_pods(from_file(values, tmp_path))
-    assert len(found) >= 6
+    assert len(found) >= 5
     for name, spec in found.items():
         assert violations(spec) == [], name
         for each in containers(spec):
@@ -190,7 +189,7 @@ def test_a_pod_that_sees_more_is_noticed(leak: dict[str, Any], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("setting", "found"),
     [
-        ("prefill.rdma=true", "prefill: capabilities"),
+        ("pods.rdma=true", "prefill: capabilities"),
         ("prefill.hostNetwork=true", "hostNetwork"),
         ("podSecurityContext.runAsUser=0", "prefill: root"),
         ("model.volume.hostPath.path=/m", "hostPath"),
@@ -246,9 +245,9 @@ def test_only_pods_that_download_may_send_to_the_hub(tmp_path: Path) -> None:
     assert hub(NEEDED) == []
     fetched = {"source": "hf://a/b", "revision": HUB, "digests": "list"}
     values = {**NEEDED, "model": {**NEEDED["model"], "download": fetched}}
-    assert len(hub(values)) == 5
+    assert len(hub(values)) == 4
     peers = [{"ipBlock": {"cidr": "10.9.0.0/16"}}]
-    assert hub({**values, "networkPolicy": {"downloads": peers}}) == [peers] * 5
+    assert hub({**values, "networkPolicy": {"downloads": peers}}) == [peers] * 4
 
 
 def test_prometheus_reaches_the_gateways_beside_their_clients(tmp_path: Path) -> None:

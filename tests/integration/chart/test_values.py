@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -16,15 +17,16 @@ from mooncake import __version__
 from mooncake.cli.main import make_parser
 from tests.integration.chart.test_chart import (
     CHART,
+    ROLES,
     SETTINGS,
     is_signer,
     needs_helm,
     pods,
     rendered,
+    served,
 )
 
 pytestmark = needs_helm
-ROLES = ("head", "gateway", "prefill", "decode", "kvstore")
 CI = sorted((CHART / "ci").glob("*.yaml"))
 VERSIONS = ("1.31", "1.34", "1.37")
 """Of Kubernetes: what it may meet, from the oldest that clouds run to the newest with a schema."""
@@ -130,16 +132,30 @@ def component(document: dict[str, Any]) -> str:
     return str(document["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
-def test_kuberay_starts_the_same_pods(tmp_path: Path) -> None:
+def test_kuberay_starts_the_same_pods_with_ray_beside_them(tmp_path: Path) -> None:
+    """Ray's head is nobody's but KubeRay's: what the pods do for Mooncake names none."""
     [file] = [each for each in CI if each.stem == "kuberay-values"]
     with_it = yaml.safe_load(file.read_text())
     own = workloads(from_file({**with_it, "kubeRay": {}}, tmp_path))
     documents = from_file(with_it, tmp_path)
     templates = templates_of_kuberay(documents)
     assert set(templates) == {"head", "prefill", "decode"}
-    for role, template in templates.items():
-        assert template == own[role]["spec"]["template"]
     assert set(workloads(documents)) == {"gateway", "kvstore"}
+    for role in ("gateway", "kvstore"):
+        assert workloads(documents)[role] == own[role]
+    for role, template in templates.items():
+        assert len(ray_commands(template)) == 1
+        if role == "head":
+            continue
+        plain = own[role]["spec"]["template"]
+        [with_ray], [alone] = template["spec"]["containers"], plain["spec"]["containers"]
+        assert alone["args"][0].split() == [
+            word for word in with_ray["args"][0].split() if word not in ray_words(template)
+        ]
+        assert {**with_ray, **dict.fromkeys(("args", "env", "ports"))} == {
+            **alone, **dict.fromkeys(("args", "env", "ports"))
+        }  # fmt: skip
+        assert template["spec"]["volumes"] == plain["spec"]["volumes"]
     [cluster] = [each for each in documents if each["kind"] == "RayCluster"]
     counts = {g["groupName"]: g["replicas"] for g in cluster["spec"]["workerGroupSpecs"]}
     assert counts == {"prefill": 2, "decode": 3}
@@ -149,6 +165,42 @@ def test_kuberay_starts_the_same_pods(tmp_path: Path) -> None:
         if each["kind"] == "PodDisruptionBudget"
     }
     assert budgets == {"prefill": 1, "decode": 2, "gateway": None, "kvstore": None}
+
+
+def ray_commands(template: dict[str, Any]) -> list[str]:
+    [container] = template["spec"]["containers"]
+    script = container["args"][0].replace("\\\n", " ")
+    return re.findall(r"^(?:exec )?(ray start .*)$", script, re.MULTILINE)
+
+
+def ray_words(template: dict[str, Any]) -> set[str]:
+    return set(ray_commands(template)[0].split())
+
+
+def test_ray_is_started_by_flags_that_it_has_and_takes_no_port_that_is_not_named() -> None:
+    from ray.scripts.scripts import start
+
+    documents = rendered(*SETTINGS, "kubeRay.enabled=true")
+    for role, template in templates_of_kuberay(documents).items():
+        [command] = ray_commands(template)
+        given = start.make_context("ray", shlex.split(command)[2:]).params
+        assert {name for name in given if name.endswith("_port") and not given[name]} <= {
+            "ray_client_server_port",  # without ray[client] there is no such server
+            "port" if role != "head" else "",
+        }
+        [container] = template["spec"]["containers"]
+        ports = {p["name"]: p["containerPort"] for p in container["ports"]}
+        named = ("node_manager", "object_manager", "runtime_env_agent")
+        assert [given[f"{name}_port"] for name in named] == [
+            ports["ray-node"], ports["ray-objects"], ports["ray-env"]
+        ]  # fmt: skip
+        given_env = {each["name"] for each in container["env"]}
+        assert given_env >= {"RAY_AUTH_TOKEN", "RAY_USE_TLS", "RAY_TLS_SERVER_CERT"}
+    keys = {d["metadata"]["name"]: d.get("data") for d in documents if d["kind"] == "Secret"}
+    needed = ("image.repository=r", "model.volume.hostPath.path=/m", "gateway.allowKeyless=true")
+    made = rendered(*needed, "kubeRay.enabled=true")
+    keys = {d["metadata"]["name"]: set(d["data"]) for d in made if d["kind"] == "Secret"}
+    assert keys["one-mooncake"] >= {"ray-token", "token-head"}
 
 
 @pytest.mark.parametrize(
@@ -225,14 +277,7 @@ def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
             assert selected == workload["spec"]["selector"]["matchLabels"]
 
 
-def head_words(documents: list[dict[str, Any]]) -> list[str]:
-    [container] = workloads(documents)["head"]["spec"]["template"]["spec"]["containers"]
-    script: str = container["args"][0]
-    return shlex.split(script.partition("exec mooncake serve")[2].replace("\\\n", " "))
-
-
-def test_the_head_hears_of_shapes_and_each_rank_gets_a_gpu(tmp_path: Path) -> None:
-    assert not [word for word in head_words(from_file(NEEDED, tmp_path)) if "-set" in word]
+def test_each_worker_has_its_shape_and_each_rank_a_gpu(tmp_path: Path) -> None:
     shapes = {
         "prefill": {
             "shape": {
@@ -247,10 +292,10 @@ def test_the_head_hears_of_shapes_and_each_rank_gets_a_gpu(tmp_path: Path) -> No
         },
     }  # fmt: skip
     documents = from_file({**NEEDED, **shapes}, tmp_path)
-    words = head_words(documents)
-    given = make_parser().parse_args(["serve", *words])
-    assert set(given.prefill_set) == {"tensor-parallel-size=2", "pipeline-parallel-size=2"}
-    assert set(given.decode_set) == {"tensor-parallel-size=8", "decode-context-parallel-size=2"}
+    config = {role: served(container) for role, (_, container) in pods(documents).items()}
+    assert config["prefill"].tensor_parallel_size == config["prefill"].pipeline_parallel_size == 2
+    decode = config["decode"]
+    assert (decode.tensor_parallel_size, decode.decode_context_parallel_size) == (8, 2)
     resources = {
         role: workload["spec"]["template"]["spec"]["containers"][0]["resources"]
         for role, workload in workloads(documents).items()
@@ -274,8 +319,8 @@ def test_engines_start_a_pod_before_one_ends_and_have_time_to_finish() -> None:
     found = workloads(rendered(*SETTINGS, "decode.drainSeconds=77"))
     kinds = {role: workload["kind"] for role, workload in found.items()}
     assert kinds == {
-        "head": "StatefulSet", "gateway": "Deployment", "prefill": "Deployment",
-        "decode": "Deployment", "kvstore": "StatefulSet",
+        "gateway": "Deployment", "prefill": "Deployment", "decode": "Deployment",
+        "kvstore": "StatefulSet",
     }  # fmt: skip
     decode = found["decode"]["spec"]
     assert decode["strategy"] == {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
@@ -327,13 +372,13 @@ def test_a_network_policy_lets_clients_to_the_api_and_pods_to_one_another() -> N
         [peer] = own["from"]
         assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "one"
         declared = {(p["containerPort"], None) for p in found[role][1]["ports"]}
-        ranges = {(7000, 7099)} | (set() if role == "gateway" else {(6400, 6499)})
+        ranges = set() if role == "gateway" else {(7000, 7099)}
         assert {(p["port"], p.get("endPort")) for p in own["ports"]} == declared | ranges
         opened = {each["ports"][0]["port"]: each.get("from") for each in others}
         ports = {p["name"]: p["containerPort"] for p in found[role][1]["ports"]}
         block = [{"ipBlock": {"cidr": "10.0.0.0/8"}}]
         wanted = {ports["http"]: None} if role == "gateway" else {ports["health"]: block}
-        assert opened == wanted, "Ray and the pools' admin port are for this release alone"
+        assert opened == wanted, "where gateways are joined, and admin ports, are for us alone"
 
 
 def test_ways_in_lead_to_the_gateways_service() -> None:
@@ -400,7 +445,11 @@ def test_ways_in_know_that_gateways_speak_https(tmp_path: Path) -> None:
     documents = from_file(values, tmp_path)
     [ingress] = [d for d in documents if d["kind"] == "Ingress"]
     assert set(ingress["metadata"]["annotations"].values()) == {"HTTPS"}
-    [service] = [d for d in documents if d["kind"] == "Service" and component(d) == "gateway"]
+    [service] = [
+        d
+        for d in documents
+        if d["metadata"]["name"] == "one-mooncake-gateway" and d["kind"] == "Service"
+    ]
     assert service["spec"]["ports"][0]["appProtocol"] == "https"
     [policy] = [d for d in documents if d["kind"] == "BackendTLSPolicy"]
     assert policy["spec"]["validation"] == known

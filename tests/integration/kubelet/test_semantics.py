@@ -278,6 +278,53 @@ def test_a_drained_node_is_left_one_pod_at_a_time(cluster: Cluster) -> None:
     assert "nodeName" not in pods(cluster, "gpu")[0]["spec"]
 
 
+def test_pods_keep_apart_stay_together_and_off_tainted_nodes(cluster: Cluster) -> None:
+    def near(app: str) -> dict[str, Any]:
+        selected = {"matchLabels": {"app": app}}
+        return {"topologyKey": "kubernetes.io/hostname", "labelSelector": selected}
+
+    apart = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [near("own")]}}
+    close = {"weight": 9, "podAffinityTerm": near("own")}
+    together = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [close]}}
+    own = workload("Deployment", "own", SERVE, pod={"affinity": apart}, spec={"replicas": 3})
+    cluster.api.put("deployments", own)
+
+    def places(name: str) -> list[str | None]:
+        return sorted(str(pod["spec"].get("nodeName")) for pod in pods(cluster, name))
+
+    cluster.wait_for(lambda: places("own") == ["None", "node-0", "node-1"], "two of three to start")
+    cluster.scale("deployments", "own", 1)
+    cluster.wait_for(lambda: len(places("own")) == 1, "one to be left")
+    [node] = places("own")
+    more = workload("Deployment", "more", SERVE, pod={"affinity": together}, spec={"replicas": 4})
+    cluster.api.put("deployments", more)
+    cluster.wait_for(lambda: places("more") == [node] * 4, "all to be where the other is")
+    taint = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
+    cluster.api.patch("nodes", str(node), {"spec": {"taints": [taint]}})
+    cluster.api.put("deployments", workload("Deployment", "off", SERVE, spec={"replicas": 3}))
+    cluster.wait_for(lambda: len(set(places("off"))) == 1 and None not in places("off"), "a place")
+    assert node not in places("off")
+    allowed = {"tolerations": [{"key": "gpu", "operator": "Exists"}], "nodeSelector":
+               {"kubernetes.io/hostname": node}}  # fmt: skip
+    cluster.api.put("deployments", workload("Deployment", "on", SERVE, pod=allowed))
+    cluster.wait_for(lambda: places("on") == [node], "what tolerates it to go there")
+
+
+def test_a_node_that_vanishes_takes_its_pods_along_without_a_signal(cluster: Cluster) -> None:
+    says = "trap 'echo told; exit' TERM; while :; do sleep 0.1; done"
+    cluster.api.put("deployments", workload("Deployment", "web", says))
+    cluster.wait_until_rolled_out()
+    [pod] = pods(cluster, "web")
+    lost = pod["metadata"]["name"]
+    cluster.lose(pod["spec"]["nodeName"])
+    cluster.wait_for(
+        lambda: cluster.is_rolled_out() and lost not in cluster.pods, "another pod elsewhere"
+    )
+    [new] = pods(cluster, "web")
+    assert new["spec"]["nodeName"] != pod["spec"]["nodeName"]
+    assert "told" not in log(cluster, lost)
+
+
 def test_names_that_nobody_has_are_refused(cluster: Cluster) -> None:
     ask = "getent hosts nothing-here || echo unknown; sleep 60"
     cluster.api.put("statefulsets", workload("StatefulSet", "asks", ask))

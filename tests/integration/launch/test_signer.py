@@ -18,7 +18,7 @@ from cryptography import x509
 from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import run as run_command
-from mooncake.identity import check_certificate, cluster_keys, own_credential
+from mooncake.identity import check_certificate, cluster_keys, listening_seed, own_credential
 from mooncake.launch.host.enrol import Enrolment, enrol
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.host.signer import PLACES, Signer, SignerSettings
@@ -81,7 +81,8 @@ def test_each_place_gets_its_role_and_a_certificate_of_its_name(
     assert certificate.name == f"{place} 127.0.0.1"
     assert 3500 < certificate.expires_s - time.time() < 3700
     assert check_certificate(credential.signed, cluster_keys("a secret")) == certificate
-    assert credential.listening_seed is None, "it does not know the secret"
+    joined = credential.listening_seed
+    assert joined == (listening_seed("a secret") if place == "gateway" else None)
     host = Host(*(str(own / name) for name in NAMES[1:]))
     host.trusting(proven=True)
     read = x509.load_pem_x509_certificate((own / "cert.pem").read_bytes())
@@ -126,7 +127,7 @@ def test_another_token_address_or_place_gets_nothing(
     ):
         with pytest.raises(MooncakeError, match=problem):
             enrol(wanted(signer, tmp_path, "prefill", **changed))
-    with pytest.raises(ConfigError, match="'operator' is none of head"):
+    with pytest.raises(ConfigError, match="'operator' is none of gateway"):
         enrol(wanted(signer, tmp_path, "operator"))
     assert not (tmp_path / "own").exists()
     configure_audit("", None)
@@ -212,3 +213,14 @@ def test_probes_are_answered_and_strangers_get_nothing(signer: Signer) -> None:
         assert (response.status, path) == (status, path)
         response.read()
     connection.close()
+
+
+def test_there_are_the_places_that_have_a_token(settings: SignerSettings, tmp_path: Path) -> None:
+    token = tmp_path / "tokens" / "head"
+    aside = token.rename(tmp_path / "head")
+    with signing(settings) as signer, pytest.raises(MooncakeError, match="refuses"):
+        enrol(wanted(signer, tmp_path, "head", token_file=str(aside)))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="has no file named one of gateway, prefill"):
+        Signer(dataclasses.replace(settings, tokens=str(empty)))

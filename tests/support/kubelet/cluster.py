@@ -140,6 +140,16 @@ class Cluster:
 
         self.wait_for(is_empty, f"{node} to be empty")
 
+    def lose(self, node: str) -> None:
+        """Have a node vanish with all its processes, which get no signal that they could handle."""
+        self.cordon(node)
+        for pod in self.api.listed("pods"):
+            name = pod["metadata"]["name"]
+            if pod["spec"].get("nodeName") == node and name in self.pods:
+                self.pods[name].crash()
+                self.pods[name].kill()
+                self.api.delete("pods", name)
+
     # -- what tests ask
 
     def wait_for(self, holds: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:

@@ -330,10 +330,15 @@ class Controllers:
             fitting = []
             for node in self._api.listed("nodes", selected):
                 own = [each for each in pods if each["spec"].get("nodeName") == _name(node)]
-                if not node["spec"].get("unschedulable") and _fits(node, own, wanted):
-                    fitting.append((len(own), _name(node)))
+                if (
+                    not node["spec"].get("unschedulable")
+                    and _is_tolerated(node, pod)
+                    and _fits(node, own, wanted)
+                    and not _keeps_apart(pod, own)
+                ):
+                    fitting.append((-_liking(pod, own), len(own), _name(node)))
             if fitting:
-                pod["spec"]["nodeName"] = min(fitting)[1]
+                pod["spec"]["nodeName"] = min(fitting)[-1]
 
 
 def _fits(node: Object, pods: list[Object], wanted: dict[str, float]) -> bool:
@@ -342,6 +347,42 @@ def _fits(node: Object, pods: list[Object], wanted: dict[str, float]) -> bool:
         for name, value in requests(each).items():
             there[name] = there.get(name, 0) - value
     return all(there.get(name, 0) >= value for name, value in wanted.items())
+
+
+def _is_tolerated(node: Object, pod: Object) -> bool:
+    """Whether a pod may go to a node with these taints."""
+    tolerations = pod["spec"].get("tolerations", [])
+    return all(
+        any(
+            each.get("key") in (None, taint["key"])
+            and each.get("effect") in (None, taint["effect"])
+            and (each.get("operator") == "Exists" or each.get("value") == taint.get("value"))
+            for each in tolerations
+        )
+        for taint in node["spec"].get("taints", [])
+        if taint["effect"] != "PreferNoSchedule"
+    )
+
+
+def _is_meant(term: Object, pods: list[Object]) -> bool:
+    """Whether a term of affinity selects one of the pods of a node."""
+    assert term["topologyKey"] == "kubernetes.io/hostname", "nodes are the only places"
+    wanted = term["labelSelector"]["matchLabels"].items()
+    return any(wanted <= each["metadata"].get("labels", {}).items() for each in pods)
+
+
+def _keeps_apart(pod: Object, pods: list[Object]) -> bool:
+    """Whether a pod must not be where these are."""
+    apart = pod["spec"].get("affinity", {}).get("podAntiAffinity", {})
+    terms = apart.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    return any(_is_meant(term, pods) for term in terms)
+
+
+def _liking(pod: Object, pods: list[Object]) -> int:
+    """Return the weight with which a pod wants to be where these are."""
+    near = pod["spec"].get("affinity", {}).get("podAffinity", {})
+    terms = near.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    return sum(each["weight"] for each in terms if _is_meant(each["podAffinityTerm"], pods))
 
 
 def _name(value: Object) -> str:

@@ -137,6 +137,12 @@ class PodRunner:
         self._grace_s = 0.0
         self._deleted.set()
 
+    def crash(self) -> None:
+        """Kill all its processes, as where its node vanishes or memory is short."""
+        for each in self._containers:
+            if each.process is not None:
+                each.process.signal(signal.SIGKILL)
+
     def _run(self) -> None:
         try:
             self._namespace, self.address = self._network.attach()

@@ -7,8 +7,16 @@ import pytest
 
 from mooncake.base import ConfigError, Forbidden
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Keys, certify
-from mooncake.identity.enrolment import Enrolled, Question, checked_token, decode, encode
+from mooncake.identity import Keys, PublicKeys, certify
+from mooncake.identity.enrolment import (
+    Enrolled,
+    Question,
+    checked_token,
+    decode,
+    encode,
+    opened,
+    sealed_to,
+)
 
 TOKEN, OTHER = b"t" * 32, b"o" * 32
 KEYS = Keys.drawn()
@@ -55,3 +63,18 @@ def test_a_short_token_is_refused() -> None:
     assert checked_token("a" * 32, "file") == b"a" * 32
     with pytest.raises(ConfigError, match="file: a token has 32 characters at least, this has 31"):
         checked_token("a" * 31, "file")
+
+
+def test_a_key_that_travels_is_read_by_the_process_that_asked_alone() -> None:
+    sealed = sealed_to(KEYS.public, b"key")
+    assert b"key" not in sealed
+    assert sealed != sealed_to(KEYS.public, b"key"), "each time by a key of its own"
+    assert opened(sealed, KEYS) == b"key"
+    for wrong, keys in (
+        (sealed, Keys.drawn()), (sealed[:-1] + b"x", KEYS), (b"", KEYS),
+        (bytes(32) + sealed[32:], KEYS),
+    ):  # fmt: skip
+        with pytest.raises(Forbidden, match="sealed to another process"):
+            opened(wrong, keys)
+    with pytest.raises(Forbidden, match="no key"):
+        sealed_to(PublicKeys(bytes(32), b""), b"key")

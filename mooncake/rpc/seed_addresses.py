@@ -1,0 +1,87 @@
+"""Addresses at which gateways may be found, some with a name that stands for several hosts.
+
+Owns the thread that looks names up: a name server that does not answer holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import overload
+
+LOOK_UP_S = 2.0
+"""So often names are looked up anew."""
+
+
+class SeedAddresses(Sequence[str]):
+    """What "tcp://HOST:PORT" addresses mean now: a name is replaced by all addresses that it has,
+    and stays as it is until it has one. Use it as a context, or close it.
+    """
+
+    def __init__(self, given: Sequence[str]) -> None:
+        """A thread is started only where there is a name in `given`."""
+        self._given = list(given)
+        self._now = list(given)
+        self._stop = threading.Event()
+        if any(_name_in(each) for each in given):
+            thread = threading.Thread(target=self._look_up_again, name="seeds", daemon=True)
+            thread.start()
+
+    def close(self) -> None:
+        """Look up nothing more."""
+        self._stop.set()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now)
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        return self._now[index]
+
+    def __enter__(self) -> SeedAddresses:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _look_up_again(self) -> None:
+        while not self._stop.is_set():
+            found = [address for each in self._given for address in _meant(each)]
+            self._now = list(dict.fromkeys(found))
+            self._stop.wait(LOOK_UP_S)
+
+
+def _name_in(address: str) -> str:
+    """Return the host of an address where that is a name; empty where it is numbers, or where the
+    key behind it makes it the address of one process.
+    """
+    host, _, _ = address.removeprefix("tcp://").rpartition(":")
+    if "#" in address or host.startswith("[") or host.replace(".", "").isdigit():
+        return ""
+    return host
+
+
+def _meant(address: str) -> list[str]:
+    """Return all addresses that an address stands for now."""
+    if not (name := _name_in(address)):
+        return [address]
+    port = address.rpartition(":")[2]
+    try:
+        found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return [address]
+    hosts = sorted({str(place[0]) for *_, place in found})
+    return [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts]

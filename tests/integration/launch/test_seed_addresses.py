@@ -1,0 +1,58 @@
+"""Names among the addresses of gateways stand for all hosts that they name at the time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mooncake.rpc import seed_addresses
+from mooncake.rpc.seed_addresses import SeedAddresses
+
+NAMED = "tcp://gateways:6400"
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The addresses that a name server has by name; a test may change them."""
+    found: dict[str, list[str]] = {}
+
+    def getaddrinfo(host: str, port: int, **more: Any) -> list[Any]:
+        if host not in found:
+            raise socket.gaierror(host)
+        return [(socket.AF_INET, 1, 6, "", (each, port)) for each in found[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(seed_addresses, "LOOK_UP_S", 0.01)
+    return found
+
+
+def test_a_name_is_all_its_hosts_and_follows_them(hosts: dict[str, list[str]]) -> None:
+    with SeedAddresses(["tcp://10.0.0.1:6400", NAMED]) as seeds:
+        assert list(seeds) == ["tcp://10.0.0.1:6400", NAMED], "it stays while nobody knows it"
+        hosts["gateways"] = ["10.0.0.2", "10.0.0.1", "fd00::1"]
+        met = ["tcp://10.0.0.1:6400", "tcp://10.0.0.2:6400", "tcp://[fd00::1]:6400"]
+        eventually(lambda: list(seeds) == met)
+        hosts["gateways"] = ["10.0.0.9"]  # all pods have been replaced
+        eventually(lambda: list(seeds) == ["tcp://10.0.0.1:6400", "tcp://10.0.0.9:6400"])
+        del hosts["gateways"]
+        eventually(lambda: NAMED in seeds)
+    eventually(lambda: not [each for each in threading.enumerate() if each.name == "seeds"])
+
+
+def test_addresses_without_names_need_no_thread(hosts: dict[str, list[str]]) -> None:
+    given = ["tcp://10.0.0.1:6400", "tcp://[fd00::1]:6400", "tcp://node:7000#abcd"]
+    with SeedAddresses(given) as seeds:
+        assert list(seeds) == given
+        assert not [each for each in threading.enumerate() if each.name == "seeds"]
