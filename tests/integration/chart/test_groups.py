@@ -37,10 +37,12 @@ def words_of(template: dict[str, Any], folder: Path) -> dict[str, list[str]]:
     """Run a pod's script with programs that only tell how they were called; return the words of the
     last call of each.
     """
-    for program in ("mooncake",):
-        file = folder / program
-        file.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {folder}/{program}.words\n")
-        file.chmod(0o755)
+    file = folder / "mooncake"
+    file.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {folder}/mooncake.words\n")
+    never = folder / "sleep"
+    never.write_text("#!/bin/sh\nexit 1\n")  # what waits in the background ends
+    for program in (file, never):
+        program.chmod(0o755)
     [container] = template["spec"]["containers"]
     given = {"POD_IP": "10.1.2.3", "NODE_NAME": "node-7", "LWS_LEADER_ADDRESS": LEADER}
     subprocess.run(

@@ -107,14 +107,17 @@ def test_a_group_starts_ends_and_is_replaced_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
 def test_engines_of_several_pods_answer_and_come_back_together(tmp_path: Path) -> None:
-    with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, of=STAGES_VALUES) as cluster:
+    decode = {"app.kubernetes.io/component": "decode"}
+    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": decode}}
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    more = {"decode": {"affinity": affinity}}
+    with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, of=STAGES_VALUES, more=more) as cluster:
         cluster.helm("install", RELEASE, str(CHART), "-f", f"{tmp_path}/values.yaml")
         cluster.wait_until_rolled_out()
         url = cluster.url(GATEWAY)
         cluster.wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, "the gateway")
         expected = streamed(url, PROMPT, NUM_TOKENS).tokens
         assert len(expected) == NUM_TOKENS
-        decode = {"app.kubernetes.io/component": "decode"}
         before = uids(cluster, decode)
         leader = f"{RELEASE}-mooncake-decode-0"
         assert set(before) == {leader, f"{leader}-1"}

@@ -29,6 +29,11 @@ def why_not() -> str:
 class PodNetwork:
     """Addresses 10.N.0.0/16 for one cluster; N is one that this machine does not use."""
 
+    _numbers = itertools.count(1)
+    """Of pods, through all clusters of this process: the name of a namespace that could not be
+    taken away at once is used by no later cluster.
+    """
+
     def __init__(self) -> None:
         self._tag = f"{PREFIX}{os.getpid()}"
         with Path(tempfile.gettempdir(), f"{PREFIX}.lock").open("w") as lock:
@@ -43,7 +48,6 @@ class PodNetwork:
             self._net = next(f"10.{n}" for n in range(200, 250) if str(n) not in used)
             ip("link", "add", self._tag, "type", "bridge")
             ip("address", "add", f"{self.gateway}/16", "dev", self._tag)
-        self._numbers = itertools.count(1)
         self._services = itertools.count(1)
         ip("link", "set", self._tag, "up")
 
