@@ -100,6 +100,8 @@ class WorkerJoined(LifetimeEvent, frozen=True, tag="worker_joined"):
     worker_id: str
     role: Role
     num_blocks: int
+    node_id: str = ""
+    """Empty for gateways, whose node nobody asks for."""
 
 
 class WorkerReported(LifetimeEvent, frozen=True, tag="worker_reported"):

@@ -87,7 +87,7 @@ class Metrics:
                 self._requests.loop_held_s.observe(event.held_s)
             case WorkerJoined():
                 self._counters[event.worker_id] = {}
-                self._workers.joined(event.worker_id, event.role, event.num_blocks)
+                self._workers.joined(event.worker_id, event.role, event.num_blocks, event.node_id)
             case WorkerLeft():
                 self._counters.pop(event.worker_id, None)
                 self._workers.left(event.worker_id, event.role)

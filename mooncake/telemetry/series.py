@@ -165,6 +165,14 @@ class WorkerSeries:
         self._lost = Counter(
             "mooncake:workers_lost", "Workers lost.", ["model_name", "role"], registry=registry
         )
+        self._without_pool = Gauge(
+            "mooncake:engines_without_pool",
+            "Engines that write to no pool: their node has none, and others have one.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
+        self._nodes: dict[str, tuple[Role, str]] = {}
+        """The role of each live worker, and its node."""
         self._running = gauge("worker_requests_running", "Sequences in a worker's batch.")
         self._waiting = gauge("worker_requests_waiting", "Sequences waiting on a worker.")
         self._queued = gauge("worker_queued_tokens", "Prompt tokens accepted, not yet computed.")
@@ -199,8 +207,10 @@ class WorkerSeries:
             for from_pool, name, series, text in _NAMED_COUNTS
         }
 
-    def joined(self, worker_id: str, role: Role, num_blocks: int) -> None:
+    def joined(self, worker_id: str, role: Role, num_blocks: int, node_id: str) -> None:
         """Start the series of a worker."""
+        self._nodes[worker_id] = role, node_id
+        self._count_engines_without_pool()
         self._gone.pop(worker_id, None)
         self._up.labels(self._model_name, role.value).inc()
         self._lost.labels(self._model_name, role.value)
@@ -208,6 +218,8 @@ class WorkerSeries:
 
     def left(self, worker_id: str, role: Role) -> None:
         """Remove the gauges of a lost worker; its counters go after many more were lost."""
+        self._nodes.pop(worker_id, None)
+        self._count_engines_without_pool()
         self._up.labels(self._model_name, role.value).dec()
         self._lost.labels(self._model_name, role.value).inc()
         for gauge in self._gauges:
@@ -217,6 +229,12 @@ class WorkerSeries:
             first = next(iter(self._gone))
             del self._gone[first]
             self._counts.remove_by_labels({"worker": first})
+
+    def _count_engines_without_pool(self) -> None:
+        workers = self._nodes.values()
+        pools = {node for role, node in workers if role is Role.KVSTORE}
+        engines = [node for role, node in workers if role in (Role.PREFILL, Role.DECODE)]
+        self._without_pool.set(sum(node not in pools for node in engines) if pools else 0)
 
     def reported(
         self, worker_id: str, role: Role, load: WorkerLoad, cost_error_ratio: float | None

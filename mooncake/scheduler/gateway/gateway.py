@@ -353,7 +353,11 @@ class Gateway:
         logger.info("worker %s (%s) is up on %s", worker.worker_id, hello.role.value, hello.host)
         self._recorder.record(
             WorkerJoined(
-                worker_id=worker.worker_id, at_s=now, role=hello.role, num_blocks=hello.num_blocks
+                worker_id=worker.worker_id,
+                at_s=now,
+                role=hello.role,
+                num_blocks=hello.num_blocks,
+                node_id=hello.node_id,
             )
         )
         self._request_manager.worker_joined(now)

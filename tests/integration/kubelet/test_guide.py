@@ -231,7 +231,7 @@ class Operator:
 
     def _given(self, word: str) -> str:
         for name, value in self.words.items():
-            word = re.sub(rf"(?<![\w/-]){name}(?![\w.])", value, word)
+            word = re.sub(rf"(?<![\w-]){name}(?![\w.])", value, word)
         return word
 
 

@@ -164,7 +164,8 @@ class Controllers:
         for _ in range(-excess):
             name = f"{owner['metadata']['name']}-{next(self._numbers):05d}"
             self._make("ReplicaSet", owner, name, owner["spec"]["template"])
-        for pod in sorted(pods, key=is_ready)[: max(0, excess)]:
+        first = sorted(pods, key=lambda pod: ("nodeName" in pod["spec"], is_ready(pod)))
+        for pod in first[: max(0, excess)]:
             self._api.delete("pods", pod["metadata"]["name"])
 
     # -- StatefulSets

@@ -144,7 +144,9 @@ def busy() -> Metrics:
     token(metrics, "running", 4.4, 0)
     accept(metrics, "waiting", 4.0)
     report(metrics, 4.0, preemptions=1, blocks_fetched=7, blocks_put=9, fetches_failed=1, steps=9)
-    metrics.record(WorkerJoined(worker_id="kv0", at_s=0.0, role=Role.KVSTORE, num_blocks=100))
+    metrics.record(
+        WorkerJoined(worker_id="kv0", at_s=0.0, role=Role.KVSTORE, num_blocks=100, node_id="n")
+    )
     report(
         metrics, 4.0, blocks_fetched_corrupt=1, blocks_pushed_compared=5, blocks_pushed_corrupt=2
     )
@@ -215,6 +217,25 @@ def test_counts(busy: Metrics) -> None:
     assert value(busy, "workers_up", role="decode") == 1
     assert value(busy, "workers_up", role="prefill") == 0
     assert value(busy, "workers_lost_total", role="prefill") == 1
+
+
+def test_engines_whose_node_has_no_pool_are_counted_while_others_have_one() -> None:
+    metrics = Metrics("k2")
+
+    def join(worker_id: str, role: Role, node: str) -> float | None:
+        joined = WorkerJoined(worker_id=worker_id, at_s=0.0, role=role, num_blocks=1, node_id=node)
+        metrics.record(joined)
+        return value(metrics, "engines_without_pool")
+
+    assert join("p0", Role.PREFILL, "a") == 0, "there is no pool at all"
+    assert join("d0", Role.DECODE, "b") == 0
+    assert join("g", Role.GATEWAY, "") == 0
+    assert join("kv-a", Role.KVSTORE, "a") == 1
+    assert join("kv-b", Role.KVSTORE, "b") == 0
+    metrics.record(WorkerLeft(worker_id="kv-a", at_s=1.0, role=Role.KVSTORE, reason="died"))
+    assert value(metrics, "engines_without_pool") == 1
+    metrics.record(WorkerLeft(worker_id="p0", at_s=1.0, role=Role.PREFILL, reason="died"))
+    assert value(metrics, "engines_without_pool") == 0
 
 
 def test_gauges_follow_requests(busy: Metrics) -> None:
