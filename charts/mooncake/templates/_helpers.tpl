@@ -316,6 +316,11 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
   args:
     - |
       [ ! -e {{ $mark | squote }} ] || exit 0
+      {{- $fetched := printf "%s-fetched" $mark }}
+      {{- /* Pods of one claim wait for the first, which fetches for all. */}}
+      {{- $turn := printf "mkdir -p %s; exec 9> %s; command -v flock >/dev/null || echo 'no flock in this image: pods that share a claim do not wait for one another' >&2; ! command -v flock >/dev/null || flock 9" (squote $.root.Values.model.path) (printf "%s-turn" $mark | squote) }}
+      {{ $turn }}
+      [ ! -e {{ $fetched | squote }} ] || exit 0
       {{- if hasPrefix "hf://" .source }}
       hf download {{ trimPrefix "hf://" .source | squote }} --revision {{ required "model.download.revision: the commit of the hub to fetch, 40 hexadecimal digits: a branch may change" .revision }} --local-dir {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
       {{- else if hasPrefix "s3://" .source }}
@@ -323,6 +328,7 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
       {{- else }}
       {{- fail (printf "model.download.source: %s: hf://ORGANISATION/NAME or s3://BUCKET/PATH; a claim is model.volume.persistentVolumeClaim" .source) }}
       {{- end }}
+      touch {{ $fetched | squote }}
   volumeMounts:
     - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
     {{- /* Its image may be another's: what it leaves is no file of our HOME. */}}
@@ -338,7 +344,12 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
   args:
     - |
       [ ! -e {{ $mark | squote }} ] || exit 0
-      mooncake model verify {{ $.root.Values.model.path | squote }} --digests /etc/mooncake-digests/digests{{ if not $weights }} --without-weights{{ end }}
+      {{ $turn }}
+      [ ! -e {{ $mark | squote }} ] || exit 0
+      mooncake model verify {{ $.root.Values.model.path | squote }} --digests /etc/mooncake-digests/digests{{ if not $weights }} --without-weights{{ end }} || {
+        rm -f {{ $fetched | squote }}  # the next pod fetches it again
+        exit 1
+      }
       {{- /* By it those without weights know them; encrypted ones have a file of their own. */}}
       {{- $said := printf "%s/weights-digests.json" $.root.Values.model.path }}
       [ -e {{ printf "%s/encryption.json" $.root.Values.model.path | squote }} ] || cp /etc/mooncake-digests/weights-digests.json {{ $said | squote }} || {

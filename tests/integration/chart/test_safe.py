@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -371,8 +372,10 @@ def test_downloads_that_may_change_or_fill_a_disk_are_refused(
         from_file(values, tmp_path)
 
 
-def run_downloads(role: str, folder: Path, files: dict[str, bytes]) -> list[str]:
-    """Run a role's init containers with an `hf` that writes `files`; return what each said."""
+def run_downloads(role: str, folder: Path, files: dict[str, bytes], num_pods: int = 1) -> list[str]:
+    """Run a role's init containers with an `hf` that writes `files`, in some pods at once; return
+    what each said.
+    """
     place = folder / "model"
     fetched = {"source": "hf://a/b", "revision": HUB, "digests": "list", "size": "9Gi"}
     values = {**NEEDED, "model": {"path": str(place), "download": fetched}}
@@ -385,12 +388,12 @@ def run_downloads(role: str, folder: Path, files: dict[str, bytes]) -> list[str]
         if role == "decode" or not name.endswith(".safetensors")
     )
     called = folder / "called"
-    (programs / "hf").write_text(f'#!/bin/sh\necho "$@" >> {called}\nmkdir -p {place}\n{writes}')
+    (programs / "hf").write_text(
+        f'#!/bin/sh\necho "$@" >> {called}\nsleep 0.1\nmkdir -p {place}\n{writes}'
+    )
     (programs / "hf").chmod(0o755)
-    said = []
-    for each in spec["initContainers"]:
-        if each["name"] not in ("model", "verify"):
-            continue
+
+    def run(each: dict[str, Any]) -> str:
         [script] = each["args"]
         script = script.replace("/etc/mooncake-digests/digests", str(folder / "list"))
         script = script.replace("/etc/mooncake-digests", str(folder / "said"))
@@ -399,8 +402,12 @@ def run_downloads(role: str, folder: Path, files: dict[str, bytes]) -> list[str]
             [*each["command"], script], capture_output=True, text=True, check=False,
             env={"PATH": f"{programs}:/usr/bin:/bin", "HF_HOME": str(folder)},
         )  # fmt: skip
-        said.append(done.stderr if done.returncode else "")
-    return said
+        return done.stderr
+
+    steps = [each for each in spec["initContainers"] if each["name"] in ("model", "verify")]
+    with ThreadPoolExecutor(num_pods) as pool:
+        ran = [pool.submit(lambda: [run(each) for each in steps]) for _ in range(num_pods)]
+        return [said for pod in ran for said in pod.result()]
 
 
 @pytest.mark.parametrize("role", ["decode", "gateway"])
@@ -421,9 +428,18 @@ def test_what_is_fetched_is_of_one_commit_and_compared_once(role: str, tmp_path:
     assert (tmp_path / "model" / "weights-digests.json").read_text() == "{}"
     calls = (tmp_path / "called").read_text().splitlines()
     assert all(f"--revision {HUB}" in call for call in calls)
-    assert len(calls) == 3, "what was wrong is fetched again"
+    assert len(calls) == 2, "what was wrong is fetched again"
     assert run_downloads(role, tmp_path, DIGESTS) == ["", ""]
-    assert len((tmp_path / "called").read_text().splitlines()) == 3, "what is whole is kept"
+    assert len((tmp_path / "called").read_text().splitlines()) == 2, "what is whole is kept"
+
+
+def test_pods_of_one_claim_fetch_and_compare_once(tmp_path: Path) -> None:
+    listed = {name: hashlib.sha256(content).hexdigest() for name, content in DIGESTS.items()}
+    (tmp_path / "list").write_text("".join(f"{d}  {n}\n" for n, d in listed.items()))
+    (tmp_path / "said").mkdir()
+    (tmp_path / "said" / "weights-digests.json").write_text("{}")
+    assert run_downloads("decode", tmp_path, DIGESTS, num_pods=4) == [""] * 8
+    assert len((tmp_path / "called").read_text().splitlines()) == 1
 
 
 def test_the_list_that_is_compared_is_the_one_that_the_command_writes(
