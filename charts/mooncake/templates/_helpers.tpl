@@ -119,7 +119,10 @@
 {{- with ($values.shape).gpu }}
 {{- $limits := ($values.resources).limits | default dict }}
 {{- $known := get $limits . }}
-{{- $ranks := mul ($values.shape.tensorParallelSize | default 1) ($values.shape.pipelineParallelSize | default 1) | int }}
+{{- if gt ($values.shape.pipelineParallelSize | default 1 | int) 1 }}
+{{- fail (printf "%s.shape.gpu: stages are computed by CPUs so far; leave out %s.shape.pipelineParallelSize" $.role $.role) }}
+{{- end }}
+{{- $ranks := $values.shape.tensorParallelSize | default 1 | int }}
 {{- if and $known (ne ($known | int) $ranks) }}
 {{- fail (printf "%s.resources.limits: %v of %s for %d ranks: leave it out, shape counts them" $.role $known . $ranks) }}
 {{- end }}
@@ -130,8 +133,6 @@
 {{- $_ := set . "stages" ($values.shape.pipelineParallelSize | default 1 | int) }}
 {{- if lt .stages 2 }}
 {{- fail (printf "%s.shape.podPerStage: there is one stage; give %s.shape.pipelineParallelSize" .role .role) }}
-{{- else if $values.shape.gpu }}
-{{- fail (printf "%s.shape.podPerStage: stages are computed by CPUs so far; leave out %s.shape.gpu" .role .role) }}
 {{- else if .root.Values.kubeRay.enabled }}
 {{- fail (printf "%s.shape.podPerStage: a RayCluster has no groups of pods; leave out kubeRay.enabled" .role) }}
 {{- else if ne ($values.updateStrategy.type | default "RollingUpdate") "RollingUpdate" }}
