@@ -6,6 +6,7 @@ mypy reads the packages alone, and a program that a test starts may hang the tes
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +33,39 @@ def names_of(module: str) -> frozenset[str] | None:
             case ast.alias():
                 found.add(node.asname or node.name.partition(".")[0])
     return frozenset(found)
+
+
+def private_names_of_ray(tree: ast.AST) -> list[str]:
+    """Return what a module takes of Ray that Ray does not publish: a name that begins with `_`,
+    imported, given to `import_module`, or read of a module.
+    """
+    taken: list[str] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                taken += [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names):
+                taken += [f"{module}.{alias.name}" for alias in names]
+            case ast.Constant(value=str(text)) if re.fullmatch(r"ray(\.\w+)+", text):
+                taken.append(text)
+            case ast.Attribute():
+                taken.append(ast.unparse(node))
+    return [name for name in taken if re.match(r"ray\.(\w+\.)*_", name)]
+
+
+def test_of_ray_only_what_it_publishes_is_used() -> None:
+    for text in (
+        "import ray._raylet", "from ray._private import worker", "ray.util._x()",
+        "from ray.experimental.internal_kv import _internal_kv_get as get",
+        "import_module('ray._private.ray_logging')", "ray._private.worker.global_worker",
+    ):  # fmt: skip
+        assert private_names_of_ray(ast.parse(text)), text
+    found = {
+        str(file.relative_to(ROOT)): names
+        for file in Path(ROOT / "mooncake").rglob("*.py")
+        if (names := private_names_of_ray(ast.parse(file.read_text())))
+    }
+    assert found == {}
 
 
 def test_what_others_import_of_the_packages_is_there() -> None:

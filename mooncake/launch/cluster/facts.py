@@ -1,6 +1,6 @@
 """What a process must know to join a cluster, sealed by the cluster's first process, and how a
-gateway asks that process for it over HTTP. Ray keeps the same for workers (`ray_cluster`), and
-gateways tell it by message (`seeds`).
+gateway asks that process for it over HTTP. Its workers tell the same to those that join by Ray's
+address (`ray_cluster`), and gateways by message (`seeds`).
 
 Stateless. Nothing of Ray: a gateway that joins by URL needs neither Ray nor its token.
 """
@@ -77,15 +77,13 @@ def without_secret(settings: WorkerSettings) -> WorkerSettings:
     return msgspec.structs.replace(settings, cluster_secret="")
 
 
-def decode_facts(found: bytes | None, trust: Trust) -> ClusterFacts:
+def decode_facts(found: bytes, trust: Trust) -> ClusterFacts:
     """Return what was sealed. What a later release says besides is passed over.
 
     Raises:
-        ConfigError: there is nothing, it is of another cluster or of a release that says too little
-            for this one, or was altered.
+        ConfigError: it is of another cluster or of a release that says too little for this one, or
+            was altered.
     """
-    if found is None:
-        raise NotUp("no server in this Ray cluster; start `mooncake serve` there first")
     try:
         data = unseal(found, trust, SEAL, CredentialRole.GATEWAY)
     except MooncakeError as problem:

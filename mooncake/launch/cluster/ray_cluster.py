@@ -7,6 +7,7 @@ at once by the process' descriptor on this machine, a little later by its failed
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import logging
@@ -17,15 +18,13 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.experimental.internal_kv import _internal_kv_get as kv_get
-from ray.experimental.internal_kv import _internal_kv_put as kv_put
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -63,11 +62,7 @@ _log = logging.getLogger(__name__)
 _groups: Any = importlib.import_module("ray.util.placement_group")
 """Ray declares no types for these."""
 
-_logs: Any = importlib.import_module("ray._private.ray_logging")
-"""Ray has no public way to print workers' lines without its prefix."""
-
 NAMESPACE = "mooncake"
-FACTS_KEY = b"mooncake/cluster"
 CONNECT_S = 10.0
 """Ray must answer within so long."""
 AGENTS_S = 0.5
@@ -110,6 +105,7 @@ class WorkerActor:
         self._drain_s: float | None = None
         """Set once it is to stop."""
         self._is_pool = False
+        self._facts = b""
 
     def __repr__(self) -> str:
         """Ray puts this before each line of the log."""
@@ -163,6 +159,14 @@ class WorkerActor:
             self._drain_s = drain_s
             if self._worker is not None:
                 self._worker.leave(SAVE_S if self._is_pool else drain_s, waits=waits)
+
+    def tell(self, facts: bytes) -> None:
+        """Keep what a process must know that joins the cluster, sealed."""
+        self._facts = facts
+
+    def facts(self) -> bytes:
+        """Return what `tell` was told last; b"" = nothing yet."""
+        return self._facts
 
     def _progress(self, what: str, done: int, whole: int) -> None:
         self._state = (what, done, whole)
@@ -219,12 +223,9 @@ def _own_address() -> str:
     return str(get_node_ip_address())
 
 
-def connect(
-    address: str | None, bind_host: str, *, bare_lines: bool, forks: ForkServer | None = None
-) -> None:
-    """Start Ray on this machine, or attach to the cluster at `address`. `bare_lines`: what workers
-    log is printed as it is, for machines to read, without the prefix that Ray puts before it.
-    `forks`: starts the Python processes of a Ray that is started here.
+def connect(address: str | None, bind_host: str, *, forks: ForkServer | None = None) -> None:
+    """Start Ray on this machine, or attach to the cluster at `address`. `forks`: starts the Python
+    processes of a Ray that is started here.
 
     Ray's processes end with the *thread* that started them, so it must outlive them.
 
@@ -261,14 +262,6 @@ def connect(
         raise ConfigError(f"no Ray cluster {where}: {first}") from error
     finally:
         sys.executable = python
-    if bare_lines:
-        _logs.global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
-        _logs.global_worker_stdstream_dispatcher.add_handler("mooncake", _print_lines)
-
-
-def _print_lines(batch: dict[str, Any]) -> None:
-    if batch.get("actor_name"):  # else it is Ray's own
-        print(*batch["lines"], sep="\n", file=sys.stderr, flush=True)
 
 
 def disconnect(forks: ForkServer | None = None) -> None:
@@ -291,18 +284,41 @@ def address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def write_facts(sealed: bytes) -> None:
-    """Store what workers and gateways that join must know."""
-    kv_put(FACTS_KEY, sealed, overwrite=True)
-
-
 def read_facts(trust: Trust) -> ClusterFacts:
-    """Return what the cluster's first process stored.
+    """Return what the workers of the cluster's first process were told (see `Supervisor.tell`).
 
     Raises:
-        ConfigError: no `mooncake serve` runs in this Ray cluster, or it has another secret.
+        NotUp: no worker of a `mooncake serve` answers in this Ray cluster.
+        ConfigError: it has another secret.
     """
-    return decode_facts(kv_get(FACTS_KEY), trust)
+    refusal: ConfigError = NotUp(
+        "no server in this Ray cluster, or none whose workers answer yet; start `mooncake serve` "
+        "there first, or wait for it with --join-timeout"
+    )
+    for sealed in _told():
+        try:
+            return decode_facts(sealed, trust)
+        except ConfigError as problem:  # there may be two clusters in it
+            refusal = problem
+    raise refusal
+
+
+def _told() -> Iterator[bytes]:
+    """Yield what the named actors of this Ray cluster say, as their answers come."""
+    names: Any = ray.util.list_named_actors
+    calls = []
+    for name in names():
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            actor: Any = ray.get_actor(name)
+            calls.append(actor.facts.remote())
+    end_s = time.monotonic() + CONNECT_S
+    while calls:
+        done, calls = ray.wait(calls, timeout=max(0.0, end_s - time.monotonic()))
+        if not done:
+            return
+        with contextlib.suppress(RayError):
+            if sealed := ray.get(done[0]):
+                yield sealed
 
 
 def cluster_secret(address: str, given: str | None) -> str:
@@ -377,7 +393,8 @@ def _speaks(connection: socket.socket) -> bool:
 class Supervisor:
     """Starts worker processes, tells of each death at once, starts them again, ends them all.
 
-    All in the thread that called `connect`, but for `give_up`. `lost` is told a worker's id.
+    All in the thread that called `connect`, but for `give_up` and `tell`. `lost` is told a worker's
+    id.
     """
 
     def __init__(
@@ -399,6 +416,7 @@ class Supervisor:
         self._drain_s = drain_s
         self._waits = waits
         self._secret_file = ""
+        self._facts = b""
         self._entries: list[_Entry] = []
         self._poll = select.poll()
         self._stopping = threading.Event()
@@ -440,6 +458,14 @@ class Supervisor:
                     show(entry.settings.worker_id, what, state.done, state.whole)
         self._have_started = True
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
+
+    def tell(self, facts: bytes) -> None:
+        """Have the workers answer with `facts` to processes that join by Ray's address; from any
+        thread. Without a first call before `start` nobody finds them.
+        """
+        self._facts = facts
+        for entry in list(self._entries):
+            entry.actor.tell.remote(facts)
 
     def give_up(self) -> None:
         """Have `start` or `watch` return soon; from any thread."""
@@ -492,6 +518,7 @@ class Supervisor:
         actor: Any = (
             ray.remote(WorkerActor)
             .options(
+                name=f"{settings.worker_id} of {settings.gateway_address}" if self._facts else None,
                 num_cpus=0,
                 num_gpus=settings.num_gpus,  # Ray names them to the process: it sees no others
                 max_restarts=-1,
@@ -502,8 +529,13 @@ class Supervisor:
             )
             .remote(settings.worker_id)
         )
-        run = _call_run(actor, settings, self._secret_file)
-        return _Entry(settings, actor, run, gpus=gpus)
+        return _Entry(settings, actor, self._run(actor, settings), gpus=gpus)
+
+    def _run(self, actor: Any, settings: WorkerSettings) -> Any:
+        """Have an actor that has just started be a worker; return the call."""
+        if self._facts:
+            actor.tell.remote(self._facts)
+        return _call_run(actor, settings, self._secret_file)
 
     def _step(self) -> None:
         """Wait a moment; deal with what has happened."""
@@ -524,7 +556,7 @@ class Supervisor:
         for entry in self._entries:
             if entry.retry_at_s is not None and time.monotonic() >= entry.retry_at_s:
                 entry.retry_at_s = None
-                entry.run = _call_run(entry.actor, entry.settings, self._secret_file)
+                entry.run = self._run(entry.actor, entry.settings)
             self._ask_state(entry)
 
     def _on_end(self, entry: _Entry) -> None:

@@ -117,10 +117,7 @@ class RayWorkers:
     ) -> list[report.WorkerRow]:
         config, plan = self._config, self._plan
         show("ray", "starting", 0, 0)
-        ray_cluster.connect(
-            config.ray_address, config.bind_host, bare_lines=config.log_format == "json",
-            forks=self._forks,
-        )  # fmt: skip
+        ray_cluster.connect(config.ray_address, config.bind_host, forks=self._forks)
         self._join_address = ray_cluster.address()
         own_address = gateway_process.channel.address
         self._secret_files = [secret_file(self._join_address), secret_file(own_address)]
@@ -133,7 +130,7 @@ class RayWorkers:
 
         def tell() -> None:
             self._sealed = sealed_facts(facts, self._credential)
-            ray_cluster.write_facts(self._sealed)
+            supervisor.tell(self._sealed)
 
         def renew(secret: str) -> None:
             self._credential.renew(secret)
@@ -217,7 +214,7 @@ def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
         when_up(lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop)
         if not own_raylet.is_here(config.join):
             raylet = own_raylet.OwnRaylet(config.join, config.bind_host)
-        ray_cluster.connect(config.join, config.bind_host, bare_lines=config.log_format == "json")
+        ray_cluster.connect(config.join, config.bind_host)
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, on_signal)
         facts = when_up(

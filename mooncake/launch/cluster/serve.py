@@ -145,7 +145,9 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
 def _serve_joined(config: ServeConfig) -> int:
     """Be a gateway that looks after no worker."""
     if config.joins_by_ray:
-        environment.prepare_ray(config.bind_host, ray_environment(config))
+        environment.prepare_ray(
+            config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
+        )
     from mooncake.launch.cluster.joined_gateway import JoinedCluster
 
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
@@ -203,7 +205,9 @@ def _make(
 
         local = ColocatedWorkers(config, plan)
         return local, GatewayProcess(plan, local.gateway_channel, config.names[0], ids=ids)
-    environment.prepare_ray(config.bind_host, ray_environment(config))
+    environment.prepare_ray(
+        config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
+    )
     from mooncake.identity import own_credential
     from mooncake.launch.cluster.ray_workers import RayWorkers
     from mooncake.rpc.zmq_channel import ZmqChannel
@@ -219,7 +223,9 @@ def _make(
 
 
 def _join(config: ServeConfig, forks: ForkServer | None) -> int:
-    environment.prepare_ray(config.bind_host, ray_environment(config))
+    environment.prepare_ray(
+        config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
+    )
     configure_logging("join", sys.stderr, level=config.log_level, form=config.log_format)
     from mooncake.launch.cluster import ray_workers
 

@@ -34,6 +34,10 @@ OWN_SIGNALS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 RAY_AGENTS = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
 """Ray's agents see the end of its raylet by a pipe, not by their parent: that may be ours."""
 
+BARE_LINES = {"RAY_DISABLE_WORKER_LOG_PREFIX": "1"}
+"""Has Ray print what workers log as it is, for machines to read. To be set before ray is imported.
+"""
+
 LOOPBACK_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray's own sockets on 127.0.0.1, as on systems where it only ever runs on one machine. To be
 set before ray is imported."""
@@ -70,9 +74,11 @@ def with_ray(bind_host: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {**wanted, **environ}
 
 
-def prepare_ray(bind_host: str, environ: Mapping[str, str]) -> None:
-    """Set what must stand in this process before ray is imported, on top of `environ`."""
-    os.environ.update(with_ray(bind_host, environ))
+def prepare_ray(bind_host: str, environ: Mapping[str, str], *, bare_lines: bool = False) -> None:
+    """Set what must stand in this process before ray is imported, on top of `environ`.
+    `bare_lines`: lines of workers' logs are printed without what Ray puts before them.
+    """
+    os.environ.update(with_ray(bind_host, environ) | (BARE_LINES if bare_lines else {}))
 
 
 def cache_dir() -> Path:

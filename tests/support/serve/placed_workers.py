@@ -100,7 +100,7 @@ def main() -> None:
     worker: Any = Shown
     ray_cluster.WorkerActor = worker
     ray_cluster.PLACE_S = 2.0
-    ray_cluster.connect(None, "127.0.0.1", bare_lines=False)
+    ray_cluster.connect(None, "127.0.0.1")
     try:
         found = {
             **played(),

@@ -36,12 +36,11 @@ def settings(tmp_path: Path) -> list[WorkerSettings]:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, bytes]:
-    """Ray's."""
-    kept: dict[bytes, bytes] = {}
-    monkeypatch.setattr(ray_cluster, "kv_put", lambda key, value, **_: kept.update({key: value}))
-    monkeypatch.setattr(ray_cluster, "kv_get", kept.get)
-    return kept
+def told(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What workers in Ray say."""
+    found: list[bytes] = []
+    monkeypatch.setattr(ray_cluster, "_told", lambda: iter(found))
+    return found
 
 
 @pytest.fixture
@@ -53,21 +52,21 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_facts(
-    settings: list[WorkerSettings], role: CredentialRole = CredentialRole.GATEWAY
+    told: list[bytes], settings: list[WorkerSettings], role: CredentialRole = CredentialRole.GATEWAY
 ) -> None:
     config = resolve({"model": settings[0].model}, None, {})
     facts = ClusterFacts(
         gateway_address="tcp://127.0.0.1:1", worker=settings[-1],
         scheduler=make_plan(config, 4).scheduler, names=["small"],
     )  # fmt: skip
-    ray_cluster.write_facts(sealed_facts(facts, own_credential(SECRET, role)))
+    told[:] = [sealed_facts(facts, own_credential(SECRET, role))]
 
 
 def test_facts_hold_no_secret_and_are_read_only_with_it(
-    settings: list[WorkerSettings], store: dict[bytes, bytes]
+    settings: list[WorkerSettings], told: list[bytes]
 ) -> None:
-    write_facts(settings)
-    assert SECRET.encode() not in store[ray_cluster.FACTS_KEY]
+    write_facts(told, settings)
+    assert SECRET.encode() not in told[0]
     found = ray_cluster.read_facts(cluster_keys(SECRET))
     assert (found.worker.cluster_secret, found.worker.model) == ("", settings[0].model)
     with pytest.raises(ConfigError, match="not that of this cluster"):
@@ -75,9 +74,9 @@ def test_facts_hold_no_secret_and_are_read_only_with_it(
 
 
 def test_facts_of_a_workers_credential_do_not_count(
-    settings: list[WorkerSettings], store: dict[bytes, bytes]
+    settings: list[WorkerSettings], told: list[bytes]
 ) -> None:
-    write_facts(settings, CredentialRole.WORKER)
+    write_facts(told, settings, CredentialRole.WORKER)
     with pytest.raises(ConfigError, match="is of no gateway"):
         ray_cluster.read_facts(cluster_keys(SECRET))
 
@@ -93,12 +92,9 @@ def test_settings_are_printed_without_secrets(settings: list[WorkerSettings]) ->
     assert "tcp://pool:1" in printed
 
 
-def test_altered_facts_are_refused(
-    settings: list[WorkerSettings], store: dict[bytes, bytes]
-) -> None:
-    write_facts(settings)
-    [(key, value)] = store.items()
-    store[key] = value.replace(b"tcp://127.0.0.1:1", b"tcp://127.0.0.9:1")
+def test_altered_facts_are_refused(settings: list[WorkerSettings], told: list[bytes]) -> None:
+    write_facts(told, settings)
+    told[0] = told[0].replace(b"tcp://127.0.0.1:1", b"tcp://127.0.0.9:1")
     with pytest.raises(ConfigError, match="or what its first process says was altered"):
         ray_cluster.read_facts(cluster_keys(SECRET))
 
@@ -146,7 +142,7 @@ def test_ray_runs_in_a_folder_of_this_user_alone(
     started: list[dict[str, Any]] = []
     monkeypatch.setenv("HOME", str(private))
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: started.append(options))
-    ray_cluster.connect(None, "127.0.0.1", bare_lines=False)
+    ray_cluster.connect(None, "127.0.0.1")
     [options] = started
     place = Path(options["_temp_dir"])
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -156,7 +152,7 @@ def test_ray_runs_in_a_folder_of_this_user_alone(
 
 
 def test_a_cluster_that_is_not_up_yet_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, store: dict[bytes, bytes], private: Path,
+    monkeypatch: pytest.MonkeyPatch, told: list[bytes], private: Path,
     settings: list[WorkerSettings],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(facts_module, "ASK_AGAIN_S", 0.0)
@@ -167,12 +163,12 @@ def test_a_cluster_that_is_not_up_yet_is_waited_for(
         nonlocal asked
         asked += 1
         if asked == 3:
-            write_facts(settings)
+            write_facts(told, settings)
         return ray_cluster.read_facts(cluster)
 
     assert when_up(ask, 600).names == ["small"]
     assert asked == 3
-    store.clear()
+    told.clear()
     with pytest.raises(NotUp, match="no server in this Ray cluster"):
         when_up(lambda: ray_cluster.read_facts(cluster), 0)
     stop = threading.Event()
@@ -182,9 +178,9 @@ def test_a_cluster_that_is_not_up_yet_is_waited_for(
 
 
 def test_another_clusters_secret_is_no_reason_to_wait(
-    store: dict[bytes, bytes], private: Path, settings: list[WorkerSettings]
+    told: list[bytes], private: Path, settings: list[WorkerSettings]
 ) -> None:
-    write_facts(settings)
+    write_facts(told, settings)
     with pytest.raises(ConfigError, match="it is not that of this cluster") as refusal:
         when_up(lambda: ray_cluster.read_facts(cluster_keys("another")), 600)
     assert not isinstance(refusal.value, NotUp)

@@ -34,6 +34,35 @@ def test_the_worker_of_the_tests_is_called_as_the_real_one(name: str) -> None:
     assert list(double.parameters) == list(real.parameters)
 
 
+def test_every_worker_answers_with_the_newest_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was started again, which has forgotten them."""
+    names: list[str | None] = []
+    told: list[list[bytes]] = []
+
+    def remote(worker_class: type) -> Any:
+        del worker_class
+        own: list[bytes] = []
+        told.append(own)
+        actor = SimpleNamespace(
+            tell=SimpleNamespace(remote=own.append),
+            run=SimpleNamespace(remote=lambda *words: "running"),
+        )
+        made = SimpleNamespace(remote=lambda worker_id: actor)
+        return SimpleNamespace(options=lambda name, **_: names.append(name) or made)
+
+    monkeypatch.setattr(ray_cluster.ray, "remote", remote)
+    supervisor = Supervisor(lambda _: None)
+    entries = [supervisor._launch(worker_settings(), here_only=False)]
+    supervisor.tell(b"first")
+    entries += [supervisor._launch(worker_settings(), here_only=False) for _ in range(2)]
+    supervisor._entries = entries[1:]
+    supervisor.tell(b"second")
+    supervisor._run(entries[2].actor, entries[2].settings)
+    assert names[0] is None, "nobody finds a worker that knows nothing"
+    assert names[1] == f"decode-0 of {worker_settings().gateway_address}"
+    assert told == [[], [b"first", b"second"], [b"first", b"second", b"second"]]
+
+
 def test_a_refusal_at_the_start_ends_the_start(entry: ray_cluster._Entry) -> None:
     supervisor = Supervisor(lambda _: None)
     with pytest.raises(MooncakeError, match=f"decode-0: {REFUSAL}"):
