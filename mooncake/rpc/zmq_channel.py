@@ -3,7 +3,8 @@ to send.
 
 Owns its ZeroMQ context and sockets. Traffic is encrypted and authenticated with CURVE. The bound
 end has the key of its own credential, and its address ends in it ("tcp://10.0.0.7:43123#KEY"); one
-whose address people type has the cluster's key, which only the cluster secret gives. Each message
+whose address people type has the cluster's key, which only the cluster secret gives. While that is
+replaced, it may be that of either secret. Each message
 carries the sender's certificate; what arrives on a connection that did not prove the certificate's
 key, or is not for its role to send, is refused here.
 """
@@ -19,7 +20,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -33,7 +34,7 @@ from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
 from mooncake.base.messages import Drain, Refused, StepOutputs
 from mooncake.base.pool_messages import RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
-from mooncake.identity import Certificate, Credential, check_certificate
+from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import (
     MAX_MESSAGE_BYTES,
@@ -152,14 +153,16 @@ class ZmqChannel:
         try:
             self._doorbell.bind(_ZAP)
             seed = (credential.listening_seed if is_typed else None) or credential.channel_seed
-            bound_port = self._bind(bind_host, *(ports or (0, 0)), seed)
+            self._bound = _Bound(self._inbox, bind_host, seed, self._limits)
+            bound_port = self._bound.bind(*(ports or (0, 0)))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             among = "-".join(str(port) for port in dict.fromkeys(ports or (0,)))
             raise ConfigError(f"cannot listen on {bind_host}:{among}: {error}") from error
         self._port = bound_port
         self._address = f"tcp://{_bracketed(advertise_host or bind_host)}:{bound_port}"
-        if seed == credential.channel_seed:
+        self._has_own_key = seed == credential.channel_seed
+        if self._has_own_key:
             self._address += f"#{credential.certificate.channel_key.hex()}"
         # The socket's own descriptor only fires on changes; this one also stays readable while
         # `receive` has left something behind.
@@ -174,27 +177,6 @@ class ZmqChannel:
         """Addresses sent to, whose ends are told: longer than their sockets are kept."""
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
-
-    def _bind(self, host: str, first: int, last: int, seed: bytes) -> int:
-        inbox = self._inbox
-        inbox.setsockopt(zmq.LINGER, 0)
-        inbox.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
-        inbox.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
-        inbox.setsockopt(zmq.IPV6, int(":" in host))
-        inbox.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        inbox.setsockopt(zmq.CURVE_SERVER, 1)
-        inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(seed))
-        inbox.setsockopt(zmq.ZAP_DOMAIN, b"mooncake")
-        _detect_dead_peers(inbox)
-        for port in range(first, last + 1):
-            try:
-                inbox.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
-                break
-            except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE or port == last:
-                    raise
-        endpoint = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(endpoint.rsplit(":", 1)[1])
 
     @property
     def address(self) -> str:
@@ -229,7 +211,7 @@ class ZmqChannel:
             now = self._clock.now()
             self._forget_idle(now)
             try:
-                self._peer(address, now).socket.send(data, zmq.NOBLOCK)
+                self._peer(address, now).send(data)
             except (zmq.ZMQError, ValueError) as error:  # a lost message, as on a broken link
                 self._drop(f"not queued ({error})", address)
                 return
@@ -239,22 +221,36 @@ class ZmqChannel:
         """Return the peer, connected. Raises ZMQError or ValueError: the address is unusable, or
         there is no descriptor left for a socket.
         """
+        clusters = () if "#" in address else self._credential.clusters
         peer = self._peers.get(address)
+        if peer is not None and peer.clusters is not clusters and "#" not in address:
+            self._peers.pop(address).close()  # the secret was replaced
+            peer = None
         if peer is None:
-            socket = self._connect(address)
+            plain, _, key = address.partition("#")
+            keys = [each.channel_key for each in clusters] or [bytes.fromhex(key)]
+            peer = _Peer([], clusters, now)
+            try:
+                for each in keys:
+                    peer.sockets.append(self._connect(plain, each, queues=not peer.sockets))
+            except (zmq.ZMQError, ValueError):
+                peer.close()
+                raise
             while len(self._peers) >= self._limits.num_peers:
-                self._peers.popitem(last=False)[1].socket.close()
-            peer = self._peers[address] = _Peer(socket, now)
+                self._peers.popitem(last=False)[1].close()
+            self._peers[address] = peer
             self._reached[address] = None
         peer.used_s = now
         self._peers.move_to_end(address)
         return peer
 
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        address, _, key = address.partition("#")
-        peer_key = bytes.fromhex(key) if key else self._credential.cluster.channel_key
+    def _connect(self, address: str, peer_key: bytes, *, queues: bool) -> zmq.Socket[bytes]:
+        """Return a socket to a peer. `queues`: it takes messages before the peer has proven its
+        key, too.
+        """
         socket = self._context.socket(zmq.PUSH)
         try:
+            socket.setsockopt(zmq.IMMEDIATE, int(not queues))
             socket.setsockopt(zmq.LINGER, self._limits.linger_ms)
             socket.setsockopt(zmq.SNDHWM, self._limits.queue_messages)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -277,7 +273,7 @@ class ZmqChannel:
             oldest = next(iter(self._peers.values()))
             if now - oldest.used_s < self._limits.idle_s:
                 return
-            self._peers.popitem(last=False)[1].socket.close()
+            self._peers.popitem(last=False)[1].close()
 
     def _drop(self, reason: str, address: str) -> None:
         if self.counters.num_dropped % _LOGGED_EACH == 0:
@@ -302,6 +298,9 @@ class ZmqChannel:
         if (now := self._clock.now()) >= self._look_s:
             self._look_s = now + LOOK_S
             self._connections.hang_up_untrusted(self._gate.objection, self._port)
+            if not self._has_own_key and not self._bound.follow(self._credential):
+                self._look_s = now
+                os.eventfd_write(self._again_fd, 1)
         for _ in range(_MAX_PER_RECEIVE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -407,7 +406,7 @@ class ZmqChannel:
                 return
             self._closed = True
             for peer in self._peers.values():
-                peer.socket.close()
+                peer.close()
             self._peers.clear()
         if self._ended is not None:
             self._ended.close()
@@ -655,8 +654,84 @@ class _Gate:
 
 @dataclass
 class _Peer:
-    socket: zmq.Socket[bytes]
+    sockets: list[zmq.Socket[bytes]]
+    """One for each key that it may have: an address that people type names none. The first queues
+    what none can send now.
+    """
+    clusters: Sequence[ClusterKeys]
+    """Whose keys these are; () = the address names its key."""
     used_s: float
+
+    def send(self, data: bytes) -> None:
+        """Queue `data` where it can be sent. Raises ZMQError: the queue is full."""
+        for each in self.sockets[1:]:
+            with contextlib.suppress(zmq.Again):
+                each.send(data, zmq.NOBLOCK)
+                return
+        self.sockets[0].send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        for each in self.sockets:
+            each.close()
+
+
+class _Bound:
+    """Where the inbox is bound, and the key that it has there."""
+
+    def __init__(self, inbox: zmq.Socket[bytes], host: str, seed: bytes, limits: ZmqLimits) -> None:
+        self._inbox, self._host, self._limits = inbox, _bracketed(host), limits
+        self._endpoint = ""
+        """Where it is bound; "" = nowhere."""
+        self._port = 0
+        self._seed = seed
+
+    def bind(self, first: int, last: int) -> int:
+        """Bind the first free port; return it. Raises ZMQError: none is free."""
+        inbox = self._inbox
+        inbox.setsockopt(zmq.LINGER, 0)
+        inbox.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
+        inbox.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
+        inbox.setsockopt(zmq.IPV6, int(":" in self._host))
+        inbox.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        inbox.setsockopt(zmq.CURVE_SERVER, 1)
+        inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._seed))
+        inbox.setsockopt(zmq.ZAP_DOMAIN, b"mooncake")
+        _detect_dead_peers(inbox)
+        for port in range(first, last + 1):
+            try:
+                inbox.bind(f"tcp://{self._host}:{port or '*'}")
+                break
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE or port == last:
+                    raise
+        self._endpoint = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._port = int(self._endpoint.rsplit(":", 1)[1])
+        return self._port
+
+    def follow(self, credential: Credential) -> bool:
+        """Have the cluster's key that `credential` gives, once none of those that count is the one
+        at hand. Its connections end then, and come back. Return whether it is bound; if not, the
+        port is free in a moment.
+        """
+        public = z85.decode(zmq.curve_public(z85.encode(self._seed)))
+        seed = credential.listening_seed
+        is_known = any(each.channel_key == public for each in credential.clusters)
+        if self._endpoint and (is_known or seed is None):
+            return True
+        if self._endpoint:
+            self._inbox.unbind(self._endpoint)
+            self._endpoint = ""
+            self._seed = seed or self._seed
+            self._inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._seed))
+            _LOG.info("port %d has the key of the new cluster secret", self._port)
+        try:
+            self._inbox.bind(f"tcp://{self._host}:{self._port}")
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        self._endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        return True
 
 
 def _detect_dead_peers(socket: zmq.Socket[bytes]) -> None:

@@ -30,6 +30,7 @@ from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
@@ -64,12 +65,14 @@ class Registry:
         )  # fmt: skip
         self.address = ref.address
         gateway.facts = encode_facts(own_facts(config, plan, ref.address))
+        self._following = SecretFollower(config.cluster_secret_file, credential.renew)
         self._driver = Driver(gateway, self._channel, own=ref)
         self._thread = threading.Thread(target=self._drive, name="registry", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End it; nodes and clients that are left go on without."""
+        self._following.close()
         self._driver.stop()
         self._thread.join()
         self._channel.close()

@@ -13,7 +13,7 @@ import pytest
 from mooncake.base import ConfigError
 from mooncake.base.messages import AskCluster, ClusterTold
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity import Credential, own_credential
 from mooncake.launch.cluster import seeds
 from mooncake.launch.cluster.facts import NotUp, encode_facts
 from mooncake.launch.cluster.joined_gateway import JoinedCluster
@@ -30,13 +30,18 @@ NOBODY = "127.0.0.1:1"
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[str]:
+def credential() -> Credential:
+    """The gateway's."""
+    return own_credential("hush", CredentialRole.GATEWAY)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, credential: Credential) -> Iterator[str]:
     """The address of a gateway that answers, with settings of its own."""
     model = write_config_only(tmp_path / "small")
     given = {"role": "gateway", "cluster_secret": "hush", "model": str(model), "block_size": 32,
              "slo_ttft_s": 3}  # fmt: skip
     config = resolve(given, None, {})
-    credential = own_credential("hush", CredentialRole.GATEWAY)
     channel = ZmqChannel(credential=credential, is_typed=True)
     facts = encode_facts(own_facts(config, make_plan(config, 4), channel.address))
     ended = threading.Event()
@@ -98,6 +103,18 @@ def test_who_has_another_secret_learns_nothing(
     monkeypatch.setattr(seeds, "ANSWER_S", 1.0)
     with pytest.raises(NotUp, match="with the same cluster secret"):
         facts_of_seeds(joining(gateway), own_credential("other", CredentialRole.WORKER))
+
+
+def test_while_the_secret_is_replaced_and_afterwards_who_joins_is_told(
+    gateway: str, credential: Credential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for secrets in ("hush\nnew", "new\nhush", "new"):
+        credential.renew(secrets)
+        facts = facts_of_seeds(joining(gateway), own_credential(secrets, CredentialRole.WORKER))
+        assert facts.gateway_address == gateway
+    monkeypatch.setattr(seeds, "ANSWER_S", 1.0)
+    with pytest.raises(NotUp, match="with the same cluster secret"):
+        facts_of_seeds(joining(gateway), own_credential("hush", CredentialRole.WORKER))
 
 
 def test_a_machine_that_cannot_be_answered_is_told_before_it_asks() -> None:

@@ -180,6 +180,57 @@ def test_a_typed_address_needs_no_key_and_the_first_of_two_secrets(open_channel:
         assert receive(registry, 1) == [Drain()]
 
 
+def test_a_typed_address_is_that_of_the_new_secret_once_the_old_one_does_not_count(
+    open_channel: Open,
+) -> None:
+    """Who knows a secret that counts is let in at each step, and who joins with the new one after
+    it; one that has sent before goes on.
+    """
+    credential, known = own("old"), own("old")
+    made = issue("old", "gateway", [CredentialRole.GATEWAY], listens=True)
+    with_text = own_credential(made.text, CredentialRole.GATEWAY)
+    registry = open_channel(credential=credential, is_typed=True)
+    machine = open_channel(credential=with_text, is_typed=True)
+    peer = open_channel(credential=known)
+
+    def arrives(sender: ZmqChannel, address: str, receiver: ZmqChannel) -> None:
+        """As members do, it says the same again until it is heard."""
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            sender.send(address, Drain())
+            select.select([receiver], [], [], 0.2)
+            if Drain() in receiver.receive():
+                return
+        raise AssertionError(f"{address} is not reached")
+
+    for phase, let_in in (
+        ("old", ["old"]),
+        ("old\nnew", ["old", "old\nnew"]),
+        ("new\nold", ["old", "old\nnew", "new\nold"]),
+        ("new", ["new\nold", "new"]),
+    ):
+        for each in (credential, known):
+            each.renew(phase)
+        signed = certify(phase, "gateway", [CredentialRole.GATEWAY], with_text.keys.public)
+        first = issue(phase, "x", [CredentialRole.GATEWAY])
+        renewed = Credential(
+            with_text.keys.seed, signed.signed, signed.cluster, None, signed.others,
+            first.listening_seed or b"",
+        )  # fmt: skip
+        with_text.renew(renewed.text)
+        for receiver in (registry, machine):
+            arrives(peer, receiver.address, receiver)
+            for secret in let_in:
+                arrives(open_channel(secret=secret), receiver.address, receiver)
+    address = registry.address
+    former = open_channel(secret="old")
+    for _ in range(5):
+        former.send(registry.address, AbortTask(request_id="former", attempt=1))
+        select.select([registry], [], [], 0.1)
+        assert not any(isinstance(each, AbortTask) for each in registry.receive())
+    assert registry.address == address
+
+
 @pytest.mark.parametrize("with_curve", [False, True], ids=["plain", "own server key"])
 def test_a_raw_socket_without_the_secret_gets_nothing_through(
     open_channel: Open, with_curve: bool

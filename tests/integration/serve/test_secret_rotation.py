@@ -22,10 +22,12 @@ def test_a_new_secret_takes_the_place_of_the_old_one_under_load(tmp_path: Path) 
     file, old_file = tmp_path / "secret", tmp_path / "old"
     for each in (file, old_file):
         each.write_text("old secret\n")
-    words = (*SMALL, "--port", "0", "--cluster-secret-file", str(file))
+    words = (
+        *SMALL, "--port", "0", "--cluster-secret-file", str(file), "--log-format", "json",
+    )  # fmt: skip
     with ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server:
         server.wait_until_serving()
-        address = server.wait_for(r"--join (\S+)").group(1)
+        address = server.wait_for(r'--join ([^\s"]+)').group(1)
         pids = server.wait_for_workers(WORKERS)
         load = Load([server.url], server.complete(PROMPT, 40))
         try:
@@ -43,6 +45,9 @@ def test_a_new_secret_takes_the_place_of_the_old_one_under_load(tmp_path: Path) 
         finally:
             load.close()
         assert load.wrong == []
+        told = [line for line in server.lines if '"worker":"decode-0"' in line]
+        assert told, "what workers log is printed"
+        assert [line for line in told if not line.startswith("{")] == [], "as it is"
         assert server.worker_pids().items() >= pids.items(), "nothing was restarted"
         counters = server.get("/v1/cluster/status")["counters"]
         assert not counters.get("attempts_lost", 0)
