@@ -156,7 +156,7 @@ def _await_health(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask the server to end; whoever of its processes is left after a while is killed by pid."""
-    born = {pid: _birth(pid) for pid in family(process.pid) if pid != process.pid}
+    born = {pid: birth(pid) for pid in family(process.pid) if pid != process.pid}
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -164,9 +164,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for pid, birth in born.items():
+    for pid, began in born.items():
         # The number may belong to somebody else by now.
-        if birth is not None and _birth(pid) == birth:
+        if began is not None and birth(pid) == began:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -191,7 +191,7 @@ def _stat_fields(pid: int) -> Sequence[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
 
 
-def _birth(pid: int) -> str | None:
+def birth(pid: int) -> str | None:
     """Return when a process began (in ticks since boot), or None if it is gone."""
     try:
         return _stat_fields(pid)[19]
