@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -70,12 +70,17 @@ check: $(STAMP)
 EXAMPLES ?= few
 PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz tests/conformance
 PYTEST := $(BIN)/pytest --maxprocesses 4 --dist loadfile
+SHORT := MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -m "not slow"
 test: check test-python
+test-python: test-pure test-processes
 
-test-python: $(STAMP) helm
-	@for folders in tests/unit "tests/kernels tests/sim tests/property" tests/fuzz tests/conformance tests/integration; do \
-	  echo "== $$folders" && MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) \
-	  $(PYTEST) -q -m "not slow" -n auto $$folders || exit 1; done
+test-pure: $(STAMP)
+	@for folders in tests/unit "tests/kernels tests/sim tests/property" tests/fuzz; do \
+	  echo "== $$folders" && $(SHORT) -n auto $$folders || exit 1; done
+
+test-processes: $(STAMP) helm
+	@for folder in tests/conformance tests/integration; do \
+	  echo "== $$folder" && $(SHORT) -n 3 $$folder || exit 1; done
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm

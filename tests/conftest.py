@@ -15,7 +15,7 @@ from mooncake_kernels.native import build
 
 from mooncake.launch.host import environment
 from tests.support.examples import examples
-from tests.support.slow_files import is_in_slow_folder, may_hold_slow_tests
+from tests.support.slow_files import APART, is_in_slow_folder, may_hold
 
 # Machines are slow at times: no test of a property is about how long an example takes.
 settings.register_profile("untimed", deadline=None, max_examples=examples(100))
@@ -34,7 +34,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if chosen == "not slow" and is_in_slow_folder(collection_path):
         return True
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if chosen == "slow" and is_test and not may_hold_slow_tests(collection_path):
+    marker = chosen.removesuffix(" and not alone")
+    if marker in APART and is_test and not may_hold(collection_path, marker):
         return True
     return None
 
@@ -45,10 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_in_slow_folder(item.path):
             item.add_marker(pytest.mark.slow)
-        elif item.get_closest_marker("slow") and not may_hold_slow_tests(item.path):
-            raise pytest.UsageError(
-                f"{item.path} has slow tests and nowhere says mark.slow: `-m slow` would miss them"
-            )
+        for marker in APART:
+            if item.get_closest_marker(marker) and not may_hold(item.path, marker):
+                raise pytest.UsageError(
+                    f"{item.path} has tests of the marker {marker} and nowhere says mark.{marker}: "
+                    f"`-m {marker}` would miss them"
+                )
 
 
 def _logging_as_before() -> Iterator[None]:
