@@ -55,8 +55,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.dp > 1 and self.ep == 1:
             raise ConfigError(
-                f"{DP_FLAG}={self.dp}: ranks that share no experts are workers (--prefill N, "
-                f"--decode N); to share them add --{EP_FLAG}"
+                f"{DP_FLAG}={self.dp}: ranks that share no experts are workers (`prefill`, "
+                f"`decode`); to share them add `{EP_FLAG}`"
             )
         if self.ep not in (1, self.tp * self.dp):
             raise ConfigError(

@@ -206,10 +206,10 @@ def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
     """
     kind = type(message)
     if kind not in sender.may_send:
-        wanted = " or ".join(sorted(f"--role {role.value}" for role in SENDERS[kind]))
+        wanted = " or ".join(sorted(role.value for role in SENDERS[kind]))
         return (
             f"{sender.name} ({', '.join(sorted(role.value for role in sender.roles))}) may not "
-            f"send {kind.__name__}: it takes a credential with {wanted}"
+            f"send {kind.__name__}: it takes a credential of role {wanted}"
         )
     if kind in _ABOUT_BLOCKS and (num_keys := _num_keys(message)) > MAX_KEYS:
         return f"{kind.__name__} names {num_keys} blocks, more than {MAX_KEYS}: send it in parts"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -110,8 +111,18 @@ def _warn(message: str) -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"mooncake: {message}", file=sys.stderr)
+    print(f"mooncake: {_spelled(message)}", file=sys.stderr)
     return code
+
+
+def _spelled(message: str) -> str:
+    """Return a message with the settings that it names in backticks as flags."""
+    from mooncake.launch.config.settings import ServeConfig
+
+    known = {options.flag(name) for name in options.options_of(ServeConfig)}
+    return re.sub(
+        "`([a-z-]+)`", lambda found: f"--{found[1]}" if found[1] in known else found[0], message
+    )
 
 
 def _reader_left() -> int:

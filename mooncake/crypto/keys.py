@@ -45,7 +45,7 @@ class KeySource(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cure(self) -> str:
         """What an operator can give, for errors."""
-        return f"--{self.name}-file, --{self.name}-command or {self.variable}"
+        return f"`{self.name}-file`, `{self.name}-command` or {self.variable}"
 
 
 class Key:

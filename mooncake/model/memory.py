@@ -89,7 +89,7 @@ def pages_that_fit(
             f"leaves{where} room for {max(0, pages)} KV pages beside "
             f"{format_bytes(memory.resident_bytes)} in use and "
             f"{format_bytes(2 * memory.step_bytes)} for steps; one sequence of full length "
-            f"takes {least_pages}; lower --max-model-len or --max-num-batched-tokens"
+            f"takes {least_pages}; lower `max-model-len` or `max-num-batched-tokens`"
         )
     return pages
 

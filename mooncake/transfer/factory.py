@@ -76,7 +76,7 @@ def _check_protection(protection: Protection | None, protocols: Container[str]) 
     if protection is Protection.ENCRYPT and "rdma" in protocols:
         raise ConfigError(
             "transfer-protection: NICs write memory as it is, so that RDMA cannot encrypt; leave "
-            "rdma out of --transport"
+            "rdma out of `transport`"
         )
 
 

@@ -6,7 +6,9 @@ Reads the source as text and as a tree; imports none of it.
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,13 @@ WORLD = {
     "asyncio", "multiprocessing", "queue", "random", "secrets", "select", "selectors", "signal",
     "socket", "subprocess", "threading", "time", "uuid",
 }  # fmt: skip
+
+
+BELOW_FLAGS = (
+    "api", "base", "crypto", "decode", "engine", "identity", "instance", "kvstore", "model",
+    "prefill", "rpc", "scheduler", "telemetry", "transfer",
+)  # fmt: skip
+"""Packages that are also used where there is no command line: by `LLM`, in a file of settings."""
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -172,3 +181,31 @@ def test_every_direct_dependency_is_pinned() -> None:
     pins = [line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()]
     pinned = {name.lower().replace("_", "-") for name in pins if name and not name.startswith("#")}
     assert {name.lower() for name in wanted} - pinned == set()
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield the texts of a module that are no docstrings, with a 0 for what is filled in."""
+    nodes = list(ast.walk(parsed(path)))
+    others = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            others.update(node.values)
+            parts = (each.value if isinstance(each, ast.Constant) else "0" for each in node.values)
+            yield "".join(map(str, parts))
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in others:
+            yield node.value
+
+
+@pytest.mark.parametrize("package", BELOW_FLAGS)
+def test_errors_name_settings_and_the_command_line_spells_flags(package: str) -> None:
+    """A setting stands in backticks, and `cli.main` writes it as a flag. Whole commands may be
+    named.
+    """
+    named = {
+        f"{name_of(path)}: {found[0]}"
+        for path in python_files(f"mooncake/{package}")
+        for text in texts(path)
+        if (found := re.search("--[a-z]+[a-z-]*", re.sub("`mooncake [^`]*`", "", text)))
+    }
+    assert named <= {"mooncake/api/http/repeats.py: --max-kept-answer-bytes"}, "write `setting`"

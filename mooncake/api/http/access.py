@@ -142,7 +142,7 @@ class Access:
         if self._is_local and not len(self._keyring) and not _is_loopback(_host_name(headers)):
             error: MooncakeError = forbidden(
                 "without API keys this server answers to the names of its own machine only: send "
-                "'Host: localhost', or set --api-key",
+                "'Host: localhost', or set `api-key`",
             )
             await ErrorResponse(error)(scope, receive, named_send)
             return
@@ -163,7 +163,7 @@ class Access:
             if is_operators and not account.key.operator:
                 error = forbidden(
                     f"{scope['path']} tells of hosts, processes and the requests of all tenants: "
-                    "use an operator's key (`operator: true` in --api-keys-file, or --api-key)"
+                    "use an operator's key (`operator: true` in `api-keys-file`, or `api-key`)"
                 )
                 await ErrorResponse(error)(scope, receive, named_send)
                 return

@@ -127,7 +127,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         idle = (each for each in self.proven if each.is_idle)
         closed = next(strangers, None) or next(idle, self)
         _log.warning(
-            "a connection was closed: more than %d are open (--max-connections)",
+            "a connection was closed: more than %d are open (`max-connections`)",
             self.limits.max_connections,
         )
         closed.forget()

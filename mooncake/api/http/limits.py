@@ -182,7 +182,7 @@ class InFlight:
         if not self._bodies.take(self._key, num_bytes):
             self._refuse(
                 "the bodies of running requests fill the memory for them "
-                "(--max-inflight-body-bytes)",
+                "(`max-inflight-body-bytes`)",
                 "body_bytes_in_flight",
             )
         self._num_bytes += num_bytes

@@ -71,9 +71,9 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
 def _check_size(num_bytes: int, cost: int, config: ApiConfig) -> None:
     kind = "RequestTooLargeError"
     if num_bytes > config.max_body_bytes:
-        limit = f"{config.max_body_bytes} bytes (--max-body-bytes)"
+        limit = f"{config.max_body_bytes} bytes (`max-body-bytes`)"
         raise ApiError(413, kind, f"the body is larger than the limit of {limit}")
     if cost > config.max_body_cost:
-        limit = f"the limit is {config.max_body_cost} (--max-body-cost)"
+        limit = f"the limit is {config.max_body_cost} (`max-body-cost`)"
         count = f"fields, objects and lists count {NODE_COST} each, items of lists {ITEM_COST}"
         raise ApiError(413, kind, f"the body has too many values: {count}, and {limit}")

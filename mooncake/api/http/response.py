@@ -195,7 +195,7 @@ def _refused_class(
         return None
     return forbidden(
         f"priority: this API key may not ask for {asked.value} (it may for "
-        f"{', '.join(priority.value for priority in allowed)}); `priorities` of --api-keys-file "
+        f"{', '.join(priority.value for priority in allowed)}); `priorities` of `api-keys-file` "
         "says so, and `priority` and `service_tier` of a request choose",
         param="priority",
     )

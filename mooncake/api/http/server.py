@@ -53,7 +53,7 @@ def bind(config: ApiConfig) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
-            "choose another --port"
+            "choose another `port`"
         ) from error
     # Connections inherit it. asyncio would set it itself only where the listener names its
     # protocol; without it a head and the event after it are 40 ms apart (delayed ACKs).

@@ -375,7 +375,7 @@ class Gateway:
         if hello.role is not Role.CLIENT and wanted and hello.transports != [wanted]:
             return (
                 f"it moves KV by {', '.join(hello.transports) or 'nothing'}, and this cluster by "
-                f"{wanted} alone (--require-transport)"
+                f"{wanted} alone (`require-transport`)"
             )
         if hello.role is not Role.CLIENT:
             return self._conductor.on_hello(hello)

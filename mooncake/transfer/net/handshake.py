@@ -111,10 +111,10 @@ def _peer(
     except Forbidden as error:
         raise HandshakeRefused(error.message) from error
     if not roles.intersection(certificate.roles):
-        wanted = " or ".join(sorted(f"--role {role.value}" for role in roles))
+        wanted = " or ".join(sorted(role.value for role in roles))
         raise HandshakeRefused(
             f"the credential {certificate.name!r} moves no blocks this way: that takes one of "
-            f"`mooncake credential {wanted}`"
+            f"role {wanted}"
         )
     return certificate
 
@@ -211,7 +211,7 @@ class ConnectingSide:
             self._protection = message.protection
             if self._protection.is_weaker(least):
                 raise HandshakeRefused(
-                    f"the peer's --transfer-protection is {self._protection.value}, ours is "
+                    f"the peer's `transfer-protection` is {self._protection.value}, ours is "
                     f"{least.value}: start all processes of the cluster with the same"
                 )
             credential = self._credentials.credential

@@ -50,7 +50,7 @@ class Verbs:
                 f"RDMA needs pyverbs, which cannot be loaded here ({error}). Install it with "
                 "'pip install pyverbs' (needs libibverbs-dev and a C compiler) or 'apt-get install "
                 "python3-pyverbs' (for the distribution's own Python version), or choose "
-                "--transport tcp"
+                "`transport` tcp"
             ) from error
         self.addr, self.cq, self.device, self.enums = (loaded[name] for name in _MODULES[:4])
         self.mr, self.pd, self.pyverbs_error, self.qp, self.wr = (

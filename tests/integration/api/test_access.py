@@ -156,7 +156,7 @@ def test_bodies_of_running_requests_have_a_bound_and_no_key_takes_all() -> None:
             reply = await client.post(CHAT, json=long, headers=bearer("alice"))
             assert reply.status_code == 429
             assert reply.headers["retry-after"] == "1"
-            assert "--max-inflight-body-bytes" in reply.json()["error"]["message"]
+            assert "`max-inflight-body-bytes`" in reply.json()["error"]["message"]
             async with streams(client, backend, long | {"stream": True}, "bob"):
                 pass
             reply = await client.post(CHAT, json={}, headers=bearer("alice"))

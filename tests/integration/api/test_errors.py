@@ -243,7 +243,7 @@ def test_a_body_of_too_many_values_is_refused_whatever_its_size() -> None:
             for values in (["x"] * 1000, {f"k{i}": 1 for i in range(130)}, [[[]]] * 70):
                 reply = await client.post(url + CHAT, json=ASK | {"metadata": values})
                 assert reply.status_code == 413
-                assert "the limit is 1000 (--max-body-cost)" in reply.json()["error"]["message"]
+                assert "the limit is 1000 (`max-body-cost`)" in reply.json()["error"]["message"]
             for values in (["x"] * 500, {f"k{i}": 1 for i in range(60)}, '{"a": [1, 2]},' * 1000):
                 reply = await client.post(url + CHAT, json=ASK | {"metadata": values})
                 assert reply.status_code == 200

@@ -252,7 +252,7 @@ def test_an_owner_whose_bytes_are_less_protected_is_refused_with_words(open_tcp:
     one = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
     error = move(us, Op.READ, owner.segment, [one]).error
     assert error is not None
-    assert "--transfer-protection is none, ours is encrypt" in error
+    assert "`transfer-protection` is none, ours is encrypt" in error
 
 
 def test_bytes_are_sealed_unless_only_this_machine_can_connect() -> None:

@@ -89,7 +89,7 @@ def test_a_message_takes_a_credential_of_its_role(
     else:
         assert why is not None
         assert f"may not send {kind.__name__}" in why
-        assert any(f"--role {each.value}" in why for each in SENDERS[kind])
+        assert any(f"role {each.value}" in why for each in SENDERS[kind])
 
 
 def _without_keys(message: Any) -> Any:

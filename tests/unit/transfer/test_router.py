@@ -207,7 +207,7 @@ def test_two_engines_of_one_name_cannot_be(open_inproc: Open) -> None:
             TransferConfig(
                 secret="s", host="h", protocols=["tcp", "rdma"], protection=Protection.ENCRYPT
             ),
-            "RDMA cannot encrypt; leave rdma out of --transport",
+            "RDMA cannot encrypt; leave rdma out of `transport`",
         ),
     ],
 )

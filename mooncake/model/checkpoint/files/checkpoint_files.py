@@ -102,8 +102,8 @@ class CheckpointFiles:
             homes = {}
         else:
             raise CheckpointError(
-                f"{path}: its weights are encrypted; give the key (--weights-key-file, "
-                "--weights-key-command or MOONCAKE_WEIGHTS_KEY), or a plain copy, which "
+                f"{path}: its weights are encrypted; give the key (`weights-key-file`, "
+                "`weights-key-command` or MOONCAKE_WEIGHTS_KEY), or a plain copy, which "
                 "`mooncake model decrypt` writes"
             )
         return cls(path, config, homes, manifest.digests)

@@ -288,7 +288,7 @@ class TestKeys:
     def test_the_wrong_key_is_told_from_damage(self, sealed: Path) -> None:
         with pytest.raises(ConfigError, match=r"weights-key: .* was encrypted with another key"):
             CheckpointFiles.open(sealed, ring(2))
-        with pytest.raises(CheckpointError, match=r"are encrypted; give the key \(--weights-key-f"):
+        with pytest.raises(CheckpointError, match=r"are encrypted; give the key \(`weights-key-f"):
             CheckpointFiles.open(sealed)
 
     def test_a_key_for_plain_weights_is_an_error(self, small: Path) -> None:
