@@ -37,16 +37,6 @@ _JOINED = (
 
 
 @dataclass(frozen=True)
-class ParameterCount:
-    """Number of weights; `router`, with its bias, is part of `total`."""
-
-    total: int
-    router: int
-    active: int
-    """Read for one token: of the routed experts only those a token is sent to."""
-
-
-@dataclass(frozen=True)
 class GpuMemory:
     """Memory measured on a GPU after the weights were loaded."""
 
@@ -92,20 +82,6 @@ def pages_that_fit(
             f"takes {least_pages}; lower `max-model-len` or `max-num-batched-tokens`"
         )
     return pages
-
-
-def count_parameters(spec: ModelSpec) -> ParameterCount:
-    """Return the number of parameters of a model of this shape."""
-    total = router = routed = 0
-    for name, shape in tensor_shapes(spec, one_expert=True).items():
-        size = _num_alike(spec, _ALONE, 0, name) * math.prod(shape)
-        total += size
-        if name.endswith((_ROUTER, _ROUTER_BIAS)):
-            router += size
-        if ROUTED in name:
-            routed += size
-    idle = routed * (spec.n_routed_experts - spec.num_experts_per_tok) // spec.n_routed_experts
-    return ParameterCount(total=total, router=router, active=total - idle)
 
 
 @dataclass(frozen=True)

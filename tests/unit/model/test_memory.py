@@ -19,7 +19,6 @@ from mooncake.model.loading import load_model
 from mooncake.model.memory import (
     Kept,
     communication_bytes,
-    count_parameters,
     held_weights,
     keeps_router,
     kept_by,
@@ -29,6 +28,7 @@ from mooncake.model.memory import (
 from mooncake.model.options import ModelOptions
 from mooncake.model.rank_device import RankDevice
 from tests.support.model.held_bytes import held_bytes
+from tests.support.model.parameters import count_parameters
 from tests.support.model.specs import KIMI_K2, small_spec
 from tests.support.model.tiny_models import CONFIGS, source_of, truth
 

@@ -14,8 +14,9 @@ from mooncake.model.checkpoint.quant_format import is_quantized
 from mooncake.model.checkpoint.tensor_cuts import check_cuts, cut_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
-from mooncake.model.memory import Kept, count_parameters, weights_bytes
+from mooncake.model.memory import Kept, weights_bytes
 from tests.support.model import published
+from tests.support.model.parameters import count_parameters
 
 NUM_RANKS, RANK = 8, 3
 SEEN_LAYERS = ("model.layers.0.", "model.layers.1.", "model.layers.60.")
