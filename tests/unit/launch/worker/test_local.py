@@ -139,7 +139,7 @@ def test_a_worker_whose_step_hangs_ends_and_another_finishes_its_requests(model:
         machine.instance.engine._runner.submit = lambda plan: None
 
     async def serve() -> None:
-        async with LocalWorld(model, prefill=1, decode=2, step_timeout=1) as world:
+        async with LocalWorld(model, prefill=1, decode=2, step_timeout=5) as world:
             asked = [request(number, prompt, 200) for number, prompt in enumerate(prompts(6))]
             streaming = asyncio.Event()
             answers = [
