@@ -17,6 +17,7 @@ from mooncake.base import CheckpointError, ConfigError, MooncakeError, UserError
 from mooncake.launch.config import options
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host import environment
+from mooncake.launch.host.importing import importing
 
 if TYPE_CHECKING:
     from mooncake.cli.command import Command
@@ -88,7 +89,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    arguments, unknown = make_parser(argv[0] if argv else "").parse_known_args(argv)
+    with importing():
+        parser = make_parser(argv[0] if argv else "")
+    arguments, unknown = parser.parse_known_args(argv)
     command: Command = arguments.command
     if unknown:
         raise ConfigError(_about_unknown(unknown[0], command))

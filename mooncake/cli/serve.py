@@ -11,6 +11,7 @@ from mooncake.cli.command import Command
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
+from mooncake.launch.host.importing import importing
 from mooncake.launch.worker.forks import forks_workers, worker_forks
 
 EXAMPLES = """\
@@ -37,7 +38,8 @@ def run(config: ServeConfig) -> int:
             environment.restart_with(environment.variables())  # before what takes time
         if not config.dry_run and forks_workers(config):
             forks = opened.enter_context(worker_forks(config))  # it imports beside what follows
-        from mooncake.launch.cluster import serve
+        with importing():
+            from mooncake.launch.cluster import serve
 
         return serve.dry_run(config) if config.dry_run else serve.serve(config, forks)
 

@@ -8,6 +8,7 @@ from mooncake.launch.config.plan import ServePlan, check_memory
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.http_server import TlsFiles
+from mooncake.launch.host.importing import importing
 from mooncake.launch.pool_node.disks import check_disks
 from mooncake.transfer.factory import check_usable
 
@@ -68,8 +69,9 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
 
 def _check_api_server(config: ServeConfig) -> None:
     """Look at keys and certificates of the API server, whose imports a pool node does without."""
-    from mooncake.api.http.server import check_tls
-    from mooncake.launch.cluster.gateway_process import api_config
+    with importing():
+        from mooncake.api.http.server import check_tls
+        from mooncake.launch.cluster.gateway_process import api_config
 
     if (tls := api_config(config).tls) is not None:
         check_tls(tls)

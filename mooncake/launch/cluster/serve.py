@@ -34,6 +34,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.http_server import Route
+from mooncake.launch.host.importing import importing
 from mooncake.launch.host.start_phases import StartPhases, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.native_code import compiled_meanwhile
@@ -176,9 +177,10 @@ def _run(
     server. `meanwhile`: what only the start of the workers needs, closed after it.
     """
     phases.begin("opening the API server")
-    from mooncake.api import load_served_model
-    from mooncake.api.http.event_loop import run_in_loop
-    from mooncake.launch.cluster.gateway_process import listen
+    with importing():
+        from mooncake.api import load_served_model
+        from mooncake.api.http.event_loop import run_in_loop
+        from mooncake.launch.cluster.gateway_process import listen
 
     end_with_vital_threads()
     with contextlib.ExitStack() as opened:
@@ -208,9 +210,10 @@ def _make(
     environment.prepare_ray(
         config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
     )
-    from mooncake.identity import own_credential
-    from mooncake.launch.cluster.ray_workers import RayWorkers
-    from mooncake.rpc.zmq_channel import ZmqChannel
+    with importing():
+        from mooncake.identity import own_credential
+        from mooncake.launch.cluster.ray_workers import RayWorkers
+        from mooncake.rpc.zmq_channel import ZmqChannel
 
     secret = config.cluster_secret or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)

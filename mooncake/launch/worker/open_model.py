@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mooncake.launch.host.importing import importing
 from mooncake.launch.host.key_source import read_keys
 from mooncake.model.options import ModelOptions
 
@@ -31,7 +32,8 @@ def open_model(
         ConfigError: the options ask for what this machine does not have, or the key of encrypted
             weights is not here.
     """
-    from mooncake.model.opening import ModelSource
+    with importing():
+        from mooncake.model.opening import ModelSource
 
     options = options or ModelOptions()
     keys = read_keys(options.weights_key)
