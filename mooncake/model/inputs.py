@@ -57,9 +57,9 @@ class Queries:
         return all(span.num_rows <= _FEW_ROWS for span in self.absorbed)
 
     @functools.cached_property
-    def host_batch(self) -> PagedBatch:
-        """The absorbed spans as one batch in host memory, made once a step."""
-        return batch_of_spans(self.absorbed, torch.device("cpu"))
+    def span_batch(self) -> PagedBatch:
+        """The absorbed spans as one batch where the rows are, made once a step."""
+        return batch_of_spans(self.absorbed, self.positions.device)
 
     def to(self, device: torch.device) -> Queries:
         """Return the same with its tensors on `device`; spans stay with the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import select
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence as Running
+from mooncake.launch.worker.rank_processes import start_ranks
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.opening import ModelSource
@@ -36,19 +38,23 @@ def prompt(length: int, seed: int) -> list[int]:
 class Served:
     """An engine and its runner."""
 
-    def __init__(self, source: ModelSource, runner: ModelRunner, pages: Any) -> None:
+    def __init__(
+        self, source: ModelSource, runner: ModelRunner, pages: Any, config: EngineConfig
+    ) -> None:
         self.source, self.runner, self.pages = source, runner, pages
-        self.engine = Engine(CONFIG, "layout", runner)
+        self.engine = Engine(config, "layout", runner)
         self.layers: list[LayerDone] = []
         self.logprobs: dict[int, list[float]] = {}
 
-    def run(self, joins: Joins) -> dict[int, list[int]]:
-        """Return each sequence's tokens, all steps having ended well."""
+    def run(self, joins: Joins, first: int = 0) -> dict[int, list[int]]:
+        """Return each sequence's tokens, all steps having ended well. first: the number of the
+        first one.
+        """
         made: dict[int, Running] = {}
         step = 0
         while not self.engine.idle or step <= max(joins):
             for tokens, sampling in joins.get(step, ()):
-                number = len(made)
+                number = first + len(made)
                 request = GenerateRequest(
                     request_id=str(number), sampling=sampling, prompt=pack_tokens(tokens)
                 )
@@ -78,22 +84,31 @@ class Served:
 
 @contextmanager
 def served(path: Path, device: str, backend: str = "reference", **options: Any) -> Iterator[Served]:
-    """Open a checkpoint as a worker's process does, and close it."""
+    """Open a checkpoint as a worker's process does, with followers where it has several ranks, and
+    close it.
+    """
     made = ModelOptions(
         device=device, attention_backend=backend, moe_backend=backend, num_threads=1, **options
     )
-    source = ModelSource(path, "float32", made)
+    several = made.shape.num_ranks > 1
+    lead = start_ranks(str(path), "float32", made) if several else None
+    source = ModelSource(path, "float32", made, lead=lead)
     layout = KvLayout.for_model(
         Checkpoint.open(path).spec, block_tokens=BLOCK_TOKENS, dtype="float32",
         weights_revision="none",
     )  # fmt: skip
-    source.load()
-    pages: memoryview | PageMemory = memoryview(bytearray(CONFIG.num_blocks * layout.block_bytes))
-    if source.owns_pages:
-        pages = source.device_pages(layout, CONFIG.num_blocks)
-    runner = source.runner(layout, CONFIG, pages, num_threads=1)
     try:
-        yield Served(source, runner, pages)
+        source.load()
+        config = dataclasses.replace(CONFIG, num_homes=made.shape.dcp)
+        pages: memoryview | PageMemory
+        if source.owns_pages:
+            pages = source.device_pages(layout, CONFIG.num_blocks)
+        else:
+            pages = memoryview(bytearray(CONFIG.num_blocks * layout.block_bytes))
+        runner = source.runner(layout, config, pages, num_threads=1)
+        try:
+            yield Served(source, runner, pages, config)
+        finally:
+            runner.close()
     finally:
-        runner.close()
         source.close()

@@ -96,7 +96,7 @@ class PrefillGraphs:
 
         inputs: on the host, with all rows in the absorbed form, of a step that `takes` allows.
         """
-        batch, num_rows = inputs.queries.host_batch, len(inputs.tokens)
+        batch, num_rows = inputs.queries.span_batch, len(inputs.tokens)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         values = torch.zeros(3, size, dtype=torch.int64)
         values[_PLACES] = -1

@@ -158,7 +158,7 @@ class Mla:
     ) -> torch.Tensor:
         """Return what `attend` does after `write_kv`, for rows of which `takes` holds."""
         assert self._few is not None
-        given = (x, rotation, places, kv.of_layer(self._layer), queries.host_batch)
+        given = (x, rotation, places, kv.of_layer(self._layer), queries.span_batch)
         output = self._w.output
         if isinstance(output, SummedProduct):
             return output.group.sum(self._few(*given, None)).add_(x)
@@ -261,13 +261,13 @@ class Mla:
             latent_q = self._linear_heads(q[..., : self._nope], self._w.key_up)
             whole = torch.cat((latent_q, q[..., self._nope :]), dim=-1)
         if self._context is not None:
-            described = queries.batch or queries.host_batch
+            described = queries.batch or queries.span_batch
             latent = self._attend_shared(whole, pages, described, self._context)
             return self._linear_heads(latent, self._w.value_up)
         batch = queries.batch
         few = batch is None and self._reads_pages and queries.few_rows
         if few and self._native_fits(pages, self._heads):
-            batch = queries.host_batch
+            batch = queries.span_batch
         if batch is not None:
             latent, _ = self._mla_decode(whole.contiguous(), pages, batch, self._rank)
         else:

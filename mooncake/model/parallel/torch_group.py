@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
+from mooncake.base.vital_thread import VitalThread
 from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, ordered_sum
 
 GLOO, NCCL = "gloo", "nccl"
 LOOPBACK = "127.0.0.1"
 _ON_THEIR_WAY = 4
 """Tensors sent to the next stage that it has not received."""
+_ABORT_S = 10.0
+"""How long NCCL may take to end exchanges whose ranks are gone; as a rule it takes milliseconds."""
 _NO_LIMIT = timedelta(days=1)
 ONE_SHOT_BYTES = 1 << 16
 """Smaller parts are sent to every rank whole; larger ones are summed in slices, one a rank."""
@@ -62,6 +66,8 @@ class TorchGroup:
         self._own_file: int | None = None
         self._ranks: Any = None
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._parts: list[TorchGroup] = []
+        self._failed = False
 
     def __del__(self) -> None:
         # torch's store opens its file once more when it ends: by a number that by then was another
@@ -117,7 +123,9 @@ class TorchGroup:
 
     def meet(self) -> None:
         """Wait for all ranks. GroupError: another rank failed, or did not come."""
-        self._gathered(torch.zeros(1, device="cuda" if self._kind == NCCL else "cpu"))
+        here = self._gathered(torch.zeros(1, device="cuda" if self._kind == NCCL else "cpu"))
+        with _as_group_error():
+            here.tolist()  # a GPU's exchange has only been begun: the host waits for its end
 
     def part(self, size: int) -> Group:
         """Return this rank's group of `size` ranks, which connect to each other."""
@@ -126,19 +134,44 @@ class TorchGroup:
         if size == 1:
             return Solo()
         name = f"{self._name}-{size}-{self.rank // size}"
-        return TorchGroup(
+        part = TorchGroup(
             self._kind, self.rank % size, size, self._meeting, self._timeout_s, name, self._host
         )
+        self._parts.append(part)
+        return part
 
     def fail(self) -> None:
-        """Do nothing: who waits for a rank hears it when the rank's process, and so its connection,
-        ends.
+        """Begin to end all exchanges of this rank on its GPU, in all groups cut from this one: a
+        GPU waits for a rank that has ended as for one that is late, and torch's watchdog does not
+        know what is replayed. A process of ours ends where a GPU does not give up.
+
+        Over gloo nothing is done: who waits for a rank hears it when the rank's process, and so
+        its connection, ends.
         """
+        if self._kind == NCCL and not self._failed:
+            self._failed = True
+            VitalThread(self._abort, "group-abort").start()
+
+    def _abort(self) -> None:
+        aborting = threading.Thread(target=self._abort_all, name="nccl-abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_S)
+        if aborting.is_alive():
+            raise GroupError(f"NCCL did not end its exchanges within {_ABORT_S:g} s")
+
+    def _abort_all(self) -> None:
+        self._failed = True
+        for part in self._parts:
+            part._abort_all()  # noqa: SLF001
+        if self._ranks is not None:
+            self._ranks.abort()
 
     def _connected(self) -> Any:
         """Connect to the other ranks, who do so too, unless done."""
         if self._ranks is not None:
             return self._ranks
+        if self._failed:
+            raise GroupError("this rank's exchanges have been ended: another rank failed")
         if isinstance(self._meeting, int):
             self._own_file = os.dup(self._meeting)
             store: Store = FileStore(f"/proc/self/fd/{self._own_file}", self.size)

@@ -48,6 +48,8 @@ _PATIENCE = 0.5
 """For what share of its last step's time an instance that has just computed one waits for its next
 before it takes part in a step of others without rows: two busy ones would else take turns.
 """
+_END_S = 30.0
+"""For how long a step may go on once a rank is lost: its exchanges have been ended by then."""
 _COUNTED_EVERY = 16
 """Steps of others, in which this runner takes part, for one report of its counts."""
 
@@ -153,9 +155,8 @@ class ModelRunner:
         Raises:
             InternalError: a rank of this model was lost; no step can be run any more.
         """
-        for others in (self._peers, self._lead):
-            if others is not None and others.lost is not None:
-                raise InternalError(f"{others.lost}: all ranks of this worker end")
+        if self._lost is not None:
+            raise InternalError(f"{self._lost}: all ranks of this worker end")
         return self._events.receive()
 
     def check_integrity(self) -> None:
@@ -172,6 +173,9 @@ class ModelRunner:
 
         Events not yet polled are lost. Model, pages and captured steps are released, so a remaining
         reference to this runner holds no device memory.
+
+        Raises:
+            InternalError: a rank was lost, and the step in which it was waited for does not end.
         """
         if self._closed:
             return
@@ -182,12 +186,20 @@ class ModelRunner:
             self._peers.watch(lambda _: None, lambda: None, lambda: None)
         (self._untold or self._plans).put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(None if self._lost is None else _END_S)
+            if thread.is_alive():
+                raise InternalError(f"{self._lost}, and the step that waits for it does not end")
         if self._peers is not None:
             self._peers.leave()
         self._layers.close()
         self._events.close()
         del self._model, self._forward, self._decoder, self._sampler, self._drafts
+
+    @property
+    def _lost(self) -> str | None:
+        """Why no step can be run any more; None: steps can."""
+        others = [each for each in (self._peers, self._lead) if each is not None]
+        return next((each.lost for each in others if each.lost is not None), None)
 
     def _emit(self, event: RunnerEvent) -> None:
         with self._lock:
@@ -217,6 +229,8 @@ class ModelRunner:
                     self._serve()
                 else:
                     if plan is None or self._closed:
+                        if self._lead is not None and self._lost is None:
+                            self._wait()  # a step that runs ahead needs the ranks that end next
                         return
                     if isinstance(plan, int):
                         self._asked = max(self._asked, plan)

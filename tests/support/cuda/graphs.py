@@ -86,7 +86,7 @@ class CUDAGraph:
                 stream = self._streams[number]
             queued[number, task.tick] = machine.queue(
                 stream, task.name, task.body, task.accesses, [queued[at] for at in waits],
-                task.stack,
+                task.stack, task.meeting,
             )  # fmt: skip
 
     def pool(self) -> int:

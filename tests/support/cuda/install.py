@@ -15,12 +15,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from mooncake.model.device import cuda_memory
 from tests.support.cuda import memory as memories
 from tests.support.cuda import streams, tensors
 from tests.support.cuda.facade import DriverGpu, names, pinning
 from tests.support.cuda.kernels import queued_launches
+from tests.support.cuda.nccl import ProcessGroupNCCL
 from tests.support.cuda.streams import LATE, Machine
 
 TORCH = "2.13"
@@ -74,6 +76,8 @@ def emulated(
             stack.enter_context(mock.patch.object(owner, name, value))
         gpu = functools.partial(lambda _: DriverGpu(memory))
         stack.enter_context(mock.patch.object(cuda_memory, "Gpu", gpu))
+        nccl = mock.patch.object(dist, "ProcessGroupNCCL", ProcessGroupNCCL, create=True)
+        stack.enter_context(nccl)
         stack.enter_context(queued_launches())
         yield Emulated(machine, memory)
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,9 +24,20 @@ if TYPE_CHECKING:
 
 LATE, SIDE_FIRST, FIFO, RANDOM = "late", "side first", "fifo", "random"
 ORDERS = (LATE, SIDE_FIRST, FIFO, RANDOM)
+POLL_S = 0.0005
+"""Between two looks at what other processes have done."""
 Clock = dict[int, int]
 Body = Callable[[], Any]
 """Does a task's work; returns a list of accesses, if some were not known when it was queued."""
+
+
+class Meeting(Protocol):
+    """What has a task wait for other processes."""
+
+    def ready(self) -> bool:
+        """Say, once all before the task has run, that this process has come; return whether the
+        task can run.
+        """
 
 
 @dataclass
@@ -44,6 +55,7 @@ class Task:
     clock: Clock = field(default_factory=dict)
     number: int = 0
     """In the order in which the host queued all tasks."""
+    meeting: Meeting | None = None
 
 
 class Stream:
@@ -142,10 +154,13 @@ class Machine:
         assert order in ORDERS, f"{order!r} is none of {', '.join(ORDERS)}"
         self.num_devices = num_devices
         self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self.races: list[str] = []
         self.failed: BaseException | None = None
         self.launched: list[str] = []
         """Names of all tasks but marks, in the order in which they were queued or replayed."""
+        self.meetings: list[Task] = []
+        """Tasks that wait for other processes, some of which have run."""
         self._order = order
         self._random = random.Random(seed)
         self._streams: list[Stream] = []
@@ -224,9 +239,10 @@ class Machine:
         accesses: Iterable[Access] = (),
         waits: Iterable[Task] = (),
         stack: tuple[str, ...] | None = None,
+        meeting: Meeting | None = None,
     ) -> Task:
         """Put a task at the end of a stream, or into the graph that is being captured."""
-        made = Task(name, body, list(accesses), [], stack or where())
+        made = Task(name, body, list(accesses), [], stack or where(), meeting=meeting)
         if stream.capture is not None:
             stream.capture.add(stream.number, made, [(each.stream, each.tick) for each in waits])
             return made
@@ -244,6 +260,8 @@ class Machine:
         task.stream, task.tick, task.clock = stream.number, stream.tick, dict(stream.clock)
         task.number = next(self._numbers)
         stream.tasks.append(task)
+        if task.meeting is not None:
+            self.meetings.append(task)
         if task.name not in ("event", "wait"):
             self.launched.append(task.name)
 
@@ -278,34 +296,50 @@ class Machine:
         if self.failed is not None:
             raise RuntimeError(f"CUDA error: {self.failed}") from self.failed
 
+    def advance(self, task: Task) -> None:
+        """Run what has to come before `task`, and it, as far as no other process is waited for."""
+        with self.lock:
+            stream = self._streams[task.stream]
+            while stream.done < task.tick and self._do_late(stream, task.tick):
+                pass
+
     def _run(self, number: int, tick: int) -> None:
         aim = self._streams[number]
-        if aim.done >= tick:
-            return
-        if self._order == FIFO:
-            while aim.done < tick:
-                heads = [each.tasks[0] for each in self._streams if each.tasks]
-                self._do(min(heads, key=lambda task: task.number))
-        elif self._order == SIDE_FIRST:
-            sides = [each for each in self._streams if each not in self._defaults]
-            while head := next((each.tasks[0] for each in sides if self._is_ready(each)), None):
-                self._do(head)
-        while self._order == RANDOM and aim.done < tick:
-            self._do(self._random.choice([e for e in self._streams if self._is_ready(e)]).tasks[0])
-        self._run_late(aim, tick)
-
-    def _run_late(self, aim: Stream, tick: int) -> None:
-        """Run what has to come before a task and nothing else."""
         while aim.done < tick:
-            head = aim.tasks[0]
-            for number, before in head.waits:
-                self._run_late(self._streams[number], before)
-            self._do(head)
+            if not self._do_one(aim, tick):
+                self._changed.wait(POLL_S)  # without the lock: others queue and run tasks meanwhile
 
-    def _is_ready(self, stream: Stream) -> bool:
-        return bool(stream.tasks) and all(
-            self._streams[number].done >= tick for number, tick in stream.tasks[0].waits
-        )
+    def _do_one(self, aim: Stream, tick: int) -> bool:
+        """Run the task that this machine's order has next; return whether one could run."""
+        if self._order == LATE:
+            return self._do_late(aim, tick)
+        heads = [each.tasks[0] for each in self._streams if each.tasks]
+        if self._order == SIDE_FIRST:
+            heads = [each for each in heads if self._streams[each.stream] not in self._defaults]
+        if self._order == FIFO:
+            heads.sort(key=lambda task: task.number)
+        if self._order == RANDOM:
+            self._random.shuffle(heads)
+        if (head := next(filter(self._is_ready, heads), None)) is not None:
+            self._do(head)
+            return True
+        return self._order == SIDE_FIRST and self._do_late(aim, tick)
+
+    def _do_late(self, aim: Stream, tick: int) -> bool:
+        """Run one of those that have to come before a task, or it, and nothing else."""
+        head = aim.tasks[0]
+        before = [at for at in head.waits if self._streams[at[0]].done < at[1]]
+        if before:
+            return any(self._do_late(self._streams[number], at) for number, at in before)
+        if not self._is_ready(head):
+            return False
+        self._do(head)
+        return True
+
+    def _is_ready(self, task: Task) -> bool:
+        if any(self._streams[number].done < tick for number, tick in task.waits):
+            return False
+        return task.meeting is None or self.failed is not None or task.meeting.ready()
 
     def _do(self, task: Task) -> None:
         stream = self._streams[task.stream]
@@ -321,6 +355,7 @@ class Machine:
                 self.races += self._accesses.add(task, [*task.accesses, *more])
         stream.tasks.popleft()
         stream.done = task.tick
+        self._changed.notify_all()
 
     def forget_old_accesses(self) -> None:
         """Drop accesses that all that is to come is ordered behind."""
@@ -337,6 +372,10 @@ def the_machine() -> Machine:
     if not _machine:
         raise RuntimeError("no emulated GPU is installed: torch has no CUDA here")
     return _machine[-1]
+
+
+def is_installed(machine: Machine) -> bool:
+    return _machine[-1:] == [machine]
 
 
 def use(machine: Machine | None) -> None:

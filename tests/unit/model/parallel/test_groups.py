@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-from mooncake.model.parallel import shared_memory
+from mooncake.base.vital_thread import VitalThread
+from mooncake.model.parallel import shared_memory, torch_group
 from mooncake.model.parallel.group import Group, GroupError, Solo, ordered_sum
 from mooncake.model.parallel.joining import join, make_file
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
@@ -272,3 +275,36 @@ def test_a_gloo_group_ends_after_its_file_was_closed() -> None:
         assert {one.fileno(), other.fileno()} & set(numbers)
         del groups
         gc.collect()
+
+
+class StuckRanks:
+    """Stands for NCCL's ranks; `abort` returns once `opened`."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+        assert self.opened.wait(60.0)
+
+
+def test_a_gpu_that_does_not_give_up_its_exchanges_is_a_fault_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups cut from a group end with it; `fail` itself waits for nothing."""
+    faults: queue.SimpleQueue[threading.ExceptHookArgs] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", faults.put)
+    monkeypatch.setattr(torch_group, "_ABORT_S", 0.2)
+    group = TorchGroup("nccl", 0, 4, make_file("nccl", 4), 1.0)
+    part = group.part(2)
+    assert isinstance(part, TorchGroup)
+    part._ranks = stuck = StuckRanks()
+    group.fail()
+    fault = faults.get(timeout=60.0)
+    assert stuck.aborted.is_set()
+    assert isinstance(fault.thread, VitalThread)
+    assert isinstance(fault.exc_value, GroupError)
+    stuck.opened.set()
+    with pytest.raises(GroupError, match="have been ended"):
+        group._connected()

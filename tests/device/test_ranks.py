@@ -1,0 +1,104 @@
+"""Ranks on emulated GPUs, each in a process of its own, with the tokens of one rank on the CPU."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from mooncake.base import InternalError, SamplingParams, Shape
+from mooncake.launch.worker import rank_processes
+from mooncake.model.checkpoint.making.presets import init_checkpoint
+from tests.device.served import Joins, prompt, served
+from tests.support.cuda.install import emulated
+from tests.support.cuda.ops import reference_ops
+from tests.support.cuda.processes import followers_emulated
+from tests.support.cuda.streams import LATE, RANDOM
+
+JOINS: Joins = {
+    0: [
+        (prompt(5, 0), SamplingParams(temperature=0, max_tokens=13, num_logprobs=1)),
+        (prompt(37, 1), SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=15)),
+    ],
+    2: [(prompt(14, 2), SamplingParams(top_k=5, seed=4, frequency_penalty=0.4, max_tokens=6))],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of k2-tiny."""
+    return init_checkpoint("k2-tiny", 0, tmp_path_factory.mktemp("tiny") / "tiny", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Path) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
+    """The tokens and log-probabilities of one rank on the CPU."""
+    with served(tiny, "cpu") as engine:
+        return engine.run(JOINS), engine.logprobs
+
+
+EAGER, CAPTURED = "reference", "auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "backend", "order"),
+    [
+        ("tp2", EAGER, LATE), ("tp2", CAPTURED, RANDOM), ("tp2-dcp2", EAGER, RANDOM),
+        ("tp2-dcp2", CAPTURED, LATE),
+    ],
+)  # fmt: skip
+def test_two_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
+    tiny: Path,
+    wanted: tuple[dict[int, list[int]], dict[int, list[float]]],
+    words: str,
+    backend: str,
+    order: str,
+) -> None:
+    machine = {"num_devices": 2, "order": order, "seed": 7}
+    with (
+        emulated(**machine) as gpus,
+        followers_emulated(as_references=True, **machine),
+        reference_ops(),
+    ):
+        with served(tiny, "cuda", backend, shape=Shape.parse(words)) as engine:
+            assert engine.run(JOINS) == wanted[0]
+            if backend == EAGER:  # a captured step still runs ahead when all ends
+                engine.runner.check_integrity()
+        gpus.finish()
+    for sequence, logprobs in wanted[1].items():
+        assert engine.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
+    assert any(name.startswith("allgather") for name in gpus.machine.launched)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("backend", [EAGER, CAPTURED], ids=["eager", "captured"])
+def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
+    nano: Path, backend: str, how: signal.Signals
+) -> None:
+    """The lead's GPU waits for it in the middle of a step; torch's watchdog does nothing here."""
+    machine = {"num_devices": 2}
+    joins: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=60))]}
+    with (
+        mock.patch.multiple(rank_processes, EXCHANGE_S=600.0, SIGN_S=0.2, SILENT_S=5.0),
+        emulated(**machine) as gpus,
+        followers_emulated(as_references=True, **machine),
+        reference_ops(),
+        served(nano, "cuda", backend, shape=Shape(tp=2)) as engine,
+    ):
+        lead = engine.source.lead
+        assert lead is not None
+        [follower] = lead._processes
+        engine.run({0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=3))]})
+        follower.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
+        killing = threading.Timer(1.0, follower.send_signal, [how])  # type: ignore[attr-defined]
+        killing.start()
+        with pytest.raises(InternalError, match=r"rank 1 of this model (has ended|gave no sign)"):
+            engine.run(joins, first=1)
+        closing = threading.Thread(target=engine.runner.close, daemon=True)
+        closing.start()
+        closing.join(60.0)
+        assert not closing.is_alive(), "the lead hangs in a step whose other rank is gone"
+        gpus.machine.races.clear()

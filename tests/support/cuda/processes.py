@@ -1,0 +1,40 @@
+"""Followers with emulated GPUs: each is a process of its own, started as served code does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from mooncake.launch.worker import rank_processes
+
+_SETTINGS = "EMULATED_CUDA"
+_BEGIN = "from tests.support.cuda.processes import begin\nbegin()\n"
+_kept = ExitStack()
+
+
+@contextmanager
+def followers_emulated(*, as_references: bool = False, **machine: Any) -> Iterator[None]:
+    """Have followers that are started in the block run on GPUs like those of `emulated`; with
+    Triton's ops as in `ops.reference_ops`, if wanted.
+    """
+    settings = json.dumps({"as_references": as_references, "machine": machine})
+    with (
+        mock.patch.dict(os.environ, {_SETTINGS: settings}),
+        mock.patch.object(rank_processes, "_MAIN", _BEGIN + rank_processes._MAIN),
+    ):
+        yield
+
+
+def begin() -> None:
+    """Emulate GPUs in this process until it ends."""
+    from tests.support.cuda.install import emulated
+    from tests.support.cuda.ops import reference_ops
+
+    settings = json.loads(os.environ[_SETTINGS])
+    _kept.enter_context(emulated(**settings["machine"]))
+    if settings["as_references"]:
+        _kept.enter_context(reference_ops())
