@@ -66,7 +66,7 @@ class Served:
         return {number: list(each.output_tokens) for number, each in made.items()}
 
     def _hear(self) -> None:
-        assert select.select([self.runner.fileno()], [], [], 60)[0], "the runner is silent"
+        assert select.select([self.runner.fileno()], [], [], 120)[0], "the runner is silent"
         for event in self.runner.poll():
             if isinstance(event, LayerDone):
                 self.layers.append(event)

@@ -82,7 +82,7 @@ def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
     machine = {"num_devices": 2}
     joins: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=60))]}
     with (
-        mock.patch.multiple(rank_processes, EXCHANGE_S=600.0, SIGN_S=0.2, SILENT_S=5.0),
+        mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),
