@@ -166,9 +166,9 @@ app.kubernetes.io/component: {{ .role }}
 {{ include "mooncake.name" . }}-gateways
 {{- end -}}
 
-{{/* The pod's address as it stands in a URL: `$at`. */}}
+{{/* The pod's address as it stands in a URL, `$at`, and all addresses of its kind, `$all`. */}}
 {{- define "mooncake.at" -}}
-at=$POD_IP; case "$at" in *:*) at="[$at]" ;; esac
+at=$POD_IP all=0.0.0.0; case "$at" in *:*) at="[$at]" all=:: ;; esac
 {{- end -}}
 
 {{/* Whether Ray, health and admin ports speak TLS: "true" or nothing. */}}
@@ -624,7 +624,7 @@ volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
   --join "tcp://$at:6400,{{ include "mooncake.seeds" .root }}:6400" --join-port 6400 \
   --bind-host "$POD_IP" \
-  --host 0.0.0.0 --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
+  --host "$all" --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
 {{- if .root.Values.pods.rdma }} \
   --require-transport rdma
 {{- end }}

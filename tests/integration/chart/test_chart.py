@@ -167,7 +167,9 @@ def test_every_pod_runs_a_command_that_the_program_takes() -> None:
     own = "tcp://10.1.2.3:6400"
     assert joined == {**dict.fromkeys(ROLES[1:], (named,)), "gateway": (own, named)}
     assert configs["gateway"].is_seed, "its flags say how the cluster works"
-    assert served(found["gateway"][1], "fd00::7").is_seed, "with addresses of IPv6, too"
+    of_ipv6 = served(found["gateway"][1], "fd00::7")
+    assert of_ipv6.is_seed, "with addresses of IPv6, too"
+    assert (configs["gateway"].host, of_ipv6.host) == ("0.0.0.0", "::")
     assert (configs["gateway"].join_port, configs["gateway"].slo_ttft_s) == (6400, 5)
     spec = seeds["spec"]
     assert (spec["clusterIP"], spec["publishNotReadyAddresses"]) == ("None", True)
