@@ -132,7 +132,13 @@ def pods(documents: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], dic
 def served(container: dict[str, Any], address: str = "10.1.2.3") -> ServeConfig:
     """Return the settings of a container's `mooncake serve`, as the command itself reads them."""
     [script] = container["args"]
-    names = {"$POD_IP": address, "$at": f"[{address}]" if ":" in address else address}
+    names = {"$POD_IP": address}
+    for line in re.findall("^at=.*", script, re.MULTILINE):  # made of the pod's address
+        words = ["sh", "-c", f'{line}; echo "$at" "$all"']
+        said = subprocess.run(
+            words, check=True, text=True, capture_output=True, env={"POD_IP": address}
+        )
+        names |= zip(("$at", "$all"), said.stdout.split(), strict=True)
     command = re.findall(r"exec mooncake (serve .*)", script.replace("\\\n", " "))[0]
     for name, value in names.items():
         command = command.replace(name, value)
