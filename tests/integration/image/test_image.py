@@ -36,7 +36,6 @@ print(json.load(urllib.request.urlopen(ask, timeout=50))["usage"]["completion_to
 
 
 NATIVE = "from mooncake_kernels.native import build; print(build.used())"
-VERBS = "from mooncake.transfer.rdma.verbs import Verbs; print(bool(Verbs().error))"
 
 
 def locked(name: str) -> str:
@@ -70,8 +69,6 @@ def test_the_image_is_built_and_answers_as_its_user_on_a_read_only_root(tmp_path
         code = image.run("python", "-c", NATIVE).stdout.strip()
         assert code.startswith("shipped as /opt/mooncake/lib/")
         assert f"native code: {code}" in image.log.read_text(), "what serves loads it, too"
-        verbs = image.run("python", "-c", VERBS)
-        assert verbs.stdout.strip() == "True", f"pyverbs of the distribution: {verbs.stderr}"
         there = image.run("sh", "-c", "command -v cc c++ gcc g++ clang pip; ls /opt/mooncake/bin")
         assert not {"gcc", "g++", "cc", "c++", "pip", "pip3"} & set(
             re.split(r"[\s/]", there.stdout)
