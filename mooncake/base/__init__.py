@@ -30,6 +30,7 @@ from mooncake.base.errors import (
     TransferError,
     Unauthorized,
     Unavailable,
+    Unreachable,
     UserError,
 )
 from mooncake.base.grammar import (
@@ -186,6 +187,7 @@ __all__ = [
     "Unauthorized",
     "Unavailable",
     "Unpin",
+    "Unreachable",
     "UserError",
     "Welcome",
     "WorkerHello",

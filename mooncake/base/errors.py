@@ -10,6 +10,7 @@ MooncakeError
 │   └── ConfigError            -    a flag or a configuration key is wrong (start-up)
 ├── Overloaded                429   a limit would be missed; retry after `retry_after_s`
 ├── Unavailable               503   no worker can take the request now (starting, draining, lost)
+│   └── Unreachable            -    nobody answers at an address (clients and joining processes)
 ├── Forbidden                 403   the credential does not allow it
 ├── RequestTimeout            408   the request's own deadline passed
 ├── CheckpointError            -    a checkpoint cannot be read (names the tensor and the file)
@@ -84,6 +85,10 @@ class Unavailable(MooncakeError):
     http_status = 503
     error_type = "ServiceUnavailableError"
     retryable = True
+
+
+class Unreachable(Unavailable):
+    """Nobody answers at an address; the message names it and what to look at."""
 
 
 class Forbidden(MooncakeError):

@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from mooncake.base import ConfigError, Unavailable
+from mooncake.base import ConfigError, MooncakeError, Unauthorized, Unavailable, Unreachable
 from mooncake.bench.drafts import parse_counts
 from mooncake.bench.endpoint import Output, Target, ask
 from mooncake.bench.experts import parse_rows
@@ -38,8 +38,11 @@ async def first_model(client: HttpClient, headers: dict[str, str]) -> str:
     """Return the name of the first model that the server has.
 
     Raises:
-        Unavailable: the server does not answer or lists no model.
+        Unreachable: the server does not answer.
+        Unauthorized: it refuses the key.
+        Unavailable: it lists no model.
     """
+    kind: type[MooncakeError] = Unavailable
     body = bytearray()
     try:
         answer = await client.request(
@@ -48,11 +51,13 @@ async def first_model(client: HttpClient, headers: dict[str, str]) -> str:
         if answer.status == 200:
             return str(msgspec.json.decode(bytes(body))["data"][0]["id"])
         problem = f"{answer.status} {answer.reason}"
+        if answer.status in (401, 403):
+            kind = Unauthorized
     except RequestFailed as error:
-        problem = str(error)
+        problem, kind = str(error), Unreachable
     except (msgspec.MsgspecError, LookupError, TypeError):
         problem = "there is none in its answer"
-    raise Unavailable(f"the server's models are not known ({problem}); name one with --model")
+    raise kind(f"the server's models are not known ({problem}); name one with --model")
 
 
 async def benchmark(
@@ -62,7 +67,7 @@ async def benchmark(
 
     Raises:
         ConfigError: the samples do not suit the backend.
-        Unavailable: the server was not ready in time.
+        Unreachable: the server was not ready in time.
     """
     warmups, samples = samples[: run.num_warmups], samples[run.num_warmups :]
     if not samples:
@@ -134,7 +139,7 @@ async def _ready(client: HttpClient, target: Target, sample: Sample, timeout_s: 
         if output.success:
             return
         if time.perf_counter() > end_s:
-            raise Unavailable(f"the server gave no answer within {timeout_s:.0f} s: {output.error}")
+            raise Unreachable(f"the server gave no answer within {timeout_s:.0f} s: {output.error}")
         await asyncio.sleep(READY_POLL_S)
 
 

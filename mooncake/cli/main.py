@@ -13,7 +13,15 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mooncake.base import CheckpointError, ConfigError, MooncakeError, UserError
+from mooncake.base import (
+    CheckpointError,
+    ConfigError,
+    Forbidden,
+    MooncakeError,
+    Unauthorized,
+    Unreachable,
+    UserError,
+)
 from mooncake.launch.config import options
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host import environment
@@ -69,10 +77,8 @@ def run(argv: Sequence[str]) -> int:
         code = _run(argv)
         sys.stdout.flush()
         return code
-    except (CheckpointError, UserError) as error:
-        return _complain(error.message, 2)
     except MooncakeError as error:
-        return _complain(error.message, 1)
+        return _complain(error.message, exit_code(error))
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").split(".")[0])
         if extra is None:
@@ -86,6 +92,18 @@ def run(argv: Sequence[str]) -> int:
         if isinstance(left.__context__, BrokenPipeError):  # rich makes exit code 1 of it
             return _reader_left()
         raise
+
+
+def exit_code(error: MooncakeError) -> int:
+    """Return the exit code of a command that ends with `error` (`registry.EXIT_CODES`)."""
+    match error:
+        case Unreachable():
+            return 3
+        case Unauthorized() | Forbidden():
+            return 4
+        case CheckpointError() | UserError():
+            return 2
+    return 1
 
 
 def _run(argv: Sequence[str]) -> int:

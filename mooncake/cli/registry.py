@@ -47,9 +47,11 @@ SUMMARIES = {
 
 EXIT_CODES = {
     0: "done",
-    1: "it was tried and failed: no server, no room, a check that does not hold",
+    1: "it was tried and failed: no room, a worker was lost, a check that does not hold",
     2: "a flag, a file or a checkpoint is wrong; nothing was started",
-    130: "Ctrl-C",
+    3: "nobody answers at the address of a server, a cluster or a signer",
+    4: "a server, a node or a signer refuses the key or the credential",
+    130: "Ctrl-C; commands that serve until then finish what runs and end with 0",
     141: "the reader of the output left",
 }
 """What the exit codes of all commands mean."""

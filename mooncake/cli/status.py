@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mooncake.base.errors import MooncakeError, UserError
+from mooncake.base.errors import Forbidden, MooncakeError, UserError
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import positive, setting, text, truth
 from mooncake.launch.host.http_client import Client
@@ -51,7 +51,7 @@ def show(wanted: Status) -> int:
     """Print the status of a server, with `watch` again and again.
 
     Raises:
-        MooncakeError: no server answers, or it refuses; with `watch`, only UserError.
+        MooncakeError: no server answers, or it refuses; with `watch`, only Forbidden and UserError.
     """
     client, console = Client(wanted.url, wanted.api_key), Console(markup=False)
     if wanted.watch is None:
@@ -60,7 +60,7 @@ def show(wanted: Status) -> int:
     while True:
         try:
             answer = client.get(STATUS_PATH)
-        except UserError:
+        except (Forbidden, UserError):
             raise  # a wrong key, which is no better in a while
         except MooncakeError as error:
             _clear(console, as_json=wanted.json)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from mooncake.base import ConfigError, MooncakeError, Unavailable
+from mooncake.base import ConfigError, MooncakeError, Unavailable, Unreachable
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, Trust
 from mooncake.launch.host.credentials import seal, sign_request, unseal
@@ -42,7 +42,7 @@ ASK_AGAIN_S = 0.5
 """So often a cluster that is not up yet is asked for."""
 
 
-class NotUp(ConfigError):
+class NotUp(Unreachable):
     """There is no cluster at an address, or not yet."""
 
 
@@ -149,10 +149,6 @@ def facts_from(url: str, credential: Credential, ca_certs: str | None) -> Cluste
         raise ConfigError(
             f"join: {url} is no `mooncake serve --headless` of this kind"
         ) from problem
-    except MooncakeError as problem:
-        if "answered 503" in problem.message:
-            raise NotUp(problem.message) from problem
-        raise
     return decode_facts(sealed, credential)
 
 

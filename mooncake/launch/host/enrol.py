@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mooncake.base import ConfigError, MooncakeError, Unavailable
+from mooncake.base import ConfigError, Forbidden, MooncakeError, Unavailable, Unreachable
 from mooncake.identity.certificates import HostKey
 from mooncake.identity.credential import Credential, Keys, keys_in
 from mooncake.identity.enrolment import Enrolled, Question, checked_token, decode, encode, opened
@@ -107,11 +107,13 @@ def _asked(url: str, place: str, question: bytes) -> bytes:
         response = connection.getresponse()
         body = response.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise Unavailable(f"no signer answers at {url}: {error}") from error
+        raise Unreachable(f"no signer answers at {url}: {error}") from error
     finally:
         connection.close()
     if response.status in (429, 503):
         raise Unavailable(f"the signer at {url} cannot sign now: {_shown(body)}")
+    if response.status in (401, 403):
+        raise Forbidden(f"the signer at {url} refuses: {_shown(body)}")
     if response.status != 200:
         raise MooncakeError(f"the signer at {url} refuses: {_shown(body)}")
     return body

@@ -12,10 +12,19 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mooncake.base import ConfigError, MooncakeError, Unavailable
+from mooncake.base import (
+    ConfigError,
+    Forbidden,
+    MooncakeError,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
 from mooncake.launch.host.credentials import SCHEME
 
 TIMEOUT_S = 600.0
+REFUSALS: dict[int, type[MooncakeError]] = {401: Unauthorized, 403: Forbidden, 503: Unavailable}
+"""HTTP statuses after which callers do different things; others are plain errors."""
 
 
 class Client:
@@ -54,8 +63,10 @@ class Client:
         """Return the JSON document at `path`.
 
         Raises:
-            Unavailable: the server cannot be reached.
-            MooncakeError: it answered with an error, or not with JSON.
+            Unreachable: no server answers.
+            Unauthorized, Forbidden: it refuses the key or the credential.
+            Unavailable: it answered that it cannot now.
+            MooncakeError: it answered with another error, or not with JSON.
         """
         connection, response = self._ask("GET", path, None)
         try:
@@ -84,7 +95,7 @@ class Client:
                     raise MooncakeError(_message(event))
                 yield event
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Unavailable(f"{self._url}: the answer broke off ({error})") from error
+            raise Unreachable(f"{self._url}: the answer broke off ({error})") from error
         finally:
             connection.close()
 
@@ -106,10 +117,10 @@ class Client:
                 connection.request(method, self._prefix + path, body, self._headers | signed)
                 response = connection.getresponse()
             if response.status >= 400:
-                raise MooncakeError(_refusal(response))
+                raise _refusal(response)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise Unavailable(
+            raise Unreachable(
                 f"no server answers at {self._url} ({error}); is `mooncake serve` running?"
             ) from error
         except MooncakeError:
@@ -118,13 +129,14 @@ class Client:
         return connection, response
 
 
-def _refusal(response: http.client.HTTPResponse) -> str:
+def _refusal(response: http.client.HTTPResponse) -> MooncakeError:
     raw = response.read(65536)
     try:
         text = _message(json.loads(raw))
     except ValueError:
         text = raw.decode(errors="replace").strip() or response.reason
-    return f"the server answered {response.status}: {text}"
+    kind = REFUSALS.get(response.status, MooncakeError)
+    return kind(f"the server answered {response.status}: {text}")
 
 
 def _message(document: Any) -> str:

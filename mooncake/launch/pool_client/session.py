@@ -28,6 +28,7 @@ from mooncake.base import (
     Tier,
     TransferError,
     Unavailable,
+    Unreachable,
     WorkerHello,
     WorkerRef,
     format_bytes,
@@ -112,8 +113,9 @@ def locate(
     `timeout_s` does not answer.
 
     Raises:
-        Unavailable: no server answers at `url`, or there is no way to the node.
-        MooncakeError: the server refuses, or is no pool node.
+        Unreachable: no server answers at `url`.
+        Unauthorized, Forbidden: the server refuses the secret or the credential.
+        MooncakeError: there is no way to the node, or the server refuses, or is no pool node.
     """
 
     credential = own_credential(cluster_secret, *_ROLES)
@@ -205,13 +207,13 @@ class PoolSession:
         return self._block_bytes
 
     def connect(self) -> None:
-        """Wait until the gateway has named the pool. Raises Unavailable after `timeout_s`."""
+        """Wait until the gateway has named the pool. Raises Unreachable after `timeout_s`."""
         pause = threading.Event()
         for _ in range(int(self._config.timeout_s / CONNECT_POLL_S)):
             if self._client.own_store is not None:
                 return
             pause.wait(CONNECT_POLL_S)
-        raise Unavailable(
+        raise Unreachable(
             f"{self._config.gateway_address} names no pool on node {self._config.node_id!r}: is "
             "the cluster up, and the secret right?"
         )

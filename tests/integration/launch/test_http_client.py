@@ -11,6 +11,7 @@ import pytest
 
 from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.cli import chat, status
+from mooncake.cli.main import run
 from mooncake.launch.host.http_client import Client
 from tests.support.api.http_server import Reply, TableServer
 
@@ -57,18 +58,24 @@ def test_the_key_and_the_path_before_ours_are_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "message"),
+    ("reply", "message", "code"),
     [
-        (Reply(503, (b'{"error": {"message": "no worker"}}',)), "answered 503: no worker"),
-        (Reply(401, (b'{"error": "who are you"}',)), "answered 401: who are you"),
-        (Reply(500, (b"boom",)), "answered 500: boom"),
-        (Reply(502), "answered 502: Bad Gateway"),
-        (Reply(200, (b"<html>",)), "did not answer with JSON"),
+        (Reply(503, (b'{"error": {"message": "no worker"}}',)), "answered 503: no worker", 1),
+        (Reply(401, (b'{"error": "who are you"}',)), "answered 401: who are you", 4),
+        (Reply(403, (b'{"error": "not yours"}',)), "answered 403: not yours", 4),
+        (Reply(500, (b"boom",)), "answered 500: boom", 1),
+        (Reply(502), "answered 502: Bad Gateway", 1),
+        (Reply(200, (b"<html>",)), "did not answer with JSON", 1),
     ],
 )
-def test_refusals_are_told(reply: Reply, message: str) -> None:
-    with TableServer({"GET /x": reply}) as server, pytest.raises(MooncakeError, match=message):
-        Client(server.url).get("/x")
+def test_refusals_are_told_and_have_exit_codes(
+    reply: Reply, message: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TableServer({"GET /x": reply, "GET /v1/cluster/status": reply}) as server:
+        with pytest.raises(MooncakeError, match=message):
+            Client(server.url).get("/x")
+        assert run(["status", "--url", server.url]) == code
+        assert "mooncake: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["", "ftp://h", "http://", "http://h:99999"])

@@ -260,7 +260,7 @@ def test_one_line_says_what_is_wrong(
 ) -> None:
     words = command.replace(TAKEN, (world / "port.json").read_text()).split()
     fails = any(word in message for word in ("is `mooncake serve` running", "no server answers"))
-    assert cli.run(words) == (1 if fails else 2)
+    assert cli.run(words) == (3 if fails else 2)
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith("mooncake: ")

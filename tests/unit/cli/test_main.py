@@ -11,9 +11,12 @@ from mooncake import __version__
 from mooncake.base import (
     CheckpointError,
     ConfigError,
+    Forbidden,
     InvalidRequest,
     MooncakeError,
+    Unauthorized,
     Unavailable,
+    Unreachable,
 )
 from mooncake.cli import main as cli
 from mooncake.cli.registry import EXIT_CODES
@@ -127,7 +130,8 @@ def test_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "code"),
     [
         (ConfigError("no"), 2), (CheckpointError("no"), 2), (InvalidRequest("no"), 2),
-        (Unavailable("no"), 1), (MooncakeError("no"), 1),
+        (Unavailable("no"), 1), (MooncakeError("no"), 1), (Unreachable("no"), 3),
+        (Unauthorized("no"), 4), (Forbidden("no"), 4),
     ],
 )  # fmt: skip
 def test_exit_codes(
