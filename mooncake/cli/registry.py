@@ -27,6 +27,7 @@ SUMMARIES = {
     "train": "train a small checkpoint on generated tasks",
     "ranks": "compute stages of engines that other machines lead",
     "status": "workers, pool and load",
+    "top": "workers and what they do each second, shown anew all the time",
     "chat": "talk to a server in the terminal",
     "pool": "look at a pool node, put and get",
     "credential": "make a credential of fewer rights than the cluster secret",
@@ -41,6 +42,7 @@ SUMMARIES = {
     "trace": "look at a trace",
     "profile": "time an engine's steps here and fit the cost model",
     "tune": "measure kernel configurations on this GPU",
+    "completion": "print a script that completes commands in bash or zsh",
     "version": "print the version",
 }
 """The first word of each command; the module of that name in this package has its `COMMANDS`."""

@@ -57,6 +57,7 @@ def show(wanted: Status) -> int:
     if wanted.watch is None:
         _show(client.get(STATUS_PATH), console, as_json=wanted.json)
         return 0
+    rates = Rates()
     while True:
         try:
             answer = client.get(STATUS_PATH)
@@ -67,7 +68,8 @@ def show(wanted: Status) -> int:
             print(f"mooncake: {error.message}", file=sys.stderr, flush=True)
         else:
             _clear(console, as_json=wanted.json)
-            _show(answer, console, as_json=wanted.json)
+            rates.take(answer.get("workers", []), time.monotonic())
+            _show(answer, console, as_json=wanted.json, rates=rates)
         time.sleep(wanted.watch)
 
 
@@ -79,13 +81,58 @@ def _clear(console: Console, *, as_json: bool) -> None:
         console.print(time.strftime("%H:%M:%S"))
 
 
-def _show(answer: dict[str, Any], console: Console, *, as_json: bool) -> None:
+class Rates:
+    """What each worker did a second between the last two answers of a server."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+        self._counts: dict[tuple[str, int], dict[str, float]] = {}
+        self._shown: dict[str, list[str]] = {}
+
+    def take(self, workers: list[dict[str, Any]], now_s: float) -> None:
+        """Take an answer. A process that is new, or has started again, has no rates yet."""
+        passed_s, before, self._shown = now_s - self._at_s, self._counts, {}
+        self._at_s, self._counts = now_s, {}
+        for worker in workers:
+            name, counts = str(worker.get("id", "")), _counters(worker)
+            process = name, int(worker.get("pid", 0))
+            self._counts[process] = counts
+            if process in before and passed_s > 0:
+                self._shown[name] = [
+                    _rate(counts, before[process], passed_s, kinds) for kinds in _RATES.values()
+                ]
+
+    def of(self, worker: dict[str, Any]) -> list[str]:
+        """Return the cells of one worker, one for each of `_RATES`."""
+        return self._shown.get(str(worker.get("id", "")), [""] * len(_RATES))
+
+
+_RATES = {
+    "new/s": {"tokens_computed": "tokens", "blocks_put": "blocks"},
+    "reused/s": {"tokens_reused": "tokens", "blocks_hit": "blocks"},
+}
+"""Column -> the counters of which it shows the growth, engines' first, each with its unit."""
+
+
+def _rate(
+    counts: dict[str, float], before: dict[str, float], passed_s: float, kinds: dict[str, str]
+) -> str:
+    found = next(((name, unit) for name, unit in kinds.items() if name in counts), None)
+    if found is None:
+        return ""
+    name, unit = found
+    return f"{(counts[name] - before.get(name, 0.0)) / passed_s:,.0f} {unit}"
+
+
+def _show(
+    answer: dict[str, Any], console: Console, *, as_json: bool, rates: Rates | None = None
+) -> None:
     if as_json:
         json.dump(answer, sys.stdout, indent=2)
         print(flush=True)
         return
     console.print(gateway_table(answer.get("gateways", [])))
-    console.print(worker_table(answer.get("workers", [])))
+    console.print(worker_table(answer.get("workers", []), rates))
     for name, value in answer.items():
         if name not in ("gateways", "workers"):
             console.print(f"{name}: {_flat(value)}")
@@ -102,14 +149,16 @@ def gateway_table(gateways: list[dict[str, Any]]) -> Table:
     return table
 
 
-def worker_table(workers: list[dict[str, Any]]) -> Table:
-    """Return one row a worker: its name and place, its state, its load, what became of its drafts,
-    how even its shared experts are and which of its stages was slow where there are any, its health
-    port.
+def worker_table(workers: list[dict[str, Any]], rates: Rates | None = None) -> Table:
+    """Return one row a worker: its name and place, its state, its load, its `rates`, what became of
+    its drafts, how even its shared experts are and which of its stages was slow where there are
+    any, its health port.
     """
     table = Table(box=None, pad_edge=False)
-    for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "free blocks"):
+    for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "KV used"):
         table.add_column(name)
+    for name in _RATES if rates is not None else ():
+        table.add_column(name, justify="right")
     drafted = any(_drafts(worker) for worker in workers)
     if drafted:
         table.add_column("drafts accepted")
@@ -125,13 +174,25 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
         table.add_row(
             *(str(worker.get(name, "")) for name in ("id", "role", "pid", "host", "state")),
             *(str(load.get(name, 0)) for name in ("num_running", "num_waiting")),
-            f"{load.get('num_free_blocks', 0)} of {load.get('num_total_blocks', 0)}",
+            _used(load),
+            *(rates.of(worker) if rates is not None else ()),
             *([_drafts(worker)] if drafted else []),
             *([_experts(worker)] if sharing else []),
             *([_stages(worker)] if staged else []),
             str(worker.get("health_url", "")).removeprefix("http://"),
         )
     return table
+
+
+def _counters(worker: dict[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = (worker.get("load") or {}).get("counters") or {}
+    return found
+
+
+def _used(load: dict[str, Any]) -> str:
+    """Return the share of its blocks that are not free; a pool node's free blocks hold nothing."""
+    total, free = load.get("num_total_blocks", 0), load.get("num_free_blocks", 0)
+    return f"{(total - free) / total:.0%} of {total} blocks" if total else ""
 
 
 _POSITIONS_SHOWN = 4
@@ -143,7 +204,7 @@ def _drafts(worker: dict[str, Any]) -> str:
     and of so many steps the share in which the first, second... draft was accepted; empty for a
     worker that has computed none.
     """
-    counters = (worker.get("load") or {}).get("counters") or {}
+    counters = _counters(worker)
     num_drafts, num_tokens, num_accepted = (
         counters.get(f"spec_decode_num_{name}", 0)
         for name in ("drafts", "draft_tokens", "accepted_tokens")
@@ -162,7 +223,7 @@ def _experts(worker: dict[str, Any]) -> str:
     share of the hottest expert, for how long the others waited for this worker, and who of them was
     slow or silent; empty for one that shares none, or has counted no rows yet.
     """
-    counters = (worker.get("load") or {}).get("counters") or {}
+    counters = _counters(worker)
     most, rows = counters.get("expert_rank_rows_most"), counters.get("expert_rows")
     if not most or not rows:
         return ""
@@ -183,7 +244,7 @@ def _experts(worker: dict[str, Any]) -> str:
 
 def _stages(worker: dict[str, Any]) -> str:
     """Return which stages of a worker were slow; empty where none was."""
-    counters = (worker.get("load") or {}).get("counters") or {}
+    counters = _counters(worker)
     slow = "stage_slow_s_"
     return ", ".join(
         f"{name.removeprefix(slow)} was slow, waited {value:.0f} s for it"

@@ -7,6 +7,7 @@ import sys
 
 import mooncake
 from mooncake.cli.command import Command
+from mooncake.launch.host.build import revision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,9 @@ class Version:
 
 def version_line() -> str:
     """Return what `mooncake version` and `mooncake --version` print."""
-    return f"mooncake {mooncake.__version__}, Python {sys.version.split()[0]}"
+    commit = revision()[:12]
+    built = f"{mooncake.__version__} ({commit})" if commit else mooncake.__version__
+    return f"mooncake {built}, Python {sys.version.split()[0]}"
 
 
 def run(_: Version) -> int:

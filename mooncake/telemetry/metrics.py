@@ -26,7 +26,13 @@ from mooncake.telemetry.events import (
     WorkerLeft,
     WorkerReported,
 )
-from mooncake.telemetry.series import RequestSeries, WorkerSeries
+from mooncake.telemetry.series import (
+    BuildInfo,
+    CacheInfo,
+    RequestSeries,
+    WorkerSeries,
+    set_infos,
+)
 from mooncake.telemetry.stats import slow_gap_mean
 
 _FINISHED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
@@ -37,6 +43,7 @@ class _Live:
     accepted_s: float
     num_prompt_tokens: int
     max_tokens: int
+    tenant: str
     ttft_slo_s: float | None
     tbt_slo_s: float | None
     placed_s: float | None = None
@@ -50,11 +57,12 @@ class _Live:
 class Metrics:
     """A recorder that turns events into Prometheus series.
 
-    `model_name` is the label by which vLLM's dashboards select.
+    `model_name` is the label by which vLLM's dashboards select. `infos` are shown as they are.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *infos: BuildInfo | CacheInfo) -> None:
         self._registry = CollectorRegistry()
+        set_infos(self._registry, model_name, *infos)
         self._requests = RequestSeries(self._registry, model_name)
         self._workers = WorkerSeries(self._registry, model_name)
         self._live: dict[str, _Live] = {}
@@ -97,6 +105,7 @@ class Metrics:
             accepted_s=event.at_s,
             num_prompt_tokens=event.num_prompt_tokens,
             max_tokens=event.max_tokens,
+            tenant=event.tenant,
             ttft_slo_s=event.ttft_slo_s,
             tbt_slo_s=event.tbt_slo_s,
         )
@@ -155,6 +164,8 @@ class Metrics:
         if live.waiting:
             self._leave_waiting(live)
         self._requests.running.dec()
+        if live.tenant:
+            self._requests.used_by(live.tenant, event.num_prompt_tokens, event.num_output_tokens)
         self._requests.e2e_s.observe(event.at_s - live.accepted_s)
         self._requests.request_prompt_tokens.observe(event.num_prompt_tokens)
         self._requests.request_generation_tokens.observe(event.num_output_tokens)

@@ -5,6 +5,7 @@ Owns the `prometheus_client` objects; knows no events.
 
 from __future__ import annotations
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -21,9 +22,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 The library knows no other switch than this one of the process.
 """
 _TTFT_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640, 2560,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 15, 20,
+    25, 30, 35, 40, 80, 160, 640, 2560,
 )  # fmt: skip
+"""Finer around the 30 s of the alert on late first tokens."""
 _HELD_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5, 10)
 _GAP_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5,
@@ -35,10 +37,50 @@ _TOKENS = (
 )  # fmt: skip
 _BURST = (1, 2, 4, 8, 16, 32)
 
+MAX_TENANTS = 1000
+"""So many tenants have counters of their own: a file of keys that changes often is bounded too."""
+OTHER_TENANTS = "(others)"
+"""The tenants beyond `MAX_TENANTS`, together."""
+
 MAX_GONE_WORKERS = 64
 """The counters of this many lost workers are kept: long enough for a last scrape, and a worker that
 comes back continues its counters.
 """
+
+
+class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process runs: the labels of `build_info`."""
+
+    version: str
+    revision: str
+    """Of git; empty where it is not known."""
+    role: str
+    layout: str
+    """The beginning of the KV layout's fingerprint: workers of one cluster have the same."""
+
+
+class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How the KVCache is set up: the labels of `cache_config_info`, by vLLM's names."""
+
+    block_size: str
+    cache_dtype: str
+    enable_prefix_caching: str
+    num_gpu_blocks: str
+    """KV blocks of one engine."""
+
+
+def set_infos(registry: CollectorRegistry, model_name: str, *infos: BuildInfo | CacheInfo) -> None:
+    """Add a series that is always 1 for each of `infos`, whose fields are its labels."""
+    for info in infos:
+        name, text = _INFOS[type(info)]
+        labels = {"model_name": model_name, **msgspec.structs.asdict(info)}
+        Gauge(f"mooncake:{name}", text, list(labels), registry=registry).labels(**labels).set(1)
+
+
+_INFOS: dict[type, tuple[str, str]] = {
+    BuildInfo: ("build_info", "1, for its labels: what this gateway runs."),
+    CacheInfo: ("cache_config_info", "1, for its labels: how the KVCache is set up."),
+}
 
 
 class RequestSeries:
@@ -93,6 +135,14 @@ class RequestSeries:
             ["model_name", "reason", "status"],
             registry=registry,
         )
+        self._tenants: dict[str, tuple[Counter, Counter]] = {}
+        self._tenant_tokens = [
+            Counter(f"mooncake:tenant_{name}", text, ["model_name", "tenant"], registry=registry)
+            for name, text in (
+                ("prompt_tokens", "Prompt tokens of a tenant's ended requests."),
+                ("generation_tokens", "Output tokens of a tenant's ended requests."),
+            )
+        ]
         self._model_name = model_name
         self.ttft_s = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         own = {"model_name": model_name}
@@ -136,6 +186,17 @@ class RequestSeries:
     def refused(self, reason: str, status: int) -> None:
         """Count a refused request."""
         self._refusals.labels(self._model_name, reason, str(status)).inc()
+
+    def used_by(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count the tokens of a request that has ended."""
+        if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+            tenant = OTHER_TENANTS
+        if tenant not in self._tenants:
+            prompt, output = (each.labels(self._model_name, tenant) for each in self._tenant_tokens)
+            self._tenants[tenant] = prompt, output
+        prompt, output = self._tenants[tenant]
+        prompt.inc(num_prompt_tokens)
+        output.inc(num_output_tokens)
 
 
 class _Labelled:

@@ -33,7 +33,13 @@ from mooncake.kvstore.node.counters import COUNTERS
 from mooncake.launch.host import link_metrics
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.worker import metrics as worker_metrics
-from mooncake.telemetry.series import RequestSeries, WorkerSeries
+from mooncake.telemetry.series import (
+    BuildInfo,
+    CacheInfo,
+    RequestSeries,
+    WorkerSeries,
+    set_infos,
+)
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 
 TOP = Path(__file__).resolve().parents[2]
@@ -113,6 +119,9 @@ def _flag(flag: FlagDoc) -> list[str]:
 def metrics() -> list[str]:
     """Return the page of Prometheus series."""
     registry = CollectorRegistry()
+    build = BuildInfo(version="", revision="", role="", layout="")
+    cache = CacheInfo(block_size="", cache_dtype="", enable_prefix_caching="", num_gpu_blocks="")
+    set_infos(registry, "MODEL", build, cache)
     RequestSeries(registry, "MODEL")
     WorkerSeries(registry, "MODEL")
     lines = [
@@ -133,6 +142,7 @@ def metrics() -> list[str]:
     counts = {worker_metrics.COUNTS: "counters that an engine's worker keeps"}
     whose = worker_metrics.LABELS
     rows = [
+        *_of_node("", "gauge", worker_metrics.BUILD_LABELS, {"build_info": worker_metrics.BUILD}),
         *_of_node("", "gauge", [*whose, "probe"], dict([health])),
         *_of_node("", "gauge", whose, dict([stuck])),
         *_of_node("worker_", "gauge", whose, engines),
@@ -141,7 +151,7 @@ def metrics() -> list[str]:
         *_of_node("pool_", "gauge", ["worker", "tenant", "tier"], tenants),
         *_of_node("pool_", "counter", ["worker"], COUNTERS),
         *_of_node("transfer_", "counter", link_metrics.LABELS, links),
-        *_of_node("transfer_", "histogram", link_metrics.LABELS, slices),
+        *_of_node("transfer_", "histogram", link_metrics.LATENCY_LABELS, slices),
     ]
     return [*lines, *table(["series", "kind", "labels", "meaning"], rows)]
 

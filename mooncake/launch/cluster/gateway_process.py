@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from mooncake import __version__
 from mooncake.api import ApiConfig, GatewayBackend, ServedModel, TlsConfig, bind, create_app, serve
 from mooncake.base import Clock, IdSource, MonotonicClock, Role, SystemIds, Unavailable, WorkerRef
 from mooncake.base.kv_events import KvEventsConfig
@@ -23,6 +24,7 @@ from mooncake.launch.config.key_file import KeyFile, follow, read_keys
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.build import revision
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.kv_events import KvEventPublisher
 from mooncake.scheduler.gateway.gateway import Gateway
@@ -33,8 +35,11 @@ from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.recent import Recent
+from mooncake.telemetry.series import BuildInfo, CacheInfo
 
 logger = logging.getLogger(__name__)
+LAYOUT_DIGITS = 12
+"""Of a layout's fingerprint, in metrics: enough to see that two differ."""
 
 
 class GatewayProcess:
@@ -55,7 +60,18 @@ class GatewayProcess:
         """`peers`: addresses of other gateways of the cluster; without an API only `attend`."""
         ids = ids or SystemIds()
         self._clock = clock or MonotonicClock()
-        self._metrics = Metrics(model_name)
+        self._metrics = Metrics(
+            model_name,
+            BuildInfo(
+                version=__version__, revision=revision(), role=Role.GATEWAY.value,
+                layout=plan.layout.fingerprint[:LAYOUT_DIGITS],
+            ),
+            CacheInfo(
+                block_size=str(plan.layout.block_tokens), cache_dtype=plan.layout.dtype,
+                enable_prefix_caching=str(plan.engine.enable_prefix_caching).lower(),
+                num_gpu_blocks=str(plan.engine.num_blocks),
+            ),
+        )  # fmt: skip
         self._recent = Recent()
         recorders = Recorders(self._metrics, self._recent)
         self._recorders = recorders

@@ -15,6 +15,7 @@ import msgspec
 
 from mooncake.base import Clock, MonotonicClock
 from mooncake.base.vital_thread import VitalThread
+from mooncake.launch.host.build import revision
 from mooncake.launch.host.http_server import (
     PROMETHEUS,
     Answer,
@@ -186,5 +187,6 @@ def open_health_port(
     Raises:
         ConfigError: the address cannot be bound, or a file of `tls` is wrong.
     """
+    revision()  # as it is now
     routes = probe_routes(parts) | metrics_route(metrics) | dict(more or {})
     return HttpServer(settings.host, settings.port, routes, "health-port", settings.tls)

@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
 
 LABELS = ["worker", "protocol", "nic", "peer"]
+LATENCY_LABELS = LABELS[:-1]
+"""Of the histogram, which has many series: it is of all peers together."""
 COUNTS: dict[str, tuple[str, Callable[[LinkSnapshot], float]]] = {
     "bytes": ("bytes moved over a link", lambda link: link.num_bytes),
     "busy_seconds": (
@@ -31,17 +33,23 @@ class LinkFamilies:
         self._links = links
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families with one series for each link."""
+        """Yield the families: counters of each link, a histogram of each NIC."""
         for name, (text, value_of) in COUNTS.items():
             counter = CounterMetricFamily(f"mooncake_transfer_{name}", text, labels=LABELS)
             for link in self._links:
                 counter.add_metric(self._labels(link), value_of(link))
             yield counter
         text = "time from posting a slice to its arrival"
-        latency = HistogramMetricFamily("mooncake_transfer_slice_seconds", text, labels=LABELS)
+        latency = HistogramMetricFamily(
+            "mooncake_transfer_slice_seconds", text, labels=LATENCY_LABELS
+        )
+        of_nics: dict[tuple[str, ...], list[LinkSnapshot]] = {}
         for link in self._links:
-            buckets = list(zip(_BOUNDS, accumulate(link.latency_buckets), strict=True))
-            latency.add_metric(self._labels(link), buckets, sum_value=link.latency_s)
+            of_nics.setdefault((self._worker, link.protocol, link.nic), []).append(link)
+        for labels, links in of_nics.items():
+            counts = map(sum, zip(*(link.latency_buckets for link in links), strict=True))
+            buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
+            latency.add_metric(labels, buckets, sum_value=sum(link.latency_s for link in links))
         yield latency
 
     def _labels(self, link: LinkSnapshot) -> list[str]:

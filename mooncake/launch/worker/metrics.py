@@ -13,10 +13,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mooncake import __version__
 from mooncake.base import Role, WorkerLoad
+from mooncake.launch.host.build import revision
 from mooncake.telemetry.health import Probe, Vitals, judge
 
 LABELS = ["worker", "role"]
+BUILD_LABELS = [*LABELS, "version", "revision"]
+BUILD = "1, for its labels: what the process runs"
 HEALTH = {
     "health": "1: the process passes the probe",
     "loop_stuck_seconds": "time for which its loop has not turned; over --step-timeout it ends",
@@ -67,6 +71,9 @@ class HealthFamilies(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families."""
+        build = GaugeMetricFamily("mooncake_build_info", BUILD, labels=BUILD_LABELS)
+        build.add_metric([*self._values, __version__, revision()], 1)
+        yield build
         health = GaugeMetricFamily("mooncake_health", HEALTH["health"], labels=[*LABELS, "probe"])
         for probe in Probe:
             health.add_metric([*self._values, probe.value], judge(probe, self._parts)[0])

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from mooncake.model.checkpoint.making.presets import init_checkpoint
+from tests.support.monitoring import check, labels_of, panels, rules
 from tests.support.serve.server import Server, serving
 
 WORKERS = {"kvstore-0", "kvstore-1", "prefill-0", "prefill-1", "decode-0", "decode-1"}
@@ -228,3 +229,26 @@ def memory_of(server: Server) -> int:
     pids = {worker["pid"] for worker in server.status()["workers"]} | {server.process.pid}
     each = [psutil.Process(pid).memory_info() for pid in pids]
     return sum(memory.rss - memory.shared for memory in each)
+
+
+RARE = {
+    "mooncake:request_failure_total": {"model_name", "status"},
+    "mooncake:requests_rejected_total": {"model_name", "reason", "status"},
+}
+"""Series that begin with what no request of this module met; a unit test sets them."""
+
+
+def test_dashboard_and_alerts_ask_for_what_these_processes_show(server: Server) -> None:
+    """Every series and label of every expression is in what Prometheus would scrape here."""
+    answer = stream(server, prompt(300, 2), 20)
+    assert answer["ends"] == ["length"]
+    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    urls = [server.url, *(worker["health_url"] for worker in server.status()["workers"])]
+    shown = labels_of(*(httpx.get(f"{url}/metrics", timeout=30).text for url in urls))
+    assert "mooncake_build_info" in shown
+    assert {"version", "revision", "role", "layout"} < shown["mooncake:build_info"]
+    for expression in [
+        *(rule["expr"] for rule in rules()),
+        *(target["expr"] for panel in panels() for target in panel["targets"]),
+    ]:
+        check(expression, RARE | shown)

@@ -113,6 +113,48 @@ def test_watching_asks_again_until_ctrl_c_whatever_the_server_says(
     assert run(["status", "--watch", "0.5", *flags]) == 4, "it will not be let in later either"
 
 
+def test_top_shows_what_each_worker_did_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that has started again counts from 0 and has no rate yet."""
+
+    def engine(pid: int, computed: float, reused: float) -> dict[str, Any]:
+        counters = {"tokens_computed": computed, "tokens_reused": reused}
+        load = {"num_free_blocks": 30, "num_total_blocks": 120, "counters": counters}
+        return {"id": "d0", "role": "decode", "pid": pid, "load": load}
+
+    def node(put: float, hit: float) -> dict[str, Any]:
+        return {"id": "kv", "pid": 2, "load": {"counters": {"blocks_put": put, "blocks_hit": hit}}}
+
+    answers = [
+        {"workers": [engine(1, 1000, 50), node(3, 5)]},
+        {"workers": [engine(1, 4000, 250), node(13, 5)]},
+        {"workers": [engine(7, 10, 0), node(13, 105)]},
+    ]
+    left, times, naps = iter(answers), iter([10.0, 12.0, 17.0]), iter([None, None])
+
+    def sleep(_: float) -> None:
+        print("---")
+        if next(naps, 0) == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(Client, "get", lambda *_: next(left))
+    monkeypatch.setattr("mooncake.cli.status.time.sleep", sleep)
+    monkeypatch.setattr("mooncake.cli.status.time.monotonic", lambda: next(times))
+    assert run(["top"]) == 130
+    first, second, third = (
+        " ".join(page.split()) for page in capsys.readouterr().out.split("---")[:3]
+    )
+    assert "75% of 120 blocks" in first
+    assert "new/s reused/s" in first
+    assert " tokens" not in first
+    assert "1,500 tokens 100 tokens" in second
+    assert "5 blocks 0 blocks" in second
+    assert " tokens" not in third
+    assert "0 blocks 20 blocks" in third
+
+
 def test_a_key_may_come_from_either_variable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import FinishReason, Role, WorkerLoad, WorkerRef
@@ -28,10 +25,8 @@ from mooncake.telemetry.events import (
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
+from tests.support.monitoring import SERIES, check, labels_of, panels, rules
 
-MONITORING = Path(__file__).parents[3] / "charts" / "mooncake" / "monitoring"
-OF_PROMETHEUS = {"up": {"job", "instance"}}
-SERIES = re.compile(r"\b(?:mooncake[:_][a-z_]+|up(?=\{))")
 SEVERITIES = {"critical", "warning"}
 
 
@@ -89,39 +84,7 @@ def worker_text() -> str:
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
     """Return the labels of every sample there is, by its full name."""
-    found = dict(OF_PROMETHEUS)
-    for text in (gateway_text(), worker_text()):
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                found.setdefault(sample.name, set()).update(sample.labels)
-    return found
-
-
-def rules() -> list[dict[str, Any]]:
-    loaded = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
-    return [rule for group in loaded["groups"] for rule in group["rules"]]
-
-
-def panels() -> list[dict[str, Any]]:
-    loaded = json.loads((MONITORING / "dashboard.json").read_text())
-    return [panel for panel in loaded["panels"] if panel["type"] != "row"]
-
-
-def check(expression: str, series: dict[str, set[str]]) -> set[str]:
-    """Return the labels that all series of an expression have, which has only those there are."""
-    names = SERIES.findall(expression)
-    assert names, f"no series in {expression!r}"
-    for name in names:
-        assert name in series, f"{name} is not in /metrics"
-    common = set.intersection(*(series[name] for name in names))
-    for name, matchers in re.findall(rf"({SERIES.pattern})\{{([^}}]*)\}}", expression):
-        asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
-        assert asked <= series[name], f"{name} has no {asked - series[name]}"
-    for grouping in re.findall(r"\bby \(([^)]*)\)", expression):
-        asked = {label.strip() for label in grouping.split(",")}
-        assert any(asked <= series[name] for name in names), f"{names} by {asked}"
-    assert expression.count("(") == expression.count(")")
-    return common
+    return labels_of(gateway_text(), worker_text())
 
 
 @pytest.mark.parametrize("rule", rules(), ids=[rule["alert"] for rule in rules()])
@@ -151,6 +114,28 @@ def test_a_panel_shows_what_there_is(panel: dict[str, Any], series: dict[str, se
         names = SERIES.findall(target["expr"])
         shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
         assert shown <= (kept if grouped else series[names[0]])
+
+
+def test_the_limit_of_an_alert_lies_between_fine_buckets() -> None:
+    """A quantile is guessed inside its bucket: near the limit it is wrong by a fifth at most."""
+    looked_at = 0
+    for rule in rules():
+        found = re.search(
+            r"histogram_quantile\(.*?(mooncake[:_]\w+)_bucket.*> ([\d.]+)", rule["expr"], re.S
+        )
+        if found is None:
+            continue
+        limit, looked_at = float(found[2]), looked_at + 1
+        bounds = {
+            float(sample.labels["le"])
+            for family in text_string_to_metric_families(gateway_text())
+            for sample in family.samples
+            if sample.name == f"{found[1]}_bucket"
+        }
+        assert limit in bounds, rule["alert"]
+        assert max(bound for bound in bounds if bound < limit) >= 0.8 * limit, rule["alert"]
+        assert min(bound for bound in bounds if bound > limit) <= 1.2 * limit, rule["alert"]
+    assert looked_at
 
 
 def test_names_are_unique() -> None:

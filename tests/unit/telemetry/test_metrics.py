@@ -21,7 +21,7 @@ from mooncake.telemetry.events import (
     WorkerReported,
 )
 from mooncake.telemetry.metrics import Metrics
-from mooncake.telemetry.series import MAX_GONE_WORKERS
+from mooncake.telemetry.series import MAX_GONE_WORKERS, BuildInfo
 
 
 def families(metrics: Metrics) -> Iterator[Metric]:
@@ -85,6 +85,7 @@ def accept(metrics: Metrics, name: str, at_s: float, ttft: float = 9.0, tbt: flo
             at_s=at_s,
             num_prompt_tokens=100,
             max_tokens=16,
+            tenant="alice",
             ttft_slo_s=ttft,
             tbt_slo_s=tbt,
         )
@@ -334,3 +335,27 @@ def test_no_series_tells_when_another_was_made() -> None:
     metrics = Metrics("k2")
     metrics.record(WorkerJoined(worker_id="d", at_s=0.0, role=Role.DECODE, num_blocks=1))
     assert b"_created" not in metrics.render()
+
+
+def test_tokens_are_counted_by_tenant_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without a key has no tenant. Tenants that are too many are counted together."""
+    monkeypatch.setattr("mooncake.telemetry.series.MAX_TENANTS", 2)
+    metrics = Metrics("k2")
+    for name, tenant in zip("abcde", ["alice", "bob", "", "carl", "dave"], strict=True):
+        metrics.record(
+            Accepted(request_id=name, at_s=1.0, num_prompt_tokens=100, max_tokens=16, tenant=tenant)
+        )
+        finish(metrics, name, 2.0, FinishReason.STOP)
+    for tenant, times in (("alice", 1), ("bob", 1), ("(others)", 2)):
+        assert value(metrics, "tenant_prompt_tokens_total", tenant=tenant) == 100 * times
+        assert value(metrics, "tenant_generation_tokens_total", tenant=tenant) == 4 * times
+    assert value(metrics, "tenant_prompt_tokens_total", tenant="carl") is None
+    assert value(metrics, "tenant_prompt_tokens_total", tenant="") is None
+
+
+def test_infos_are_series_whose_labels_say_it() -> None:
+    build = BuildInfo(version="1.2.3", revision="c0ffee", role="gateway", layout="ab12")
+    metrics = Metrics("k2", build)
+    labels = {"version": "1.2.3", "revision": "c0ffee", "role": "gateway", "layout": "ab12"}
+    assert value(metrics, "build_info", **labels) == 1
+    assert value(metrics, "cache_config_info") is None
