@@ -259,7 +259,10 @@ def test_one_line_says_what_is_wrong(
     world: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
 ) -> None:
     words = command.replace(TAKEN, (world / "port.json").read_text()).split()
-    fails = any(word in message for word in ("is `mooncake serve` running", "no server answers"))
+    fails = any(
+        word in message
+        for word in ("is `mooncake serve` running", "no server answers", "no Ray cluster")
+    )
     assert cli.run(words) == (3 if fails else 2)
     captured = capsys.readouterr()
     assert message in captured.err
