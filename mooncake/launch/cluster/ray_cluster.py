@@ -291,7 +291,7 @@ def read_facts(trust: Trust) -> ClusterFacts:
         NotUp: no worker of a `mooncake serve` answers in this Ray cluster.
         ConfigError: it has another secret.
     """
-    refusal: ConfigError = NotUp(
+    refusal: MooncakeError = NotUp(
         "no server in this Ray cluster, or none whose workers answer yet; start `mooncake serve` "
         "there first, or wait for it with --join-timeout"
     )
