@@ -83,7 +83,7 @@ def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
     joins: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=60))]}
     with (
         mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),
-        emulated(**machine) as gpus,
+        emulated(**machine),
         followers_emulated(as_references=True, **machine),
         reference_ops(),
         served(nano, "cuda", backend, shape=Shape(tp=2)) as engine,
@@ -97,8 +97,4 @@ def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
         killing.start()
         with pytest.raises(InternalError, match=r"rank 1 of this model (has ended|gave no sign)"):
             engine.run(joins, first=1)
-        closing = threading.Thread(target=engine.runner.close, daemon=True)
-        closing.start()
-        closing.join(60.0)
-        assert not closing.is_alive(), "the lead hangs in a step whose other rank is gone"
-        gpus.machine.races.clear()
+        engine.runner.close()  # raises where its thread still waits for the other rank
