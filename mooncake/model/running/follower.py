@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -47,7 +48,7 @@ from mooncake.engine.ranks.step_log import (
     decode,
 )
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
-from mooncake.model.copies import Copies, HostCopies
+from mooncake.model.copies import Copies, HostCopies, Mark
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
 from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.device.pages import PageMemory
@@ -113,6 +114,52 @@ class PageMoves(Protocol):
         """This rank has computed so far, its device too; from one thread at a time."""
 
 
+class Guesses:
+    """Steps that the lead has begun ahead of their plan. What it says later about pages is done at
+    once, and a guess in its turn: who writes to pages waits for all guesses of which it has heard.
+    """
+
+    def __init__(self) -> None:
+        self._heard = self._begun = 0
+        self._changed = threading.Condition()
+
+    def hear(self) -> None:
+        """The lead has said that it begins one."""
+        with self._changed:
+            self._heard += 1
+
+    def begin(self) -> None:
+        """One has been begun here: a mark of the device lies behind it."""
+        with self._changed:
+            self._begun += 1
+            self._changed.notify_all()
+
+    def mark(self, last: Callable[[], Mark | None]) -> Mark | None:
+        """Return what lies behind all guesses heard of so far; `last` says what lies behind those
+        that have been begun.
+        """
+        with self._changed:
+            return _Behind(self, self._heard, last) if self._heard else None
+
+    def wait_until_begun(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._begun >= number)
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """The end of the first `number` guesses."""
+
+    guesses: Guesses
+    number: int
+    last: Callable[[], Mark | None]
+
+    def reached(self) -> None:
+        self.guesses.wait_until_begun(self.number)
+        if (mark := self.last()) is not None:
+            mark.reached()
+
+
 class Follower:
     """One rank's part of a model, and the pages it computes over."""
 
@@ -126,14 +173,17 @@ class Follower:
         copies: Copies | None = None,
         device_pages: Callable[[PageArray], PageMemory] | None = None,
         answer: Callable[[RankAnswer], None] = lambda _: None,
+        guesses: Guesses | None = None,
     ) -> None:
         """open_graphs: makes what captures decode steps over some pages, meter: measures memory,
         both on all ranks at once; None: it cannot, nor can the lead. moves: what moves pages of
         this rank's own; None: the lead moves them for all. copies: to the device and back; None: it
         is the host. device_pages: makes pages in the device's own memory; None: they lie in that of
         the host. answer: tells the lead which layers are written, from one thread at a time.
+        guesses: those of which who hears the lead for this rank knows.
         """
         self._model = model
+        self._guesses = guesses or Guesses()
         self._moves = moves
         self._copies = copies
         self._copier = copies or HostCopies()
@@ -173,7 +223,8 @@ class Follower:
             captured = capture_steps(self._model, kv, graphs, sizes, self._copies)
             self._decoder, prompts = captured.decode, captured.prompts
             if self._memory is not None:
-                self._memory.last_guess = lambda: captured.decode.last_guess
+                last = lambda: captured.decode.last_guess  # noqa: E731
+                self._memory.last_guess = lambda: self._guesses.mark(last)
         self._forward = ForwardPass(self._model, kv, prompts)
 
     def step(self, step: RankStep) -> None:
@@ -246,6 +297,7 @@ class Follower:
             none = torch.zeros(len(self._last), dtype=torch.int64, device=self._model.device)
             tokens = self._group.gather(none)[: len(self._last)]
             self._decoder.run_ahead(self._last, tokens)
+        self._guesses.begin()
 
     def follow(self, words: Iterable[Word]) -> None:
         """Do what the lead says about steps and pages, until it says nothing more."""
@@ -327,8 +379,10 @@ def run(
         with sending:
             send(link, answer)
 
-    moves = open_moves(say)
-    hearing = threading.Thread(target=_hear, args=(link, words, moves), name="lead", daemon=True)
+    moves, guesses = open_moves(say), Guesses()
+    hearing = threading.Thread(
+        target=_hear, args=(link, words, moves, guesses), name="lead", daemon=True
+    )
     hearing.start()
     group = joined(settings)
     sharing = None
@@ -354,6 +408,7 @@ def run(
         device.open_copies(),
         device.pages if device.owns_pages else None,
         lambda answer: say(encode_answer(answer)),
+        guesses,
     )
     try:
         follower.follow(iter(words.get, None))
@@ -405,21 +460,28 @@ def _load(
     )
 
 
-def heard(link: socket.socket) -> Iterator[Word]:
-    """Yield what the lead says, until it goes."""
+def heard(link: socket.socket, guesses: Guesses) -> Iterator[Word]:
+    """Yield what the lead says, until it goes; `guesses` hear it at once."""
     while (data := receive(link)) is not None:
         message, descriptor = decode(data), None
+        if isinstance(message, Ahead):
+            guesses.hear()
         if isinstance(message, UsePages) and not message.own:
             _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
         yield message, descriptor
 
 
-def _hear(link: socket.socket, words: queue.SimpleQueue[Word | None], moves: PageMoves) -> None:
+def _hear(
+    link: socket.socket,
+    words: queue.SimpleQueue[Word | None],
+    moves: PageMoves,
+    guesses: Guesses,
+) -> None:
     """Hear what the lead says, whatever this rank is doing, and end this process when the lead's
     has ended.
     """
     try:
-        for message, descriptor in heard(link):
+        for message, descriptor in heard(link, guesses):
             if isinstance(message, RankWord):
                 moves.tell(message)
             else:

@@ -1,8 +1,11 @@
-"""A follower moves pages of its device only once the device has written them."""
+"""A follower moves pages of its device only once the device has written them, and no step that was
+begun on a guess can write there any more.
+"""
 
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 
 import msgspec
@@ -11,16 +14,18 @@ import torch
 from mooncake.base import MonotonicClock, PageArray
 from mooncake.base.kv_parts import Move
 from mooncake.engine.ranks.kv_moves import ALL_LAYERS, Moved, Opened, StartMove, decode_answer
-from mooncake.engine.ranks.step_log import StepWriter, UsePages
+from mooncake.engine.ranks.step_log import Ahead, CapturedSizes, StepWriter, UsePages, encode
 from mooncake.launch.worker.rank_moves import RankMoves
 from mooncake.model.copies import HostCopies
+from mooncake.model.device.graphs import EagerSteps
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.group import Solo
 from mooncake.model.rank_device import RankDevice
-from mooncake.model.running.follower import Follower
+from mooncake.model.running.follower import Follower, Guesses, heard
 from mooncake.transfer.engine import Op
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.net.blocking import send
 from tests.support.model.page_device import FarDevice
 from tests.support.model.tiny_models import layout_for, ours, random_tokens, slot, source_of, truth
 
@@ -91,3 +96,34 @@ def test_a_follower_moves_pages_of_its_device_once_they_are_written() -> None:
     finally:
         moves.close()
         peer.close()
+
+
+def test_who_writes_to_pages_waits_for_guesses_that_the_follower_has_only_heard_of() -> None:
+    """Else a follower that is late would write its guess over what was fetched meanwhile."""
+    source = source_of(truth("grouped routing", vocab_size=212))
+    array = PageArray(layout_for(source.spec), 4)
+    memories: list[PageMemory] = []
+
+    def device_pages(pages: PageArray) -> PageMemory:
+        place = RankDevice(ModelOptions(), torch.float32)
+        place.page_device = FarDevice()
+        memories.append(place.pages(pages))
+        return memories[-1]
+
+    guesses, moves = Guesses(), RankMoves(lambda _: None)
+    follower = Follower(
+        ours(source), Solo(), EagerSteps, moves, device_pages=device_pages, guesses=guesses
+    )
+    follower.follow([(UsePages(array, None, CapturedSizes(2, 4, 0), own=True), None)])
+    follower.step(StepWriter().pack([slot(7, 0, random_tokens(5, seed=3), [2])], {}))
+    lead, link = socket.socketpair()
+    with lead, link:
+        send(lead, encode(Ahead()))
+        word = next(heard(link, guesses))
+    settled = threading.Event()
+    settling = threading.Thread(target=memories[0].settle, args=(lambda _: settled.set(),))
+    settling.start()
+    assert not settled.wait(0.5), "the guess has not been begun here"
+    follower.follow([word])
+    assert settled.wait(60.0)
+    settling.join()

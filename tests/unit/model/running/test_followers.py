@@ -43,7 +43,7 @@ from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.lead import Lead, Loaded
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.running.follower import Follower, heard
+from mooncake.model.running.follower import Follower, Guesses, heard
 from mooncake.model.running.forward_pass import capture_steps
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
@@ -165,7 +165,7 @@ class Instance:
     def _run(link: socket.socket, follower: Follower, group: SharedGroup) -> None:
         send(link, msgspec.msgpack.encode(Loaded()))
         try:
-            follower.follow(heard(link))
+            follower.follow(heard(link, Guesses()))
         except Exception:
             group.fail()
         link.close()
