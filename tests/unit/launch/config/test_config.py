@@ -191,7 +191,7 @@ def test_what_people_bring_from_elsewhere_is_answered() -> None:
     for name, advice in REFUSED.items():
         assert advice in unknown_setting(f"--{name}=1")
         assert name.replace("-", "_") not in options.options_of(ServeConfig)
-        for named in re.findall(r"--([a-z-]+)", advice):
+        for named in re.findall(r"--(?:no-)?([a-z-]+)", advice):
             assert named.replace("-", "_") in options.options_of(ServeConfig)
     assert unknown_setting("--max-num-seq") == (
         "unknown setting max-num-seq (did you mean max-num-seqs?)"

@@ -38,7 +38,7 @@ def test_without_any_there_is_none_and_the_error_says_what_to_give(
     monkeypatch.delenv("MOONCAKE_SSD_KEY", raising=False)
     source = key_source("ssd-key", None, None)
     assert read_keys(source) is None
-    with pytest.raises(ConfigError, match="ssd-key: so it is; give --ssd-key-file, --ssd-key-com"):
+    with pytest.raises(ConfigError, match="ssd-key: so it is; give `ssd-key-file`, `ssd-key-com"):
         needed_keys(source, "so it is")
 
 
