@@ -49,5 +49,5 @@ def test_keys_for_different_purposes_differ_and_none_is_printed() -> None:
 def test_a_source_names_what_can_be_given() -> None:
     source = KeySource(name="weights-key")
     assert source.variable == "MOONCAKE_WEIGHTS_KEY"
-    for word in ("--weights-key-file", "--weights-key-command", "MOONCAKE_WEIGHTS_KEY"):
+    for word in ("`weights-key-file`", "`weights-key-command`", "MOONCAKE_WEIGHTS_KEY"):
         assert word in source.cure
