@@ -136,6 +136,9 @@ def test_engines_of_several_pods_answer_and_come_back_together(tmp_path: Path) -
             "the group to be made anew",
         )
 
+        # A leader that has lost a stage may end by itself just as it is told to.
+        num_ended = len(cluster.ended)
+
         def again() -> bool:
             try:
                 return streamed(url, PROMPT, NUM_TOKENS).tokens == expected
@@ -146,4 +149,6 @@ def test_engines_of_several_pods_answer_and_come_back_together(tmp_path: Path) -
         cluster.helm("uninstall", RELEASE)
         cluster.wait_for(lambda: not cluster.pods, "no pods")
         # The one that was started again may be told to end before its program has begun.
-        assert not [e for e in cluster.ended if e.killed or e.code not in (0, -signal.SIGTERM, 143)]
+        ended = cluster.ended[num_ended:]
+        assert ended
+        assert not [e for e in ended if e.killed or e.code not in (0, -signal.SIGTERM, 143)]
