@@ -252,7 +252,7 @@ def test_a_client_that_wants_more_refuses(protection: Protection, least: Protect
     if not protection.is_weaker(least):
         shake(client, owner)
         return
-    words = f"--transfer-protection is {protection.value}, ours is {least.value}: start all"
+    words = f"`transfer-protection` is {protection.value}, ours is {least.value}: start all"
     with pytest.raises(HandshakeRefused, match=words):
         shake(client, owner)
     assert owner.identity is None
