@@ -1,6 +1,7 @@
 """Addresses at which gateways may be found, some with a name that stands for several hosts.
 
-Owns the thread that looks names up: a name server that does not answer holds up nobody else.
+Owns the thread that looks names up. While a name server does not answer, a name means what it meant
+last.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ class SeedAddresses(Sequence[str]):
         self.close()
 
     def _look_up_again(self) -> None:
+        meant = {each: [each] for each in self._given}
         while not self._stop.is_set():
-            found = [address for each in self._given for address in _meant(each)]
+            for each in self._given:
+                meant[each] = _meant(each) or meant[each]
+            found = [address for each in self._given for address in meant[each]]
             self._now = list(dict.fromkeys(found))
             self._stop.wait(LOOK_UP_S)
 
@@ -75,13 +79,13 @@ def _name_in(address: str) -> str:
 
 
 def _meant(address: str) -> list[str]:
-    """Return all addresses that an address stands for now."""
+    """Return all addresses that an address stands for now; none: its name cannot be looked up."""
     if not (name := _name_in(address)):
         return [address]
     port = address.rpartition(":")[2]
     try:
         found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    except OSError:
-        return [address]
+    except (OSError, UnicodeError):  # the latter: no name server could know such a name
+        return []
     hosts = sorted({str(place[0]) for *_, place in found})
     return [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts]

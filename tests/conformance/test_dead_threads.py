@@ -47,7 +47,7 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.parallel.lead import Lead, Loaded, send
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.running.follower import _give_signs, _hear
+from mooncake.model.running.follower import Guesses, _give_signs, _hear
 from mooncake.model.running.runner import ModelRunner
 from mooncake.rpc.kv_events import KvEventPublisher
 from mooncake.transfer.local.copying import CopyPool
@@ -103,9 +103,12 @@ THREADS = {
     "model/grammars/grammar_jobs.py:start_deep_thread": OWN,
     "model/parallel/lead.py:VitalThread": VITAL,
     "model/parallel/peers.py:VitalThread": VITAL,
+    "model/parallel/torch_group.py:Thread": OWN,
+    "model/parallel/torch_group.py:VitalThread": VITAL,
     "model/placing.py:ThreadPoolExecutor": TOLD,
     "model/running/runner.py:VitalThread": VITAL,
     "rpc/kv_events.py:VitalThread": VITAL,
+    "rpc/seed_addresses.py:Thread": OWN,
     "transfer/memory.py:ThreadPoolExecutor": TOLD,
     "transfer/local/copying.py:VitalThread": VITAL,
     "telemetry/audit.py:Thread": NOTHING,
@@ -120,6 +123,10 @@ DRIVER = (
 FAR = (
     "tests/integration/launch/test_sealed_link.py::"
     "test_what_comes_at_one_end_leaves_at_the_other_until_one_is_gone"
+)
+ABORT = (
+    "tests/unit/model/parallel/test_groups.py::"
+    "test_a_gpu_that_does_not_give_up_its_exchanges_is_a_fault_of_the_process"
 )
 SHOWN_BY = {
     "integrations/vllm/lookups.py:Thread": (
@@ -156,8 +163,14 @@ SHOWN_BY = {
     ),
     "model/parallel/lead.py:VitalThread": "test_what_watches_ranks",
     "model/parallel/peers.py:VitalThread": "test_what_watches_those_that_share_experts",
+    "model/parallel/torch_group.py:Thread": ABORT,
+    "model/parallel/torch_group.py:VitalThread": ABORT,
     "model/running/runner.py:VitalThread": "test_steps_of_a_model",
     "rpc/kv_events.py:VitalThread": "test_what_publishes_kv_events",
+    "rpc/seed_addresses.py:Thread": (
+        "tests/integration/launch/test_seed_addresses.py::"
+        "test_a_name_that_cannot_be_one_does_not_end_the_looking_up"
+    ),
     "transfer/local/copying.py:VitalThread": "test_copies",
     "transfer/net/io_loop.py:VitalThread": "test_sockets_of_transfers",
 }
@@ -540,7 +553,7 @@ def test_what_a_rank_hears(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = Codes(monkeypatch, "mooncake.model.running.follower")
     ours, theirs = socket.socketpair()
     send(theirs, b"what no lead says")
-    _hear(ours, queue.SimpleQueue(), None)  # type: ignore[arg-type]
+    _hear(ours, queue.SimpleQueue(), None, Guesses())  # type: ignore[arg-type]
     assert ended.codes == [0]
     for end in (ours, theirs):
         end.close()

@@ -159,7 +159,7 @@ def test_lines_name_check_complaint_and_issues(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--base-url", "http://127.0.0.1:9"], 1, "name one with --model"),
+        (["--base-url", "http://127.0.0.1:9"], 3, "name one with --model"),
         (["--base-url", "nowhere"], 2, "base-url"),
         (["--prefill-pid", "1"], 2, "only with --processes"),
     ],

@@ -47,8 +47,17 @@ def test_a_name_is_all_its_hosts_and_follows_them(hosts: dict[str, list[str]]) -
         hosts["gateways"] = ["10.0.0.9"]  # all pods have been replaced
         eventually(lambda: list(seeds) == ["tcp://10.0.0.1:6400", "tcp://10.0.0.9:6400"])
         del hosts["gateways"]
-        eventually(lambda: NAMED in seeds)
+        time.sleep(0.05)  # several look-ups
+        assert list(seeds) == ["tcp://10.0.0.1:6400", "tcp://10.0.0.9:6400"], "an outage is no news"
+        hosts["gateways"] = ["10.0.0.7"]
+        eventually(lambda: "tcp://10.0.0.7:6400" in seeds)
     eventually(lambda: not [each for each in threading.enumerate() if each.name == "seeds"])
+
+
+def test_a_name_that_cannot_be_one_does_not_end_the_looking_up() -> None:
+    with SeedAddresses(["tcp://gate..way:6400", "tcp://localhost:6400"]) as seeds:
+        eventually(lambda: "tcp://127.0.0.1:6400" in seeds)
+        assert "tcp://gate..way:6400" in seeds
 
 
 def test_addresses_without_names_need_no_thread(hosts: dict[str, list[str]]) -> None:

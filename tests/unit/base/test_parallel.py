@@ -43,7 +43,7 @@ def test_shapes_that_cannot_be() -> None:
         Shape(dcp=2)
     with pytest.raises(ConfigError, match="tensor-parallel-size: must be at least 1, not 0"):
         Shape(tp=0)
-    with pytest.raises(ConfigError, match=r"data-parallel-size=2: .* --enable-expert-parallel"):
+    with pytest.raises(ConfigError, match=r"data-parallel-size=2: .* `enable-expert-parallel`"):
         Shape(dp=2)
     with pytest.raises(ConfigError, match="on 1 or on all 16 ranks, not on 8"):
         Shape(tp=8, dp=2, ep=8)
