@@ -81,8 +81,9 @@ def test_a_session_ends_when_its_owner_s_credential_expires(
     assert client.write_to(owner) is None
     until(lambda: owner.num_sessions == 0, "the client has hung up", 10.0)
     assert any("session with owner ends: the credential 'late'" in each for each in caplog.messages)
-    assert "'late' has expired" in str(client.write_to(owner))
-    assert sum("session with owner ends" in each for each in caplog.messages) == 1
+    # One may be opened again in the moment before the credential expires.
+    until(lambda: "'late' has expired" in str(client.write_to(owner)), "it says why", 10.0)
+    assert sum("session with owner ends" in each for each in caplog.messages) <= 2
 
 
 def test_a_secret_that_is_taken_out_of_use_ends_the_sessions_of_who_has_no_other(
