@@ -41,8 +41,8 @@ class Backend(Protocol):
     def status(self) -> Any:
         """Return what `mooncake status` shows: anything that msgspec encodes as a JSON object."""
 
-    def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+    def metrics(self, for_operator: bool) -> bytes:
+        """Return the metrics in Prometheus' text format; those of tenants for an operator only."""
 
     def drain(self) -> None:
         """Take no new requests from now on; finish those that run."""

@@ -39,7 +39,7 @@ class Inbox(Protocol):
 
 class GatewayBackend:
     """A `Backend` over the gateway machine. `start` and `stop` are called in the loop; `metrics`
-    renders the series that the machine's recorder keeps.
+    renders the series that the machine's recorder keeps, for an operator or not.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GatewayBackend:
         inbox: Inbox,
         clock: Clock,
         *,
-        metrics: Callable[[], bytes],
+        metrics: Callable[[bool], bytes],
     ) -> None:
         self._gateway = gateway
         self._inbox = inbox
@@ -97,8 +97,8 @@ class GatewayBackend:
     def status(self) -> ClusterStatus:
         return self._gateway.status(self._clock.now())
 
-    def metrics(self) -> bytes:
-        return self._metrics()
+    def metrics(self, for_operator: bool) -> bytes:
+        return self._metrics(for_operator)
 
     def drain(self) -> None:
         self._draining = True

@@ -30,6 +30,7 @@ from mooncake.telemetry.series import (
     BuildInfo,
     CacheInfo,
     RequestSeries,
+    TenantSeries,
     WorkerSeries,
     set_infos,
 )
@@ -61,16 +62,20 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, *infos: BuildInfo | CacheInfo) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._operators = CollectorRegistry(), CollectorRegistry()
         set_infos(self._registry, model_name, *infos)
         self._requests = RequestSeries(self._registry, model_name)
+        self._tenants = TenantSeries(self._operators, model_name)
         self._workers = WorkerSeries(self._registry, model_name)
         self._live: dict[str, _Live] = {}
         self._counters: dict[str, dict[str, float]] = {}
 
-    def render(self) -> bytes:
-        """Return all series in the Prometheus text format."""
-        return generate_latest(self._registry)
+    def render(self, for_operator: bool = False) -> bytes:
+        """Return the series in the Prometheus text format; those that name tenants only for an
+        operator.
+        """
+        tenants = generate_latest(self._operators) if for_operator else b""
+        return generate_latest(self._registry) + tenants
 
     def record(self, event: AnyEvent) -> None:
         """Take one event. Those of requests not accepted, or finished, are ignored."""
@@ -165,7 +170,7 @@ class Metrics:
             self._leave_waiting(live)
         self._requests.running.dec()
         if live.tenant:
-            self._requests.used_by(live.tenant, event.num_prompt_tokens, event.num_output_tokens)
+            self._tenants.used_by(live.tenant, event.num_prompt_tokens, event.num_output_tokens)
         self._requests.e2e_s.observe(event.at_s - live.accepted_s)
         self._requests.request_prompt_tokens.observe(event.num_prompt_tokens)
         self._requests.request_generation_tokens.observe(event.num_output_tokens)

@@ -135,14 +135,6 @@ class RequestSeries:
             ["model_name", "reason", "status"],
             registry=registry,
         )
-        self._tenants: dict[str, tuple[Counter, Counter]] = {}
-        self._tenant_tokens = [
-            Counter(f"mooncake:tenant_{name}", text, ["model_name", "tenant"], registry=registry)
-            for name, text in (
-                ("prompt_tokens", "Prompt tokens of a tenant's ended requests."),
-                ("generation_tokens", "Output tokens of a tenant's ended requests."),
-            )
-        ]
         self._model_name = model_name
         self.ttft_s = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         own = {"model_name": model_name}
@@ -187,12 +179,27 @@ class RequestSeries:
         """Count a refused request."""
         self._refusals.labels(self._model_name, reason, str(status)).inc()
 
+
+class TenantSeries:
+    """Series that name tenants: for operators, so in a registry of their own."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+        self._tenants: dict[str, tuple[Counter, Counter]] = {}
+        self._tokens = [
+            Counter(f"mooncake:tenant_{name}", text, ["model_name", "tenant"], registry=registry)
+            for name, text in (
+                ("prompt_tokens", "Prompt tokens of a tenant's ended requests. For operators."),
+                ("generation_tokens", "Output tokens of a tenant's ended requests. For operators."),
+            )
+        ]
+
     def used_by(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count the tokens of a request that has ended."""
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             tenant = OTHER_TENANTS
         if tenant not in self._tenants:
-            prompt, output = (each.labels(self._model_name, tenant) for each in self._tenant_tokens)
+            prompt, output = (each.labels(self._model_name, tenant) for each in self._tokens)
             self._tenants[tenant] = prompt, output
         prompt, output = self._tenants[tenant]
         prompt.inc(num_prompt_tokens)

@@ -37,6 +37,7 @@ from mooncake.telemetry.series import (
     BuildInfo,
     CacheInfo,
     RequestSeries,
+    TenantSeries,
     WorkerSeries,
     set_infos,
 )
@@ -123,6 +124,7 @@ def metrics() -> list[str]:
     cache = CacheInfo(block_size="", cache_dtype="", enable_prefix_caching="", num_gpu_blocks="")
     set_infos(registry, "MODEL", build, cache)
     RequestSeries(registry, "MODEL")
+    TenantSeries(registry, "MODEL")
     WorkerSeries(registry, "MODEL")
     lines = [
         "# Metrics", "",

@@ -98,7 +98,7 @@ class Access:
     sets in the scope's state: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it
     may ask for), `charge`, a function that counts tokens against the key's limit, `in_flight`, what
     this request holds of the memory for all bodies, and `is_proven`: whether the connection may
-    outlive others.
+    outlive others. `is_operator` says whether it comes with an operator's key, or none is needed.
 
     Where no key is needed and only this machine is served, the name in `Host` must be this
     machine's: a page of another site may have its own name resolve to 127.0.0.1.
@@ -146,15 +146,17 @@ class Access:
             )
             await ErrorResponse(error)(scope, receive, named_send)
             return
-        account = None
-        if len(self._keyring) and not _is_open(scope):
-            account = self._account(headers)
-            if account is None:
-                error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
-                self._refused(request_id, error.http_status, "no_valid_key")
-                audit("proof_failed", proof="API key", whence=_client(scope), path=scope["path"])
-                await ErrorResponse(error)(scope, receive, named_send)
-                return
+        account = self._account(headers) if len(self._keyring) else None
+        is_operator = account.key.operator if account is not None else not len(self._keyring)
+        state["is_operator"] = is_operator
+        if _is_open(scope):
+            account = None
+        elif len(self._keyring) and account is None:
+            error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
+            self._refused(request_id, error.http_status, "no_valid_key")
+            audit("proof_failed", proof="API key", whence=_client(scope), path=scope["path"])
+            await ErrorResponse(error)(scope, receive, named_send)
+            return
         if account is not None:
             state["key_name"] = account.key.name
             is_operators = scope["path"].startswith(OPERATOR_PATH)

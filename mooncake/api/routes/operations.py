@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mooncake import __version__
@@ -60,11 +61,10 @@ def operation_routes(api_server: ApiServer) -> APIRouter:
         return json_response(encode({"version": __version__}))
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """All metrics in Prometheus' text format."""
-        return Response(
-            api_server.backend.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+    async def metrics(request: Request) -> Response:
+        """All metrics in Prometheus' text format; those of tenants need an operator's key."""
+        shown = api_server.backend.metrics(request.state.is_operator)
+        return Response(shown, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/v1/cluster/status")
     async def status() -> Response:

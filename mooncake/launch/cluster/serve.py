@@ -306,7 +306,7 @@ class _Serving:
             self._config.step_timeout,
             is_stopping=self._stop.is_set,
             workers=self._workers.vitals,
-            series=self._gateway_process.backend.metrics,
+            series=lambda: self._gateway_process.backend.metrics(for_operator=False),
             routes=self._workers.routes(),
         )
 

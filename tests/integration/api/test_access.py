@@ -276,6 +276,26 @@ def test_the_cluster_is_shown_to_operators_only() -> None:
     asyncio.run(main())
 
 
+def test_metrics_show_tenants_to_operators_only() -> None:
+    async def main() -> None:
+        async def shows_tenants(client: httpx.AsyncClient, **headers: str) -> bool:
+            reply = await client.get("/metrics", headers=headers)
+            assert reply.status_code == 200
+            assert "mooncake_up 1" in reply.text
+            return "mooncake_of_tenants" in reply.text
+
+        keys = (key("alice", priorities=tuple(Priority)), key("root", operator=True))
+        async with limited_api_server(ScriptedBackend(says("hello")), *keys) as client:
+            assert not await shows_tenants(client)
+            assert not await shows_tenants(client, **bearer("alice"))
+            assert not await shows_tenants(client, **bearer("nobody"))
+            assert await shows_tenants(client, **bearer("root"))
+        async with limited_api_server(ScriptedBackend(says("hello"))) as client:
+            assert await shows_tenants(client), "who needs no key is an operator"
+
+    asyncio.run(main())
+
+
 def test_who_uses_operators_routes_and_who_fails_is_written_down(tmp_path: Path) -> None:
     """By the names of keys: no line has a key, also none of those that do not count."""
     place = tmp_path / "audit.jsonl"

@@ -2,18 +2,18 @@
 dearest pairs, against a live server that a second tenant uses meanwhile.
 
 Of each row: no piece of work holds the gateway's loop for over 100 ms, and the other tenant's
-median request takes at most three times what it takes beside nothing, as measured just before, and
-10 s in any case. A row fails if each of five tries is too dear, so other work of the machine
-passes. What is dear only the first time does not: no two bodies are alike. A try that
-takes longer while other work has more than `MOST_FOREIGN` of a core says nothing: the test skips in
-the end and names those rows. At the end no process has grown by more than 300 MiB, no
-request runs or waits, and as many blocks are free as before. `-s` prints how many times as long the
-other tenant's requests took.
+median request takes at most 10 s. A row fails if each of five tries is too dear, so other work of
+the machine passes. What is dear only the first time does not: no two bodies are alike. Of most rows
+the other tenant's requests take at most three times what they take beside nothing, as measured just
+before; with `MOONCAKE_TEST_QUIET=1`, for a machine without other work, that holds for each row. At
+the end no process has grown by more than 300 MiB, no request runs or waits, and as many blocks are
+free as before. `-s` prints how many times as long the other tenant's requests took.
 """
 
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import socket
 import statistics
@@ -49,7 +49,7 @@ REST_S = 30.0
 TRIES = 5
 MOST_TIMES = 3.0
 MOST_S = 10.0
-MOST_FOREIGN = 0.2
+IS_QUIET = os.environ.get("MOONCAKE_TEST_QUIET") == "1"
 NUM_QUIET = 9
 """Requests of the other tenant of which the quiet latency is the median."""
 MOST_HELD = "0.1"
@@ -128,8 +128,8 @@ class Walk:
         self._processes = [self._root, *self._root.children(recursive=True)]
         self.other = Other(server.url)
         self._num_sent = 0
-        self.unjudged: set[str] = set()
-        """Rows of which the cores were not there to ask for three times."""
+        self.times: dict[str, float] = {}
+        """Of each row the least of how many times as long the other tenant's requests took."""
         self._boss = httpx.Client(
             base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-boss"}
         )
@@ -191,31 +191,20 @@ class Walk:
         self._num_sent += 1
         text = varied(path, body, self._num_sent)
         quiet_s = self.other.quiet_s(NUM_QUIET if turn else 1)
-        holds, foreign, begin = self.num_long_holds(), self.foreign_s(), time.monotonic()
+        holds, begin = self.num_long_holds(), time.monotonic()
         status = self.send(path, text)
         took_s = self.other.took_s(begin, time.monotonic())
-        num_foreign = (self.foreign_s() - foreign) / (time.monotonic() - begin)
         times, found = took_s / quiet_s, list[str]()
+        where = f"{path} {name}"
+        self.times[where] = min(times, self.times.get(where, times))
         if status not in (None, 200):
             found.append(f"status {status}")
-        self.unjudged.discard(f"{path} {name}")
-        if times > MOST_TIMES and num_foreign > MOST_FOREIGN:
-            self.unjudged.add(f"{path} {name}")
-        elif times > MOST_TIMES or took_s > MOST_S:
+        if took_s > MOST_S or (IS_QUIET and times > MOST_TIMES):
             found.append(f"the other tenant's requests take {took_s:.1f} s")
         if (more := self.num_long_holds() - holds) > 0:
             found.append(f"{more:.0f} holds of the loop over {MOST_HELD} s")
-        beside = f"other work had {num_foreign:.1f} cores"
-        print(f"{path} {name}: {status}, the other {times:.1f} times as long, {beside}", *found)
+        print(f"{where}: {status}, the other {times:.1f} times as long", *found)
         return found
-
-    def foreign_s(self) -> float:
-        """Return the CPU seconds that all cores have spent on what is none of this test's."""
-        machine = psutil.cpu_times()
-        busy_s = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
-        own = [self._root, *self._root.children(recursive=True), psutil.Process()]
-        own.append(psutil.Process(self.other.process.pid))
-        return busy_s - sum(sum(each.cpu_times()[:4]) for each in own)
 
     def at_rest(self) -> bool:
         """Whether no request runs or waits any more, and as many blocks are free as before."""
@@ -272,8 +261,7 @@ def test_no_field_costs_others_more_than_its_bound(walk: Walk) -> None:
         time.sleep(0.1)
     assert walk.at_rest()
     assert walk.other.failures == []
-    if walk.unjudged:
-        pytest.skip(f"other work had the cores, so these were not judged: {sorted(walk.unjudged)}")
+    assert statistics.median(walk.times.values()) <= MOST_TIMES
 
 
 def test_more_than_a_bound_is_refused_by_name(walk: Walk) -> None:

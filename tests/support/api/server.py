@@ -227,8 +227,9 @@ class ScriptedBackend:
     def status(self) -> dict[str, object]:
         return {"workers": [], "ready": self.is_ready}
 
-    def metrics(self) -> bytes:
-        return b"# TYPE mooncake_up gauge\nmooncake_up 1\n"
+    def metrics(self, for_operator: bool) -> bytes:
+        of_tenants = b"mooncake_of_tenants 1\n" if for_operator else b""
+        return b"# TYPE mooncake_up gauge\nmooncake_up 1\n" + of_tenants
 
     def drain(self) -> None:
         self.drained = True

@@ -143,7 +143,7 @@ def run(test: Callable[[RecordingMachine, PipeInbox, GatewayBackend], object]) -
     async def main() -> None:
         machine, inbox = RecordingMachine(), PipeInbox()
         gateway = cast(Gateway, machine)
-        backend = GatewayBackend(gateway, inbox, MonotonicClock(), metrics=lambda: b"m 1\n")
+        backend = GatewayBackend(gateway, inbox, MonotonicClock(), metrics=lambda _: b"m 1\n")
         backend.start()
         try:
             await test(machine, inbox, backend)  # type: ignore[misc]
@@ -300,7 +300,7 @@ def test_other_threads_tell_of_lost_workers() -> None:
 def test_readiness_metrics_and_drain() -> None:
     async def test(machine: RecordingMachine, inbox: PipeInbox, backend: GatewayBackend) -> None:
         assert backend.ready
-        assert backend.metrics() == b"m 1\n"
+        assert backend.metrics(False) == b"m 1\n"
         backend.drain()
         assert not backend.ready
         assert "drain" in machine.told

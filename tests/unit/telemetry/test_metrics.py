@@ -25,7 +25,7 @@ from mooncake.telemetry.series import MAX_GONE_WORKERS, BuildInfo
 
 
 def families(metrics: Metrics) -> Iterator[Metric]:
-    yield from text_string_to_metric_families(metrics.render().decode())
+    yield from text_string_to_metric_families(metrics.render(for_operator=True).decode())
 
 
 def value(metrics: Metrics, series: str, /, **labels: str) -> float | None:
@@ -351,6 +351,8 @@ def test_tokens_are_counted_by_tenant_within_bounds(monkeypatch: pytest.MonkeyPa
         assert value(metrics, "tenant_generation_tokens_total", tenant=tenant) == 4 * times
     assert value(metrics, "tenant_prompt_tokens_total", tenant="carl") is None
     assert value(metrics, "tenant_prompt_tokens_total", tenant="") is None
+    assert b"alice" in metrics.render(for_operator=True)
+    assert b"tenant" not in metrics.render()
 
 
 def test_infos_are_series_whose_labels_say_it() -> None:
