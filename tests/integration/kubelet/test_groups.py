@@ -132,7 +132,7 @@ def test_engines_of_several_pods_answer_and_come_back_together(tmp_path: Path) -
         os.kill(init, signal.SIGKILL)
         old = {*before.values()}
         cluster.wait_for(
-            lambda: cluster.is_rolled_out() and not old & {*uids(cluster, decode).values()},
+            lambda: not old & {*uids(cluster, decode).values()} and cluster.is_rolled_out(),
             "the group to be made anew",
         )
 

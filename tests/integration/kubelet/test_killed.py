@@ -36,21 +36,15 @@ WORKERS = ("prefill", "decode", "kvstore")
 
 
 def started(cluster: Cluster, role: str) -> dict[str, int]:
-    """Return the pods of a role, and how often the container of each was started again."""
+    """Return the pods of a role, and how often containers of each were started again."""
     return {
-        pod["metadata"]["uid"]: pod["status"]["containerStatuses"][0]["restartCount"]
-        for pod in cluster.ready(role)
+        pod["metadata"]["uid"]: sum(cluster.num_restarts(pod["metadata"]["name"]))
+        for pod in cluster.present(role)
     }
 
 
-def crash(cluster: Cluster, *roles: str) -> None:
-    """Kill one pod's processes of each role, of gateways all, and wait until that is noticed."""
-    for role in roles:
-        pods = cluster.ready(role)
-        for pod in pods if role == "gateway" else pods[:1]:
-            cluster.pods[pod["metadata"]["name"]].crash()
-        left = len(pods) - (len(pods) if role == "gateway" else 1)
-        cluster.wait_for(lambda left=left, role=role: len(cluster.ready(role)) <= left, "it to end")
+def names(cluster: Cluster, role: str) -> list[str]:
+    return [pod["metadata"]["name"] for pod in cluster.present(role)]
 
 
 def test_a_killed_pod_of_any_kind_is_a_pause_and_no_pod_is_the_cluster(tmp_path: Path) -> None:
@@ -77,7 +71,8 @@ def test_a_killed_pod_of_any_kind_is_a_pause_and_no_pod_is_the_cluster(tmp_path:
             answers: list[Answer] = []
             asking = threading.Thread(target=_noting(ask, answers))
             asking.start()
-            crash(cluster, role)
+            killed, *_ = names(cluster, role)
+            cluster.crash(killed)
             asking.join(300)
             if role != "prefill":  # without the only one, requests are refused until it is back
                 [answer] = answers
@@ -86,13 +81,13 @@ def test_a_killed_pod_of_any_kind_is_a_pause_and_no_pod_is_the_cluster(tmp_path:
             cluster.wait_for(answered, f"an answer after the loss of a {role} pod")
 
         before = {role: started(cluster, role) for role in WORKERS}
-        crash(cluster, "gateway")
+        cluster.crash(*names(cluster, "gateway"))
         cluster.wait_until_rolled_out()
         cluster.wait_for(answered, "an answer of the new gateways")
         assert {role: started(cluster, role) for role in WORKERS} == before, "workers wait for them"
         assert ask().num_cached_tokens, "caches are warm"
 
-        [pod] = cluster.ready("prefill")
+        [pod] = cluster.present("prefill")
         cluster.lose(pod["spec"]["nodeName"])
         cluster.wait_until_rolled_out()
         cluster.wait_for(answered, "an answer after the loss of a node")

@@ -197,6 +197,27 @@ def test_what_is_not_live_or_ends_is_started_again(cluster: Cluster) -> None:
     cluster.wait_for(lambda: pods(cluster, "ends") and restarts("ends"), "a restart")
 
 
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_a_rollout_is_not_over_while_a_pod_is_seen_not_to_be_ready(
+    cluster: Cluster, kind: str
+) -> None:
+    cluster.api.put(f"{kind.lower()}s", workload(kind, "web", "sleep 60"))
+    cluster.wait_until_rolled_out()
+    with cluster.api.lock:  # the controllers cannot take a step before it is asked
+        [pod] = pods(cluster, "web")
+        pod["status"] = {"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}
+        assert not cluster.is_rolled_out()
+    cluster.wait_until_rolled_out()
+
+
+def test_a_crash_is_over_when_what_was_killed_has_been_started_again(cluster: Cluster) -> None:
+    cluster.api.put("statefulsets", workload("StatefulSet", "set", "echo up; sleep 60"))
+    cluster.wait_for(lambda: "up" in log(cluster, "set-0"), "its word")
+    cluster.crash("set-0")
+    assert cluster.num_restarts("set-0") == [1]
+    cluster.wait_for(lambda: log(cluster, "set-0").split().count("up") == 2, "it to say it again")
+
+
 def test_a_deployment_surges_keeps_its_history_and_goes_back(cluster: Cluster) -> None:
     web = workload(
         "Deployment", "web", SERVE, container=READY,
@@ -318,7 +339,7 @@ def test_a_node_that_vanishes_takes_its_pods_along_without_a_signal(cluster: Clu
     lost = pod["metadata"]["name"]
     cluster.lose(pod["spec"]["nodeName"])
     cluster.wait_for(
-        lambda: cluster.is_rolled_out() and lost not in cluster.pods, "another pod elsewhere"
+        lambda: lost not in cluster.pods and cluster.is_rolled_out(), "another pod elsewhere"
     )
     [new] = pods(cluster, "web")
     assert new["spec"]["nodeName"] != pod["spec"]["nodeName"]

@@ -7,6 +7,7 @@ pods and takes the network away.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import random
 import subprocess
@@ -150,6 +151,20 @@ class Cluster:
                 self.pods[name].kill()
                 self.api.delete("pods", name)
 
+    def crash(self, *pods: str) -> None:
+        """Kill all processes of pods, as where memory is short, and wait until each container was
+        started again: a pod that is not ready in between could be missed.
+        """
+        before = {name: self.num_restarts(name) for name in pods}
+        for name in pods:
+            self.pods[name].crash()
+
+        def is_again(name: str) -> bool:
+            return all(map(operator.gt, self.num_restarts(name), before[name]))
+
+        for name in pods:
+            self.wait_for(partial(is_again, name), f"the containers of {name} to be started again")
+
     # -- what tests ask
 
     def wait_for(self, holds: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
@@ -163,8 +178,13 @@ class Cluster:
             time.sleep(STEP_S)
 
     def is_rolled_out(self) -> bool:
-        """Whether all workloads have the pods they want, as they want them, and no others."""
+        """Whether all workloads have the pods they want, as they want them, and no others.
+
+        The controllers take a step first: what they counted last may be older than what the caller
+        has just seen of a pod.
+        """
         with self.api.lock:
+            self._controllers.reconcile()
             for kind in ("deployments", "statefulsets", "leaderworkersets"):
                 for each in self.api.listed(kind):
                     wanted, status = each["spec"].get("replicas", 1), each.get("status", {})
@@ -181,10 +201,18 @@ class Cluster:
     def wait_until_rolled_out(self) -> None:
         self.wait_for(self.is_rolled_out, "the rollout")
 
-    def ready(self, component: str) -> list[Object]:
-        """Return the pods of one role that are ready."""
+    def present(self, component: str) -> list[Object]:
+        """Return the pods of one role that are not about to end: after a rollout those that it
+        made, also where one of them is not ready for a moment.
+        """
         pods = self.api.listed("pods", {"app.kubernetes.io/component": component})
-        return [each for each in pods if manifests.is_ready(each)]
+        return [each for each in pods if "deletionTimestamp" not in each["metadata"]]
+
+    def num_restarts(self, pod: str) -> list[int]:
+        """Return how often each container of a pod was started again."""
+        found = self.api.get("pods", pod)
+        assert found is not None, f"pod {pod} is gone"
+        return [each["restartCount"] for each in found["status"].get("containerStatuses", [])]
 
     def url(self, service: str, scheme: str = "http") -> str:
         """Return where a Service with an address is reached from this machine."""
