@@ -40,7 +40,7 @@ class BoundedMap(OrderedDict[K, V]):
 
 class SizedMap(BoundedMap[K, V]):
     """A map whose entries together have a size of at most `bound`, by their keys. Entries are set
-    and deleted by `[]` alone; one that is too large by itself is dropped at once.
+    and deleted by `[]` alone; one that is too large by itself is not kept, and drops no other.
     """
 
     def __init__(self, bound: int, size_of: Callable[[K], int]) -> None:
@@ -51,7 +51,10 @@ class SizedMap(BoundedMap[K, V]):
 
     def __setitem__(self, key: K, value: V) -> None:
         if key not in self:
-            self.size += self._size_of(key)
+            size = self._size_of(key)
+            if size > self.bound:
+                return
+            self.size += size
         super().__setitem__(key, value)
 
     def __delitem__(self, key: K) -> None:

@@ -79,7 +79,7 @@ class _Answer:
     def cannot_be_read(self) -> str:
         """Why nobody else may read it now; "" = they may."""
         if not self.is_whole:
-            return "its answer does not fit the memory for repeats (--max-kept-answer-bytes)"
+            return "its answer does not fit the memory for repeats (`max-kept-answer-bytes`)"
         if self.abandoned.is_set():
             return "is being ended, because its client left"
         if len(self.readers) >= MAX_READERS:

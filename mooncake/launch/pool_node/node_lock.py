@@ -32,12 +32,13 @@ def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
     Raises:
         ConfigError: another process on this machine has locked the name, a node or a stranger.
     """
-    host, _, port = pool_address.removeprefix("tcp://").rpartition(":")
+    place = pool_address.removeprefix("tcp://").partition("#")[0]  # a key may follow it
+    host, _, port = place.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         where = str(found[0][4])
     except OSError:
-        where = pool_address
+        where = place
     digest = hashlib.sha256(f"{where} {worker_id}".encode()).hexdigest()
     held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = f"\0mooncake-pool-{digest}"

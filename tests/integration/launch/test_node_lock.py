@@ -30,6 +30,8 @@ def test_a_name_is_held_by_one_process_of_a_machine_and_pool() -> None:
             lock_name(NAME, "a", POOL)
         with pytest.raises(ConfigError, match="runs on this machine already"):
             lock_name(NAME, "a", "tcp://localhost:9000")
+        with pytest.raises(ConfigError, match="runs on this machine already"):
+            lock_name(NAME, "a", f"{POOL}#{'5e' * 32}")  # as a server prints it
         lock_name(f"{NAME}-b", "b", POOL).close()
         lock_name(NAME, "a", "tcp://127.0.0.1:9001").close()
     lock_name(NAME, "a", POOL).close()

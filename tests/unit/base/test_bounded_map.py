@@ -54,7 +54,8 @@ def test_a_sized_map_holds_the_latest_that_fit(steps: list[tuple[str, int]]) -> 
     for what, key in steps:
         if what == "s":
             kept[key] = -key
-            latest = [*(one for one in latest if one != key), key]
+            if key <= 10:
+                latest = [*(one for one in latest if one != key), key]
             while sum(latest) > 10:
                 latest.pop(0)
         elif what == "u":
@@ -65,3 +66,12 @@ def test_a_sized_map_holds_the_latest_that_fit(steps: list[tuple[str, int]]) -> 
             del kept[key]
             latest.remove(key)
         assert (list(kept), kept.size) == (latest, sum(latest))
+
+
+def test_an_entry_larger_than_the_whole_map_drops_no_other() -> None:
+    kept: SizedMap[int, str] = SizedMap(10, lambda key: key)
+    kept[4], kept[6] = "four", "six"
+    kept[11] = "eleven"
+    assert (dict(kept), kept.size) == ({4: "four", 6: "six"}, 10)
+    kept[10] = "ten"
+    assert (dict(kept), kept.size) == ({10: "ten"}, 10)

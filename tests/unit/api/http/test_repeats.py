@@ -248,7 +248,7 @@ def test_an_answer_larger_than_the_memory_goes_at_its_readers_speed_and_is_not_r
         late = Client(repeats)
         await late.done
         assert late.status == 409
-        assert b"--max-kept-answer-bytes" in late.text
+        assert b"`max-kept-answer-bytes`" in late.text
         first.reading.set()
         await first.done
         assert first.text == b"a" * 100_000 + b"."
