@@ -10,7 +10,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,10 @@ before it takes part in a step of others without rows: two busy ones would else 
 """
 _END_S = 30.0
 """For how long a step may go on once a rank is lost: its exchanges have been ended by then."""
+_STEP_S = 600.0
+"""For how long the last step may go on where no rank is lost."""
+_LOOK_S = 0.5
+"""So often it is looked at whether a rank has been lost meanwhile."""
 _COUNTED_EVERY = 16
 """Steps of others, in which this runner takes part, for one report of its counts."""
 
@@ -175,7 +179,7 @@ class ModelRunner:
         reference to this runner holds no device memory.
 
         Raises:
-            InternalError: a rank was lost, and the step in which it was waited for does not end.
+            InternalError: the running step does not end, perhaps because a rank was lost.
         """
         if self._closed:
             return
@@ -186,9 +190,7 @@ class ModelRunner:
             self._peers.watch(lambda _: None, lambda: None, lambda: None)
         (self._untold or self._plans).put(None)
         for thread in self._threads:
-            thread.join(None if self._lost is None else _END_S)
-            if thread.is_alive():
-                raise InternalError(f"{self._lost}, and the step that waits for it does not end")
+            _await(thread, lambda: self._lost)
         if self._peers is not None:
             self._peers.leave()
         self._layers.close()
@@ -497,3 +499,21 @@ class ModelRunner:
         """Return the prompt tokens that come after those of a slot, one further on."""
         first = slot.start + 1
         return self._starts[slot.sequence_id].prompt_tokens[first : first + len(slot.tokens)]
+
+
+def _await(thread: threading.Thread, lost: Callable[[], str | None]) -> None:
+    """Wait until a thread of a runner ends: for `_STEP_S` at most, and for `_END_S` from when
+    `lost` says that a rank was lost.
+
+    Raises:
+        InternalError: it does not end.
+    """
+    left_s = _STEP_S
+    while thread.is_alive():
+        if (why := lost()) is not None:
+            left_s = min(left_s, _END_S)
+        if left_s <= 0:
+            what = "the running step" if why is None else f"{why}, and the step that waits for it"
+            raise InternalError(f"{what} does not end")
+        thread.join(_LOOK_S)
+        left_s -= _LOOK_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import select
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mooncake.base import Failure, SamplingParams, TokenLogprobs
+from mooncake.base import Failure, InternalError, SamplingParams, TokenLogprobs
 from mooncake.engine.plan import LayerDone, Sample, SequenceStart, StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.running.runner import ModelRunner
+from mooncake.model.running.runner import _END_S, _STEP_S, ModelRunner, _await
 from tests.support.model.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
 
 BROKEN = 210
@@ -251,6 +252,43 @@ def test_close_is_final_and_may_be_repeated(model: KimiK2) -> None:
     runner.close()
     with pytest.raises(RuntimeError, match="closed"):
         runner.submit(plan(1, []))
+
+
+class StuckThread:
+    """A thread in a step that does not end; nobody waits for it in fact."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout: float | None = None) -> None:
+        assert timeout is not None, "it would be waited for without end"
+        self.waited_s += timeout
+
+
+@pytest.mark.parametrize(
+    ("lost_after_s", "limit_s", "what"),
+    [
+        (0.0, _END_S, "rank 1 has died, and the step that waits for it"),
+        (60.0, 60.0 + _END_S, "rank 1 has died, and the step that waits for it"),
+        (_STEP_S - 1.0, _STEP_S, "rank 1 has died, and the step that waits for it"),
+        (math.inf, _STEP_S, "the running step"),
+    ],
+)
+def test_the_end_of_a_step_is_not_awaited_for_ever(
+    lost_after_s: float, limit_s: float, what: str
+) -> None:
+    """A rank may also be lost while its step is being waited for."""
+    thread = StuckThread()
+
+    def lost() -> str | None:
+        return "rank 1 has died" if thread.waited_s >= lost_after_s else None
+
+    with pytest.raises(InternalError, match=f"^{what} does not end$"):
+        _await(thread, lost)  # type: ignore[arg-type]  # as far as it is used
+    assert thread.waited_s == limit_s
 
 
 def test_a_sequence_that_cannot_go_on_fails_alone(model: KimiK2) -> None:
