@@ -3,10 +3,9 @@ to send.
 
 Owns its ZeroMQ context and sockets. Traffic is encrypted and authenticated with CURVE. The bound
 end has the key of its own credential, and its address ends in it ("tcp://10.0.0.7:43123#KEY"); one
-whose address people type has the cluster's key, which only the cluster secret gives. While that is
-replaced, it may be that of either secret. Each message
-carries the sender's certificate; what arrives on a connection that did not prove the certificate's
-key, or is not for its role to send, is refused here.
+whose address people type has the cluster's key, which only the cluster secret gives: of two secrets
+the first. Each message carries the sender's certificate; what arrives on a connection that did not
+prove the certificate's key, or is not for its role to send, is refused here.
 """
 
 from __future__ import annotations
@@ -72,6 +71,10 @@ _CLIENT_IDLE_S = 60.0
 LOOK_S = 2.0
 """Every so often it is looked at whether the certificates of all connections still count. One that
 two looks object to is hung up.
+"""
+FIRST_RETRY_S = 0.05
+"""A port that is not free to be bound anew is tried again after so long, then after twice as long
+each time, and from `LOOK_S` on as often as that.
 """
 _HANDSHAKE_MS = 5000
 _SPARE_SOCKETS = 1023
@@ -298,9 +301,10 @@ class ZmqChannel:
         if (now := self._clock.now()) >= self._look_s:
             self._look_s = now + LOOK_S
             self._connections.hang_up_untrusted(self._gate.objection, self._port)
-            if not self._has_own_key and not self._bound.follow(self._credential):
-                self._look_s = now
-                os.eventfd_write(self._again_fd, 1)
+            retry_s = None if self._has_own_key else self._bound.follow(self._credential)
+            if retry_s is not None:
+                self._look_s = now + retry_s
+                self._ring_in(retry_s)
         for _ in range(_MAX_PER_RECEIVE):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -327,6 +331,20 @@ class ZmqChannel:
         with self._lock:
             self._forget_idle(self._clock.now())
         return messages
+
+    def _ring_in(self, seconds: float) -> None:
+        """Have `receive` called in so long: nobody connects to a port that is not bound, so nothing
+        else might wake who drives this.
+        """
+
+        def ring() -> None:
+            with self._lock:
+                if not self._closed:
+                    os.eventfd_write(self._again_fd, 1)
+
+        timer = threading.Timer(seconds, ring)
+        timer.daemon = True
+        timer.start()
 
     def _open_door(self) -> None:
         """Let all keys in, and have each message say which key its connection has proven: what the
@@ -684,6 +702,7 @@ class _Bound:
         """Where it is bound; "" = nowhere."""
         self._port = 0
         self._seed = seed
+        self._retry_s = FIRST_RETRY_S
 
     def bind(self, first: int, last: int) -> int:
         """Bind the first free port; return it. Raises ZMQError: none is free."""
@@ -708,30 +727,37 @@ class _Bound:
         self._port = int(self._endpoint.rsplit(":", 1)[1])
         return self._port
 
-    def follow(self, credential: Credential) -> bool:
-        """Have the cluster's key that `credential` gives, once none of those that count is the one
-        at hand. Its connections end then, and come back. Return whether it is bound; if not, the
-        port is free in a moment.
+    def follow(self, credential: Credential) -> float | None:
+        """Have the cluster's key that `credential` gives. Connections end when it changes, and come
+        back. Return None, or after how many seconds to call again where the port is not free: as a
+        rule it is in a moment.
         """
-        public = z85.decode(zmq.curve_public(z85.encode(self._seed)))
-        seed = credential.listening_seed
-        is_known = any(each.channel_key == public for each in credential.clusters)
-        if self._endpoint and (is_known or seed is None):
-            return True
+        seed = credential.listening_seed or self._seed
         if self._endpoint:
+            if seed == self._seed:
+                return None
             self._inbox.unbind(self._endpoint)
             self._endpoint = ""
-            self._seed = seed or self._seed
-            self._inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._seed))
-            _LOG.info("port %d has the key of the new cluster secret", self._port)
+        if seed != self._seed:
+            self._seed = seed
+            self._inbox.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(seed))
         try:
             self._inbox.bind(f"tcp://{self._host}:{self._port}")
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            return False
+            retry_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LOOK_S)
+            if retry_s < LOOK_S == self._retry_s:
+                _LOG.warning(
+                    "port %d cannot be given the key of the new cluster secret: another process "
+                    "listens there; until it ends nobody can join here",
+                    self._port,
+                )
+            return retry_s
         self._endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
-        return True
+        self._retry_s = FIRST_RETRY_S
+        _LOG.info("port %d has the key of the new cluster secret", self._port)
+        return None
 
 
 def _detect_dead_peers(socket: zmq.Socket[bytes]) -> None:

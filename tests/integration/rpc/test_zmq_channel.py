@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import itertools
 import logging
 import os
 import resource
@@ -42,12 +44,14 @@ from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import encode, head_of
 from mooncake.rpc.ended_peers import MAX_ASKED, EndedPeers
 from mooncake.rpc.zmq_channel import (
+    FIRST_RETRY_S,
     LOOK_S,
     MAX_CLIENT_BYTES,
     MAX_PER_CLIENT,
     MAX_UNPROVEN,
     ZmqChannel,
     ZmqLimits,
+    _Bound,
 )
 from tests.support.clock import ManualClock
 
@@ -180,34 +184,44 @@ def test_a_typed_address_needs_no_key_and_the_first_of_two_secrets(open_channel:
         assert receive(registry, 1) == [Drain()]
 
 
-def test_a_typed_address_is_that_of_the_new_secret_once_the_old_one_does_not_count(
-    open_channel: Open,
-) -> None:
-    """Who knows a secret that counts is let in at each step, and who joins with the new one after
-    it; one that has sent before goes on.
-    """
+def test_a_typed_address_has_the_key_of_the_first_secret_at_each_step(open_channel: Open) -> None:
+    """Who knows that secret is let in, alone or as one of two; one that has sent before goes on."""
     credential, known = own("old"), own("old")
     made = issue("old", "gateway", [CredentialRole.GATEWAY], listens=True)
     with_text = own_credential(made.text, CredentialRole.GATEWAY)
-    registry = open_channel(credential=credential, is_typed=True)
-    machine = open_channel(credential=with_text, is_typed=True)
+    clock, numbers = ManualClock(), itertools.count()
+    registry = open_channel(credential=credential, is_typed=True, clock=clock)
+    machine = open_channel(credential=with_text, is_typed=True, clock=clock)
     peer = open_channel(credential=known)
+
+    def hear(receiver: ZmqChannel, limit_s: float) -> list[AnyMessage | PeerEnded]:
+        """Return what has arrived; it has looked at the secret before."""
+        select.select([receiver], [], [], limit_s)
+        clock.advance_to(clock.now() + LOOK_S)
+        return receiver.receive()
 
     def arrives(sender: ZmqChannel, address: str, receiver: ZmqChannel) -> None:
         """As members do, it says the same again until it is heard."""
+        said = AbortTask(request_id="let in", attempt=next(numbers))
         end_s = time.monotonic() + WAIT_S
         while time.monotonic() < end_s:
-            sender.send(address, Drain())
-            select.select([receiver], [], [], 0.2)
-            if Drain() in receiver.receive():
+            sender.send(address, said)
+            if said in hear(receiver, 0.2):
                 return
         raise AssertionError(f"{address} is not reached")
 
-    for phase, let_in in (
-        ("old", ["old"]),
-        ("old\nnew", ["old", "old\nnew"]),
-        ("new\nold", ["old", "old\nnew", "new\nold"]),
-        ("new", ["new\nold", "new"]),
+    def nothing_arrives(sender: ZmqChannel, receiver: ZmqChannel) -> None:
+        said = AbortTask(request_id="shut out", attempt=next(numbers))
+        for _ in range(5):
+            sender.send(receiver.address, said)
+            assert said not in hear(receiver, 0.1)
+
+    address = registry.address
+    for phase, let_in, shut_out in (
+        ("old", ["old"], ["new"]),
+        ("old\nnew", ["old", "old\nnew", "new\nold"], ["new"]),
+        ("new\nold", ["old\nnew", "new\nold", "new"], ["old"]),
+        ("new", ["new\nold", "new"], ["old", "old\nnew"]),
     ):
         for each in (credential, known):
             each.renew(phase)
@@ -222,13 +236,77 @@ def test_a_typed_address_is_that_of_the_new_secret_once_the_old_one_does_not_cou
             arrives(peer, receiver.address, receiver)
             for secret in let_in:
                 arrives(open_channel(secret=secret), receiver.address, receiver)
-    address = registry.address
-    former = open_channel(secret="old")
-    for _ in range(5):
-        former.send(registry.address, AbortTask(request_id="former", attempt=1))
-        select.select([registry], [], [], 0.1)
-        assert not any(isinstance(each, AbortTask) for each in registry.receive())
+            for secret in shut_out:
+                nothing_arrives(open_channel(secret=secret), receiver)
     assert registry.address == address
+
+
+class TakenPort:
+    """A socket whose port somebody else has for so many tries after it was given up."""
+
+    def __init__(self, num_tries: int) -> None:
+        self.num_left = 0
+        self._num_tries = num_tries
+
+    def setsockopt(self, option: int, value: object) -> None:
+        pass
+
+    def getsockopt_string(self, option: int) -> str:
+        return "tcp://127.0.0.1:6400"
+
+    def bind(self, endpoint: str) -> None:
+        self.num_left -= 1
+        if self.num_left >= 0:
+            raise zmq.ZMQError(errno.EADDRINUSE)
+
+    def unbind(self, endpoint: str) -> None:
+        self.num_left = self._num_tries
+
+
+@pytest.mark.parametrize(("num_tries", "num_warnings"), [(0, 0), (1, 0), (5, 0), (6, 1), (20, 1)])
+def test_a_port_that_is_taken_meanwhile_is_tried_again_ever_less_often(
+    caplog: pytest.LogCaptureFixture, num_tries: int, num_warnings: int
+) -> None:
+    credential = own("old")
+    assert credential.listening_seed is not None
+    inbox = TakenPort(num_tries)
+    bound = _Bound(inbox, "127.0.0.1", credential.listening_seed, ZmqLimits())  # type: ignore[arg-type]  # as far as it is used
+    assert bound.bind(6400, 6400) == 6400
+    assert bound.follow(credential) is None
+    credential.renew("new\nold")
+    with caplog.at_level(logging.INFO):
+        waits = list(iter(lambda: bound.follow(credential), None))
+    assert waits == [min(FIRST_RETRY_S * 2**count, LOOK_S) for count in range(num_tries)]
+    *warnings, last = [record.getMessage() for record in caplog.records]
+    assert last == "port 6400 has the key of the new cluster secret"
+    assert len(warnings) == num_warnings
+    assert all("port 6400 cannot be given the key" in each for each in warnings)
+
+
+def test_between_two_tries_for_its_port_a_channel_rests(
+    open_channel: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    registry = open_channel(is_typed=True, clock=clock)
+    tries: list[float] = []
+
+    def follow(_: Credential) -> float | None:
+        tries.append(clock.now())
+        return 0.25 if len(tries) < 3 else None
+
+    registry.receive()
+    monkeypatch.setattr(registry._bound, "follow", follow)
+    clock.advance_to(LOOK_S)
+    began_s = clock.now()
+    registry.receive()
+    assert select.select([registry], [], [], WAIT_S)[0], "it wakes its driver for the next try"
+    for _ in range(100):
+        registry.receive()
+    for _ in range(100):
+        clock.advance_to(clock.now() + 0.125)
+        registry.receive()
+    assert tries[:3] == [began_s, began_s + 0.25, began_s + 0.5]
+    assert tries[3] == began_s + 0.5 + LOOK_S
 
 
 @pytest.mark.parametrize("with_curve", [False, True], ids=["plain", "own server key"])
