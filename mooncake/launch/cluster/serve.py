@@ -138,7 +138,8 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
     configure_audit("gateway", config.audit_log)
     with contextlib.ExitStack() as meanwhile:
-        meanwhile.enter_context(compiled_meanwhile(plan.options, plan.model.dtype))
+        if plan.num_engines:
+            meanwhile.enter_context(compiled_meanwhile(plan.options, plan.model.dtype))
         make = functools.partial(_make, config, plan, SystemIds(), forks)
         return _run(config, plan, make, phases, meanwhile)
 

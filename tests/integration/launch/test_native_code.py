@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 from mooncake_kernels.native import build
 
+from mooncake.launch.cluster import serve
+from mooncake.launch.config.config import resolve
 from mooncake.launch.worker.native_code import compiled_meanwhile
 from mooncake.model.options import ModelOptions
+from tests.support.model.checkpoints import write_config_only
 
 WAIT_S = 60.0
 Compiler = Callable[[str], Path]
@@ -67,6 +71,26 @@ def test_models_that_use_none_compile_none(options: ModelOptions, compiler: Comp
     with compiled_meanwhile(options, "float32"):
         pass
     assert not notes.exists()
+
+
+@pytest.mark.parametrize(("decode", "num_starts"), [("1", 1), ("0", 0)])
+def test_a_process_that_starts_no_engine_compiles_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decode: str, num_starts: int
+) -> None:
+    started: list[ModelOptions] = []
+
+    def compiled(options: ModelOptions, dtype: str) -> contextlib.nullcontext[None]:
+        del dtype
+        started.append(options)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(serve, "compiled_meanwhile", compiled)
+    monkeypatch.setattr(serve, "_run", lambda *_: 0)
+    monkeypatch.setattr(serve, "configure_logging", lambda *_, **__: None)
+    model = write_config_only(tmp_path / "small")
+    given = {"model": str(model), "headless": True, "prefill": "0", "decode": decode}
+    assert serve.serve(resolve(given, None, {})) == 0
+    assert len(started) == num_starts
 
 
 def test_a_start_that_ends_leaves_no_compiler_and_no_files(
