@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from mooncake.base import ConfigError, MooncakeError, Role
+from mooncake.base import ConfigError, Forbidden, MooncakeError, Role
 from mooncake.identity import Trust
 from mooncake.launch.cluster.facts import (
     ClusterFacts,
@@ -180,6 +180,20 @@ class WorkerActor:
                 worker.leave(0.0)  # it has nothing yet
 
 
+class FactsActor:
+    """Says what a process must know that joins a cluster whose first process starts no worker:
+    workers say it otherwise. Started anew with each change, so that a new start of its process
+    forgets nothing.
+    """
+
+    def __init__(self, facts: bytes) -> None:
+        self._facts = facts
+
+    def facts(self) -> bytes:
+        """Return the facts, sealed."""
+        return self._facts
+
+
 @dataclasses.dataclass
 class _Entry:
     """One worker as its supervisor knows it."""
@@ -288,17 +302,18 @@ def read_facts(trust: Trust) -> ClusterFacts:
     """Return what the workers of the cluster's first process were told (see `Supervisor.tell`).
 
     Raises:
-        NotUp: no worker of a `mooncake serve` answers in this Ray cluster.
-        ConfigError: it has another secret.
+        NotUp: no `mooncake serve` answers in this Ray cluster.
+        Forbidden: it has another secret.
+        ConfigError: it is of a release that says too little for this one.
     """
     refusal: MooncakeError = NotUp(
-        "no server in this Ray cluster, or none whose workers answer yet; start `mooncake serve` "
-        "there first, or wait for it with --join-timeout"
+        "no server in this Ray cluster, or none that answers yet; start `mooncake serve` there "
+        "first, or wait for it with --join-timeout"
     )
     for sealed in _told():
         try:
             return decode_facts(sealed, trust)
-        except ConfigError as problem:  # there may be two clusters in it
+        except (Forbidden, ConfigError) as problem:  # there may be two clusters in it
             refusal = problem
     raise refusal
 
@@ -417,6 +432,9 @@ class Supervisor:
         self._waits = waits
         self._secret_file = ""
         self._facts = b""
+        self._facts_actor: Any = None
+        """Where there is no worker."""
+        self._facts_lock = threading.Lock()
         self._entries: list[_Entry] = []
         self._poll = select.poll()
         self._stopping = threading.Event()
@@ -442,6 +460,9 @@ class Supervisor:
         for each in settings:
             together = each.expert_group is not None  # these share a memory
             self._entries.append(self._launch(each, here_only=here_only or together))
+        with self._facts_lock:
+            if self._facts and not settings:
+                self._start_facts_actor()
         while not all(entry.state is not None and entry.state.ready for entry in self._entries):
             if self._stopping.is_set():
                 raise MooncakeError("stopped while the workers were starting")
@@ -460,12 +481,31 @@ class Supervisor:
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
 
     def tell(self, facts: bytes) -> None:
-        """Have the workers answer with `facts` to processes that join by Ray's address; from any
-        thread. Without a first call before `start` nobody finds them.
+        """Have the workers, or an actor for it where there is none, answer with `facts` to
+        processes that join by Ray's address; from any thread. Without a first call before `start`
+        nobody finds them.
         """
-        self._facts = facts
-        for entry in list(self._entries):
-            entry.actor.tell.remote(facts)
+        with self._facts_lock:
+            self._facts = facts
+            for entry in list(self._entries):
+                entry.actor.tell.remote(facts)
+            if self._facts_actor is not None:
+                self._start_facts_actor()
+
+    def _start_facts_actor(self) -> None:
+        """Start the actor that answers where there is no worker, in place of an earlier one."""
+        before = self._facts_actor
+        node = ray.get_runtime_context().get_node_id()
+        actor: Any = ray.remote(FactsActor)
+        self._facts_actor = actor.options(
+            name=f"facts {time.monotonic_ns()} of {node}",
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env={"env_vars": environment.QUIET},
+        ).remote(self._facts)
+        if before is not None:
+            ray.kill(before, no_restart=True)
 
     def give_up(self) -> None:
         """Have `start` or `watch` return soon; from any thread."""
@@ -496,6 +536,8 @@ class Supervisor:
             if entry.gpus is not None:
                 _groups.remove_placement_group(entry.gpus)
             self._forget_process(entry)
+        if self._facts_actor is not None:
+            ray.kill(self._facts_actor, no_restart=True)
 
     def _launch(self, settings: WorkerSettings, *, here_only: bool) -> _Entry:
         """Start a worker: one actor, whose process starts that of each further rank. What Ray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,41 @@ def test_every_worker_answers_with_the_newest_facts(monkeypatch: pytest.MonkeyPa
     assert names[0] is None, "nobody finds a worker that knows nothing"
     assert names[1] == f"decode-0 of {worker_settings().gateway_address}"
     assert told == [[], [b"first", b"second"], [b"first", b"second", b"second"]]
+
+
+def test_where_there_is_no_worker_an_actor_answers_with_the_newest_facts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names: list[str] = []
+    answering: list[ray_cluster.FactsActor] = []
+
+    def remote(actor_class: type) -> Any:
+        def made(*words: Any) -> Any:
+            answering.append(actor_class(*words))
+            return answering[-1]
+
+        ready = SimpleNamespace(remote=made)
+        return SimpleNamespace(options=lambda name, **_: names.append(name) or ready)
+
+    def kill(actor: ray_cluster.FactsActor, *, no_restart: bool) -> None:
+        assert no_restart
+        answering.remove(actor)
+
+    context = SimpleNamespace(get_node_id=lambda: "5e" * 28)
+    for name, stub in (
+        ("remote", remote), ("kill", kill), ("get_runtime_context", lambda: context),
+    ):  # fmt: skip
+        monkeypatch.setattr(ray_cluster.ray, name, stub)
+    supervisor = Supervisor(lambda _: None)
+    supervisor.tell(b"first")
+    assert answering == [], "it is not known yet whether there are workers"
+    pids = supervisor.start([], lambda *_: None, here_only=True, secret_file=tmp_path)
+    assert (pids, [actor.facts() for actor in answering]) == ({}, [b"first"])
+    supervisor.tell(b"second")
+    assert [actor.facts() for actor in answering] == [b"second"]
+    assert len(set(names)) == 2
+    supervisor.stop()
+    assert answering == []
 
 
 def test_a_refusal_at_the_start_ends_the_start(entry: ray_cluster._Entry) -> None:
