@@ -52,7 +52,7 @@ EXIT_CODES = {
     1: "it was tried and failed: no room, a worker was lost, a check that does not hold",
     2: "a flag, a file or a checkpoint is wrong; nothing was started",
     3: "nobody answers at the address of a server, a cluster or a signer",
-    4: "a server, a node or a signer refuses the key or the credential",
+    4: "a server, a cluster, a node or a signer refuses the key or the credential",
     130: "Ctrl-C; commands that serve until then finish what runs and end with 0",
     141: "the reader of the output left",
 }

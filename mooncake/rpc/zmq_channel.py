@@ -30,7 +30,7 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
-from mooncake.base.messages import Drain, Refused, StepOutputs
+from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs
 from mooncake.base.pool_messages import RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate
@@ -403,8 +403,10 @@ class ZmqChannel:
         self._gate.complain(key, reason)
 
     def _send_refusal(self, sender: Sender, message: AnyMessage, reason: str, whence: str) -> None:
-        """Tell a client that it may not send this; others are sent nothing."""
-        speaker = speaker_of(message)
+        """Tell a client, or a process that would join, that it may not send this; others are sent
+        nothing.
+        """
+        speaker = message.asker if isinstance(message, AskCluster) else speaker_of(message)
         if speaker is not None and sender.is_own(speaker, whence):
             ticket = getattr(message, "ticket", 0)
             kind = type(message).__name__

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from mooncake.base import ConfigError, MooncakeError, Unavailable, Unreachable
+from mooncake.base import ConfigError, Forbidden, MooncakeError, Unavailable, Unreachable
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, Trust
 from mooncake.launch.host.credentials import seal, sign_request, unseal
@@ -81,13 +81,13 @@ def decode_facts(found: bytes, trust: Trust) -> ClusterFacts:
     """Return what was sealed. What a later release says besides is passed over.
 
     Raises:
-        ConfigError: it is of another cluster or of a release that says too little for this one, or
-            was altered.
+        Forbidden: it is of another cluster, or was altered.
+        ConfigError: it is of a release that says too little for this one.
     """
     try:
         data = unseal(found, trust, SEAL, CredentialRole.GATEWAY)
     except MooncakeError as problem:
-        raise ConfigError(
+        raise Forbidden(
             "cluster-secret: it is not that of this cluster, or what its first process says was "
             f"altered ({problem.message})"
         ) from problem
@@ -129,8 +129,8 @@ def facts_from(url: str, credential: Credential, ca_certs: str | None) -> Cluste
 
     Raises:
         NotUp: nobody answers there, or the cluster is still starting.
-        ConfigError: it is of another cluster, or the file is wrong.
-        MooncakeError: it refuses.
+        Unauthorized, Forbidden: it refuses, or is of another cluster.
+        ConfigError: the file is wrong.
     """
     try:
         tls = ssl.create_default_context(cafile=ca_certs) if url.startswith("https:") else None

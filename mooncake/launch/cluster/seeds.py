@@ -10,8 +10,9 @@ import logging
 import select
 import time
 
-from mooncake.base import ConfigError, MooncakeError, SystemIds, WorkerRef
+from mooncake.base import ConfigError, Forbidden, MooncakeError, SystemIds, WorkerRef
 from mooncake.base.messages import AskCluster, ClusterTold, Refused
+from mooncake.base.rights import client_id
 from mooncake.identity import Credential
 from mooncake.launch.cluster.facts import ASK_AGAIN_S, ClusterFacts, NotUp, read_facts
 from mooncake.launch.config.settings import ServeConfig
@@ -36,7 +37,9 @@ class Seeds:
         self.addresses = config.seeds
         self._meant = SeedAddresses(config.seeds)
         self._channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
-        self._own = WorkerRef("joining", SystemIds().hex(8), self._channel.address)
+        # By such an id a gateway knows that nobody else is told of a refusal.
+        own_id = f"{client_id(credential.certificate.channel_key.hex())}joining"
+        self._own = WorkerRef(own_id, SystemIds().hex(8), self._channel.address)
 
     def close(self) -> None:
         """Ask no more."""
@@ -48,7 +51,7 @@ class Seeds:
         `num_wanted` answers or `ASK_AGAIN_S` is over.
 
         Raises:
-            MooncakeError: one refuses to answer.
+            Forbidden: one refuses to answer.
         """
         for address in self._meant:
             self._channel.send(address, AskCluster(asker=self._own, ticket=0))
@@ -60,7 +63,7 @@ class Seeds:
                 if not isinstance(message, ClusterTold | Refused) or message.asker != self._own:
                     continue
                 if isinstance(message, Refused):
-                    raise MooncakeError(f"join: a gateway refuses: {message.reason}")
+                    raise Forbidden(f"join: a gateway refuses: {message.reason}")
                 told.append(message)
         return told
 
@@ -72,7 +75,7 @@ def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
     Raises:
         NotUp: none has answered.
         ConfigError: gateways could not answer to `bind_host`, or are of another release.
-        MooncakeError: a gateway refuses.
+        Forbidden: a gateway refuses.
     """
     named = " or ".join(config.seeds)
     with contextlib.closing(Seeds(config, credential)) as seeds:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Forbidden
 from mooncake.base.messages import AskCluster, ClusterTold
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, own_credential
+from mooncake.cli.main import exit_code
+from mooncake.identity import Credential, issue, own_credential
 from mooncake.launch.cluster import seeds
 from mooncake.launch.cluster.facts import NotUp, encode_facts
 from mooncake.launch.cluster.joined_gateway import JoinedCluster
@@ -123,3 +124,11 @@ def test_a_machine_that_cannot_be_answered_is_told_before_it_asks() -> None:
     )
     with pytest.raises(ConfigError, match=r"cannot reach 127\.0\.0\.1 of this machine: give its"):
         facts_of_seeds(config, own_credential("hush", CredentialRole.WORKER))
+
+
+def test_a_credential_that_a_gateway_refuses_is_told_apart_from_silence(gateway: str) -> None:
+    """The command ends with the exit code of refusals."""
+    expired = issue("hush", "late", [CredentialRole.WORKER], expires_s=1.0)
+    with pytest.raises(Forbidden, match=r"join: a gateway refuses: .*expired") as refusal:
+        facts_of_seeds(joining(gateway), expired)
+    assert exit_code(refusal.value) == 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Forbidden
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import cluster_keys, own_credential
 from mooncake.launch.cluster import facts as facts_module
@@ -69,7 +69,7 @@ def test_facts_hold_no_secret_and_are_read_only_with_it(
     assert SECRET.encode() not in told[0]
     found = ray_cluster.read_facts(cluster_keys(SECRET))
     assert (found.worker.cluster_secret, found.worker.model) == ("", settings[0].model)
-    with pytest.raises(ConfigError, match="not that of this cluster"):
+    with pytest.raises(Forbidden, match="not that of this cluster"):
         ray_cluster.read_facts(cluster_keys("another"))
 
 
@@ -77,7 +77,7 @@ def test_facts_of_a_workers_credential_do_not_count(
     settings: list[WorkerSettings], told: list[bytes]
 ) -> None:
     write_facts(told, settings, CredentialRole.WORKER)
-    with pytest.raises(ConfigError, match="is of no gateway"):
+    with pytest.raises(Forbidden, match="is of no gateway"):
         ray_cluster.read_facts(cluster_keys(SECRET))
 
 
@@ -95,7 +95,7 @@ def test_settings_are_printed_without_secrets(settings: list[WorkerSettings]) ->
 def test_altered_facts_are_refused(settings: list[WorkerSettings], told: list[bytes]) -> None:
     write_facts(told, settings)
     told[0] = told[0].replace(b"tcp://127.0.0.1:1", b"tcp://127.0.0.9:1")
-    with pytest.raises(ConfigError, match="or what its first process says was altered"):
+    with pytest.raises(Forbidden, match="or what its first process says was altered"):
         ray_cluster.read_facts(cluster_keys(SECRET))
 
 
@@ -181,6 +181,6 @@ def test_another_clusters_secret_is_no_reason_to_wait(
     told: list[bytes], private: Path, settings: list[WorkerSettings]
 ) -> None:
     write_facts(told, settings)
-    with pytest.raises(ConfigError, match="it is not that of this cluster") as refusal:
+    with pytest.raises(Forbidden, match="it is not that of this cluster") as refusal:
         when_up(lambda: ray_cluster.read_facts(cluster_keys("another")), 600)
     assert not isinstance(refusal.value, NotUp)
