@@ -79,7 +79,11 @@ def set_infos(registry: CollectorRegistry, model_name: str, *infos: BuildInfo | 
 
 _INFOS: dict[type, tuple[str, str]] = {
     BuildInfo: ("build_info", "1, for its labels: what this gateway runs."),
-    CacheInfo: ("cache_config_info", "1, for its labels: how the KVCache is set up."),
+    CacheInfo: (
+        "cache_config_info",
+        "1, for its labels: how the KVCache of engines is set up. Only where the gateway's process "
+        "starts them, and is told how many blocks they have.",
+    ),
 }
 
 

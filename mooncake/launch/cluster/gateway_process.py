@@ -60,18 +60,11 @@ class GatewayProcess:
         """`peers`: addresses of other gateways of the cluster; without an API only `attend`."""
         ids = ids or SystemIds()
         self._clock = clock or MonotonicClock()
-        self._metrics = Metrics(
-            model_name,
-            BuildInfo(
-                version=__version__, revision=revision(), role=Role.GATEWAY.value,
-                layout=plan.layout.fingerprint[:LAYOUT_DIGITS],
-            ),
-            CacheInfo(
-                block_size=str(plan.layout.block_tokens), cache_dtype=plan.layout.dtype,
-                enable_prefix_caching=str(plan.engine.enable_prefix_caching).lower(),
-                num_gpu_blocks=str(plan.engine.num_blocks),
-            ),
+        build = BuildInfo(
+            version=__version__, revision=revision(), role=Role.GATEWAY.value,
+            layout=plan.layout.fingerprint[:LAYOUT_DIGITS],
         )  # fmt: skip
+        self._metrics = Metrics(model_name, build, *_cache_infos(plan))
         self._recent = Recent()
         recorders = Recorders(self._metrics, self._recent)
         self._recorders = recorders
@@ -187,6 +180,22 @@ class GatewayProcess:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
         keyring = self._app.state.keyring
         return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
+
+
+def _cache_infos(plan: ServePlan) -> list[CacheInfo]:
+    """Return what is told of the KVCache of engines: nothing where they join with settings of their
+    own, or find out on their GPU how many blocks they have.
+    """
+    if not plan.num_engines or plan.options.measure_pages:
+        return []
+    return [
+        CacheInfo(
+            block_size=str(plan.layout.block_tokens),
+            cache_dtype=plan.layout.dtype,
+            enable_prefix_caching=str(plan.engine.enable_prefix_caching).lower(),
+            num_gpu_blocks=str(plan.engine.num_blocks),
+        )
+    ]
 
 
 def api_config(config: ServeConfig) -> ApiConfig:

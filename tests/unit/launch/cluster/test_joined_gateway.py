@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from mooncake.base import CheckpointError, ConfigError
@@ -13,6 +15,7 @@ from mooncake.base.messages import OWN_RELEASE, GatewayNews
 from mooncake.identity import Credential, cluster_keys
 from mooncake.launch.cluster import joined_gateway
 from mooncake.launch.cluster.facts import ClusterFacts
+from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.joined_gateway import MAX_ALONE, JoinedCluster
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
@@ -107,6 +110,31 @@ def test_a_cluster_is_gone_when_its_gateway_has_been_alone_for_long(
         ]
     finally:
         cluster.stop()
+        process.channel.close()
+
+
+def test_a_gateway_tells_how_the_kvcache_is_set_up_of_engines_of_its_own_alone(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others join with as many blocks as they like."""
+    network = InprocNetwork()
+    monkeypatch.setattr(
+        joined_gateway, "ZmqChannel", lambda *_, **__: InprocChannel(network, "mine")
+    )
+    cluster = join()
+    joined = cluster.open()
+    cluster.stop()
+    settings = {"model": cluster.config.model, "num_gpu_blocks_override": "77", "device": "cpu"}
+    plan = make_plan(resolve(settings, None, {}), 4)
+    first = GatewayProcess(plan, InprocChannel(network, "first"), "mine")
+    measured = dataclasses.replace(
+        plan, options=msgspec.structs.replace(plan.options, measure_pages=True)
+    )
+    on_gpus = GatewayProcess(measured, InprocChannel(network, "on GPUs"), "mine")
+    for process, shown in ((first, True), (joined, False), (on_gpus, False)):
+        series = process.backend.metrics()
+        assert (b"mooncake:cache_config_info{" in series) is shown
+        assert (b'num_gpu_blocks="77"' in series) is shown
         process.channel.close()
 
 
