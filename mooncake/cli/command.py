@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mooncake.base import format_bytes
 from mooncake.launch.config import options
 from mooncake.launch.config.config import read_settings
 from mooncake.launch.config.options import Option
@@ -36,6 +37,17 @@ class Command:
     """Whether `--config FILE` may give the settings."""
     own_read: Read | None = None
     """Reads the settings where that takes more than `read_settings`."""
+    common: tuple[str, ...] = ()
+    """The settings that `--help` shows, where `--help=all` shows all; none: it shows all."""
+    common_examples: int = 0
+    """How many of the examples `--help` shows then."""
+
+    @property
+    def usage(self) -> str:
+        """The first line of help where there are too many flags to name them."""
+        known = options.options_of(self.settings).values()
+        words = [f"[{option.metavar}]" for option, _ in known if option.positional]
+        return " ".join([self.words, *words, "[flags]"])
 
     def read(
         self, given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
@@ -45,19 +57,24 @@ class Command:
             return self.own_read(given, file, environ)
         return read_settings(self.settings, given, file, environ)
 
-    def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` a flag for each setting; values stay as written, for `read`."""
+    def add_flags(self, parser: argparse.ArgumentParser, *, is_short: bool = False) -> None:
+        """Give `parser` a flag for each setting, or for the common ones; values stay as written,
+        for `read`.
+        """
         groups: dict[str, argparse._ArgumentGroup] = {}
         for name, (option, default) in options.options_of(self.settings).items():
+            if is_short and name not in self.common:
+                continue
             if option.group not in groups:
                 groups[option.group] = parser.add_argument_group(option.group)
+            text = help_of(option, default, is_short=is_short)
             more: dict[str, Any] = {
                 "default": argparse.SUPPRESS,
-                "help": help_of(option, default).replace("%", "%%") or argparse.SUPPRESS,
+                "help": text.replace("%", "%%") or argparse.SUPPRESS,
             }
             if option.switch:
                 # What a file may turn on, a flag can turn off.
-                either = self.takes_file or default
+                either = (self.takes_file and not is_short) or default
                 more["action"] = argparse.BooleanOptionalAction if either else "store_true"
             else:
                 more["metavar"] = option.metavar
@@ -80,21 +97,28 @@ def flags_of(name: str, option: Option) -> list[str]:
     return [f"--{options.flag(name)}", *([option.short] if option.short else [])]
 
 
-def default_of(default: Any) -> str:
+def default_of(default: Any, option: Option) -> str:
     """Return a default as a person would write it; empty: there is none to write."""
     if default is None or default in ((), ""):
         return ""
     if isinstance(default, bool):
         return str(default).lower()
+    if option.metavar == "SIZE" and isinstance(default, int) and default > 0:
+        return format_bytes(default).replace(" ", "")
     return ",".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
 
 
-def help_of(option: Option, default: Any) -> str:
-    """Return the help of a setting with its choices, variable and default; empty: it is hidden."""
+def help_of(option: Option, default: Any, *, is_short: bool = False) -> str:
+    """Return the help of a setting with its choices, variable and default; in short its first
+    clause and default; empty: it is hidden.
+    """
     if not option.text:
         return ""
-    notes = [f"one of {', '.join(option.choices)}"] if option.choices else []
-    notes += [f"env {' or '.join(option.variables)}"] if option.env else []
-    if default_of(default) and not (option.switch and not default):
-        notes.append(f"default: {default_of(default)}")
-    return f"{option.text} ({'; '.join(notes)})" if notes else option.text
+    text, notes = option.text.partition(";")[0] if is_short else option.text, []
+    if option.choices and not is_short:
+        notes.append(f"one of {', '.join(option.choices)}")
+    if option.env and not is_short:
+        notes.append(f"env {' or '.join(option.variables)}")
+    if default_of(default, option) and not (option.switch and not default):
+        notes.append(f"default: {default_of(default, option)}")
+    return f"{text} ({'; '.join(notes)})" if notes else text

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mooncake.base import (
@@ -182,18 +183,30 @@ def make_parser(word: str | None = None) -> argparse.ArgumentParser:
         commands = commands_of(name) if word in (None, name) else ()
         alone = [command.words for command in commands] == [name]
         examples = "\n".join(dict.fromkeys(command.examples.strip() for command in commands))
-        group = _add(groups, name, summary, examples, commands[0].notes if alone else "")
         if alone:
-            commands[0].add_flags(group)
-            group.set_defaults(command=commands[0])
+            _add_command(groups, name, commands[0])
             continue
+        group = _add(groups, name, summary, examples, "")
         kinds = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
         for command in commands:
-            _, _, last = command.words.partition(" ")
-            leaf = _add(kinds, last, command.summary, command.examples, command.notes)
-            command.add_flags(leaf)
-            leaf.set_defaults(command=command)
+            _add_command(kinds, command.words.partition(" ")[2], command)
     return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[_Parser], name: str, command: Command
+) -> None:
+    more: dict[str, Any] = {}
+    if command.common:
+        more = {"usage": f"mooncake {command.usage}", "add_help": False}
+    leaf = _add(commands, name, command.summary, command.examples, command.notes, **more)
+    if command.common:
+        leaf.add_argument(
+            "-h", "--help", action=_TwoHelps, command=command, nargs="?", choices=["all"],
+            metavar="all", default=argparse.SUPPRESS, help="the common flags, or all of them",
+        )  # fmt: skip
+    command.add_flags(leaf)
+    leaf.set_defaults(command=command)
 
 
 def _add(
@@ -202,13 +215,42 @@ def _add(
     summary: str,
     examples: str,
     notes: str,
+    **more: Any,
 ) -> _Parser:
-    lines = "".join(f"  {line}\n" for line in examples.splitlines())
     return commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"examples:\n{lines}\n{notes}", formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        epilog=_epilog(examples.splitlines(), notes), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, **more,
     )  # fmt: skip
+
+
+def _epilog(examples: Sequence[str], notes: str) -> str:
+    return "\n".join(["examples:", *(f"  {line}" for line in examples), "", notes])
+
+
+class _TwoHelps(argparse.Action):
+    """`--help` with the common flags of a command, `--help=all` with all."""
+
+    def __init__(self, *words: Any, command: Command, **more: Any) -> None:
+        super().__init__(*words, **more)
+        self._command = command
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **_: Any) -> NoReturn:
+        if given[1] == "all":  # after the namespace
+            parser.print_help()
+            parser.exit()
+        command = self._command
+        short = argparse.ArgumentParser(
+            prog=parser.prog, usage=parser.usage, description=parser.description, add_help=False,
+            epilog=_epilog(command.examples.splitlines()[: command.common_examples], ""),
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34),
+        )  # fmt: skip
+        short.add_argument(
+            "-h, --help[=all]", action="store_true", dest="help", help="--help=all: all flags"
+        )
+        command.add_flags(short, is_short=True)
+        short.print_help()
+        parser.exit()
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def _describe(command: Command) -> CommandDoc:
             names=[name] if option.positional else flags_of(name, option),
             type=types[name],
             metavar=option.metavar,
-            default=default_of(default),
+            default=default_of(default, option),
             choices=list(option.choices),
             group=option.group,
             help=option.text,

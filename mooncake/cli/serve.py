@@ -14,6 +14,14 @@ from mooncake.launch.host import environment
 from mooncake.launch.host.importing import importing
 from mooncake.launch.worker.forks import forks_workers, worker_forks
 
+COMMON = (
+    "model", "max_model_len", "kv_cache_memory_bytes", "kvstore_dram_bytes",
+    "ssd", "prefill", "decode", "kvstore", "colocated", "role", "join", "bind_host",
+    "tensor_parallel_size", "host", "port", "api_keys_file", "max_num_seqs", "slo_ttft_s",
+    "slo_tbt_ms", "log_level", "dry_run",
+)  # fmt: skip
+"""The flags that people use."""
+
 EXAMPLES = """\
 mooncake serve                                             k2-demo, the small model in the package
 mooncake serve checkpoints/k2-small                        1 prefill, 1 decode, 1 kvstore worker
@@ -68,6 +76,6 @@ def _check_kernels() -> int:
 COMMANDS = (
     Command(
         words="serve", summary="serve a checkpoint", examples=EXAMPLES, settings=ServeConfig,
-        run=run, takes_file=True, own_read=resolve,
+        run=run, takes_file=True, own_read=resolve, common=COMMON, common_examples=4,
     ),
 )  # fmt: skip

@@ -156,8 +156,8 @@ class ServeConfig:
     headless: bool = setting(False, truth, CLUSTER, "",
         "look after workers without an API: gateways come with --role gateway --join", switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
-        "Ray address of the cluster that a worker joins; without Ray tcp://HOST:PORT of a gateway "
-        "or of a pool standing alone (several gateways with commas: one that answers is enough); "
+        "a running cluster: tcp://HOST:PORT of a gateway, or HOST:PORT of its Ray; of a pool "
+        "standing alone tcp://HOST:PORT; several gateways with commas: one that answers is enough; "
         "for a gateway also http:// or https://HOST:PORT, the health port of a --headless process")
     join_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
         "where others join this gateway, or this pool standing alone: PORT in their --join "
@@ -258,7 +258,7 @@ class ServeConfig:
     api_key: tuple[str, ...] = owned(ApiConfig, "api_keys", texts, API, "KEY",
         "accepted key, an operator's and of all classes; may be repeated", repeat=True,
         env="MOONCAKE_API_KEY", secret=True)
-    api_keys_file: str | None = setting(None, text, API, "FILE", "YAML list of keys, each with "
+    api_keys_file: str | None = setting(None, text, API, "FILE", "YAML list of keys; each has "
         "name, tenant, priorities, operator, requests_per_min, tokens_per_min, max_concurrent")
     ssl_certfile: str | None = setting(None, text, API, "FILE",
         "certificate chain in PEM: the API is then HTTPS")

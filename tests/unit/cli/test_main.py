@@ -19,6 +19,7 @@ from mooncake.base import (
     Unreachable,
 )
 from mooncake.cli import main as cli
+from mooncake.cli import serve
 from mooncake.cli.registry import EXIT_CODES
 from mooncake.launch.config import options
 from mooncake.launch.config.settings import ServeConfig
@@ -35,9 +36,9 @@ COMMANDS = [
 ]
 
 
-def run_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def run_help(words: list[str], capsys: pytest.CaptureFixture[str], flag: str = "--help") -> str:
     with pytest.raises(SystemExit) as end:
-        cli.run([*words, "--help"])
+        cli.run([*words, flag])
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -57,8 +58,21 @@ def test_the_root_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
         assert words[0] in shown
 
 
+def test_help_of_serve_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = run_help(["serve"], capsys).splitlines()
+    assert lines[0] == "usage: mooncake serve [MODEL] [flags]"
+    assert len(lines) <= 60
+    assert "  --prefill N" in "\n".join(lines)
+    known = options.options_of(ServeConfig)
+    assert all(known[name][0].text for name in serve.COMMON)
+    assert cli.run(["serve", "--help=more"]) == 2
+
+
 def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run_help(["serve"], capsys)
+    shown = run_help(["serve"], capsys, "--help=all")
     for name, (option, _) in options.options_of(ServeConfig).items():
         if option.positional:
             continue
