@@ -132,7 +132,7 @@ def test_a_gateway_tells_how_the_kvcache_is_set_up_of_engines_of_its_own_alone(
     )
     on_gpus = GatewayProcess(measured, InprocChannel(network, "on GPUs"), "mine")
     for process, shown in ((first, True), (joined, False), (on_gpus, False)):
-        series = process.backend.metrics()
+        series = process.backend.metrics(for_operator=True)
         assert (b"mooncake:cache_config_info{" in series) is shown
         assert (b'num_gpu_blocks="77"' in series) is shown
         process.channel.close()
