@@ -292,77 +292,8 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 
 {{/* What runs before a role's container. */}}
 {{- define "mooncake.initContainers" -}}
-{{- with .root.Values.model.download }}
-{{- if and .source (ne $.role "head") }}
-{{- if not .digests }}
-{{- fail "model.download.digests: name a ConfigMap of what each file must be; `mooncake model digests DIR --out FOLDER` makes its files" }}
-{{- end }}
-- name: model
-  image: {{ .image | default (include "mooncake.image" $.root) }}
-  {{- with $.root.Values.securityContext }}
-  securityContext: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  env:
-    - {name: HF_HUB_OFFLINE, value: "0"}
-    - {name: HF_HOME, value: /tmp/hf}
-  {{- with .secret }}
-  envFrom:
-    - secretRef: {name: {{ . }}}
-  {{- end }}
-  resources: {{- toYaml .resources | nindent 4 }}
-  {{- $weights := has $.role (list "prefill" "decode") }}
-  {{- /* What has been fetched whole: of this source alone. */}}
-  {{- $mark := printf "%s/.complete-%s%s" $.root.Values.model.path (list .source .revision .digests | toJson | sha256sum | trunc 12) (ternary "" "-small" $weights) }}
-  command: [/bin/sh, -ec]
-  args:
-    - |
-      [ ! -e {{ $mark | squote }} ] || exit 0
-      {{- $fetched := printf "%s-fetched" $mark }}
-      {{- /* Pods of one claim wait for the first, which fetches for all. */}}
-      {{- $turn := printf "mkdir -p %s; exec 9> %s; command -v flock >/dev/null || echo 'no flock in this image: pods that share a claim do not wait for one another' >&2; ! command -v flock >/dev/null || flock 9" (squote $.root.Values.model.path) (printf "%s-turn" $mark | squote) }}
-      {{ $turn }}
-      [ ! -e {{ $fetched | squote }} ] || exit 0
-      {{- if hasPrefix "hf://" .source }}
-      hf download {{ trimPrefix "hf://" .source | squote }} --revision {{ required "model.download.revision: the commit of the hub to fetch, 40 hexadecimal digits: a branch may change" .revision }} --local-dir {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
-      {{- else if hasPrefix "s3://" .source }}
-      aws s3 cp --recursive {{ .source | squote }} {{ $.root.Values.model.path | squote }}{{ if not $weights }} --exclude '*.safetensors'{{ end }}
-      {{- else }}
-      {{- fail (printf "model.download.source: %s: hf://ORGANISATION/NAME or s3://BUCKET/PATH; a claim is model.volume.persistentVolumeClaim" .source) }}
-      {{- end }}
-      touch {{ $fetched | squote }}
-  volumeMounts:
-    - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
-    {{- /* Its image may be another's: what it leaves is no file of our HOME. */}}
-    - {name: tmp, mountPath: /tmp, subPath: download}
-- name: verify
-  image: {{ include "mooncake.image" $.root }}
-  imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
-  {{- with $.root.Values.securityContext }}
-  securityContext: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  resources: {{- toYaml .resources | nindent 4 }}
-  command: [/bin/sh, -ec]
-  args:
-    - |
-      [ ! -e {{ $mark | squote }} ] || exit 0
-      {{ $turn }}
-      [ ! -e {{ $mark | squote }} ] || exit 0
-      mooncake model verify {{ $.root.Values.model.path | squote }} --digests /etc/mooncake-digests/digests{{ if not $weights }} --without-weights{{ end }} || {
-        rm -f {{ $fetched | squote }}  # the next pod fetches it again
-        exit 1
-      }
-      {{- /* By it those without weights know them; encrypted ones have a file of their own. */}}
-      {{- $said := printf "%s/weights-digests.json" $.root.Values.model.path }}
-      [ -e {{ printf "%s/encryption.json" $.root.Values.model.path | squote }} ] || cp /etc/mooncake-digests/weights-digests.json {{ $said | squote }} || {
-        echo 'model.download.digests: the ConfigMap has no weights-digests.json; make both with: mooncake model digests DIR --out FOLDER' >&2
-        exit 1
-      }
-      touch {{ $mark | squote }}
-  volumeMounts:
-    - {name: model, mountPath: {{ $.root.Values.model.mountPath }}}
-    - {name: tmp, mountPath: /tmp}
-    - {name: digests, mountPath: /etc/mooncake-digests, readOnly: true}
-{{- end }}
+{{- if and .root.Values.model.download.source (ne .role "head") }}
+{{ include "mooncake.download" . }}
 {{- end }}
 - name: enrol
   image: {{ include "mooncake.image" .root }}

@@ -372,26 +372,39 @@ def test_downloads_that_may_change_or_fill_a_disk_are_refused(
         from_file(values, tmp_path)
 
 
-def run_downloads(role: str, folder: Path, files: dict[str, bytes], num_pods: int = 1) -> list[str]:
-    """Run a role's init containers with an `hf` that writes `files`, in some pods at once; return
-    what each said.
+def run_downloads(
+    roles: str,
+    folder: Path,
+    files: dict[str, bytes],
+    flock: str = 'exec /usr/bin/flock "$@"',
+    source: str = "hf://a/b",
+) -> list[str]:
+    """Run the init containers of pods of these roles at once, with programs that download those of
+    `files` that they are asked for, and a `flock` that does this; return what each said.
     """
     place = folder / "model"
-    fetched = {"source": "hf://a/b", "revision": HUB, "digests": "list", "size": "9Gi"}
+    fetched = {"source": source, "revision": HUB, "digests": "list", "size": "9Gi"}
     values = {**NEEDED, "model": {"path": str(place), "download": fetched}}
-    spec = workloads(from_file(values, folder))[role]["spec"]["template"]["spec"]
+    rendered_roles = workloads(from_file(values, folder))
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    writes = "".join(
-        f"mkdir -p $(dirname {place}/{name}); printf %s {content.decode()} > {place}/{name}\n"
-        for name, content in files.items()
-        if role == "decode" or not name.endswith(".safetensors")
-    )
-    called = folder / "called"
-    (programs / "hf").write_text(
-        f'#!/bin/sh\necho "$@" >> {called}\nsleep 0.1\nmkdir -p {place}\n{writes}'
-    )
-    (programs / "hf").chmod(0o755)
+    writes = {
+        weights: "".join(
+            f"mkdir -p $(dirname {place}/{name}); printf %s {content.decode()} > {place}/{name}\n"
+            for name, content in files.items()
+            if name.endswith(".safetensors") is weights
+        )
+        for weights in (True, False)
+    }
+    downloads = f"""echo "$@" >> {folder}/called
+            ! [ -e {folder}/fetches ] || echo 'two at once' >&2
+            touch {folder}/fetches; sleep 0.1; mkdir -p {place}
+            case "$*" in *"--exclude *.safetensors") ;; *) {writes[True]} ;; esac
+            case "$*" in *"--include *.safetensors") ;; *) {writes[False]} ;; esac
+            rm {folder}/fetches"""
+    for name, script in {"hf": downloads, "aws": downloads, "flock": flock}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (programs / name).chmod(0o755)
 
     def run(each: dict[str, Any]) -> str:
         [script] = each["args"]
@@ -404,17 +417,27 @@ def run_downloads(role: str, folder: Path, files: dict[str, bytes], num_pods: in
         )  # fmt: skip
         return done.stderr
 
-    steps = [each for each in spec["initContainers"] if each["name"] in ("model", "verify")]
-    with ThreadPoolExecutor(num_pods) as pool:
-        ran = [pool.submit(lambda: [run(each) for each in steps]) for _ in range(num_pods)]
-        return [said for pod in ran for said in pod.result()]
+    def start(role: str) -> list[str]:
+        steps = rendered_roles[role]["spec"]["template"]["spec"]["initContainers"]
+        return [run(each) for each in steps if each["name"] in ("model", "verify")]
+
+    pods = roles.split()
+    with ThreadPoolExecutor(len(pods)) as pool:
+        return [said for pod in pool.map(start, pods) for said in pod]
+
+
+def listed_downloads(folder: Path) -> None:
+    """Write what the ConfigMap of digests has."""
+    listed = {name: hashlib.sha256(content).hexdigest() for name, content in DIGESTS.items()}
+    (folder / "list").write_text("".join(f"{d}  {n}\n" for n, d in listed.items()))
+    (folder / "said").mkdir()
+    (folder / "said" / "weights-digests.json").write_text("{}")
 
 
 @pytest.mark.parametrize("role", ["decode", "gateway"])
 def test_what_is_fetched_is_of_one_commit_and_compared_once(role: str, tmp_path: Path) -> None:
-    listed = {name: hashlib.sha256(content).hexdigest() for name, content in DIGESTS.items()}
-    (tmp_path / "list").write_text("".join(f"{d}  {n}\n" for n, d in listed.items()))
-    (tmp_path / "said").mkdir()
+    listed_downloads(tmp_path)
+    (tmp_path / "said" / "weights-digests.json").unlink()
     wrong = run_downloads(role, tmp_path, {**DIGESTS, "a.json": b"[]"})
     assert wrong[0] == ""
     assert f"a.json has the SHA-256 {hashlib.sha256(b'[]').hexdigest()}" in wrong[1]
@@ -433,13 +456,57 @@ def test_what_is_fetched_is_of_one_commit_and_compared_once(role: str, tmp_path:
     assert len((tmp_path / "called").read_text().splitlines()) == 2, "what is whole is kept"
 
 
-def test_pods_of_one_claim_fetch_and_compare_once(tmp_path: Path) -> None:
-    listed = {name: hashlib.sha256(content).hexdigest() for name, content in DIGESTS.items()}
-    (tmp_path / "list").write_text("".join(f"{d}  {n}\n" for n, d in listed.items()))
-    (tmp_path / "said").mkdir()
-    (tmp_path / "said" / "weights-digests.json").write_text("{}")
-    assert run_downloads("decode", tmp_path, DIGESTS, num_pods=4) == [""] * 8
-    assert len((tmp_path / "called").read_text().splitlines()) == 1
+def fetched_by(folder: Path) -> list[str]:
+    """Return which files each download was asked for."""
+    calls = (folder / "called").read_text().splitlines()
+    return [call.partition(f" {folder}/model")[2].strip() for call in calls]
+
+
+SMALL, WEIGHTS, ALL = "--exclude *.safetensors", "--include *.safetensors", ""
+
+
+def test_pods_of_one_claim_fetch_each_file_once(tmp_path: Path) -> None:
+    listed_downloads(tmp_path)
+    roles = "decode gateway prefill kvstore decode gateway"
+    assert run_downloads(roles, tmp_path, DIGESTS) == [""] * 12
+    assert fetched_by(tmp_path) in ([ALL], [SMALL, WEIGHTS]), "as the first pod needs it"
+
+
+@pytest.mark.parametrize(
+    ("source", "first", "then", "asked"),
+    [
+        ("hf://a/b", "gateway", "decode", [SMALL, WEIGHTS]),
+        ("hf://a/b", "decode", "gateway", [ALL]),
+        ("s3://a/b", "gateway", "decode", [SMALL, f"--exclude * {WEIGHTS}"]),
+        ("s3://a/b", "decode", "gateway", [ALL]),
+    ],
+)
+def test_a_pod_fetches_what_is_missing_of_what_it_needs(
+    source: str, first: str, then: str, asked: list[str], tmp_path: Path
+) -> None:
+    listed_downloads(tmp_path)
+    for role in (first, then):
+        assert run_downloads(role, tmp_path, DIGESTS, source=source) == ["", ""]
+    assert fetched_by(tmp_path) == asked
+    assert {name: (tmp_path / "model" / name).read_bytes() for name in DIGESTS} == DIGESTS
+
+
+def test_small_files_that_engines_find_wrong_are_fetched_again(tmp_path: Path) -> None:
+    listed_downloads(tmp_path)
+    assert run_downloads("gateway", tmp_path, DIGESTS) == ["", ""]
+    (tmp_path / "model" / "a.json").write_text("[]")
+    assert "a.json has the SHA-256" in run_downloads("decode", tmp_path, DIGESTS)[1]
+    assert run_downloads("decode", tmp_path, DIGESTS) == ["", ""]
+    assert fetched_by(tmp_path) == [SMALL, WEIGHTS, ALL]
+
+
+def test_files_without_locks_are_fetched_all_the_same(tmp_path: Path) -> None:
+    listed_downloads(tmp_path)
+    refuses = "echo 'flock: 9: No locks available' >&2; exit 66"
+    said = run_downloads("decode", tmp_path, DIGESTS, refuses)
+    assert ["do not wait for one another" in each for each in said] == [True, True]
+    assert fetched_by(tmp_path) == [ALL]
+    assert (tmp_path / "model" / "weights-digests.json").exists()
 
 
 def test_the_list_that_is_compared_is_the_one_that_the_command_writes(

@@ -424,7 +424,8 @@ def test_models_are_brought_where_they_are_read(source: str, tool: str, tmp_path
         spec = workload["spec"]["template"]["spec"]
         [brings] = [each for each in spec["initContainers"] if each["name"] == "model"]
         assert tool in brings["args"][0]
-        assert ("safetensors" not in brings["args"][0]) == (role in ("prefill", "decode"))
+        leaves_out = "--exclude '*.safetensors'" in brings["args"][0]
+        assert leaves_out == (role not in ("prefill", "decode"))
         assert {"name": "model", "mountPath": "/models"} in brings["volumeMounts"]
         size = "9Gi" if role in ("prefill", "decode") else "1Gi"
         assert {"name": "model", "emptyDir": {"sizeLimit": size}} in spec["volumes"]
