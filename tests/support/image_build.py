@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -87,7 +87,9 @@ def downloaded(lock: Path) -> list[str]:
 class _Stage:
     """The commands that make one stage, and what its image is started with."""
 
-    def __init__(self, name: str, folder: Path, context: Path, wheels: Path) -> None:
+    def __init__(
+        self, name: str, folder: Path, context: Path, wheels: Path, given: Mapping[str, str]
+    ) -> None:
         self.root = folder / name / "root"
         self.environment = {"PATH": BASE_PATH}
         self.arguments: dict[str, str] = {}
@@ -97,6 +99,7 @@ class _Stage:
         self._directory = "/"
         self._context = context
         self._wheels = wheels
+        self._given = given
         self._name = name
         self._begin(folder / name)
         for instruction, words in steps()[name]:
@@ -142,7 +145,7 @@ class _Stage:
         match instruction:
             case "ARG":
                 name, _, value = words.partition("=")
-                self.arguments[name] = BASE if name == "BASE" else value
+                self.arguments[name] = self._given.get(name, value)
             case "ENV":
                 for pair in shlex.split(words):
                     name, _, value = pair.partition("=")
@@ -211,15 +214,21 @@ class RunningImage:
     and what the build said, is in `log`.
     """
 
-    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
-        """Build the image `name`, which copies from `build-NAME`, and run it with `words`."""
+    def __init__(
+        self, name: str, words: Sequence[str], folder: Path, arguments: Mapping[str, str]
+    ) -> None:
+        """Build the image `name`, which copies from `build-NAME`, and run it with `words`.
+        `arguments`: what `--build-arg` gives.
+        """
         context, wheels, layers = (folder / each for each in ("context", "wheels", "layers"))
         for each in (context, wheels, layers):
             each.mkdir(parents=True)
         write_context(context)
         for each in TOOLS:
             write_wheel(each, wheels, context / "docker" / "locks")
-        stages = [_Stage(each, layers, context, wheels) for each in (f"build-{name}", name)]
+        given = {"BASE": BASE, **arguments}
+        names = f"build-{name}", name
+        stages = [_Stage(each, layers, context, wheels, given) for each in names]
         self.image = image = stages[-1]
         user, group = image.words["USER"].split(":")
         self._user = [

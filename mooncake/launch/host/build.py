@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import sys
 from pathlib import Path
 
 import mooncake
@@ -23,7 +24,8 @@ def revision() -> str:
 def revision_of(top: Path) -> str:
     """Return the git revision of what runs, as `revision` does.
 
-    It is the one that pip was given, or that of the checkout at `top`, read without running git.
+    It is the one that pip was given, or that of the checkout at `top`, read without running git, or
+    the one that an image was built with, in a file beside its Python.
     """
     try:
         told = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
@@ -32,6 +34,10 @@ def revision_of(top: Path) -> str:
         pass
     try:
         return _head(top / ".git")
+    except OSError:
+        pass
+    try:
+        return (Path(sys.prefix) / "mooncake-revision").read_text().strip()
     except OSError:
         return ""
 

@@ -35,6 +35,7 @@ print(json.load(urllib.request.urlopen(ask, timeout=50))["usage"]["completion_to
 """
 
 
+REVISION = "0123456789abcdef" * 2 + "01234567"
 NATIVE = "from mooncake_kernels.native import build; print(build.used())"
 
 
@@ -54,7 +55,7 @@ def wait_for(holds: Callable[[], bool], image: RunningImage) -> None:
 
 
 def test_the_image_is_built_and_answers_as_its_user_on_a_read_only_root(tmp_path: Path) -> None:
-    with RunningImage("cpu", SERVE, tmp_path) as image:
+    with RunningImage("cpu", SERVE, tmp_path, {"REVISION": REVISION}) as image:
         wait_for(lambda: "\nstarted\n" in image.log.read_text() and image.is_healthy(), image)
         wait_for(lambda: image.run("python", "-c", ASK).stdout.strip() == "4", image)
         status = Path(f"/proc/{image.init}/status").read_text()
@@ -73,6 +74,7 @@ def test_the_image_is_built_and_answers_as_its_user_on_a_read_only_root(tmp_path
         assert not {"gcc", "g++", "cc", "c++", "pip", "pip3"} & set(
             re.split(r"[\s/]", there.stdout)
         )
+        assert f"({REVISION[:12]})" in image.run("mooncake", "version").stdout
         bill = json.loads(image.run("cat", "/opt/mooncake/bill-of-materials.json").stdout)
         assert bill["metadata"]["component"]["version"] == __version__
         kinds = {each.get("purl", "file").split("/")[0] for each in bill["components"]}

@@ -25,7 +25,7 @@ from mooncake.telemetry.events import (
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
-from tests.support.monitoring import SERIES, check, labels_of, panels, rules
+from tests.support.monitoring import MONITORING, SERIES, check, labels_of, panels, rules
 
 SEVERITIES = {"critical", "warning"}
 
@@ -136,6 +136,14 @@ def test_the_limit_of_an_alert_lies_between_fine_buckets() -> None:
         assert max(bound for bound in bounds if bound < limit) >= 0.8 * limit, rule["alert"]
         assert min(bound for bound in bounds if bound > limit) <= 1.2 * limit, rule["alert"]
     assert looked_at
+
+
+def test_the_page_of_alerts_has_a_row_of_each() -> None:
+    page = (MONITORING.parents[2] / "docs" / "alerts.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| Mooncake")]
+    described = [name.strip() for names, _ in rows for name in names.split(",")]
+    assert sorted(described) == sorted(rule["alert"] for rule in rules())
+    assert all(what.strip() for _, what in rows)
 
 
 def test_names_are_unique() -> None:

@@ -1,8 +1,9 @@
-"""The git revision of a checkout, read as git lays it out."""
+"""The git revision of a checkout, read as git lays it out, and of an image."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def test_a_worktree_is_followed_to_its_repository(tmp_path: Path) -> None:
     write(tmp_path / "main/refs/heads/x", f"{COMMIT}\n")
     write(tmp_path / "w/.git", f"gitdir: {git}\n")
     assert revision_of(tmp_path / "w") == COMMIT
+
+
+def test_an_image_says_what_it_was_built_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    write(tmp_path / "mooncake-revision", COMMIT)
+    assert revision_of(tmp_path / "nowhere") == COMMIT
+    write(tmp_path / "mooncake-revision", "")
+    assert revision_of(tmp_path / "nowhere") == "", "it was built without"
 
 
 def test_what_pip_was_given_comes_first_and_nothing_is_no_error(
