@@ -61,6 +61,9 @@ def _logging_as_before() -> Iterator[None]:
     disabled = logging.root.manager.disable
     yield
     logging.disable(disabled)
+    for handler in logger.handlers:
+        if handler not in handlers:
+            handler.close()
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagate

@@ -98,19 +98,33 @@ FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def configure_logging(
-    worker_id: str, stream: TextIO, *, level: str = "info", form: str = "text"
+    worker_id: str,
+    stream: TextIO,
+    *,
+    level: str = "info",
+    form: str = "text",
+    file: str | None = None,
 ) -> None:
-    """Send the records of `mooncake.*` to `stream`, once, each on one line with the worker's name.
+    """Send the records of `mooncake.*` to `stream`, once, each on one line with the worker's name;
+    those from info on also to the end of `file`, which several processes may share.
 
     Raises:
         ValueError: no such level.
+        OSError: the file cannot be written.
     """
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(FORMATTERS[form](worker_id))
-    handler.addFilter(RepeatFilter())
+    handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
+    handlers[0].setLevel(level.upper())
+    if file:
+        handlers.append(logging.FileHandler(file))
+        handlers[1].setLevel(logging.INFO)
+    for handler in handlers:
+        handler.setFormatter(FORMATTERS[form](worker_id))
+        handler.addFilter(RepeatFilter())
     logger = logging.getLogger("mooncake")
-    logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
+    for before in logger.handlers:
+        before.close()
+    logger.handlers[:] = handlers
+    logger.setLevel(min(handler.level for handler in handlers))
     logger.propagate = False
 
 

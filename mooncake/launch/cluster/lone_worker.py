@@ -24,12 +24,12 @@ from mooncake.launch.cluster.joining import await_stages, joining_worker
 from mooncake.launch.cluster.seeds import facts_of_seeds
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
+from mooncake.launch.host.log_file import start_log
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.audit import configure_audit
-from mooncake.telemetry.log import configure_logging
 from mooncake.transfer.regions import Progress
 
 
@@ -44,7 +44,7 @@ def serve_worker(config: ServeConfig) -> int:
     assert config.cluster_secret is not None
     if config.role != Role.KVSTORE:
         environment.restart_with(environment.variables())
-    configure_logging(config.role, sys.stderr, level=config.log_level, form=config.log_format)
+    start_log(config.role, config.log_level, config.log_format, config.log_file)
     configure_audit(config.role, config.audit_log)
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

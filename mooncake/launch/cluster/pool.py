@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import threading
 
 import msgspec
@@ -30,6 +29,7 @@ from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.log_file import start_log
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
@@ -39,7 +39,6 @@ from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.events import Recorders
-from mooncake.telemetry.log import configure_logging
 from mooncake.telemetry.metrics import Metrics
 from mooncake.transfer.regions import no_progress
 
@@ -95,7 +94,7 @@ def serve_alone(config: ServeConfig) -> int:
         config = dataclasses.replace(config, admin_port=DEFAULT_ADMIN_PORT)
     plan = make_plan(config, machine_facts.num_cores())
     check_start(config, plan)
-    configure_logging("pool", sys.stderr, level=config.log_level, form=config.log_format)
+    start_log("pool", config.log_level, config.log_format, config.log_file)
     configure_audit("pool", config.audit_log)
     registry = Registry(config, plan, str(config.cluster_secret)) if config.join is None else None
     address = registry.address if registry is not None else config.seeds[0]

@@ -50,12 +50,12 @@ from mooncake.launch.host.credentials import (
 )
 from mooncake.launch.host.descendants import Descendants
 from mooncake.launch.host.fork_server import ForkServer
+from mooncake.launch.host.log_file import start_log
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.audit import configure_audit
-from mooncake.telemetry.log import configure_logging
 
 _log = logging.getLogger(__name__)
 
@@ -119,9 +119,7 @@ class WorkerActor:
         """
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
         self._is_pool = settings.role is Role.KVSTORE
-        configure_logging(
-            settings.worker_id, sys.stderr, level=settings.log_level, form=settings.log_format
-        )
+        start_log(settings.worker_id, settings.log_level, settings.log_format, settings.log_file)
         end_with_vital_threads()
         try:
             configure_audit(settings.worker_id, settings.audit_log)

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -35,12 +34,12 @@ from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.importing import importing
+from mooncake.launch.host.log_file import start_log
 from mooncake.launch.host.start_phases import StartPhases, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.native_code import compiled_meanwhile
 from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.health import Vitals
-from mooncake.telemetry.log import configure_logging
 
 if TYPE_CHECKING:
     from mooncake.api import ServedModel
@@ -135,7 +134,7 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     check_start(config, plan)
     if not config.headless:
         machine_facts.check_port(config.host, config.port)
-    configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
+    start_log("gateway", config.log_level, config.log_format, config.log_file)
     configure_audit("gateway", config.audit_log)
     with contextlib.ExitStack() as meanwhile:
         if plan.num_engines:
@@ -154,13 +153,11 @@ def _serve_joined(config: ServeConfig) -> int:
 
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    configure_logging("gateway", sys.stderr, level=config.log_level, form=config.log_format)
+    start_log("gateway", config.log_level, config.log_format, config.log_file)
     cluster = JoinedCluster(config)
     config = cluster.config
     machine_facts.check_port(config.host, config.port)
-    configure_logging(
-        cluster.gateway_id, sys.stderr, level=config.log_level, form=config.log_format
-    )
+    start_log(cluster.gateway_id, config.log_level, config.log_format, config.log_file)
     configure_audit(cluster.gateway_id, config.audit_log)
     phases = StartPhases("joining", process_began_s())
     nothing = contextlib.ExitStack()
@@ -230,7 +227,7 @@ def _join(config: ServeConfig, forks: ForkServer | None) -> int:
     environment.prepare_ray(
         config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
     )
-    configure_logging("join", sys.stderr, level=config.log_level, form=config.log_format)
+    start_log("join", config.log_level, config.log_format, config.log_file)
     from mooncake.launch.cluster import ray_workers
 
     return ray_workers.join(config, forks)
@@ -369,9 +366,11 @@ class _Serving:
             self._say(f"one more worker: mooncake serve --role ROLE --join {joining}")
             own_address = self._gateway_process.channel.address
             self._say(f"one more gateway: mooncake serve --role gateway --join {own_address}")
+        if self._config.log_file:
+            self._say(f"logs of all processes: {self._config.log_file}")
         if self._api_server is None:
             return
-        self._say(f"a page to chat in and to watch the cluster: {self._url}/")
+        self._say(f"talk to it: mooncake chat --url {self._url}, or open {self._url}/ in a browser")
         self._say(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
 
     def _say(self, text: str) -> None:

@@ -77,6 +77,7 @@ def cluster_workers(
             self_profile=config.self_profile,
             log_level=config.log_level,
             log_format=config.log_format,
+            log_file=config.log_file,
             audit_log=config.audit_log,
             options=plan.options
             if role is Role.KVSTORE

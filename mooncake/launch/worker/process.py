@@ -119,6 +119,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     self_profile: bool
     log_level: str
     log_format: str
+    log_file: str | None = None
     audit_log: str | None = None
     options: ModelOptions
     health: HealthSettings = HealthSettings()

@@ -86,7 +86,7 @@ def test_a_process_that_starts_no_engine_compiles_none(
 
     monkeypatch.setattr(serve, "compiled_meanwhile", compiled)
     monkeypatch.setattr(serve, "_run", lambda *_: 0)
-    monkeypatch.setattr(serve, "configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "start_log", lambda *_: None)
     model = write_config_only(tmp_path / "small")
     given = {"model": str(model), "headless": True, "prefill": "0", "decode": decode}
     assert serve.serve(resolve(given, None, {})) == 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -20,7 +24,7 @@ from mooncake.base import InvalidRequest
 from mooncake.cli import main
 from mooncake.launch.host import credentials
 from mooncake.launch.host.descendants import Descendants
-from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.serve.server_process import STOP_S, ServerProcess, nano_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -335,6 +339,36 @@ DRAINED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
 }
+
+
+def test_a_terminal_shows_a_table_and_a_file_has_the_log(checkpoint: Path, tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    command = [sys.executable, "-m", "mooncake.cli.main", "serve", str(checkpoint), *SMALL]
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [*command, "--colocated"], stdout=slave, stderr=slave, env=environ, start_new_session=True
+    )
+    os.close(slave)
+    shown, is_told = b"", False
+    try:
+        with contextlib.suppress(OSError):  # the terminal has gone with its last process
+            while part := os.read(master, 65536):
+                shown += part
+                if b"Ctrl-C stops" in shown and not is_told:
+                    process.send_signal(signal.SIGINT)
+                    is_told = True
+        assert process.wait(STOP_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())  # without colours
+    named = re.search(r"logs of all processes: (\S+)", text)
+    assert named is not None, text
+    assert "talk to it: mooncake chat" in text
+    assert " INFO " not in text
+    log = Path(named[1]).read_text()
+    assert " INFO gateway " in log
 
 
 def test_keys_change_while_it_runs(checkpoint: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import datetime
 import io
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,22 @@ def test_json_is_one_object_a_line() -> None:
     entry = json.loads(line)
     assert entry["message"] == "two\nlines"
     assert (entry["worker"], entry["level"], entry["attempt"]) == ("decode-0", "INFO", "2")
+
+
+def test_a_file_has_from_info_on_what_the_stream_does_not_show(tmp_path: Path) -> None:
+    stream, file = io.StringIO(), tmp_path / "log"
+    for worker in ("prefill-0", "decode-0"):  # two processes, one file
+        configure_logging(worker, stream, level="warning", file=str(file))
+        logger = logging.getLogger("mooncake.engine")
+        logger.debug("hidden")
+        logger.info("told")
+        logger.warning("shown")
+    assert [line.split()[1:] for line in stream.getvalue().splitlines()] == [
+        ["WARNING", worker, "mooncake.engine:", "shown"] for worker in ("prefill-0", "decode-0")
+    ]
+    assert [line.rpartition(" ")[2] for line in file.read_text().splitlines()] == [
+        "told", "shown", "told", "shown",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("json_lines", [False, True])
