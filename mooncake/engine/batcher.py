@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -65,6 +65,8 @@ class Batch:
     """sequence_id of those of them that have a share."""
     prompts_left_s: float | None = None
     """Of a limited step: what is left for prompts; None before the first of them."""
+    has_free_prompt: bool = False
+    """Whether it has one of a flow that gets all it wants."""
     share: StepShare | None = None
     """What flows get that get less than they want; None: there are none."""
 
@@ -80,9 +82,16 @@ class Batch:
         self.budget -= num_tokens
 
     def has_no_time_for(self, sequence: Sequence) -> bool:
-        """Return whether other prompts have taken the time that streams leave in this step."""
+        """Return whether other prompts have taken the time that streams leave in this step. Those
+        of flows that get less than they want take none from the first of the others.
+        """
         left_s = self.prompts_left_s
-        return left_s is not None and left_s <= 0 and sequence.num_missing > 1
+        is_full = left_s is not None and left_s <= 0 and sequence.num_missing > 1
+        return is_full and (self.has_free_prompt or self.is_limited(sequence))
+
+    def is_limited(self, sequence: Sequence) -> bool:
+        """Return whether the sequence's flow gets less than it wants."""
+        return self.share is not None and self.share.is_limited(sequence.flow)
 
     def most(self, sequence: Sequence, most: int) -> int:
         """Return how many of `most` tokens the sequence's flow has room for."""
@@ -142,16 +151,14 @@ class Batcher:
         """Return the next step's shares, with pages allocated; none = nothing to compute."""
         batch = Batch(budget=self._config.max_batched_tokens)
         if len(self._flows) > 1 or self.sharing.recent:
-            has_seats = len(self.running) < self._config.max_num_seqs
-            batch.share = self.sharing.of_step(
-                self.running, self.waiting if has_seats else (), self._pool.num_available
-            )
+            batch.share = self.sharing.of_step(self.running, self.admissible())
         if self._config.num_stages > 1:
             batch.num_running_streams = sum(each.num_missing == 1 for each in self.running)
         self._fill(batch)
         is_idle = not any(sequence.steps for sequence in self.running)
         if is_idle and not batch.shares and batch.share is not None:
-            batch.share = batch.prompts_left_s = None  # who sits out would leave the step empty
+            batch.prompts_left_s = None
+            batch.share.lift()  # who sits out would leave the step empty
             self._fill(batch)
         if is_idle and not batch.shares:
             self._admit_by_force(batch)
@@ -171,9 +178,9 @@ class Batcher:
         ready = [sequence for sequence in self.running if _is_ready(sequence)]
         ready.sort(key=lambda one: turn_of(one, batch.share))  # stable: in rank order already
         for sequence in ready:
-            if batch.budget == 0 or batch.has_no_time_for(sequence):
-                break  # behind it are only prompts
-            if sequence.state is not SequenceState.RUNNING:
+            if batch.budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING or batch.has_no_time_for(sequence):
                 continue  # yielded to one before it, in this very loop
             if batch.most(sequence, 1) and self._grow(sequence, batch):
                 self._give(sequence, batch)
@@ -188,9 +195,10 @@ class Batcher:
                 return  # in a later step, while this one is at its second stage
             computed = _num_before(sequence)
             most = chunk_sizes(self._cost, most, computed, sequence.num_unplanned)[0]
-        if sequence.num_missing > 1:
+        most = batch.most(sequence, most)
+        if most and sequence.num_missing > 1:
             most = self._most_beside_streams(sequence, batch, most)
-        if most and (most := batch.most(sequence, most)):
+        if most:
             self._take_turn(sequence)
             batch.give(sequence, most)
 
@@ -201,15 +209,17 @@ class Batcher:
     def _most_beside_streams(self, sequence: Sequence, batch: Batch, most: int) -> int:
         """Return how many tokens of a prompt, at most `most`, the step takes so that the gaps of
         its streams, and in a pipeline of those that wait behind it, keep their limit; 0 where other
-        prompts have taken the time. The first prompt gets `UNIT` in any case: streams slow it down
-        and never stop it.
+        prompts have taken the time. The first prompt, and the first of flows that get all they
+        want, have `UNIT` in any case: streams slow them down and never stop them.
         """
         limit_s, cost = self._config.max_gap_s, self._cost
         if limit_s is None or not (batch.streams or batch.num_running_streams):
             return most
         if batch.has_no_time_for(sequence):
             return 0
-        is_first = batch.prompts_left_s is None
+        is_free = not batch.is_limited(sequence)
+        is_first = batch.prompts_left_s is None or (is_free and not batch.has_free_prompt)
+        batch.has_free_prompt |= is_free
         if batch.prompts_left_s is None:
             streams = [_num_before(batch.shares[each][0]) for each in batch.streams]
             streams_s = cost.step_s(len(streams), sum(streams), len(streams))
@@ -271,18 +281,26 @@ class Batcher:
                 continue
             if self._fail_if_too_long(sequence, batch):
                 continue
-            num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
-            victims, seat = [], None
-            if standing.is_within(flow, 1, max(0, num_pages)):
-                victims = standing.above(self._holders(), flow)
-                seat = next((one for one in victims if one.state is SequenceState.RUNNING), None)
-            is_full = len(self.running) >= self._config.max_num_seqs
-            if not victims or (is_full and seat is None):
+            victims = self._yielding_to_due(sequence, standing)
+            seat = next((one for one in victims if one.state is SequenceState.RUNNING), None)
+            if not victims:
                 refused.add(flow)
             elif self._admit(sequence, victims, batch, allocate=True, seat=seat):
                 standing = self.standing()
             else:
                 refused.add(flow)
+
+    def _yielding_to_due(self, sequence: Sequence, standing: Standing) -> list[Sequence]:
+        """Return what others hold above their shares, the last in order first, with a seat among it
+        where all are taken; nothing where the flow would have more than its own share.
+        """
+        num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+        if not standing.is_within(sequence.flow, 1, max(0, num_pages)):
+            return []
+        victims = standing.above(self._holders(), sequence.flow)
+        has_seat = any(one.state is SequenceState.RUNNING for one in victims)
+        is_full = len(self.running) >= self._config.max_num_seqs
+        return victims if has_seat or not is_full else []
 
     def reclaim(
         self, flow: Flow, num_pages: int, outside: Mapping[Flow, int]
@@ -415,12 +433,7 @@ class Batcher:
         """See that `num_pages` can be allocated, if need be by preempting `victims`, last first;
         False = impossible; nothing was changed then.
         """
-        yielding = {victim.sequence_id for victim in victims}
-        reserve = sum(
-            len(other.pages) < self._config.num_pages(other.num_final_computed)
-            for other in self.running
-            if other.sequence_id not in yielding
-        )
+        reserve = self._num_kept({victim.sequence_id for victim in victims})
         if self._pool.num_available >= num_pages + reserve:
             return True
         if self._pool.num_available + self._num_freed_by(victims) < num_pages + reserve:
@@ -431,14 +444,53 @@ class Batcher:
                 break
         return True
 
+    def _num_kept(self, yielding: Set[int] = frozenset()) -> int:
+        """Return how many pages are kept free for running sequences, which will grow, but for those
+        that yield.
+        """
+        return sum(
+            len(other.pages) < self._config.num_pages(other.num_final_computed)
+            for other in self.running
+            if other.sequence_id not in yielding
+        )
+
+    def admissible(self) -> Iterable[Sequence]:
+        """Yield the waiting sequences that could be admitted now: those for which there are a seat
+        and pages, beside what running ones will take, of each flow up to the first without; and of
+        a flow below its share the first for which others would yield. What goes before them is not
+        asked.
+        """
+        has_seats = len(self.running) < self._config.max_num_seqs
+        num_free = self._pool.num_available - self._num_kept()
+        standing: Standing | None = None
+        refused: set[Flow] = set()
+        for sequence in self.waiting:
+            num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+            if sequence.flow in refused and (num_pages > 0 or not has_seats):
+                continue
+            if not has_seats or (num_pages > 0 and not self._has_pages(sequence, num_free)):
+                refused.add(sequence.flow)
+                standing = standing or self.standing()
+                if not self._yielding_to_due(sequence, standing):
+                    continue
+            yield sequence
+
+    def _has_pages(self, sequence: Sequence, num_free: int) -> bool:
+        """Return whether so many free pages are enough for what a waiting sequence lacks. Those of
+        its prefix that others hold need not be free.
+        """
+        num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
+        if num_pages > num_free:
+            num_pages -= sum(self._pool.ref_count(page) > 0 for page in self._match(sequence))
+        return num_pages <= num_free
+
     # ------------------------------------------------------------ drafts
 
     def _add_drafts(self, batch: Batch, speculation: Speculation) -> None:
         candidates = [
             (sequence, self._most_drafts(sequence))
             for sequence, num_tokens in batch.shares.values()
-            if num_tokens == sequence.num_missing == 1
-            and (batch.share is None or not batch.share.is_limited(sequence.flow))
+            if num_tokens == sequence.num_missing == 1 and not batch.is_limited(sequence)
         ]
         if batch.budget == 0 or not any(most for _, most in candidates):
             return
@@ -450,6 +502,8 @@ class Batcher:
             if drafts:
                 batch.drafts[sequence.sequence_id] = drafts
                 batch.budget -= len(drafts)
+                if batch.share is not None:
+                    batch.share.take_drafts(len(drafts))
 
     def _most_drafts(self, sequence: Sequence) -> int:
         """Return how many drafts could be accepted: a token is sampled behind the last of them."""

@@ -38,6 +38,8 @@ class EngineConfig:
     """Steps submitted to the runner and not ended."""
     num_stages: int = 1
     """Through which each step goes, one after the other (pipeline parallel)."""
+    in_lockstep: bool = False
+    """Whether each step waits for those of other engines, with which this one shares experts."""
     max_gap_s: float | None = None
     """Between two tokens of a stream, as far as prompts in the same step lengthen it: their chunks
     are cut so that a step is predicted to keep it. None: chunks are never cut for this.
@@ -58,7 +60,7 @@ class EngineConfig:
                 if value is not None and not value > 0:
                     raise ConfigError(f"max_gap_s: {value!r} is not a time above 0")
                 continue
-            if field.name == "enable_prefix_caching":
+            if field.name in ("enable_prefix_caching", "in_lockstep"):
                 if not isinstance(value, bool):
                     raise ConfigError(f"{field.name}: {value!r} is neither true nor false")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,11 +1,14 @@
 """How much of a step each flow (a tenant in a class) gets where several have something to compute.
-Pure; `Sharing` owns what was learned of steps, and how long ago flows met.
+Pure; `Sharing` owns what was learned of steps, what flows owe, and how long ago they met. Planning
+changes none of it: `Sharing.commit` counts a step that is submitted, `Sharing.observe` its end.
 
 A row of one flow waits for the whole step, so a flow of many rows slows down all others. The step
 is therefore at most `FACTOR` times as long as the smallest of them would have it alone, or as long
 as if all had as little to compute as the smallest. The smallest gets all it wants; the others share
-what is left of the time by the weights of their classes, and their streams take turns. One that had
-to take more, or whose step took longer than was predicted, sits out steps for it. Batch is never
+what is left of the time by the weights of their classes, and their streams take turns. Each of
+these has a balance in seconds: it gets its share of each step, and pays for what it is predicted to
+take and for what the step took longer. Who owes sits out; what it has not used is for later errors
+of predictions, never for more than its share. Batch is never
 the smallest: nobody waits for it. For `NUM_AFTER` steps after flows met, one that is alone has
 steps of at most `AFTERWARDS` times the length of the smallest's own: who comes back does not wait
 for a long one. A flow that was alone before is not limited.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,13 +31,17 @@ from mooncake.engine.cost import StepCostModel
 from mooncake.engine.sequence import Sequence
 
 FACTOR = 2.2
-"""With what their requests cost outside of steps, answers beside other flows take at most three
-times as long as alone.
+"""The predicted time of a step where flows meet, over that of one with only what the smallest flow
+wants. It bounds predictions of steps, not times of requests: these also wait for the step under way
+when they come, for what predictions miss, and for work outside of steps. It was chosen so that they
+took less than three times as long as alone with k2-demo on two quiet cores.
 """
 AFTERWARDS = 8.0
 NUM_AFTER = 32
 MOST_OWED = 32
-"""Steps that a flow sits out at most, however wrong a prediction is."""
+"""Shares of a step that a flow owes at most, however much it had to take at once."""
+MOST_LATE = 2
+"""Shares of a step that it pays at most because one step took longer than predicted."""
 _LEARNED_TOGETHER = 16
 """Steps: a fit takes up to 0.4 ms."""
 _LEAST_REST = 0.1
@@ -111,8 +118,8 @@ class StepTimes:
 
 
 @dataclass(slots=True)
-class Work:
-    """Of one flow: what it wants in a step, or what is left of what it gets."""
+class Wants:
+    """What one flow has to compute."""
 
     num_streams: int = 0
     num_context_tokens: int = 0
@@ -121,8 +128,22 @@ class Work:
     num_tokens: int = 0
     """Of its prompts."""
     seconds: float = 0.0
-    kept_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Left:
+    """Of a flow that gets less than it wants: what it still may have of a step."""
+
+    share_s: float
+    """What it gets of the step, whatever it owes."""
+    seconds: float
+    """Less than nothing where it owes more than its share, or had to take more."""
+    kept_s: float
     """Of `seconds`, for its prompts: its streams leave that."""
+    num_tokens: int
+    """Of its prompts."""
+    pays: bool
+    """Whether it has a balance: it gets less time than it wants, beside others."""
     taken_s: float = 0.0
     """What it is predicted to take of the step."""
 
@@ -130,30 +151,41 @@ class Work:
 class StepShare:
     """What the flows that get less than they want may still have of a step."""
 
-    def __init__(self, times: StepTimes, left: dict[Flow, Work], others_s: float) -> None:
-        """`others_s`: what the other flows, which are not limited, add to the step."""
+    def __init__(
+        self, times: StepTimes, left: dict[Flow, Left], smallest_s: float | None = None
+    ) -> None:
+        """`smallest_s`: what the smallest of several flows wants; None: there is one flow only."""
+        self.left = left
+        self.smallest_s = smallest_s
         self._times = times
-        self._left = left
-        self._others_s = others_s
+        self._limits = left
+        self._others_s = 0.0
+        """What is predicted for the flows that are not limited."""
         self._fixed_s = times.fixed_s
         self._begun: set[tuple[Flow, bool]] = set()
         """Whose first stream, or prompt (True), is in the step."""
         self._taken: dict[int, tuple[float, int]] = {}
         """sequence_id -> seconds and tokens of prompts that were counted for it."""
 
+    def lift(self) -> None:
+        """Limit nobody any more: those that sit out compute, as nobody else does. It is not counted
+        as theirs.
+        """
+        self._limits = {}
+
     def is_limited(self, flow: Flow) -> bool:
         """Return whether a flow gets less than it wants."""
-        return flow in self._left
+        return flow in self._limits
 
     def most(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens of a sequence, at most `most`, its flow has room for. The first
         stream of each flow has room, and so have `UNIT` tokens of its first prompt, unless the flow
         still owes time of earlier steps: a chunk behind a long context takes that of many.
         """
-        left = self._left.get(sequence.flow)
+        left = self._limits.get(sequence.flow)
         if left is None:
             return most
-        if left.seconds <= 0:
+        if left.seconds < 0:
             return 0
         context = sequence.num_computed + sequence.num_in_flight
         if sequence.num_missing == 1:
@@ -166,39 +198,45 @@ class StepShare:
         return self._times.largest_chunk(most, least, context, left.seconds) if most else 0
 
     def late_s(self, seconds: float) -> dict[Flow, float]:
-        """Return for how much of a step's time beyond its prediction each flow is answerable: by
-        what it took of it. The prediction was wrong, or other work for its requests held it up.
+        """Return for how much of a step's time beyond its prediction each limited flow is
+        answerable: by what it took of it. Less than nothing: the step was faster.
         """
-        taken = {flow: left.taken_s for flow, left in self._left.items() if left.taken_s > 0}
+        taken = {flow: left.taken_s for flow, left in self._limits.items() if left.taken_s > 0}
         added_s = self._others_s + sum(taken.values())
         late_s = seconds - self._fixed_s - added_s
         return {flow: late_s * taken_s / added_s for flow, taken_s in taken.items()}
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         """Count so many tokens of a sequence, which the step computes."""
-        if (left := self._left.get(sequence.flow)) is None:
-            return
         context = sequence.num_computed + sequence.num_in_flight
         is_prompt = sequence.num_missing > 1
         self._begun.add((sequence.flow, is_prompt))
-        if not is_prompt:
-            taken_s, taken_tokens = self._times.rows_s(1, context), 0
-        else:
+        if is_prompt:
             taken_s, taken_tokens = self._times.chunk_s(num_tokens, context), num_tokens
-            if num_tokens < sequence.num_unplanned:
-                taken_tokens = left.num_tokens  # those behind it wait: not shorter by right
-        left.seconds -= taken_s
-        left.taken_s += taken_s
-        left.num_tokens -= taken_tokens
+        else:
+            taken_s, taken_tokens = self._times.rows_s(1, context), 0
+        left = self._limits.get(sequence.flow)
+        if left is not None and is_prompt and num_tokens < sequence.num_unplanned:
+            taken_tokens = left.num_tokens  # those behind it wait: not shorter by right
         self._taken[sequence.sequence_id] = taken_s, taken_tokens
+        self._count(left, taken_s, taken_tokens)
 
     def take_back(self, sequence: Sequence) -> None:
         """Count a sequence no more, if the step had any of it."""
-        if (left := self._left.get(sequence.flow)) is not None:
-            taken_s, taken_tokens = self._taken.pop(sequence.sequence_id, (0.0, 0))
-            left.seconds += taken_s
-            left.taken_s -= taken_s
-            left.num_tokens += taken_tokens
+        taken_s, taken_tokens = self._taken.pop(sequence.sequence_id, (0.0, 0))
+        self._count(self._limits.get(sequence.flow), -taken_s, -taken_tokens)
+
+    def take_drafts(self, num_drafts: int) -> None:
+        """Count drafts, which only flows have that are not limited."""
+        self._others_s += self._times.rows_s(num_drafts, 0)
+
+    def _count(self, left: Left | None, taken_s: float, taken_tokens: int) -> None:
+        if left is None:
+            self._others_s += taken_s
+            return
+        left.seconds -= taken_s
+        left.taken_s += taken_s
+        left.num_tokens -= taken_tokens
 
 
 class Sharing:
@@ -208,10 +246,8 @@ class Sharing:
         self.times = StepTimes()
         self._config = config
         self._smallest_s = 0.0
-        self._last: dict[Flow, Work] = {}
-        """What limited flows have left of the last step: less than nothing is owed to the next."""
-        self._late: dict[Flow, float] = {}
-        """What steps took longer for them than was foreseen, since the last was planned."""
+        self._balances: dict[Flow, float] = {}
+        """What limited flows have not used of earlier steps; less than nothing: what they owe."""
         self._num_after = 0
         """Steps until a flow that is alone is not limited any more."""
 
@@ -220,98 +256,77 @@ class Sharing:
         """Whether flows met not long ago."""
         return self._num_after > 0
 
+    def of_step(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> StepShare | None:
+        """Return what flows get of the next step; None: all that they want.
+
+        waiting: those that can be admitted to it.
+        """
+        self.times.learn()
+        wants = self._wants(running, waiting)
+        guarded = [want.seconds for (kind, _), want in wants.items() if kind is not Priority.BATCH]
+        fixed_s, smallest_s, is_alone = self.times.fixed_s, self._smallest_s, len(wants) <= 1
+        if is_alone and self._num_after:
+            whole_s = AFTERWARDS * (fixed_s + smallest_s) - fixed_s
+        elif guarded and not is_alone:
+            smallest_s = min(guarded)
+            whole_s = max(FACTOR * (fixed_s + smallest_s) - fixed_s, len(wants) * smallest_s)
+        else:
+            return None
+        room = self._config.max_batched_tokens - sum(one.num_streams for one in wants.values())
+        seconds = shared_out(
+            {flow: one.seconds for flow, one in wants.items()}, whole_s, smallest_s
+        )
+        tokens = shared_out({flow: one.num_tokens for flow, one in wants.items()}, max(0, room))
+        left: dict[Flow, Left] = {}
+        for flow, want in wants.items():
+            share_s, num_tokens = seconds[flow], int(tokens[flow])
+            pays = share_s < want.seconds and not is_alone
+            if share_s < want.seconds or num_tokens < want.num_tokens:
+                owed_s = max(0.0, -self._balances.get(flow, 0.0)) if pays else 0.0
+                kept_s = share_s / 2 if want.num_tokens and want.num_streams else 0.0
+                left[flow] = Left(share_s, share_s - owed_s, kept_s, num_tokens, pays)
+        return StepShare(self.times, left, None if is_alone else smallest_s)
+
+    def commit(self, share: StepShare | None) -> None:
+        """Count a step that is submitted, planned with such a share."""
+        if share is None or share.smallest_s is None:
+            self._num_after = max(0, self._num_after - 1)
+        else:
+            self._smallest_s, self._num_after = share.smallest_s, NUM_AFTER
+        balances, self._balances = self._balances, {}
+        for flow, left in ({} if share is None else share.left).items():
+            if left.pays:
+                balance = balances.get(flow, 0.0) + left.share_s - left.taken_s
+                least_s = -MOST_OWED * left.share_s
+                self._balances[flow] = min(max(balance, least_s), left.share_s)
+
     def observe(self, sample: CostSample, share: StepShare | None, *, has_prompts: bool) -> None:
         """Learn of a measured step, with the share that it was planned with."""
         self.times.observe(sample, has_prompts=has_prompts)
-        if share is not None:
+        if share is not None and not self._config.in_lockstep:
             self.count_late(sample.seconds, share)
 
     def count_late(self, seconds: float, share: StepShare) -> None:
-        """Count what a step took longer than was foreseen for those who are answerable for it."""
-        for flow, late_s in share.late_s(seconds).items():
-            self._late[flow] = self._late.get(flow, 0.0) + late_s
-
-    def of_step(
-        self, running: Iterable[Sequence], waiting: Iterable[Sequence], num_free_pages: int
-    ) -> StepShare | None:
-        """Return what flows get of the next step; None: all that they want.
-
-        waiting: those for which there are seats; they count if there are pages, too.
+        """Count what a step took longer than was predicted, or less, for those who are answerable
+        for it. What holds up a step once is seldom theirs: `MOST_LATE`.
         """
-        self.times.learn()
-        wants = self._wants(running, waiting, num_free_pages)
-        whole_s = self._whole_s(wants)
-        if whole_s is None:
-            self._last, self._late = {}, {}
-            return None
-        room = self._config.max_batched_tokens - sum(one.num_streams for one in wants.values())
-        seconds = shared_out({flow: one.seconds for flow, one in wants.items()}, whole_s,
-                             self._smallest_s)  # fmt: skip
-        tokens = shared_out({flow: one.num_tokens for flow, one in wants.items()}, max(0, room))
-        owed = self._owed(seconds)
-        if len(wants) == 1:
-            owed = {}  # to nobody
-        self._last = {
-            flow: replace(
-                want,
-                seconds=seconds[flow] - owed.get(flow, 0.0),
-                num_tokens=int(tokens[flow]),
-                kept_s=seconds[flow] / 2 if want.num_tokens and want.num_streams else 0.0,
-            )
-            for flow, want in wants.items()
-            if seconds[flow] < want.seconds or tokens[flow] < want.num_tokens
-        }
-        if not self._last:
-            return None
-        others_s = sum(seconds[flow] for flow in wants if flow not in self._last)
-        return StepShare(self.times, self._last, others_s)
+        for flow, late_s in share.late_s(seconds).items():
+            if flow in self._balances:
+                most_s = MOST_LATE * share.left[flow].share_s
+                self._balances[flow] -= min(max(late_s, -most_s), most_s)
 
-    def _owed(self, seconds: Mapping[Flow, float]) -> dict[Flow, float]:
-        """Return what flows owe of earlier steps, given what they get of the next."""
-        late, self._late = self._late, {}
-        return {
-            flow: min(
-                max(0.0, late.get(flow, 0.0) - left.seconds), MOST_OWED * seconds.get(flow, 0.0)
-            )
-            for flow, left in self._last.items()
-        }
-
-    def _whole_s(self, wants: Mapping[Flow, Work]) -> float | None:
-        """Return the time that all flows get beyond what a step takes in any case."""
-        fixed_s = self.times.fixed_s
-        if len(wants) > 1:
-            guarded = [
-                want.seconds for (kind, _), want in wants.items() if kind is not Priority.BATCH
-            ]
-            if not guarded:
-                return None
-            self._smallest_s, self._num_after = min(guarded), NUM_AFTER
-            alone_s = fixed_s + self._smallest_s
-            return max(FACTOR * alone_s - fixed_s, len(wants) * self._smallest_s)
-        if not self._num_after:
-            return None
-        self._num_after -= 1
-        return AFTERWARDS * (fixed_s + self._smallest_s) - fixed_s
-
-    def _wants(
-        self, running: Iterable[Sequence], waiting: Iterable[Sequence], num_free_pages: int
-    ) -> dict[Flow, Work]:
-        wants: dict[Flow, Work] = {}
-        for sequence in running:
+    def _wants(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[Flow, Wants]:
+        wants: dict[Flow, Wants] = {}
+        for sequence in (*running, *waiting):
             if not sequence.aborted and sequence.failure is None:
-                self._want(wants, sequence)
-        for sequence in waiting:
-            lacking = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
-            if lacking <= num_free_pages:
-                self._want(wants, sequence)
+                self._want(wants.setdefault(sequence.flow, Wants()), sequence)
         for want in wants.values():
             want.seconds = want.chunks_s
             if want.num_streams:
                 want.seconds += self.times.rows_s(want.num_streams, want.num_context_tokens)
         return wants
 
-    def _want(self, wants: dict[Flow, Work], sequence: Sequence) -> None:
-        want = wants.setdefault(sequence.flow, Work())
+    def _want(self, want: Wants, sequence: Sequence) -> None:
         if sequence.num_missing == 1:
             want.num_streams += 1
             want.num_context_tokens += sequence.num_computed

@@ -128,6 +128,7 @@ class ServePlan:
             num_blocks=-(-self.engine.num_blocks // shape.dcp) * shape.dcp,
             num_homes=shape.dcp,
             num_stages=shape.pp,
+            in_lockstep=shape.dp > 1,
             max_steps_in_flight=shape.pp + 1 if shape.pp > 1 else self.engine.max_steps_in_flight,
         )
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -220,6 +221,57 @@ def test_cached_blocks_are_shared_but_the_last_token_is_computed() -> None:
     assert second.pages[0] == first.pages[0]
     assert second.pages[1] != first.pages[1]
     assert (second.num_cached_tokens, second.num_published) == (4, 1)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 7])
+def test_a_flow_that_cannot_be_admitted_shortens_no_steps(num_blocks: int) -> None:
+    """There is a page for its prompt, which running sequences will need."""
+    planner = Planner(num_blocks=num_blocks)
+    for tenant in "abcde":
+        planner.add(2, tenant=tenant, max_tokens=4 if tenant == "a" else 2)
+    planner.plan()
+    waiting = planner.add(2, tenant="mine")
+    has_pages = num_blocks == 7
+    assert list(planner.batcher.admissible()) == [waiting] * has_pages
+    planner.plan()
+    assert (waiting.state is RUNNING) == has_pages
+
+
+@pytest.mark.parametrize("limits", [{"num_blocks": 5}, {"max_num_seqs": 5}])
+def test_a_flow_for_which_others_yield_is_admissible(limits: dict[str, int]) -> None:
+    planner = Planner(**limits)
+    for _ in range(5):
+        planner.add(2, tenant="foe", max_tokens=2)
+    planner.plan()
+    waiting = [planner.add(2, tenant=tenant) for tenant in ("foe", "mine", "mine")]
+    assert list(planner.batcher.admissible()) == [waiting[1]]
+    share = planner.batcher.plan().share
+    assert share is not None
+    assert share.smallest_s is not None, "flows meet in this step"
+    assert waiting[1].state is RUNNING
+
+
+def test_pages_of_a_cached_prefix_that_others_hold_need_not_be_free() -> None:
+    planner = Planner(num_blocks=4)
+    first = planner.add_request(request([1] * 9, tenant="mine", max_tokens=1))
+    planner.plan()
+    publish(planner, first)
+    again = request([1] * 9, tenant="mine", priority=Priority.PREMIUM)
+    waiting = planner.add_request(again)
+    assert planner.pool.num_available == 1
+    assert list(planner.batcher.admissible()) == [waiting]
+    other = planner.add_request(request([2] * 9, tenant="other"))
+    assert other not in list(planner.batcher.admissible())
+    planner.batcher.plan()
+    assert (waiting.state, other.state) == (RUNNING, WAITING)
+
+
+def test_a_flow_without_a_seat_that_others_would_leave_is_not_admissible() -> None:
+    planner = Planner(max_num_seqs=1)
+    planner.add(3)
+    planner.plan()
+    planner.add(3, tenant="mine")
+    assert list(planner.batcher.admissible()) == []
 
 
 def test_nothing_is_matched_without_prefix_caching_or_for_prompt_logprobs() -> None:

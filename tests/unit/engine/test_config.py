@@ -32,9 +32,10 @@ def test_a_wrong_number_is_named(key: str, value: object) -> None:
         EngineConfig(**{**GOOD, key: value})
 
 
-def test_prefix_caching_must_be_a_boolean() -> None:
-    with pytest.raises(ConfigError, match=r"^enable_prefix_caching:"):
-        EngineConfig(**GOOD, enable_prefix_caching=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("key", ["enable_prefix_caching", "in_lockstep"])
+def test_a_truth_must_be_a_boolean(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}:"):
+        EngineConfig(**{**GOOD, key: 1})
 
 
 def test_a_step_must_have_a_token_for_each_sequence() -> None:

@@ -5,6 +5,7 @@ of k2-demo on a CPU (2 cores of AMD EPYC Zen 4): 4 ms, 0.5 ms a row, 0.045 ms a 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from mooncake.base import CostSample
 from mooncake.base.request import Flow, GenerateRequest, Priority
 from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.drafts.speculation import Speculation
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.plan import StepResult
@@ -63,17 +65,21 @@ class Clocked:
         token_s: float = TOKEN_S,
         context_s: float = 0.0,
         learns: bool = True,
+        samples: Iterable[CostSample] = SAMPLES,
         **config: Any,
     ) -> None:
         self.token_s, self.context_s, self.learns = token_s, context_s, learns
+        self.late_s = 0.0
+        """What the next step takes longer."""
         self.config = replace(ROOMY, **LARGE | config)
         self.pool = BlockPool(self.config.num_blocks)
         speculation = Speculation(Repeat(), drafts) if drafts else None
         if speculation is not None:
             speculation.calibrate([CostSample(rows, 0, rows, step_s(rows, 0)) for rows in (1, 2)])
-        self.batcher = Batcher(self.config, self.pool, speculation)
+        cost = StepCostModel(SAMPLES, self.config.num_stages)
+        self.batcher = Batcher(self.config, self.pool, speculation, cost)
         self.batcher.sharing = sharing(self.config)
-        self.batcher.sharing.times.calibrate(SAMPLES)
+        self.batcher.sharing.times.calibrate(samples)
         self.now = 0.0
         self.plans: list[dict[int, int]] = []
         self.flying: list[tuple[Batch, dict[int, int]]] = []
@@ -99,6 +105,8 @@ class Clocked:
         for sequence, count in batch.shares.values():
             sequence.steps.append(number)
             sequence.num_in_flight += count
+        if shares:
+            self.batcher.sharing.commit(batch.share)
         self.plans.append(shares)
         self.flying.append((batch, shares))
         return batch
@@ -110,13 +118,16 @@ class Clocked:
         tokens = sum(count for count in shares.values() if count > 1)
         if shares:
             context = sum(one.num_computed for one, _ in batch.shares.values())
-            seconds = step_s(len(shares)) + self.token_s * tokens + self.context_s * context
-            cost = CostSample(rows + tokens, context, len(shares), seconds)
+            drafts = sum(map(len, batch.drafts.values()))
+            seconds = step_s(len(shares) + drafts) + self.token_s * tokens
+            seconds += self.context_s * context + self.late_s
+            cost = CostSample(rows + drafts + tokens, context, len(shares), seconds)
             if self.learns:
                 self.batcher.sharing.observe(cost, batch.share, has_prompts=tokens > 0)
             elif batch.share is not None:
                 self.batcher.sharing.count_late(cost.seconds, batch.share)
             self.now += seconds
+        self.late_s = 0.0
         assert rows + tokens + batch.budget <= self.config.max_batched_tokens
         for sequence, count in batch.shares.values():
             sequence.steps.pop(0)
@@ -276,6 +287,111 @@ def test_what_steps_take_longer_than_was_foreseen_is_paid_with_later_ones() -> N
     assert len(mine.output_tokens) > 100
     assert (clocked.now - begin) / 100 < 1.1 * FACTOR * step_s(1)
     assert long.num_computed - first > 64 * 25
+
+
+def beside_one(**settings: Any) -> tuple[Clocked, Sequence]:
+    """Return 64 streams of one flow that share steps with one of another."""
+    clocked = Clocked(learns=False, **settings)
+    flood(clocked, 64, 10, max_tokens=4000)
+    mine = clocked.add(max_tokens=4000)
+    for _ in range(20):
+        clocked.step()
+    return clocked, mine
+
+
+def rows_of_others(clocked: Clocked, mine: Sequence, late_s: Iterable[float]) -> list[int]:
+    """Return how many rows others have in steps that take so much longer than predicted."""
+    sizes = []
+    for each_s in late_s:
+        clocked.late_s = each_s
+        shares = clocked.step().shares
+        assert mine.sequence_id in shares
+        sizes.append(len(shares) - 1)
+    return sizes
+
+
+def test_a_step_that_was_held_up_costs_its_flows_two_steps_at_most() -> None:
+    clocked, mine = beside_one()
+    sizes = rows_of_others(clocked, mine, [0.0, 2.0, *[0.0] * 40])
+    usual = sizes[0]
+    assert usual == 10
+    assert 1 <= sum(usual - size for size in sizes[2:]) <= 2 * usual
+    clocked, mine = beside_one()
+    sizes = rows_of_others(clocked, mine, 20 * [*[0.0] * 9, 0.3])
+    assert sum(sizes) / len(sizes) > 0.75 * usual
+
+
+def test_plans_that_are_not_submitted_change_nothing() -> None:
+    clocked, mine = beside_one()
+    clocked.late_s = 2.0
+    clocked.step()
+    sizes = [len(clocked.batcher.plan().shares) for _ in range(50)]
+    assert sizes == [sizes[0]] * 50, "none pays for the step"
+    clocked.batcher.remove(mine)
+    clocked.pool.release(mine.drop_kv())
+    for _ in range(NUM_AFTER + 1):
+        clocked.batcher.plan()
+    assert clocked.batcher.sharing.recent, "nor counts as one since flows met"
+
+
+def test_errors_of_predictions_that_average_out_cost_nothing() -> None:
+    clocked, mine = beside_one()
+    late_s = [*[1e-3] * 5, *[-1e-3] * 5] * 20
+    assert rows_of_others(clocked, mine, late_s) == [10] * 200
+
+
+def test_steps_in_lockstep_with_other_engines_are_not_paid_for_when_they_take_longer() -> None:
+    for in_lockstep in (False, True):
+        clocked = Clocked(in_lockstep=in_lockstep)
+        flood(clocked, 64, 10)
+        clocked.add(max_tokens=4000)
+        clocked.step()
+        clocked.late_s = 1.0
+        clocked.step()
+        num_sitting_out = sum(len(clocked.step().shares) == 1 for _ in range(5))
+        assert bool(num_sitting_out) != in_lockstep
+
+
+def test_rows_of_drafts_are_foreseen() -> None:
+    clocked = Clocked(drafts=2, learns=False)
+    flood(clocked, 64, 10)
+    clocked.add(max_tokens=500)
+    for _ in range(4):
+        clocked.step()
+    batch = clocked.step()
+    assert batch.share is not None
+    num_rows = len(batch.shares) + sum(map(len, batch.drafts.values()))
+    assert num_rows > len(batch.shares)
+    (late_s,) = batch.share.late_s(step_s(num_rows)).values()
+    assert late_s == pytest.approx(0.0, abs=ROW_S / 4)
+
+
+def test_steps_that_all_take_as_long_starve_nobody() -> None:
+    """Nothing is known of what a row or a token takes."""
+    flat = [CostSample(size, 0, rows, 0.01) for rows in (1, 8) for size in (rows, 64 * rows)]
+    clocked = Clocked(learns=False, samples=flat)
+    clocked.add(max_tokens=500, tenant="third")
+    foes = [clocked.add(8000, tenant="foe", max_tokens=2) for _ in range(3)]
+    mine = [clocked.add(8000, max_tokens=2) for _ in range(3)]
+    for _ in range(40):
+        clocked.step()
+    assert set(clocked.ended) == {one.sequence_id for one in (*foes, *mine)}
+
+
+@pytest.mark.parametrize("limit_s", [None, 0.007, 0.001])
+def test_a_short_prompt_waits_for_no_long_one_where_gaps_have_a_limit(
+    limit_s: float | None,
+) -> None:
+    clocked = Clocked(max_gap_s=limit_s)
+    clocked.add(max_tokens=500, tenant="third")
+    clocked.step()
+    clocked.add(8000, tenant="foe")
+    for _ in range(3):
+        clocked.step()
+    mine = clocked.add(20)
+    for _ in range(2):
+        clocked.step()
+    assert mine.output_tokens
 
 
 def test_the_engine_counts_what_its_steps_take_longer() -> None:

@@ -161,6 +161,7 @@ def test_sixteen_gpus_of_80_gb_share_the_experts(
     assert rank.weights == pytest.approx(weights, rel=0.002)
     assert rank.num_pages * shape.dcp * plan.layout.block_tokens >= tokens
     assert (plan.num_prefills, plan.num_decodes) == (shape.dp, shape.dp)
+    assert plan.engine_of(Role.DECODE).in_lockstep == (shape.dp > 1)
 
 
 def test_what_is_advised_fits(tmp_path: Path) -> None:
