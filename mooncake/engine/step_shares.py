@@ -247,7 +247,9 @@ class Sharing:
         self._config = config
         self._smallest_s = 0.0
         self._balances: dict[Flow, float] = {}
-        """What limited flows have not used of earlier steps; less than nothing: what they owe."""
+        """How many shares of a step flows have not used of earlier ones; less than nothing: they owe
+        them. What is owed stays while a flow is away, or alone for less than `NUM_AFTER` steps.
+        """
         self._num_after = 0
         """Steps until a flow that is alone is not limited any more."""
 
@@ -282,7 +284,7 @@ class Sharing:
             share_s, num_tokens = seconds[flow], int(tokens[flow])
             pays = share_s < want.seconds and not is_alone
             if share_s < want.seconds or num_tokens < want.num_tokens:
-                owed_s = max(0.0, -self._balances.get(flow, 0.0)) if pays else 0.0
+                owed_s = share_s * max(0.0, -self._balances.get(flow, 0.0)) if pays else 0.0
                 kept_s = share_s / 2 if want.num_tokens and want.num_streams else 0.0
                 left[flow] = Left(share_s, share_s - owed_s, kept_s, num_tokens, pays)
         return StepShare(self.times, left, None if is_alone else smallest_s)
@@ -291,14 +293,16 @@ class Sharing:
         """Count a step that is submitted, planned with such a share."""
         if share is None or share.smallest_s is None:
             self._num_after = max(0, self._num_after - 1)
-        else:
-            self._smallest_s, self._num_after = share.smallest_s, NUM_AFTER
-        balances, self._balances = self._balances, {}
-        for flow, left in ({} if share is None else share.left).items():
-            if left.pays:
-                balance = balances.get(flow, 0.0) + left.share_s - left.taken_s
-                least_s = -MOST_OWED * left.share_s
-                self._balances[flow] = min(max(balance, least_s), left.share_s)
+            if not self._num_after:
+                self._balances = {}
+            return
+        self._smallest_s, self._num_after = share.smallest_s, NUM_AFTER
+        paying = {flow: left for flow, left in share.left.items() if left.pays}
+        balances = dict.fromkeys(paying, 0.0) | self._balances
+        for flow in balances:
+            taken = paying[flow].taken_s / paying[flow].share_s if flow in paying else 0.0
+            balances[flow] = min(max(balances[flow] + 1 - taken, -MOST_OWED), 1.0)
+        self._balances = {flow: one for flow, one in balances.items() if flow in paying or one < 0}
 
     def observe(self, sample: CostSample, share: StepShare | None, *, has_prompts: bool) -> None:
         """Learn of a measured step, with the share that it was planned with."""
@@ -311,9 +315,9 @@ class Sharing:
         for it. What holds up a step once is seldom theirs: `MOST_LATE`.
         """
         for flow, late_s in share.late_s(seconds).items():
-            if flow in self._balances:
-                most_s = MOST_LATE * share.left[flow].share_s
-                self._balances[flow] -= min(max(late_s, -most_s), most_s)
+            if share.left[flow].pays and flow in self._balances:
+                late = late_s / share.left[flow].share_s
+                self._balances[flow] -= min(max(late, -MOST_LATE), MOST_LATE)
 
     def _wants(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[Flow, Wants]:
         wants: dict[Flow, Wants] = {}
