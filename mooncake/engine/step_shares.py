@@ -18,7 +18,8 @@ The tokens of a step's budget are shared by the same weights, where prompts want
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import msgspec
@@ -38,6 +39,8 @@ took less than three times as long as alone with k2-demo on two quiet cores.
 """
 AFTERWARDS = 8.0
 NUM_AFTER = 32
+NUM_BETWEEN = 4
+"""Steps of a flow that are limited so because the last one was of another flow."""
 MOST_OWED = 32
 """Shares of a step that a flow owes at most, however much it had to take at once."""
 MOST_LATE = 2
@@ -152,11 +155,14 @@ class StepShare:
     """What the flows that get less than they want may still have of a step."""
 
     def __init__(
-        self, times: StepTimes, left: dict[Flow, Left], smallest_s: float | None = None
+        self, times: StepTimes, left: dict[Flow, Left], smallest_s: float, num_after: int
     ) -> None:
-        """`smallest_s`: what the smallest of several flows wants; None: there is one flow only."""
+        """`smallest_s`: what the smallest flow wants, or wanted when there was another. `num_after`:
+        further steps in which one that is alone is limited; where flows meet, `NUM_AFTER`.
+        """
         self.left = left
         self.smallest_s = smallest_s
+        self.num_after = num_after
         self._times = times
         self._limits = left
         self._others_s = 0.0
@@ -252,11 +258,19 @@ class Sharing:
         """
         self._num_after = 0
         """Steps until a flow that is alone is not limited any more."""
+        self._last: tuple[Flow, int] | None = None
+        """The flow of the last step, if there was one only, and how many sequences it had."""
 
-    @property
-    def recent(self) -> bool:
-        """Whether flows met not long ago."""
-        return self._num_after > 0
+    def limits(self, flows: Collection[Flow]) -> bool:
+        """Return whether steps of such flows may be limited."""
+        return len(flows) > 1 or self._num_after > 0 or self._follow_another(flows)
+
+    def _follow_another(self, flows: Collection[Flow]) -> bool:
+        """Return whether the last step was of another flow, which may be back soon."""
+        if self._last is None:
+            return False
+        flow, _ = self._last
+        return flow not in flows and flow[0] is not Priority.BATCH
 
     def of_step(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> StepShare | None:
         """Return what flows get of the next step; None: all that they want.
@@ -266,11 +280,15 @@ class Sharing:
         self.times.learn()
         wants = self._wants(running, waiting)
         guarded = [want.seconds for (kind, _), want in wants.items() if kind is not Priority.BATCH]
-        fixed_s, smallest_s, is_alone = self.times.fixed_s, self._smallest_s, len(wants) <= 1
-        if is_alone and self._num_after:
+        fixed_s, smallest_s, num_after = self.times.fixed_s, self._smallest_s, self._num_after
+        is_alone = len(wants) <= 1
+        if is_alone and self._last is not None and self._follow_another(wants) and not num_after:
+            smallest_s, num_after = self.times.rows_s(self._last[1], 0), NUM_BETWEEN
+        if is_alone and num_after:
             whole_s = AFTERWARDS * (fixed_s + smallest_s) - fixed_s
+            num_after -= 1
         elif guarded and not is_alone:
-            smallest_s = min(guarded)
+            smallest_s, num_after = min(guarded), NUM_AFTER
             whole_s = max(FACTOR * (fixed_s + smallest_s) - fixed_s, len(wants) * smallest_s)
         else:
             return None
@@ -287,16 +305,21 @@ class Sharing:
                 owed_s = share_s * max(0.0, -self._balances.get(flow, 0.0)) if pays else 0.0
                 kept_s = share_s / 2 if want.num_tokens and want.num_streams else 0.0
                 left[flow] = Left(share_s, share_s - owed_s, kept_s, num_tokens, pays)
-        return StepShare(self.times, left, None if is_alone else smallest_s)
+        return StepShare(self.times, left, smallest_s, num_after)
 
-    def commit(self, share: StepShare | None) -> None:
+    def commit(self, share: StepShare | None, sequences: Seq[Sequence]) -> None:
         """Count a step that is submitted, planned with such a share."""
-        if share is None or share.smallest_s is None:
+        if share is None:
             self._num_after = max(0, self._num_after - 1)
+        else:
+            self._smallest_s, self._num_after = share.smallest_s, share.num_after
+        if self._num_after < NUM_AFTER:
+            self._last = sequences[0].flow, len(sequences)
             if not self._num_after:
                 self._balances = {}
             return
-        self._smallest_s, self._num_after = share.smallest_s, NUM_AFTER
+        self._last = None
+        assert share is not None
         paying = {flow: left for flow, left in share.left.items() if left.pays}
         balances = dict.fromkeys(paying, 0.0) | self._balances
         for flow in balances:

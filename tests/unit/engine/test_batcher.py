@@ -18,6 +18,7 @@ from mooncake.engine.cost import StepCostModel
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.policy import rank
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.step_shares import NUM_AFTER
 from tests.support.engine.engines import ROOMY, request
 
 WAITING, RUNNING, ENDED = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.ENDED
@@ -247,7 +248,7 @@ def test_a_flow_for_which_others_yield_is_admissible(limits: dict[str, int]) -> 
     assert list(planner.batcher.admissible()) == [waiting[1]]
     share = planner.batcher.plan().share
     assert share is not None
-    assert share.smallest_s is not None, "flows meet in this step"
+    assert share.num_after == NUM_AFTER, "flows meet in this step"
     assert waiting[1].state is RUNNING
 
 
