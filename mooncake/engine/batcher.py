@@ -157,7 +157,7 @@ class Batcher:
         self._fill(batch)
         is_idle = not any(sequence.steps for sequence in self.running)
         if is_idle and not batch.shares and batch.share is not None:
-            batch.prompts_left_s = None
+            batch.prompts_left_s, batch.has_free_prompt = None, False
             batch.share.lift()  # who sits out would leave the step empty
             self._fill(batch)
         if is_idle and not batch.shares:
@@ -180,8 +180,10 @@ class Batcher:
         for sequence in ready:
             if batch.budget == 0:
                 break
-            if sequence.state is not SequenceState.RUNNING or batch.has_no_time_for(sequence):
+            if sequence.state is not SequenceState.RUNNING:
                 continue  # yielded to one before it, in this very loop
+            if batch.has_no_time_for(sequence):
+                continue
             if batch.most(sequence, 1) and self._grow(sequence, batch):
                 self._give(sequence, batch)
 
@@ -291,8 +293,9 @@ class Batcher:
                 refused.add(flow)
 
     def _yielding_to_due(self, sequence: Sequence, standing: Standing) -> list[Sequence]:
-        """Return what others hold above their shares, the last in order first, with a seat among it
-        where all are taken; nothing where the flow would have more than its own share.
+        """Return what others hold above their shares and leave to a waiting sequence, the last in
+        order first; nothing where its flow would have more than its own share, or there is no seat
+        among it and all are taken.
         """
         num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
         if not standing.is_within(sequence.flow, 1, max(0, num_pages)):

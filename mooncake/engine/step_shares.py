@@ -6,12 +6,13 @@ A row of one flow waits for the whole step, so a flow of many rows slows down al
 is therefore at most `FACTOR` times as long as the smallest of them would have it alone, or as long
 as if all had as little to compute as the smallest. The smallest gets all it wants; the others share
 what is left of the time by the weights of their classes, and their streams take turns. Each of
-these has a balance in seconds: it gets its share of each step, and pays for what it is predicted to
-take and for what the step took longer. Who owes sits out; what it has not used is for later errors
-of predictions, never for more than its share. Batch is never
-the smallest: nobody waits for it. For `NUM_AFTER` steps after flows met, one that is alone has
-steps of at most `AFTERWARDS` times the length of the smallest's own: who comes back does not wait
-for a long one. A flow that was alone before is not limited.
+these has a balance: it gets its share of each step, and pays for what it is predicted to take and
+for what the step took longer. Who owes sits out. What was not used is for later errors of
+predictions; it makes no share larger. Batch is never the smallest: nobody waits for it.
+
+A flow that is alone has steps of at most `AFTERWARDS` times the length of the smallest's own, for
+`NUM_AFTER` of them after flows met, and for `NUM_BETWEEN` of them after a step of another flow's
+streams: who comes back does not wait for a long one. After these it is not limited.
 The tokens of a step's budget are shared by the same weights, where prompts want more.
 """
 
@@ -40,7 +41,7 @@ took less than three times as long as alone with k2-demo on two quiet cores.
 AFTERWARDS = 8.0
 NUM_AFTER = 32
 NUM_BETWEEN = 4
-"""Steps of a flow that are limited so because the last one was of another flow."""
+"""Fewer: where flows take turns, most long prompts have nobody who waits for their steps."""
 MOST_OWED = 32
 """Shares of a step that a flow owes at most, however much it had to take at once."""
 MOST_LATE = 2
@@ -157,8 +158,9 @@ class StepShare:
     def __init__(
         self, times: StepTimes, left: dict[Flow, Left], smallest_s: float, num_after: int
     ) -> None:
-        """`smallest_s`: what the smallest flow wants, or wanted when there was another. `num_after`:
-        further steps in which one that is alone is limited; where flows meet, `NUM_AFTER`.
+        """`smallest_s`: what the smallest flow wants, or wanted when there was another.
+        `num_after`: further steps in which one that is alone is limited; `NUM_AFTER` where flows
+        meet.
         """
         self.left = left
         self.smallest_s = smallest_s
@@ -253,20 +255,20 @@ class Sharing:
         self._config = config
         self._smallest_s = 0.0
         self._balances: dict[Flow, float] = {}
-        """How many shares of a step flows have not used of earlier ones; less than nothing: they owe
-        them. What is owed stays while a flow is away, or alone for less than `NUM_AFTER` steps.
+        """How many shares of a step flows have not used of earlier ones; less than nothing: they
+        owe them. What is owed stays while a flow is away, or alone as long as it is limited.
         """
         self._num_after = 0
         """Steps until a flow that is alone is not limited any more."""
         self._last: tuple[Flow, int] | None = None
-        """The flow of the last step, if there was one only, and how many sequences it had."""
+        """The flow of the last step, if it had only streams of one flow, and how many."""
 
     def limits(self, flows: Collection[Flow]) -> bool:
         """Return whether steps of such flows may be limited."""
         return len(flows) > 1 or self._num_after > 0 or self._follow_another(flows)
 
     def _follow_another(self, flows: Collection[Flow]) -> bool:
-        """Return whether the last step was of another flow, which may be back soon."""
+        """Return whether the last step was of another flow's streams, which may be back soon."""
         if self._last is None:
             return False
         flow, _ = self._last
@@ -313,13 +315,13 @@ class Sharing:
             self._num_after = max(0, self._num_after - 1)
         else:
             self._smallest_s, self._num_after = share.smallest_s, share.num_after
-        if self._num_after < NUM_AFTER:
-            self._last = sequences[0].flow, len(sequences)
+        self._last = None
+        if share is None or self._num_after < NUM_AFTER:
+            if all(one.num_missing == 1 for one in sequences):
+                self._last = sequences[0].flow, len(sequences)
             if not self._num_after:
                 self._balances = {}
             return
-        self._last = None
-        assert share is not None
         paying = {flow: left for flow, left in share.left.items() if left.pays}
         balances = dict.fromkeys(paying, 0.0) | self._balances
         for flow in balances:

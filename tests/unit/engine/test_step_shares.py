@@ -327,6 +327,13 @@ def test_a_long_prompt_begins_with_small_chunks_where_another_flow_has_just_comp
     assert is_short == (num_steps <= NUM_BETWEEN)
 
 
+def test_prompts_that_follow_one_another_are_not_cut() -> None:
+    clocked = Clocked()
+    for tenant in "abab":
+        clocked.took_s(clocked.add(2048, tenant=tenant, max_tokens=1))
+    assert len(clocked.plans) == 4
+
+
 def test_a_chunk_behind_a_long_context_is_paid_with_steps_without_one() -> None:
     """Here the context takes 8 ms for every 1,000 tokens, however few attend to it."""
     clocked = Clocked(context_s=8e-6, learns=False)
