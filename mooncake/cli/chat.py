@@ -17,6 +17,7 @@ from mooncake.cli.chat_tools import ChatTools
 from mooncake.cli.command import Command
 from mooncake.cli.status import ServerAddress
 from mooncake.launch.config.options import count, number, setting, text, truth
+from mooncake.launch.config.shipped import DEMO
 from mooncake.launch.host.http_client import Client
 
 ANSWERS, TOOLS = "answers", "tools"
@@ -24,6 +25,9 @@ MAX_ROUNDS = 8
 """Answers with calls to one question: a model that only calls would go on for ever."""
 
 HELP = "/new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+TRIES = ("What is Mooncake?", "What is 347 + 585?", "My name is Anna. What is my name?")
+"""What k2-demo can answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +163,8 @@ def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None
     tools = ChatTools(client, Path(wanted.folder), datetime.now) if wanted.tools else None
     conversation = Conversation(client, wanted, tools)
     out.write(f"Talking to {plain(conversation.model)}. {HELP}.\n")
+    if conversation.model == DEMO:
+        out.write("".join(f"  try: {question}\n" for question in TRIES))
     while True:
         try:
             question = read("> ").strip()

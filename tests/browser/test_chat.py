@@ -215,6 +215,19 @@ def test_text_of_the_model_stays_text(api_server: ApiServers, visit: Visits) -> 
     expect(page.page.locator("#turns :is(img, script, b, i)")).to_have_count(0)
 
 
+def test_the_demo_model_comes_with_questions(api_server: ApiServers, visit: Visits) -> None:
+    page = visit(api_server(says("fine")).url)
+    expect(page.page.locator("#welcome")).to_have_text("What would you like to know?")
+    models = json.dumps({"data": [{"id": "k2-demo"}]})
+    page.page.route("**/v1/models", lambda route: route.fulfill(body=models))
+    page.page.reload()
+    expect(page.page.locator("#welcome button")).to_have_count(3)
+    page.expected_errors = ("404",)  # the server behind has another model
+    page.page.get_by_role("button", name="What is Mooncake?").click()
+    expect(page.page.locator(".turn.user .text")).to_have_text("What is Mooncake?")
+    expect(page.page.locator(".turn.error .text")).to_contain_text("k2-demo")
+
+
 def test_a_server_with_keys_asks_for_one(api_server: ApiServers, visit: Visits) -> None:
     config = ApiConfig(port=0, drain_s=0.2, api_keys=("sesame",))
     served = api_server(says("welcome"), config=config)

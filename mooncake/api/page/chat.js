@@ -6,6 +6,7 @@ import { readSettings, systemMessages } from "./settings.js";
 import { Answer, plainTurn } from "./turn.js";
 
 const NEAR_PX = 80;
+const TRIES = { "k2-demo": ["What is Mooncake?", "What is 347 + 585?", "My name is Anna. What is my name?"] };
 
 let messages = [];
 let running = null; // AbortController of the request under way
@@ -169,7 +170,15 @@ export function startChat() {
   byId("clear").addEventListener("click", clear);
 }
 
-/** Show a sentence from the server above the conversation's first turn. */
-export function welcome(text) {
-  byId("welcome").textContent = text || "What would you like to know?";
+/** Show a sentence from the server above the conversation's first turn, and what to ask a model that is known. */
+export function welcome(text, model) {
+  const tries = (TRIES[model] ?? []).map((question) => {
+    const button = el("button", { type: "button", className: "quiet" }, question);
+    button.addEventListener("click", () => {
+      byId("prompt").value = question;
+      submit();
+    });
+    return button;
+  });
+  byId("welcome").replaceChildren(text || "What would you like to know?", ...tries);
 }

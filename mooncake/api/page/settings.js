@@ -47,14 +47,14 @@ async function loadModels(say) {
   try {
     const { data } = await getJson("v1/models");
     choice.replaceChildren(...data.map(({ id }) => new Option(id, id)));
-    say("");
+    say("", data[0]?.id);
   } catch (problem) {
     if (problem.status === 401) byId("settings-fold").open = true;
     say(problem.message);
   }
 }
 
-/** Wire the form; `say` shows a sentence about the server. */
+/** Wire the form; `say` shows a sentence about the server, given its model once that is known. */
 export function startSettings(say) {
   const fold = byId("settings-fold");
   const wide = matchMedia(WIDE);

@@ -14,6 +14,7 @@ import pytest
 import mooncake
 from mooncake import LLM, AsyncLLM, RequestOutput, SamplingParams
 from mooncake.base import InvalidRequest
+from mooncake.cli.chat import TRIES
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server import Server, serving
 
@@ -156,3 +157,11 @@ def test_public_names_are_there_and_others_are_not() -> None:
     assert all(getattr(mooncake, name) for name in mooncake.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         mooncake.nothing  # noqa: B018
+
+
+def test_the_demo_model_answers_what_chat_proposes() -> None:
+    with LLM("k2-demo", num_threads=1, kv_cache_memory_bytes="64MiB") as llm:
+        talks = [[{"role": "user", "content": question}] for question in TRIES]
+        answers = [llm.chat(talk)[0].text for talk in talks]
+    for part, answer in zip(("serving engine", "932", "Anna"), answers, strict=True):
+        assert part in answer

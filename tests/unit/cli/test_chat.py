@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from mooncake.base import ConfigError, MooncakeError, Unavailable
-from mooncake.cli.chat import MAX_ROUNDS, Chat, Conversation, plain, talk
+from mooncake.cli.chat import MAX_ROUNDS, TRIES, Chat, Conversation, plain, talk
 from mooncake.cli.chat_tools import MAX_FILES, MAX_TEXT, ChatTools
 from mooncake.launch.host.http_client import Client
 
@@ -54,6 +55,16 @@ def called(*calls: tuple[str, str]) -> list[dict[str, Any]]:
         pieces = [{"index": index, "function": {"arguments": letter}} for letter in arguments]
         events += [{"choices": [{"delta": {"tool_calls": [piece]}}]} for piece in [first, *pieces]]
     return events
+
+
+@pytest.mark.parametrize(("model", "has_tries"), [("k2-demo", True), ("k2", False)])
+def test_questions_are_proposed_for_the_demo_model(model: str, has_tries: bool) -> None:
+    """The model itself is asked them in tests/integration/api/test_python_api.py."""
+    out = io.StringIO()
+    lines = iter(["/quit"])
+    with mock.patch("mooncake.cli.chat.Client", return_value=Scripted(said("hello"))):
+        assert talk(Chat(model=model), read=lambda _: next(lines), out=out) == 0
+    assert all((question in out.getvalue()) == has_tries for question in TRIES)
 
 
 @pytest.fixture
