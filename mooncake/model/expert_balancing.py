@@ -61,6 +61,9 @@ class ExpertBalancer:
         Raises:
             GroupError: another rank failed.
         """
+        if not self._num_steps:  # rows of steps that were only tried out
+            for layer in self._layers:
+                layer.counts.zero_()
         if self._looked_at:
             self._go_on()
         if (exchange := self._ranks.exchange) is not None:
@@ -79,8 +82,10 @@ class ExpertBalancer:
         counters, size = self.counters, self._ranks.all.size
         counted: list[list[int]] = []
         computed = [0.0] * len(self._layers[0].counts[:-1]) if self._layers else []
-        for layer in self._layers:
-            counts = layer.counts.tolist()[:-1]
+        # One read for all: a device has to come to its end for it.
+        read = torch.stack([each.counts for each in self._layers]).tolist() if self._layers else []
+        for layer, rows in zip(self._layers, read, strict=True):
+            counts = rows[:-1]
             layer.counts.zero_()
             counted.append(counts)
             loads = rank_loads(counts, layer.placement, size)

@@ -174,6 +174,13 @@ class KimiK2:
         if sharing is not None:
             self.balancer = ExpertBalancer(self.expert_slots, sharing, eplb)
 
+    def between_steps(self) -> None:
+        """Do what comes before each step and is no part of it, nor of one that is captured. All
+        ranks call this alike.
+        """
+        if self.balancer is not None:
+            self.balancer.between_steps()
+
     def forward(
         self,
         inputs: StepInputs,
@@ -191,8 +198,6 @@ class KimiK2:
         """
         stage = self.stage
         stage.begin()
-        if self.balancer is not None:
-            self.balancer.between_steps()
         if self.exchange is not None:
             self.exchange.agree(len(inputs.tokens), inputs.outputs.num_rows)
         if stage.is_first:
@@ -291,8 +296,7 @@ class KimiK2:
     def serve(self) -> None:
         """Take part in a step of other ranks, for which this one has no rows."""
         assert self.exchange is not None, "nobody shares experts with this rank"
-        assert self.balancer is not None
-        self.balancer.between_steps()
+        self.between_steps()
         self.exchange.agree(0, 0)
         none = self._placed.new_empty(0, self.spec.hidden_size)
         for number, layer in zip(self.stage.layers, self._layers, strict=True):

@@ -309,8 +309,8 @@ class ModelSource:
     def _captured(self, config: EngineConfig) -> CapturedSizes:
         """Return what steps are captured: none where the device or the backends do not allow any,
         what drafts reads the states of each step, or the host takes part: it computes experts,
-        stages tell each other what they timed, ranks that share experts how many rows they have.
-        None with prompts where ranks share contexts out and gather those of prompts.
+        stages tell each other what they timed, instances that share experts how many rows they
+        have. None with prompts where ranks share contexts out and gather those of prompts.
         """
         model, shape = self._model, self._options.shape
         assert model is not None
@@ -318,7 +318,7 @@ class ModelSource:
         can = self._device.is_gpu and kernels == (TRITON, TRITON)
         drafts = model.mtp is not None or self._head is not None
         can = can and self._device.expert_backends is None and not drafts
-        can = can and shape.pp == shape.ep == 1 and model.spec.rope_interleave
+        can = can and shape.pp == shape.dp == 1 and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return CapturedSizes()
         most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if config.num_homes == 1 else 0

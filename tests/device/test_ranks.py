@@ -47,7 +47,7 @@ EAGER, CAPTURED = "reference", "auto"
     ("words", "backend", "order"),
     [
         ("tp2", EAGER, LATE), ("tp2", CAPTURED, RANDOM), ("tp2-dcp2", EAGER, RANDOM),
-        ("tp2-dcp2", CAPTURED, LATE),
+        ("tp2-dcp2", CAPTURED, LATE), ("tp2-ep2", EAGER, RANDOM), ("tp2-ep2", CAPTURED, LATE),
     ],
 )  # fmt: skip
 def test_two_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(

@@ -84,8 +84,8 @@ class StackedExperts:
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, [tokens, hidden] in x's dtype.
 
-        x: [tokens, hidden]; experts: [tokens, k] int64, below 0 (of tensors of the host) where
-        another rank has the expert: that adds nothing; weights: [tokens, k] float32.
+        x: [tokens, hidden]; experts: [tokens, k] int64, below 0 where another rank has the expert:
+        that adds nothing; weights: [tokens, k] float32.
         """
         order = order_by_expert(experts)
         ends = torch.searchsorted(order.sorted_experts, self._ids, right=True).to(torch.int32)
@@ -96,6 +96,8 @@ class StackedExperts:
         rows = x.index_select(0, tokens)
         inner = gated(grouped_product(rows, self._gate_up, ends))
         outputs = grouped_product(inner, self._down, ends)
-        if others:
+        if experts.is_cuda:  # the host does not learn how many: computed by the first, left out
+            outputs = outputs.masked_fill_(order.sorted_experts[:, None] < 0, 0)
+        elif others:
             outputs = torch.cat((outputs.new_zeros(others, outputs.shape[1]), outputs))
         return weighted_sum(outputs, order, weights)

@@ -543,8 +543,9 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
     can = "it can only be planned (--dry-run, or simulate --shape)"
     if config.all2all_backend != GATHERED:
         raise ConfigError(
-            f"all2all-backend={config.all2all_backend}: DeepEP moves rows between GPUs, and "
-            "experts are shared on CPUs only so far; leave it out, or plan with --dry-run"
+            f"all2all-backend={config.all2all_backend}: DeepEP moves rows between GPUs of "
+            "several instances, which share experts on CPUs only so far; leave it out, or plan "
+            "with --dry-run"
         )
     if shape.ep > 1 and shape.pp > 1:
         raise ConfigError(
@@ -563,11 +564,15 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
         raise ConfigError(f"{DP_FLAG}={shape.dp}: with --colocated there is one worker")
     if shape.dp > 1 and config.role_switching:
         raise ConfigError(f"role-switching: workers that share experts ({shape}) keep their role")
-    for flag, size in ((PP_FLAG, shape.pp), (EP_FLAG, shape.ep)):
-        if size > 1 and device == "cuda":
-            raise ConfigError(
-                f"{flag}={size} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
-            )
+    if shape.pp > 1 and device == "cuda":
+        raise ConfigError(
+            f"{PP_FLAG}={shape.pp} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
+        )
+    if device == "cuda" and config.enable_eplb:
+        raise ConfigError(
+            "enable-eplb: experts are not moved between GPUs yet, only shared (-ep); leave it out, "
+            "or use --device cpu"
+        )
     if device == "cuda" and shape.num_ranks > 1 and config.rank_backend != "auto":
         raise ConfigError(
             f"rank-backend={config.rank_backend}: ranks on GPUs exchange by NCCL; leave it out"

@@ -206,6 +206,7 @@ class DecodeGraphs:
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size = self._sizes[bisect.bisect_left(self._sizes, len(slots))]
+        self._model.between_steps()
         self._fill(slots, size, entries)
         if tokens is not None:
             self._values[_TOKENS, : len(slots)].copy_(tokens)

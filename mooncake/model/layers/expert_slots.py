@@ -43,19 +43,24 @@ class ExpertSlots:
         num_slots: int,
         experts: Experts,
         computing: Computing | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """experts: those in this rank's slots, in order. computing: what of them is wanted, of
-        which ranks' results are added; None: what `experts` returns.
+        which ranks' results are added; None: what `experts` returns. device: where rows come from;
+        None: the host.
         """
         self._ranks = ranks
         self._num_experts = num_experts
         self._experts = experts
         self._computing = computing or experts
         self.placement = first_placement(num_experts, num_slots)
-        self.counts = torch.zeros(num_experts + 1, dtype=torch.int64)
+        self._device = device
+        self.counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
         """Rows that each expert had on all ranks since they were set to zero; behind them, rows
-        that only filled up, times choices.
+        that only filled up an exchange, times choices. Those that fill up a captured step are
+        computed as others are, and counted so.
         """
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._read()
 
     def place(self, placement: Placement) -> None:
@@ -78,13 +83,21 @@ class ExpertSlots:
             rows = exchange.spread(rows)
         if not rows.x.shape[0]:
             return x
-        known = torch.where(rows.experts < 0, self._num_experts, rows.experts)
-        self.counts += torch.bincount(known.flatten(), minlength=self._num_experts + 1)
-        turn = torch.arange(len(known))[:, None] % self._num_slots[known]
-        made = self._computing(rows.x, self._slots[known, turn], rows.weights)
+        known = rows.experts
+        if exchange is not None:
+            known = torch.where(known < 0, self._num_experts, known)
+        self.counts.scatter_add_(0, known.flatten(), self._one.expand(known.numel()))
+        made = self._computing(rows.x, self._slots_for(known), rows.weights)
         if exchange is None:
             return made
         return exchange.collect(made.flatten(1), len(x)).view(len(x), *made.shape[1:])
+
+    def _slots_for(self, known: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slots of experts [rows, k]; no number of theirs reaches the host."""
+        if self._slots.shape[1] == 1:
+            return self._slots.view(-1)[known]
+        turn = torch.arange(len(known), device=self._device)[:, None] % self._num_slots[known]
+        return self._slots[known, turn]
 
     def _read(self) -> None:
         """Make the tables: [experts + 1, most slots of one] -> slot of this rank, or `NOBODY`."""
@@ -95,5 +108,5 @@ class ExpertSlots:
             slots[expert].append(slot % each if slot // each == rank else NOBODY)
         most = max(map(len, slots))
         filled = [[*mine, *[NOBODY] * (most - len(mine))] for mine in (*slots, [NOBODY])]
-        self._slots = torch.tensor(filled)
-        self._num_slots = torch.tensor([*map(len, slots), 1])
+        self._slots = torch.tensor(filled, device=self._device)
+        self._num_slots = torch.tensor([*map(len, slots), 1], device=self._device)

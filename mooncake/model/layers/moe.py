@@ -90,8 +90,9 @@ class Moe:
         if sharing is not None:
             num_slots = sharing.all.size * len(weights.experts[0])
             self.slots = self._routed = ExpertSlots(
-                sharing, spec.n_routed_experts, num_slots, self._experts, self._routed
-            )
+                sharing, spec.n_routed_experts, num_slots, self._experts, self._routed,
+                weights.experts[0].device,
+            )  # fmt: skip
         self._route = backends.route
         self._side = backends.side
 

@@ -67,6 +67,7 @@ class ForwardPass:
         whether it is one.
         """
         model, kv, captured = self._model, self._kv, self._captured
+        model.between_steps()
         if captured is None or read is not None or not captured.takes(slots):
             rule = model.prefers_absorbed
             inputs = build_inputs(slots, whole, kv.page_shape, rule, self._tables, kv.home)

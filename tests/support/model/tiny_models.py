@@ -197,6 +197,7 @@ def forward(
     wanted = frozenset(entry.sequence_id for entry in slots) if whole else frozenset()
     with torch.inference_mode():
         inputs = build_inputs(slots, wanted, kv.page_shape, rule, home=kv.home)
+        model.between_steps()
         hidden = model.forward(inputs, kv)
         if not model.stage.is_last:
             return {}

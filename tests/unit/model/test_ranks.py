@@ -4,6 +4,7 @@ formula says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,18 @@ def test_ranks_compute_what_one_rank_does(name: str, num_ranks: int, num_homes: 
     compare(ours(source), ThreadRanks(lambda _: source, num_ranks, num_homes=num_homes))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Products have the bits of how many threads compute them, and torch gives threads that begin
+    later as many as the last test of this process asked for.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_stages_compute_the_bits_of_one_rank(name: str) -> None:
     source = source_of(truth(name, vocab_size=212))

@@ -242,13 +242,18 @@ def test_some_shapes_are_planned_and_not_served_yet(
         plan = plan_for(model, decode_context_parallel_size=dcp, **served)
         assert (plan.options.group_kind, plan.options.own_memories) == ("nccl", True)
         assert plan.ranks[Role.DECODE].shape == Shape(tp=2, dcp=dcp)
+    plan = plan_for(model, enable_expert_parallel=True, **served)
+    assert plan.ranks[Role.DECODE].shape == Shape(tp=2, ep=2)
     refused = {
         "pipeline-parallel-size=2 is not supported on GPUs yet": {"pipeline_parallel_size": 2},
         "data-parallel-size=2 is not supported on GPUs yet": {
             "data_parallel_size": 2,
             "enable_expert_parallel": True,
         },
-        "enable-expert-parallel=2 is not supported on GPUs": {"enable_expert_parallel": True},
+        "enable-eplb: experts are not moved between GPUs yet": {
+            "enable_expert_parallel": True,
+            "enable_eplb": True,
+        },
         "rank-backend=gloo: ranks on GPUs exchange by NCCL": {"rank_backend": "gloo"},
         "8 ranks and 4 GPU": {"prefill": 3, "num_gpu_blocks_override": 100_000},
     }

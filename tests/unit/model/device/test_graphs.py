@@ -225,13 +225,20 @@ def test_numbers_too_large_for_fp8_pages_are_cut_off() -> None:
     assert kv.layers[1][1, 1].float().unique().tolist() == [448.0]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_homes"), [(2, 1), (2, 2), (4, 2)])
-def test_replays_of_ranks_give_what_steps_of_one_do(num_ranks: int, num_homes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_homes", "whole_experts"),
+    [(2, 1, False), (2, 2, False), (4, 2, False), (2, 1, True), (4, 2, True)],
+)
+def test_replays_of_ranks_give_what_steps_of_one_do(
+    num_ranks: int, num_homes: int, whole_experts: bool
+) -> None:
     """Exchanges are part of what is captured: by all ranks alike, padding rows included."""
     source = source_of(truth("yarn", vocab_size=212, num_hidden_layers=2))
     one = load_model(source, dtype=torch.float32, device=CPU)
     kv = kv_for(one.spec)
-    ranks = ThreadRanks(lambda _: source, num_ranks, num_homes=num_homes)
+    ranks = ThreadRanks(
+        lambda _: source, num_ranks, num_homes=num_homes, whole_experts=whole_experts
+    )
     tables = {1: [9, 43, 7], 2: [50], 3: [11, 35]}  # of both homes, of one, of both
     prompts = {number: random_tokens(count, number) for number, count in ((1, 40), (2, 3), (3, 15))}
     begin = [slot(number, 0, prompts[number], tables[number]) for number in tables]
@@ -262,3 +269,22 @@ def test_replays_of_ranks_give_what_steps_of_one_do(num_ranks: int, num_homes: i
     torch.testing.assert_close(whole, kv.pages, atol=1e-4, rtol=1e-4)
     for rank, held in enumerate(ranks.kv):
         assert torch.equal(held.pages, ranks.kv[rank % num_homes].pages)
+
+
+def test_rows_of_replays_are_counted_and_those_of_captures_are_not() -> None:
+    """What ranks that share experts do between two steps is no part of what is captured."""
+    source = source_of(truth("yarn", vocab_size=212, num_hidden_layers=2))
+    ranks = ThreadRanks(lambda _: source, 2, whole_experts=True)
+
+    def run(rank: int) -> list[list[int]]:
+        model = ranks.models[rank]
+        with torch.inference_mode():
+            graphs = DecodeGraphs(model, ranks.kv[rank], Recorder(), most_rows=4, most_pages=2)
+            for step in range(2):
+                graphs.logits([slot(1, step, [5], [3]), slot(2, step, [6], [4])])
+        return [layer.counts.tolist() for layer in model.expert_slots]
+
+    first, second = ranks.on_all(run)
+    assert first == second
+    assert first
+    assert [sum(each) for each in first] == [2 * 2 * source.spec.num_experts_per_tok] * len(first)
