@@ -49,8 +49,10 @@ class PeerGateways:
         timeout_s: float,
         turns: Turns | None = None,
     ) -> None:
-        """`addresses` is read anew each time that it is used: what is in it may change. `turns` are
-        kept in step with those of the other gateways.
+        """`addresses` is read anew each time that it is used: what is in it may change. One that
+        ends in a key ("tcp://HOST:PORT#KEY") is of one process, and given up like one that others
+        have named; at another one a gateway may come back at any time. `turns` are kept in step
+        with those of the other gateways.
         """
         self._turns = turns or Turns()
         self._gateway = gateway
@@ -62,9 +64,11 @@ class PeerGateways:
         """Whether any gateway that was met has not said goodbye; those forgotten count."""
         self._addresses = addresses
         self._untried: dict[str, float] = {}
-        """Addresses that other gateways have named and from which none has answered yet -> until
-        when they are tried.
+        """Addresses of one process, and those that other gateways have named, from which none has
+        answered yet -> until when they are tried.
         """
+        self._taken_up: set[str] = set()
+        """Those of `addresses` that were tried so."""
         self._next_heartbeat_s = float("-inf")
         self._lost: list[WorkerRef] = []
         self._foreign: dict[str, Release] = {}
@@ -164,6 +168,7 @@ class PeerGateways:
     def tick(self, now: float) -> float | None:
         """Send what is due; return when to call again, None while there are no others."""
         self._check_silence(now)
+        self._take_up_processes(now)
         if not self._peers:
             self._bookings.updates = None
             if not self._untried and not self._unmet():
@@ -184,10 +189,20 @@ class PeerGateways:
                 self._send(peer, self._news(news, whole=whole, ask_bookings=peer.ask_bookings))
         return self._next_heartbeat_s
 
+    def _take_up_processes(self, now: float) -> None:
+        """Have each of `addresses` that is of one process tried for a while, once."""
+        new = {each for each in self._addresses if "#" in each} - self._taken_up
+        self._taken_up |= new
+        known = self._known()
+        self._untried.update({each: now + FORGET_S for each in sorted(new) if each not in known})
+
+    def _known(self) -> set[str]:
+        return {self._gateway.address, *(peer.ref.address for peer in self._peers.values())}
+
     def _unmet(self) -> list[str]:
-        """Return the addresses at which no gateway is known."""
-        known = {self._gateway.address, *(peer.ref.address for peer in self._peers.values())}
-        return [each for each in self._addresses if each not in known]
+        """Return the addresses at which no gateway is known, and one may come at any time."""
+        known = self._known()
+        return [each for each in self._addresses if each not in known and "#" not in each]
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a lost gateway has bookings here."""

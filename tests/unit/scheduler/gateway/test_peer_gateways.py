@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from mooncake.base import AnyMessage, PeerLost, Role, WorkerRef
 from mooncake.base.messages import OWN_RELEASE, BookingOver, GatewayNews, Release
@@ -317,6 +318,30 @@ def test_an_address_named_by_others_is_not_tried_for_ever() -> None:
     wire.run(2 * HEARTBEAT_S)
     assert len(wire.passed) > told
     assert ref("gone").address not in first.told
+
+
+@pytest.mark.parametrize("was_met", [True, False])
+def test_an_address_of_one_process_is_not_tried_for_ever(was_met: bool) -> None:
+    """Unlike one without a key, where a gateway may come back."""
+    wire = Wire()
+    process, place = "tcp://h:1#5e", "tcp://h:2"
+    own = wire.start("b", process, place)
+    if was_met:
+        wire.start(process)
+        wire.run(2 * HEARTBEAT_S)
+        assert own.came == [process]
+        del wire.gateways[process]
+    wire.run(2 * HEARTBEAT_S)
+    assert process in own.told
+    for _ in range(2):  # until it is silent, and as long afterwards
+        wire.now += FORGET_S
+        wire.run(2 * HEARTBEAT_S)
+    own.told.clear()
+    wire.run(2 * HEARTBEAT_S)
+    assert {*own.told} == {place}
+    wire.start(place)
+    wire.run(2 * HEARTBEAT_S)
+    assert own.came[-1] == place
 
 
 def test_a_new_life_ends_the_old_one_at_once() -> None:
