@@ -28,7 +28,7 @@ def await_stages(
 
     Raises:
         NotUp: one is not.
-        MooncakeError: one is not of this cluster.
+        Forbidden: one is not of this cluster.
     """
     far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
 

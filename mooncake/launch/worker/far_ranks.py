@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mooncake.base import ConfigError, MooncakeError
+from mooncake.base import ConfigError, Forbidden, MooncakeError
 from mooncake.identity import Credential
 from mooncake.launch.worker.sealed_link import SealedLink
+from mooncake.transfer.net.handshake import HandshakeRefused
 
 HOSTS_NAME = "ranks"
 """By which a host of ranks is asked for in the handshake."""
@@ -44,13 +45,15 @@ class FarStages:
 
         Raises:
             OSError: one does not listen.
-            MooncakeError: one is not of this cluster.
+            Forbidden: one is not of this cluster.
         """
         for host, port in self.hosts:
             try:
                 SealedLink.connect((host, port), self.credential, HOSTS_NAME).close()
             except (OSError, EOFError) as error:
                 raise OSError(f"stage-hosts: {host}:{port} does not answer ({error})") from error
+            except HandshakeRefused as error:
+                raise Forbidden(f"stage-hosts: {host}:{port}: {error.message}") from error
 
     def start(self, stage: int) -> tuple[socket.socket, FarRank]:
         """Have the machine of a stage start a follower; return the socket that is its link.

@@ -200,7 +200,7 @@ def test_a_host_of_ranks_is_greeted_and_probed_without_a_word_in_its_log(
         address = "127.0.0.1", host.port
         FarStages((address, address), "127.0.0.1", MINE).greet()
         socket.create_connection(address).close()
-        with pytest.raises(HandshakeRefused):
+        with pytest.raises(Forbidden, match=f"stage-hosts: 127.0.0.1:{host.port}: .*secret"):
             FarStages((address,), "127.0.0.1", OTHER).greet()
     host.finish(30)
     said = [one.getMessage() for one in caplog.records if one.name != "mooncake.audit"]
