@@ -112,8 +112,14 @@ class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
     """A follower's sign of life, which its process gives every `ranks.SIGN_S` by itself."""
 
 
+class GuessHeard(msgspec.Struct, frozen=True, tag="guess heard", array_like=True):
+    """A follower has heard of one more step that is begun ahead of its plan (`step_log.Ahead`): who
+    writes to its pages from now on waits for that step.
+    """
+
+
 RankWord = StartMove | StopMove | HashPages | Revoke | AskFence
-RankAnswer = Opened | Moved | Hashed | Fenced | Written | Alive
+RankAnswer = Opened | Moved | Hashed | Fenced | Written | Alive | GuessHeard
 
 
 class OfRank(msgspec.Struct, frozen=True):

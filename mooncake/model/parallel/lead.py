@@ -25,6 +25,7 @@ from mooncake.base.vital_thread import VitalThread
 from mooncake.engine.plan import LayerDone
 from mooncake.engine.ranks.kv_moves import (
     Alive,
+    GuessHeard,
     OfRank,
     Opened,
     Progress,
@@ -96,6 +97,10 @@ class Lead:
         """How far each stage is in what it computes, as this rank knows; its own, the last, first,
         then backwards, as ranks are numbered.
         """
+        self._num_guesses = 0
+        self._guesses_heard = [0] * len(self._sockets)
+        """How many of the steps begun ahead each follower has heard of."""
+        self._hearing = threading.Condition()
         for each in self._sockets:
             each.settimeout(timeout_s)
         self._watch, self._bell = socket.socketpair()
@@ -207,8 +212,23 @@ class Lead:
         Raises:
             GroupError: a rank was lost.
         """
+        self._num_guesses += 1
         self.tell(Ahead())
         self.group.gather(tokens)
+
+    def wait_until_guesses_are_heard(self) -> None:
+        """Return when all followers have heard of every step begun ahead. A peer that is told only
+        then where to write finds each of them waiting for its own.
+
+        Raises:
+            InternalError: a rank was lost.
+        """
+        with self._hearing:
+            self._hearing.wait_for(
+                lambda: self.lost is not None or min(self._guesses_heard) >= self._num_guesses
+            )
+        if self.lost is not None:
+            raise InternalError(f"{self.lost}")
 
     def watch(
         self, on_lost: Callable[[], None], on_answer: Callable[[OfRank | LayerDone], None]
@@ -242,6 +262,8 @@ class Lead:
         for process in self._processes:
             process.kill()
         self._opened.put(None)
+        with self._hearing:
+            self._hearing.notify_all()
         self._on_lost()
 
     def close(self) -> None:
@@ -305,6 +327,10 @@ class Lead:
         answer = decode_answer(data)
         if isinstance(answer, Alive):
             self.ranks.alive(rank, time.monotonic())
+        elif isinstance(answer, GuessHeard):
+            with self._hearing:
+                self._guesses_heard[rank - 1] += 1
+                self._hearing.notify_all()
         elif isinstance(answer, Opened):
             self._opened.put((rank, answer))
         elif isinstance(answer, Written):

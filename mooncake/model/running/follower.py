@@ -28,6 +28,7 @@ from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.kv_moves import (
     ALL_LAYERS,
     Alive,
+    GuessHeard,
     Progress,
     RankAnswer,
     RankWord,
@@ -119,7 +120,9 @@ class Guesses:
     once, and a guess in its turn: who writes to pages waits for all guesses of which it has heard.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[RankAnswer], None] = lambda _: None) -> None:
+        """answer: tells the lead that one has been heard of."""
+        self._answer = answer
         self._heard = self._begun = 0
         self._changed = threading.Condition()
 
@@ -127,6 +130,7 @@ class Guesses:
         """The lead has said that it begins one."""
         with self._changed:
             self._heard += 1
+        self._answer(GuessHeard())
 
     def begin(self) -> None:
         """One has been begun here: a mark of the device lies behind it."""
@@ -379,7 +383,7 @@ def run(
         with sending:
             send(link, answer)
 
-    moves, guesses = open_moves(say), Guesses()
+    moves, guesses = open_moves(say), Guesses(lambda answer: say(encode_answer(answer)))
     hearing = threading.Thread(
         target=_hear, args=(link, words, moves, guesses), name="lead", daemon=True
     )

@@ -484,6 +484,9 @@ class ModelRunner:
             decoder.run_ahead(slots, drawn.tokens)
         samples = self._sampler.finish(drawn)
         decoder.confirm([sample.token for sample in samples])
+        if self._lead is not None:
+            # Who hears of these samples may give the pages of a sequence that ends to others.
+            self._lead.wait_until_guesses_are_heard()
         return _Outcome(samples, {}, failures)
 
     def _wait(self) -> None:

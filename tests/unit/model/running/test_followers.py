@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
+import queue
 import select
 import socket
 import threading
@@ -120,6 +122,11 @@ class Instance:
         ]
         pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
         self.links = [theirs for _, theirs in pairs]
+        self.answers: queue.SimpleQueue[tuple[socket.socket, bytes]] = queue.SimpleQueue()
+        """What followers answer to a step begun ahead; `answering` says when the lead gets it."""
+        self.answering = threading.Event()
+        self.answering.set()
+        threading.Thread(target=self._answer, daemon=True).start()
         self.processes = [Process() for _ in pairs]
         self.lead = Lead(
             groups[0], [ours for ours, _ in pairs], self.processes, 30.0, stage_ranks=shape.tp
@@ -161,14 +168,21 @@ class Instance:
             draft_layer=MtpRows(models[0], kv, HostCopies()) if with_mtp else None,
         )  # fmt: skip
 
-    @staticmethod
-    def _run(link: socket.socket, follower: Follower, group: SharedGroup) -> None:
+    def _run(self, link: socket.socket, follower: Follower, group: SharedGroup) -> None:
         send(link, msgspec.msgpack.encode(Loaded()))
+        answer = lambda answer: self.answers.put((link, encode_answer(answer)))  # noqa: E731
         try:
-            follower.follow(heard(link, Guesses()))
+            follower.follow(heard(link, Guesses(answer)))
         except Exception:
             group.fail()
         link.close()
+
+    def _answer(self) -> None:
+        while True:
+            link, answer = self.answers.get()
+            self.answering.wait()
+            with contextlib.suppress(OSError):  # the lead has gone
+                send(link, answer)
 
     def run(self, plan: StepPlan) -> StepResult:
         return run(self.runner, plan)
@@ -426,6 +440,37 @@ def test_captured_steps_are_replayed_by_all_ranks(
     assert [size for size in first.replayed if size > 4] == [32, 16] * prompts_too
     for other in others:
         assert (other.captured, other.replayed) == (first.captured, first.replayed)
+
+
+def test_samples_are_told_once_all_ranks_have_heard_of_the_step_begun_on_them(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence that ends with them gives its pages to others, and a peer that writes there asks
+    the rank that has them alone.
+    """
+    monkeypatch.setattr("mooncake.model.device.graphs._SETTLED", 1)
+    made, prompt = instance(Shape(tp=2), captured=True), [5, 6, 7]
+    runner = made.runner
+    tokens = [run(runner, plan(0, [slot(1, 0, prompt, [4])], [start(1, prompt)])).samples[0].token]
+    for step in (1, 2):
+        made.answering.clear()
+        runner.submit(plan(step, [slot(1, 2 + step, tokens[-1:], [4])]))
+        if step == 2:
+            assert not select.select([runner.fileno()], [], [], 0.3)[0]
+        made.answering.set()
+        *_, result = events_until(runner, step)
+        assert isinstance(result, StepResult)
+        tokens.append(result.samples[0].token)
+    decoded = [size for size in made.graphs[1].replayed if size < 16]
+    assert len(decoded) == 3, "one of them is begun on a guess"
+
+
+def test_who_waits_for_answers_hears_of_a_rank_that_is_lost(instance: Open) -> None:
+    made = instance(Shape(tp=2), captured=True)
+    made.lead._num_guesses += 1
+    threading.Timer(0.1, made.lead.fail, ["it is over"]).start()
+    with pytest.raises(InternalError, match="it is over"):
+        made.lead.wait_until_guesses_are_heard()
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
