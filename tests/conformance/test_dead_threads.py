@@ -44,6 +44,7 @@ from mooncake.launch.worker.rank_moves import _Memory
 from mooncake.model.device.cuda_memory import _Ends
 from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.layers.sampler import Sampler
+from mooncake.model.parallel import lead as lead_module
 from mooncake.model.parallel.lead import Lead, Loaded, send
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
@@ -464,6 +465,18 @@ def test_what_watches_ranks(faults: Faults) -> None:
     lead.wait_until_loaded()
     send(theirs, b"what no rank says")
     faults.of("rank-watch")
+    lead.close()
+    theirs.close()
+
+
+def test_signs_of_a_lead(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lead, "tell", die)
+    monkeypatch.setattr(lead_module, "SIGN_S", 0.01)
+    ours, theirs = socket.socketpair()
+    lead = Lead(SharedGroup(0, 2, mmap.mmap(-1, shared_bytes(2)), 1.0), [ours], [Ended()], 5.0)
+    send(theirs, msgspec.msgpack.encode(Loaded()))
+    lead.wait_until_loaded()
+    faults.of("lead-signs")
     lead.close()
     theirs.close()
 

@@ -109,7 +109,9 @@ class Written(msgspec.Struct, frozen=True, tag="written", array_like=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
-    """A follower's sign of life, which its process gives every `ranks.SIGN_S` by itself."""
+    """A rank's sign of life, which its process gives every `rank_group.SIGN_S` by itself: followers
+    to their lead, and the lead to them.
+    """
 
 
 class GuessHeard(msgspec.Struct, frozen=True, tag="guess heard", array_like=True):

@@ -15,7 +15,9 @@ from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import RankMessage, StepWriter, UsePages, Way
 
 SIGN_S = 1.0
-"""Between two signs of life of a follower."""
+"""Between two signs of life of a rank."""
+LEAD_SILENT_S = 30.0
+"""A lead that gives none for so long stands still: its followers end, whatever they wait for."""
 SILENT_S = 10.0
 """A follower that gives none for so long stands still, whatever it was doing."""
 

@@ -15,7 +15,7 @@ import msgspec
 
 from mooncake.base import InternalError, KvLayout, PageArray
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.ranks.kv_moves import RankWord
+from mooncake.engine.ranks.kv_moves import Alive, RankWord
 
 _COUNTS = "I"
 """The columns' kind: four bytes, unsigned."""
@@ -112,7 +112,7 @@ class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
     """Of the longest sequence."""
 
 
-RankMessage = UsePages | RankStep | Ahead | Held | Measure | RankWord
+RankMessage = UsePages | RankStep | Ahead | Held | Measure | Alive | RankWord
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)

@@ -33,7 +33,7 @@ from mooncake.engine.ranks.kv_moves import (
     Written,
     decode_answer,
 )
-from mooncake.engine.ranks.rank_group import SILENT_S, LeadRanks
+from mooncake.engine.ranks.rank_group import SIGN_S, SILENT_S, LeadRanks
 from mooncake.engine.ranks.step_log import Ahead, Measure, RankMessage, UsePages, encode
 from mooncake.model.parallel.group import Group, GroupError
 from mooncake.transfer.net.blocking import receive, send
@@ -88,8 +88,8 @@ class Lead:
         self._closed = False
         self._on_lost: Callable[[], None] = lambda: None
         self._on_answer: Callable[[OfRank | LayerDone], None] = lambda _: None
-        self._sending = threading.Lock()
-        """Steps and moves are told by two threads."""
+        self._sending = threading.RLock()
+        """Steps, moves and signs are told by three threads."""
         self._opened: queue.SimpleQueue[tuple[int, Opened] | None] = queue.SimpleQueue()
         """What followers answered to the last `use_pages`; None: one is lost."""
         self._stage_ranks = stage_ranks or group.size
@@ -105,6 +105,8 @@ class Lead:
             each.settimeout(timeout_s)
         self._watch, self._bell = socket.socketpair()
         self._watcher = VitalThread(self._watch_all, "rank-watch")
+        self._ending = threading.Event()
+        self._signing = VitalThread(self._give_signs, "lead-signs")
 
     @property
     def num_stages(self) -> int:
@@ -135,6 +137,7 @@ class Lead:
                 raise CheckpointError(f"rank {rank}: {error_text}")
             each.settimeout(self._timeout_s)
         self._watcher.start()
+        self._signing.start()
 
     def use_pages(self, pages: UsePages, descriptor: int | None = None) -> list[Opened]:
         """Have all followers compute over the memory behind `descriptor`, or over memories of their
@@ -146,10 +149,11 @@ class Lead:
         self._progress = [(0, 0)] * len(self._progress)
         found: dict[int, Opened] = {}
         with self._meeting():
-            self.ranks.use_pages(pages)
-            if descriptor is not None:
-                for each in self._sockets:
-                    socket.send_fds(each, [b"\0"], [descriptor])
+            with self._sending:  # nothing comes between the two
+                self.ranks.use_pages(pages)
+                if descriptor is not None:
+                    for each in self._sockets:
+                        socket.send_fds(each, [b"\0"], [descriptor])
             while pages.own and len(found) < len(self._sockets):
                 answer = self._opened.get()
                 if answer is None:
@@ -274,8 +278,10 @@ class Lead:
             self._closed = True
         with contextlib.suppress(OSError):
             self._bell.send(b"\0")
-        if self._watcher.is_alive():
-            self._watcher.join(END_S)
+        self._ending.set()
+        for thread in (self._watcher, self._signing):
+            if thread.is_alive():
+                thread.join(END_S)
         for each in (*self._sockets, self._watch, self._bell):
             each.close()
         for process in self._processes:
@@ -294,6 +300,14 @@ class Lead:
         except (OSError, GroupError) as error:
             self.fail(f"the ranks of this model do not meet: {error}")
             raise InternalError(f"{self.lost}") from error
+
+    def _give_signs(self) -> None:
+        """Show the followers that this process goes on."""
+        while not self._ending.wait(SIGN_S):
+            try:
+                self.tell(Alive())
+            except OSError:
+                return  # one has gone, and who watches them sees it
 
     def _watch_all(self) -> None:
         """Hear what followers answer, until the first of them goes, or falls silent."""

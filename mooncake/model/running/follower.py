@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -35,7 +36,7 @@ from mooncake.engine.ranks.kv_moves import (
     Written,
     encode_answer,
 )
-from mooncake.engine.ranks.rank_group import SIGN_S
+from mooncake.engine.ranks.rank_group import LEAD_SILENT_S, SIGN_S
 from mooncake.engine.ranks.step_log import (
     Ahead,
     CapturedSizes,
@@ -61,7 +62,7 @@ from mooncake.model.loading import load_model
 from mooncake.model.measuring import MemoryMeter, measure_memory
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.exchange import ExpertRanks
-from mooncake.model.parallel.group import Group
+from mooncake.model.parallel.group import Group, GroupError
 from mooncake.model.parallel.joining import join
 from mooncake.model.parallel.lead import Loaded
 from mooncake.model.rank_device import RankDevice
@@ -71,6 +72,9 @@ from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.net.blocking import receive, send
 
 _log = logging.getLogger(__name__)
+
+_LOOKS = 10
+"""At a lead that says nothing, before it is taken for one that stands still."""
 
 Word = tuple[RankMessage, int | None]
 """What the lead says, and the descriptor that came with it."""
@@ -464,15 +468,37 @@ def _load(
     )
 
 
-def heard(link: socket.socket, guesses: Guesses) -> Iterator[Word]:
-    """Yield what the lead says, until it goes; `guesses` hear it at once."""
-    while (data := receive(link)) is not None:
+def heard(link: socket.socket, guesses: Guesses, silent_s: float = LEAD_SILENT_S) -> Iterator[Word]:
+    """Yield what the lead says, until it goes; `guesses` hear it at once.
+
+    Raises:
+        GroupError: it has given a sign of life, and then said nothing for `silent_s`: it stands
+            still, and on a GPU who waits for it in an exchange would wait for ever.
+    """
+    gives_signs = False
+    while True:
+        if gives_signs and not _speaks(link, silent_s):
+            raise GroupError(f"the lead of this model gave no sign of life for {silent_s:g} s")
+        if (data := receive(link)) is None:
+            return
         message, descriptor = decode(data), None
+        if isinstance(message, Alive):
+            gives_signs = True
+            continue
         if isinstance(message, Ahead):
             guesses.hear()
         if isinstance(message, UsePages) and not message.own:
             _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
         yield message, descriptor
+
+
+def _speaks(link: socket.socket, silent_s: float) -> bool:
+    """Return whether something comes within `silent_s`, looked at in parts: where lead and follower
+    are stopped together and go on, one part alone is over.
+    """
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    return any(poll.poll(1000 * silent_s / _LOOKS) for _ in range(_LOOKS))
 
 
 def _hear(
@@ -492,6 +518,8 @@ def _hear(
                 words.put((message, descriptor))
     except OSError:  # the lead was killed
         pass
+    except GroupError as error:
+        _log.error("%s: this rank ends", error)
     except Exception:
         _log.exception("what the lead says is not understood")
     finally:

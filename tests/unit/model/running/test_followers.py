@@ -35,7 +35,14 @@ from mooncake.engine.plan import (
     StepSlot,
 )
 from mooncake.engine.ranks.kv_moves import Alive, encode_answer
-from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
+from mooncake.engine.ranks.step_log import (
+    CapturedSizes,
+    Held,
+    Measure,
+    UsePages,
+    decode,
+    encode,
+)
 from mooncake.model.copies import HostCopies
 from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.kv_tensors import KvTensors
@@ -43,6 +50,7 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
+from mooncake.model.parallel.group import GroupError
 from mooncake.model.parallel.lead import Lead, Loaded
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.running.follower import Follower, Guesses, heard
@@ -632,6 +640,38 @@ def test_a_follower_that_falls_silent_ends_all() -> None:
         assert lost.wait(30)
         assert lead.lost == "rank 1 of this model gave no sign of life for 0.2 s"
     lead.close()
+
+
+def test_a_lead_shows_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.model.parallel.lead.SIGN_S", 0.01)
+    group = SharedGroup(0, 2, mmap.mmap(-1, shared_bytes(2)), 1.0)
+    ours, theirs = socket.socketpair()
+    lead = Lead(group, [ours], [Process()], 1.0)
+    with theirs:
+        send(theirs, msgspec.msgpack.encode(Loaded()))
+        lead.wait_until_loaded()
+        theirs.settimeout(30)
+        for _ in range(3):
+            data = receive(theirs)
+            assert data is not None
+            assert decode(data) == Alive()
+        lead.close()
+
+
+def test_a_follower_ends_where_its_lead_stands_still() -> None:
+    """Whatever else the lead has said counts as a sign; before the first one it may be loading."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        words = heard(theirs, Guesses(), 0.2)
+        send(ours, encode(Held(1, {})))
+        assert next(words)[0] == Held(1, {})
+        threading.Timer(0.5, send, [ours, encode(Held(1, {}))]).start()
+        assert next(words)[0] == Held(1, {}), "it has given no sign yet"
+        send(ours, encode(Alive()))
+        send(ours, encode(Held(1, {})))
+        assert next(words)[0] == Held(1, {})
+        with pytest.raises(GroupError, match=r"the lead .* gave no sign of life for 0.2 s"):
+            next(words)
 
 
 def test_messages_keep_their_borders() -> None:
