@@ -495,6 +495,8 @@ class PinGranted(Answer, frozen=True, tag="pin_granted"):
     """Of each block, 0 where it is not known; empty: none is known."""
     more: bool = False
     """The blocks that follow are on this node's disk: unpin these, then ask for those."""
+    num_from_ssd: int = 0
+    """How many of the blocks came up from this node's disk and have not been read since."""
 
 
 # ---------------------------------------------------------------- to kvstore

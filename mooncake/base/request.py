@@ -206,6 +206,55 @@ class FinishInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: Failure | None = None
 
 
+class CacheHits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a prompt was reused, by the place it came from."""
+
+    hbm: int = 0
+    """The pages of the worker that computed the prompt."""
+    dram: int = 0
+    """The memory of the pool node of this worker's machine."""
+    ssd: int = 0
+    """The disks of that node, from which nobody had read it since."""
+    peer: int = 0
+    """The pool node of another machine, or an engine that leaves."""
+
+
+class CacheMisses(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a prompt was computed, by the reason why it was not reused."""
+
+    not_seen: int = 0
+    """The gateway knows of no copy, now or lately."""
+    evicted: int = 0
+    """Every copy of it, or of a block before it, has been removed."""
+    out_of_reach: int = 0
+    """It, or a block before it, is only in the pages of another engine, which lends none."""
+    recomputed: int = 0
+    """Pools had it; placement took computing it for quicker, or its policy does not fetch it."""
+    fetch_failed: int = 0
+    """Placement counted on it, and the worker found it gone or could not fetch it."""
+
+
+class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the tokens in a prompt's reusable blocks: hits and misses are all of them. The
+    last token is always computed, so its block is not reusable.
+    """
+
+    hits: CacheHits = CacheHits()
+    misses: CacheMisses = CacheMisses()
+
+    def __add__(self, other: CacheUse) -> CacheUse:
+        """Return what became of both prompts."""
+        return CacheUse(
+            hits=CacheHits(**_sums(self.hits, other.hits)),
+            misses=CacheMisses(**_sums(self.misses, other.misses)),
+        )
+
+
+def _sums(one: msgspec.Struct, other: msgspec.Struct) -> dict[str, int]:
+    """Return the fields of two structs of numbers, added."""
+    return {name: getattr(one, name) + getattr(other, name) for name in one.__struct_fields__}
+
+
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one request, or its end: from a worker to the gateway, and, without the end and
     in order of position, from there to the client's call. Repeats show by `start`.
@@ -221,6 +270,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """By `packed_logprobs`."""
     num_cached_tokens: int | None = None
     """With the first output of an attempt: prompt tokens whose KV was reused."""
+    fetched: CacheHits | None = None
+    """With the same output: how many blocks of these were fetched; None: none were."""
     finish: FinishInfo | None = None
 
 
@@ -233,6 +284,8 @@ class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     num_output_tokens: int
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was reused instead of computed."""
+    cache: CacheUse | None = None
+    """None: the prompt was not computed, or for its log-probabilities, without a cache."""
     stop_token_id: int | None = None
     failure: Failure | None = None
     """Set exactly when `reason` is REJECTED or ERROR."""

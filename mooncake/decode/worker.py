@@ -253,6 +253,7 @@ class DecodeWorker:
             reuse, job.reuse = job.reuse, None
             if reuse is not None:
                 job.num_counted = reuse.num_counted(self.instance.kvstore)
+                job.fetched = reuse.fetched(self.instance.kvstore)
             if self._jobs.get(job.request_id) is not job:
                 self.instance.pool.release(pages)
                 return

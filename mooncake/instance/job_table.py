@@ -21,7 +21,7 @@ from mooncake.base.messages import (
     WorkerRef,
     is_former,
 )
-from mooncake.base.request import FinishInfo, Flow, RequestOutput, packed_logprobs
+from mooncake.base.request import CacheHits, FinishInfo, Flow, RequestOutput, packed_logprobs
 from mooncake.engine.sequence import Sequence, SequenceOutput
 from mooncake.instance.reuse import PrefixReuse
 
@@ -51,6 +51,8 @@ class Job(Generic[TaskT]):
         self.sequence: Sequence | None = None
         self.num_counted = 0
         """Leading blocks that this node's pool already counts as used by this request."""
+        self.fetched: CacheHits | None = None
+        """Blocks of the prefix that were fetched."""
 
     @property
     def request_id(self) -> str:
@@ -99,6 +101,7 @@ class Job(Generic[TaskT]):
             logprobs=made.logprobs,
             prompt_logprobs=packed_logprobs(made.prompt_logprobs),
             num_cached_tokens=num_cached_tokens,
+            fetched=None if num_cached_tokens is None else self.fetched,
             finish=finish,
         )
 

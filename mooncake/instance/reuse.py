@@ -13,6 +13,7 @@ from functools import partial
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import BlockSource, ChainHead, WorkerRef
+from mooncake.base.request import CacheHits
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 
@@ -50,7 +51,8 @@ class PrefixReuse:
         self._sources = sorted(sources, key=lambda source: source.first)
         self._gathered = gathered
         self._pages: list[int] = []
-        self._num_fetched = 0
+        self._fetched: dict[WorkerRef, tuple[int, int]] = {}
+        """Pool node -> (blocks that came from there, how many of these from its disks)."""
         self._reported: dict[WorkerRef, int] = {}
         self._read: int | None = None
         """The number of the fetch under way."""
@@ -65,6 +67,14 @@ class PrefixReuse:
     def num_counted(self, store: WorkerRef | None) -> int:
         """Return how many leading blocks the node has counted as used by this request."""
         return self._reported.get(store, 0) if store is not None else 0
+
+    def fetched(self, store: WorkerRef | None) -> CacheHits | None:
+        """Return how many blocks were fetched, where `store` is this machine's node."""
+        if not self._fetched:
+            return None
+        num_local, num_ssd = self._fetched.get(store, (0, 0)) if store is not None else (0, 0)
+        num_all = sum(number for number, _ in self._fetched.values())
+        return CacheHits(dram=num_local - num_ssd, ssd=num_ssd, peer=num_all - num_local)
 
     def cancel(self, now: float) -> None:
         """Fetch no more; `gathered` is called as soon as nothing writes to the pages."""
@@ -84,7 +94,7 @@ class PrefixReuse:
                 break
             self._fetch(source, pages, have, now)
             return
-        if self._num_fetched == 0:
+        if not self._fetched:
             # The engine matches its own cache when the sequence's turn comes, and may find more.
             self._pool.release(self._pages)
             self._pages = []
@@ -108,10 +118,11 @@ class PrefixReuse:
         num_blocks = result.num_blocks
         if num_blocks:
             self._reported[source.store] = have + num_blocks
+            before = self._fetched.get(source.store, (0, 0))
+            self._fetched[source.store] = (before[0] + num_blocks, before[1] + result.num_from_ssd)
         for offset in range(num_blocks):
             self._pool.publish(self._keys[have + offset], pages[offset])
         self._pages.extend(pages[:num_blocks])
-        self._num_fetched += num_blocks
         if num_blocks < len(pages):
             self._pool.release(pages[num_blocks:])
             if source.others:

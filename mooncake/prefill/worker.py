@@ -156,6 +156,7 @@ class PrefillWorker:
         instance, reuse, job.reuse = self.instance, job.reuse, None
         if reuse is not None:
             job.num_counted = reuse.num_counted(instance.kvstore)
+            job.fetched = reuse.fetched(instance.kvstore)
         if job.ended:
             instance.pool.release(pages)
             self._close(job, now)

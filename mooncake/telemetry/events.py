@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from mooncake.base import FinishReason, Role, WorkerLoad
+from mooncake.base.request import CacheUse
 
 
 class LifetimeEvent(
@@ -65,6 +66,8 @@ class FirstToken(RequestEvent, frozen=True, tag="first_token"):
 
     worker_id: str
     num_cached_tokens: int
+    cache: CacheUse | None = None
+    """None: it was computed without a cache."""
 
 
 class Tokens(RequestEvent, frozen=True, tag="tokens"):

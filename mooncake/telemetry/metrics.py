@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, generate_latest
 
 from mooncake.base import FinishReason
@@ -142,6 +143,11 @@ class Metrics:
         self._requests.cached_tokens.inc(event.num_cached_tokens)
         self._requests.cache_queries.inc(live.num_prompt_tokens)
         self._requests.cache_hits.inc(event.num_cached_tokens)
+        if event.cache is not None:
+            for tier, number in asdict(event.cache.hits).items():
+                self._requests.hits_by_tier.labels(tier).inc(number)
+            for reason, number in asdict(event.cache.misses).items():
+                self._requests.misses.labels(reason).inc(number)
         if live.placed_s is not None:
             since_placed_s = event.at_s - live.placed_s
             self._requests.prefill_s.observe(since_placed_s)

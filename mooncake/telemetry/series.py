@@ -120,6 +120,13 @@ class RequestSeries:
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens reused, not computed.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in any tier.")
+        self.hits_by_tier = labelled(
+            "prompt_tokens_hit", "Prompt tokens reused, by the place they came from.", "tier"
+        )
+        self.misses = labelled(
+            "prompt_tokens_missed",
+            "Prompt tokens of reusable blocks that were computed, by the reason.", "reason",
+        )  # fmt: skip
         self.planned_fetch_blocks = counter(
             "planned_fetch_blocks", "Blocks the Conductor told workers to fetch from a pool node."
         )

@@ -29,7 +29,7 @@ from mooncake.base import (
     Unavailable,
     pack_tokens,
 )
-from mooncake.base.request import NO_LOGPROBS
+from mooncake.base.request import NO_LOGPROBS, CacheUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class BeamStream:
             BeamSearch(group[0].sampling, width, length_penalty) for group in self._groups
         ]
         self._prompt_logprobs: dict[int, msgspec.Raw] = {}
-        self._num_cached: dict[int, int] = {}
+        self._cached: dict[int, tuple[int, CacheUse | None]] = {}
         self._step = 0
         self._running: EventStream | None = None
         self._failure: MooncakeError | None = None
@@ -288,7 +288,7 @@ class BeamStream:
             raise failure_error(event.failure)
         if event.request_id not in entries:
             raise Unavailable("the server ended this request before it was finished; try again")
-        self._num_cached.setdefault(number, event.num_cached_tokens)
+        self._cached.setdefault(number, (event.num_cached_tokens, event.cache))
 
     def _parts(self) -> Iterator[list[OutputEvent]]:
         """Return the events of all answers, in parts that each take the event loop a moment."""
@@ -309,6 +309,7 @@ class BeamStream:
         # There are fewer where every next token would end an answer before `min_tokens`.
         beams += [Beam()] * (len(group) - len(beams))
         prompt_logprobs = self._prompt_logprobs.get(number, NO_LOGPROBS)
+        num_cached, cache = self._cached.get(number, (0, None))
         for request, beam in zip(group, beams, strict=True):
             tokens = list(beam.tokens)
             entries = None if request.sampling.num_logprobs is None else list(beam.entries)
@@ -327,7 +328,8 @@ class BeamStream:
                 reason=FinishReason.LENGTH if beam.stop_token_id is None else FinishReason.STOP,
                 num_prompt_tokens=len(request.prompt_tokens),
                 num_output_tokens=beam.length,
-                num_cached_tokens=self._num_cached.get(number, 0),
+                num_cached_tokens=num_cached,
+                cache=cache,
                 stop_token_id=beam.stop_token_id,
             )
 

@@ -35,6 +35,7 @@ from mooncake.base import (
     TokenLogprobs,
     Unavailable,
 )
+from mooncake.base.request import CacheUse
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,7 @@ class Choice:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.num_cached_tokens: int | None = None
+        self.cache: CacheUse | None = None
         self.finish_reason: str | None = None
         self._eos = frozenset(eos_token_ids)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -97,7 +99,7 @@ class Choice:
             MooncakeError: the sequence was refused, failed, or was ended by the server.
         """
         if isinstance(event, FinalEvent):
-            self.num_cached_tokens = event.num_cached_tokens
+            self.num_cached_tokens, self.cache = event.num_cached_tokens, event.cache
             if not self.finished:
                 self._end(event)
         elif not self.finished:
@@ -356,6 +358,13 @@ class Call:
         """Prompt tokens that were found in a cache, for the first choice of each prompt."""
         firsts = self.choices[:: self._num_per_prompt]
         return sum(choice.num_cached_tokens or 0 for choice in firsts)
+
+    @property
+    def cache(self) -> CacheUse | None:
+        """What became of the prompts' tokens, for the same choices; None while none has ended."""
+        uses = [choice.cache for choice in self.choices[:: self._num_per_prompt]]
+        known = [use for use in uses if use is not None]
+        return sum(known[1:], known[0]) if known else None
 
 
 def _mean_logprob(delta: Delta) -> float:

@@ -53,6 +53,6 @@ def call_usage(call: Call, *, num_output_tokens: int | None = None) -> Usage:
         prompt_tokens=call.num_prompt_tokens,
         completion_tokens=output,
         total_tokens=call.num_prompt_tokens + output,
-        prompt_tokens_details=CachedTokens(call.num_cached_tokens),
+        prompt_tokens_details=CachedTokens(call.num_cached_tokens, call.cache or UNSET),
         completion_tokens_details=ReasoningTokens(reasoning) if reasoning else UNSET,
     )

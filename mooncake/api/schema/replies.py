@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from mooncake.base.request import CacheUse
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -18,6 +20,8 @@ class CachedTokens(msgspec.Struct, frozen=True):
     """How much of the prompt was reused."""
 
     cached_tokens: int
+    mooncake: CacheUse | UnsetType = UNSET
+    """Where that came from, and why the rest was computed; our addition to OpenAI's fields."""
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):

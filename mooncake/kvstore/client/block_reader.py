@@ -48,6 +48,8 @@ class ReadResult:
     """Bytes of the transfers that succeeded."""
     seconds: float
     """Time those transfers took together."""
+    num_from_ssd: int = 0
+    """How many of the blocks the node had to bring up from its disks."""
 
 
 ReadDone = Callable[[TransferDone, float], None]
@@ -103,6 +105,10 @@ class _Read:
     """Blocks of this piece."""
     more: bool = False
     """Whether the node has blocks behind this piece."""
+    piece_from_ssd: int = 0
+    """Blocks of this piece that came up from a disk."""
+    num_from_ssd: int = 0
+    """The same of the blocks that have arrived."""
     promised: list[int] = field(default_factory=list)
     """Checksum of each block of this piece; 0: none."""
     num_verified: int = 0
@@ -183,6 +189,7 @@ class BlockReader:
             return
         count = read.num_blocks = min(message.num_blocks, len(read.keys))
         read.more = message.more and count < len(read.keys)
+        read.piece_from_ssd = message.num_from_ssd
         read.promised = [*message.checksums[:count], *[0] * (count - len(message.checksums))]
         if not count:
             self._end(message.ticket, 0, now)
@@ -303,13 +310,15 @@ class BlockReader:
             self._verifying.remove(ticket)
         self._unpin(read.store, ticket, corrupt)
         read.arrived += read.promised[:num_blocks]
+        read.num_from_ssd += min(read.piece_from_ssd, num_blocks)
         whole = num_blocks and num_blocks == read.num_blocks
         if whole and read.more and now < read.deadline_s:
             read.advance()
             self._pin(read)
             return
         result = ReadResult(
-            len(read.arrived), read.arrived, error, read.num_bytes, read.seconds
+            len(read.arrived), read.arrived, error, read.num_bytes, read.seconds,
+            read.num_from_ssd,
         )  # fmt: skip
         read.ended(result, now)
 

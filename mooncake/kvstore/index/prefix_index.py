@@ -20,6 +20,7 @@ from mooncake.kvstore.index.key_buckets import Ints, Numbers
 from mooncake.kvstore.index.key_table import KeyTable, words_of
 from mooncake.kvstore.index.prefix_match import PrefixMatch
 from mooncake.kvstore.index.recent_changes import RecentChanges
+from mooncake.kvstore.index.removed_keys import RemovedKeys
 
 MOST_RECENT = 4_096
 """Keys (or kinds of changes) that may wait to be entered into the table, which takes about a
@@ -66,6 +67,7 @@ class PrefixIndex:
         self._table = KeyTable(self._sets)
         """Keys -> numbers of their sets of holders, without recent changes."""
         self._recent = RecentChanges()
+        self._removed = RemovedKeys()
         self._streams: dict[str, dict[Tier, _Stream]] = {}
         self._slots: list[_Stream | None] = []
         self._free_slots: list[int] = []
@@ -130,6 +132,7 @@ class PrefixIndex:
             stream.needs_snapshot = True
         bit = 1 << stream.slot
         self._recent.add(events.removed, 0, bit)
+        self._removed.add(events.removed)
         self._recent.add(events.stored, bit, 0)
         if self._recent.size > MOST_RECENT:
             self._enter()
@@ -241,6 +244,12 @@ class PrefixIndex:
     def prefix_match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """Return which workers hold which stretch of a chain; good until the next block event."""
         return PrefixMatch(self, keys)
+
+    def removed_end(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading `keys` lie before, or are, the last one that some worker removed
+        lately. Another worker may hold it still.
+        """
+        return self._removed.end(keys)
 
     def live_runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
         """Return (stop, workers) for runs of `keys` that the same workers hold, one bit each; 0 for

@@ -76,6 +76,7 @@ class PinSessions:
             places=self._blocks.places(run),
             checksums=self._blocks.hashing.known(run),
             more=more,
+            num_from_ssd=self._blocks.dram.num_from_ssd(run),
         )
         self._ports.channel.send(reader.address, granted)
 
@@ -83,7 +84,9 @@ class PinSessions:
         """End a pin, or the wait for one; hash blocks again that the reader says are corrupt."""
         state = self._peers.find(message.reader)
         if message.ticket in state.pins:
-            self._unpin(message.reader, state.pins.pop(message.ticket))
+            run = state.pins.pop(message.ticket)
+            self._blocks.dram.end_read(run)
+            self._unpin(message.reader, run)
         elif message.ticket in state.waits:
             del state.waits[message.ticket]
             self._blocks.promotions.cancel((peer_of(message.reader), message.ticket), now)

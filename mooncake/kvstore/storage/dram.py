@@ -63,8 +63,8 @@ class DramBlock:
     """
 
     __slots__ = (
-        "checksum", "condemned", "expected", "lasting_pin", "offset", "pins", "tenant", "uses",
-        "whole",
+        "checksum", "condemned", "expected", "from_ssd", "lasting_pin", "offset", "pins", "tenant",
+        "uses", "whole",
     )  # fmt: skip
 
     def __init__(self, offset: int, tenant: str) -> None:
@@ -79,6 +79,8 @@ class DramBlock:
         """Requests that wrote or asked for it while it was stored here."""
         self.expected = False
         """`Tiering` loaded it ahead of its readers, none of which has come yet."""
+        self.from_ssd = False
+        """It came up from a disk, and no reader has ended its read of it since."""
 
     @property
     def loose(self) -> bool:
@@ -196,13 +198,13 @@ class DramTier:
         self._eviction.release([key for key in here if self._blocks[key].loose])
         return granted, evicted
 
-    def commit(self, keys: Sequence[BlockKey]) -> None:
+    def commit(self, keys: Sequence[BlockKey], *, from_ssd: bool = False) -> None:
         """Make blocks readable that were being written; head of the chain first."""
         for key in keys:
             block = self._blocks[key]
             if block.whole:
                 raise InternalError(f"block {key.hex()} was committed twice")
-            block.whole = True
+            block.whole, block.from_ssd = True, from_ssd
         self._num_writing -= len(keys)
         self._num_lasting[LastingPin.NONE] += len(keys)
         self._eviction.release(keys)
@@ -289,6 +291,15 @@ class DramTier:
                 elif block.loose:
                     loose.append(key)
         self._eviction.release(loose)
+
+    def num_from_ssd(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many stored blocks came up from a disk and have not been read since."""
+        return sum(self._blocks[key].from_ssd for key in keys)
+
+    def end_read(self, keys: Sequence[BlockKey]) -> None:
+        """Note that a reader has read these blocks, which it has pinned."""
+        for key in keys:
+            self._blocks[key].from_ssd = False
 
     def set_lasting_pin(self, key: BlockKey, pin: LastingPin) -> bool:
         """Set or clear the lasting pin of a stored block; return False when it is not stored, or

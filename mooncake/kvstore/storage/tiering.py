@@ -382,7 +382,7 @@ class Tiering:
                 corrupt = outcome is Outcome.CORRUPT
                 self._counters["ssd_blocks_corrupt" if corrupt else "ssd_read_errors"] += 1
             self._drop(key)
-        self.dram.commit(whole)
+        self.dram.commit(whole, from_ssd=True)
         self._counters["ssd_blocks_read"] += len(whole)
         self._report(whole, [], Tier.DRAM)
         self._loaded(whole, lost, now)

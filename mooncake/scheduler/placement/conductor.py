@@ -51,6 +51,7 @@ from mooncake.scheduler.placement.prefill_choice import (
     make_policy,
     option_maker,
 )
+from mooncake.scheduler.placement.prefix_ends import PrefixEnds
 from mooncake.scheduler.placement.replication import HOT_BLOCKS, Replication
 from mooncake.scheduler.placement.views import InstanceView
 
@@ -78,6 +79,8 @@ class Placement:
     num_fetch_blocks: int
     num_replicate_blocks: int = 0
     """Leading blocks that the prefill worker also puts into the pool of its node."""
+    prefix_ends: PrefixEnds
+    """Why the blocks that follow are not reused."""
     must_wait: bool = False
     """Decode has no room for the request now."""
 
@@ -277,6 +280,7 @@ class Conductor:
             num_cached_tokens=prefill.num_cached_blocks * query.prefill.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
             num_replicate_blocks=0 if whole else self._replicate(keys, query.prefix_match, now),
+            prefix_ends=self._prefix_ends(keys, query, prefill.num_cached_blocks),
             must_wait=decode.full,
         )
 
@@ -327,6 +331,18 @@ class Conductor:
         for stop, mask in prefix_match.holders(len(watched)):
             copies += [(mask & self._pools.node_mask).bit_count()] * (stop - len(copies))
         return self._replication.on_use(watched, copies, self._pools.num_nodes, now)
+
+    def _prefix_ends(
+        self, keys: Sequence[BlockKey], query: PairQuery, num_planned: int
+    ) -> PrefixEnds:
+        """Return what is known of the blocks after those that a placement counts on."""
+        stop = query.prefill.max_cached_blocks
+        fetchable = held = num_planned
+        if num_planned < stop:
+            fetchable = query.prefix_match.run_of(num_planned, self._pools.mask)
+            held = max(fetchable, query.prefix_match.region(fetchable).end)
+        removed = held + self._index.removed_end(keys[held:stop])
+        return PrefixEnds(num_planned, fetchable, held, removed)
 
     def _query(
         self,

@@ -98,6 +98,7 @@ class OutputDelivery:
                     at_s=now,
                     worker_id=worker_id,
                     num_cached_tokens=num_cached,
+                    cache=record.cache,
                 )
             )
         self._recorder.record(

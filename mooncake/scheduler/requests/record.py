@@ -21,7 +21,13 @@ from mooncake.base import (
     extend_chain,
 )
 from mooncake.base.blocks import chain_root
-from mooncake.base.request import TRANSITIONS, FinishInfo, request_finish
+from mooncake.base.request import (
+    TRANSITIONS,
+    CacheUse,
+    FinishInfo,
+    RequestOutput,
+    request_finish,
+)
 from mooncake.scheduler.fairness import QueuePosition
 from mooncake.scheduler.placement.conductor import Layout, Placement
 from mooncake.scheduler.requests.output_order import OutputOrder
@@ -52,6 +58,7 @@ class RequestRecord:
     decode_joined: bool = False
     """Whether decode has sent tokens in this attempt; prefill is not needed any more then."""
     num_cached_tokens: int | None = None
+    cache: CacheUse | None = None
     exclude: set[str] = field(default_factory=set)
     """Workers that failed it or turned it away."""
     wait_until_s: float = 0.0
@@ -112,6 +119,20 @@ class RequestRecord:
         self.order.drop_held()
         self.move(RequestState.PREFILLING)
 
+    def learn_cached(self, output: RequestOutput) -> None:
+        """Take what the first output of an attempt says of reuse; the first attempt that gives any
+        is what counts.
+        """
+        if self.num_cached_tokens is not None or output.num_cached_tokens is None:
+            return
+        num_tokens = len(self.request.prompt_tokens)
+        self.num_cached_tokens = min(output.num_cached_tokens, num_tokens)
+        uses_cache = self.request.sampling.num_prompt_logprobs is None
+        if uses_cache and self.placement is not None and self.keys_layout is not None:
+            self.cache = self.placement.prefix_ends.use(
+                num_tokens, self.keys_layout.block_tokens, self.num_cached_tokens, output.fetched
+            )
+
     def move(self, state: RequestState) -> None:
         """Change the state; an illegal transition is a bug and raises AssertionError."""
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} to {state}"
@@ -158,6 +179,7 @@ class RequestRecord:
             num_prompt_tokens=len(self.request.prompt_tokens),
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
+            cache=self.cache,
             stop_token_id=stop_token_id,
             failure=failure,
         )

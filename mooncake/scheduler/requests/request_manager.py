@@ -432,9 +432,7 @@ class RequestManager:
         from_decode = worker == placement.decode
         if not from_decode and worker != placement.prefill:
             return
-        if record.num_cached_tokens is None and output.num_cached_tokens is not None:
-            limit = len(record.request.prompt_tokens)
-            record.num_cached_tokens = min(output.num_cached_tokens, limit)
+        record.learn_cached(output)
         if output.tokens and from_decode:
             record.decode_joined = True
         for event in record.order.add(output):
