@@ -231,7 +231,7 @@ class CacheMisses(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: int = 0
     """Pools had it; placement took computing it for quicker, or its policy does not fetch it."""
     fetch_failed: int = 0
-    """Placement counted on it, and the worker found it gone or could not fetch it."""
+    """Placement counted on it, and the worker did not find it or could not fetch it."""
 
 
 class CacheUse(msgspec.Struct, frozen=True, kw_only=True):

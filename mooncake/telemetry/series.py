@@ -125,7 +125,7 @@ class RequestSeries:
         )
         self.misses = labelled(
             "prompt_tokens_missed",
-            "Prompt tokens of reusable blocks that were computed, by the reason.", "reason",
+            "Prompt tokens of reusable blocks that were computed, by reason.", "reason",
         )  # fmt: skip
         self.planned_fetch_blocks = counter(
             "planned_fetch_blocks", "Blocks the Conductor told workers to fetch from a pool node."

@@ -23,6 +23,7 @@ from mooncake.base import (
     TokenLogprobs,
     pack_tokens,
 )
+from mooncake.base.request import CacheMisses, CacheUse
 from tests.support.api.server import ScriptedBackend, live_api_server, refusal, tiny_tokenizer
 
 END = 3
@@ -144,6 +145,7 @@ class Language(ScriptedBackend):
             reason=FinishReason.LENGTH,
             num_prompt_tokens=len(request.prompt_tokens),
             num_output_tokens=1,
+            cache=CacheUse(misses=CacheMisses(not_seen=64)),
         )
         return [token, final]
 
@@ -170,6 +172,8 @@ def test_through_the_api_streamed_or_not() -> None:
                 assert len(set(texts)) == 3
                 assert totals == sorted(totals, reverse=True)
             assert whole.usage.completion_tokens == 30
+            found = whole.usage.prompt_tokens_details.mooncake
+            assert found["misses"]["not_seen"] == 128, "of each prompt once"
             texts = [""] * 6
             async for chunk in await client.completions.create(**ask, stream=True):
                 for choice in chunk.choices:

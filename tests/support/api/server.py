@@ -24,7 +24,7 @@ from mooncake.base import (
     TokenLogprobs,
     packed_logprobs,
 )
-from mooncake.base.request import NO_LOGPROBS
+from mooncake.base.request import NO_LOGPROBS, CacheUse
 
 SPECIAL_NAMES = {
     "[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4,
@@ -99,6 +99,7 @@ def answer(
     group: int = 1,
     reason: FinishReason = FinishReason.STOP,
     num_cached_tokens: int = 0,
+    cache: CacheUse | None = None,
 ) -> list[OutputEvent]:
     """Return the events of an answer, `group` tokens a step, as an engine would make them."""
     sampling = request.sampling
@@ -140,6 +141,7 @@ def answer(
             num_prompt_tokens=len(request.prompt_tokens),
             num_output_tokens=len(tokens),
             num_cached_tokens=num_cached_tokens,
+            cache=cache,
             stop_token_id=stop_id,
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
+from mooncake.base.request import CacheHits
 from mooncake.instance.reuse import Fetches, PrefixReuse
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
@@ -190,7 +191,9 @@ def test_reuse_without_sources_leaves_matching_to_the_engine() -> None:
     scene = Scene()
     held = scene.engine_pair.pool.allocate(1) or []
     scene.engine_pair.pool.publish(KEYS[0], held[0])
-    assert Reuse(scene, []).gathered == [[]]
+    reuse = Reuse(scene, [])
+    assert reuse.gathered == [[]]
+    assert reuse.reuse.fetched(STORE) is None
     assert scene.engine_pair.pool.num_held == 1
 
 
@@ -242,11 +245,18 @@ class TestAnotherReplica:
         source = BlockSource(store=STORE, first=0, stop=3, others=list(others))
         return Reuse(scene, [source])
 
-    def grant(self, scene: Scene, store: WorkerRef, ticket: int, blocks: list[int]) -> None:
-        places = scene.engine_pair.places(blocks)
+    def grant(
+        self,
+        scene: Scene,
+        store: WorkerRef,
+        ticket: int,
+        blocks: list[int],
+        num_from_ssd: int = 0,
+    ) -> None:
         message = PinGranted(
-            asker=HERE, ticket=ticket, store=store, num_blocks=len(blocks), places=places
-        )
+            asker=HERE, ticket=ticket, store=store, num_blocks=len(blocks),
+            places=scene.engine_pair.places(blocks), num_from_ssd=num_from_ssd,
+        )  # fmt: skip
         scene.reader.on_granted(message, scene.engine_pair.heap.now())
 
     def asked(self, scene: Scene) -> list[tuple[int, list[bytes]]]:
@@ -260,11 +270,14 @@ class TestAnotherReplica:
         expected = [scene.engine_pair.fill_pool(n, 10 + n) for n in range(3)]
         self.grant(scene, STORE, 1, [0])
         assert self.asked(scene) == [(1, KEYS[:3]), (2, KEYS[1:3])]
-        self.grant(scene, OTHER, 2, [1, 2])
+        self.grant(scene, OTHER, 2, [1, 2], num_from_ssd=1)
         scene.engine_pair.run()
         (pages,) = reuse.gathered
         assert [scene.engine_pair.page_bytes(page) for page in pages] == expected
         assert scene.engine_pair.pool.match(KEYS) == pages
+        assert reuse.reuse.fetched(STORE) == CacheHits(dram=1, peer=2)
+        assert reuse.reuse.fetched(OTHER) == CacheHits(dram=1, ssd=1, peer=1)
+        assert reuse.reuse.fetched(None) == CacheHits(peer=3)
 
     def test_a_pool_lost_in_mid_read(self) -> None:
         scene = Scene()

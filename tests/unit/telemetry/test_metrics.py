@@ -7,6 +7,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import FinishReason, Role, WorkerLoad
+from mooncake.base.request import CacheHits, CacheMisses, CacheUse
 from mooncake.telemetry.events import (
     Accepted,
     Finished,
@@ -22,6 +23,8 @@ from mooncake.telemetry.events import (
 )
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.series import MAX_GONE_WORKERS, BuildInfo
+
+CACHE = CacheUse(hits=CacheHits(hbm=30, ssd=10), misses=CacheMisses(evicted=50))
 
 
 def families(metrics: Metrics) -> Iterator[Metric]:
@@ -56,7 +59,11 @@ def place(metrics: Metrics, name: str, at_s: float, attempt: int = 1) -> None:
 
 def token(metrics: Metrics, name: str, at_s: float, start: int, count: int = 1) -> None:
     if start == 0:
-        metrics.record(FirstToken(request_id=name, at_s=at_s, worker_id="p0", num_cached_tokens=40))
+        metrics.record(
+            FirstToken(
+                request_id=name, at_s=at_s, worker_id="p0", num_cached_tokens=40, cache=CACHE
+            )
+        )
     metrics.record(
         Tokens(request_id=name, at_s=at_s, start=start, num_tokens=count, worker_id="d0")
     )
@@ -206,6 +213,9 @@ def test_counts(busy: Metrics) -> None:
     assert value(busy, "generation_tokens_total") == 5
     assert value(busy, "prompt_tokens_total") == 200
     assert value(busy, "prompt_tokens_cached_total") == 80
+    assert value(busy, "prompt_tokens_hit_total", tier="ssd") == 20
+    assert value(busy, "prompt_tokens_missed_total", reason="evicted") == 100
+    assert value(busy, "prompt_tokens_missed_total", reason="not_seen") == 0
     assert value(busy, "request_success_total", finished_reason="stop") == 1
     assert value(busy, "request_failure_total", status="503") == 1
     assert value(busy, "requests_rejected_total", reason="ttft_limit", status="429") == 1

@@ -51,6 +51,18 @@ def test_what_was_asked_for_twice_outlives_its_eviction() -> None:
     assert world.node.counters["ssd_blocks_read"] == 2
 
 
+def test_a_reader_is_told_what_came_up_for_it_until_someone_has_read_it() -> None:
+    world = world_of(num_blocks=4)
+    use_twice(world, keys(1, 2))
+    world.put(WRITER, keys(11, 12, 13, 14))
+    first = world.pin_soon(READER, keys(1, 2))
+    assert (first.num_blocks, first.num_from_ssd) == (2, 2)
+    assert world.pin(OTHER, keys(1)).num_from_ssd == 1, "nobody has read it yet"
+    world.unpin(READER, first)
+    later = world.pin(READER, keys(1, 2))
+    assert (later.num_blocks, later.num_from_ssd) == (2, 0)
+
+
 def test_what_was_asked_for_once_does_not_go_down() -> None:
     world = world_of()
     world.put(WRITER, keys(1, 2))

@@ -19,10 +19,17 @@ from mooncake.base import (
 )
 from mooncake.base.messages import OWN_RELEASE, AskCluster, ClusterTold, GatewayNews, Release
 from mooncake.base.messages import Refused as RefusedMessage
-from mooncake.base.request import FinishInfo
+from mooncake.base.request import CacheHits, CacheMisses, CacheUse, FinishInfo
 from mooncake.scheduler import membership_table
 from mooncake.scheduler.placement.admission import MAX_RETRY_S
-from mooncake.telemetry.events import Finished, Placed, Refused, WorkerJoined, WorkerLeft
+from mooncake.telemetry.events import (
+    Finished,
+    FirstToken,
+    Placed,
+    Refused,
+    WorkerJoined,
+    WorkerLeft,
+)
 from tests.support.scheduler.scheduling import (
     GATEWAY,
     Pair,
@@ -420,6 +427,25 @@ def test_events_tell_the_story(harness: Pair) -> None:
     assert (placed.prefill, placed.decode) == ("p0", "d0")
     assert isinstance(finished, Finished)
     assert (finished.num_cached_tokens, finished.status, finished.at_s) == (4, 200, 1.0)
+
+
+def test_the_end_says_why_tokens_of_the_prompt_were_computed(harness: Pair) -> None:
+    client = harness.submit(request("r", 17, max_tokens=1))
+    harness.output(
+        harness.p0, "r", 0, [1], FinishReason.LENGTH, num_cached_tokens=8,
+        fetched=CacheHits(peer=1),
+    )  # fmt: skip
+    assert client.final.cache == CacheUse(
+        hits=CacheHits(hbm=4, peer=4), misses=CacheMisses(not_seen=8)
+    )
+    [first] = [event for event in harness.events.events if isinstance(event, FirstToken)]
+    assert first.cache == client.final.cache
+
+
+def test_a_prompt_computed_for_its_log_probabilities_has_no_misses(harness: Pair) -> None:
+    client = harness.submit(request("r", 17, max_tokens=1, num_prompt_logprobs=0))
+    harness.output(harness.p0, "r", 0, [1], FinishReason.LENGTH, num_cached_tokens=0)
+    assert client.final.cache is None
 
 
 def test_it_is_ready_when_a_request_has_all_the_workers_it_needs() -> None:

@@ -37,12 +37,10 @@ class Scene:
         tier: Tier = Tier.HBM,
     ) -> None:
         number = self._numbers[worker.worker_id] = self._numbers.get(worker.worker_id, 0) + 1
-        self.conductor.on_blocks(
-            BlockEvents(
-                worker=worker, tier=tier, sequence_no=number, stored=list(stored),
-                removed=list(removed),
-            )  # fmt: skip
+        events = BlockEvents(
+            worker=worker, tier=tier, sequence_no=number, stored=list(stored), removed=list(removed)
         )
+        self.conductor.on_blocks(events)
 
     def ends(self) -> PrefixEnds:
         placed = self.conductor.place(ASKED, KEYS, 0, 0.0)
