@@ -223,9 +223,11 @@ class CacheMisses(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a prompt was computed, by the reason why it was not reused."""
 
     not_seen: int = 0
-    """The gateway knows of no copy, now or lately."""
+    """The gateway knows of no copy of it, or of a block before it, now or lately."""
     evicted: int = 0
-    """Every copy of it, or of a block before it, has been removed."""
+    """It was cached: it, or a block behind it, has been removed, and no copy of it, or of a block
+    before it, is left.
+    """
     out_of_reach: int = 0
     """It, or a block before it, is only in the pages of another engine, which lends none."""
     recomputed: int = 0

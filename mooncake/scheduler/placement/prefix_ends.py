@@ -26,7 +26,7 @@ class PrefixEnds:
     held: int
     """Then blocks that any worker holds."""
     removed: int
-    """Then blocks of which all copies were removed, or of a block behind."""
+    """Then blocks up to the last that was removed lately; no worker holds the first of them."""
 
     def use(
         self, num_tokens: int, block_tokens: int, num_cached_tokens: int, fetched: CacheHits | None
@@ -38,7 +38,7 @@ class PrefixEnds:
         have = min(num_cached_tokens // block_tokens, stop)
         hits = msgspec.structs.asdict(fetched or CacheHits())
         left = have
-        for tier in hits:
+        for tier in hits:  # never more than were reused, whatever the worker says
             hits[tier] = min(hits[tier], left)
             left -= hits[tier]
         hits["hbm"] += left
