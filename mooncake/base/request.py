@@ -223,7 +223,7 @@ class CacheMisses(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a prompt was computed, by the reason why it was not reused."""
 
     not_seen: int = 0
-    """The gateway knows of no copy of it, or of a block before it, now or lately."""
+    """The gateway knows of no copy, now or lately, of it or of a block before it."""
     evicted: int = 0
     """It was cached: it, or a block behind it, has been removed, and no copy of it, or of a block
     before it, is left.

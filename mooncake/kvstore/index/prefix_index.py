@@ -245,11 +245,12 @@ class PrefixIndex:
         """Return which workers hold which stretch of a chain; good until the next block event."""
         return PrefixMatch(self, keys)
 
-    def removed_end(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading `keys` lie before, or are, the last one that some worker removed
-        lately. Another worker may hold it still.
+    def removed_end(self, keys: Sequence[BlockKey], first: int) -> int:
+        """Return where the keys of a chain, from the one with the number `first` on, end with one
+        that some worker removed lately; `first` if none of the first few was removed. Workers may
+        hold them still.
         """
-        return self._removed.end(keys)
+        return self._removed.end(keys, first)
 
     def live_runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
         """Return (stop, workers) for runs of `keys` that the same workers hold, one bit each; 0 for

@@ -341,8 +341,7 @@ class Conductor:
         if num_planned < stop:
             fetchable = query.prefix_match.run_of(num_planned, self._pools.mask)
             held = max(fetchable, query.prefix_match.region(fetchable).end)
-        removed = held + self._index.removed_end(keys[held:stop])
-        return PrefixEnds(num_planned, fetchable, held, removed)
+        return PrefixEnds(num_planned, fetchable, held, self._index.removed_end(keys, held))
 
     def _query(
         self,

@@ -15,15 +15,17 @@ def chain(length: int, seed: int = 0) -> KeyChain:
 
 
 def test_it_names_the_end_of_what_was_removed() -> None:
-    removed, keys = RemovedKeys(), chain(10)
+    removed, keys = RemovedKeys(), chain(40)
     assert removed.end(keys) == 0
     removed.add(keys[2:4])
-    removed.add(list(keys[6:7]))
+    removed.add(list(keys[26:27]))
     removed.add(())
-    assert removed.end(keys) == 7
-    assert removed.end(keys[:6]) == 4
-    assert removed.end(keys[7:]) == 0
+    assert removed.end(keys) == 27
+    assert removed.end(keys[:26]) == 4
+    assert removed.end(keys, 3) == removed.end(keys, 26) == 27
+    assert removed.end(keys, 27) == 27
     assert removed.end(keys[:0]) == 0
+    assert removed.end(keys[4:]) == 0, "none of the first few was removed"
 
 
 def test_a_key_of_zeros_is_found_only_once_it_was_removed() -> None:
@@ -39,7 +41,7 @@ def test_later_keys_displace_earlier_ones_and_memory_does_not_grow() -> None:
     removed.add(early)
     removed.add(late)
     assert removed.end(early) == 0
-    assert removed.end(late) == 500
+    assert removed.end(late[490:]) == 10
 
 
 def test_the_index_remembers_what_workers_removed() -> None:
@@ -47,7 +49,7 @@ def test_the_index_remembers_what_workers_removed() -> None:
     worker = WorkerRef("kv", "e", "there")
     index.add_worker(worker, Tier.DRAM)
     index.apply(BlockEvents(worker=worker, tier=Tier.DRAM, sequence_no=1, stored=list(keys)))
-    assert index.removed_end(keys) == 0
+    assert index.removed_end(keys, 0) == 0
     gone = list(keys[1:3])
     index.apply(BlockEvents(worker=worker, tier=Tier.DRAM, sequence_no=2, removed=gone))
-    assert index.removed_end(keys) == 3
+    assert index.removed_end(keys, 1) == 3
