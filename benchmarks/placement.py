@@ -105,19 +105,13 @@ class World:
         return chain
 
     def report(self, role: Role, stored: Sequence[BlockKey]) -> None:
-        """Have some worker of a role report blocks, and as many that it has removed for them."""
+        """Have some worker of a role report blocks."""
         worker = self.random.choice(self.workers[role])
         number = self._numbers[worker.worker_id]
         self._numbers[worker.worker_id] = number + 1
         tier = Tier.DRAM if role is Role.KVSTORE else Tier.HBM
         self.conductor.on_blocks(
-            BlockEvents(
-                worker=worker,
-                tier=tier,
-                sequence_no=number,
-                stored=list(stored),
-                removed=list(KeyChain(self.random.randbytes(KEY_BYTES * len(stored)))),
-            )
+            BlockEvents(worker=worker, tier=tier, sequence_no=number, stored=list(stored))
         )
 
     def heartbeat(self, role: Role, number: int) -> None:
