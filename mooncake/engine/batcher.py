@@ -150,7 +150,7 @@ class Batcher:
     def plan(self) -> Batch:
         """Return the next step's shares, with pages allocated; none = nothing to compute."""
         batch = Batch(budget=self._config.max_batched_tokens)
-        if self.sharing.limits(self._flows):
+        if len(self._flows) > 1 or self.sharing.recent:
             batch.share = self.sharing.of_step(self.running, self.admissible())
         if self._config.num_stages > 1:
             batch.num_running_streams = sum(each.num_missing == 1 for each in self.running)

@@ -446,7 +446,7 @@ class Engine:
         )
         self._ended.clear()
         self._in_flight[step_id] = InFlight(plan, sequences, now, batch.share)
-        self._batcher.sharing.commit(batch.share, sequences)
+        self._batcher.sharing.commit(batch.share)
         self._runner.submit(plan)
 
     def _start(self, sequence: Sequence, now: float) -> SequenceStart:

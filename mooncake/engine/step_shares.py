@@ -10,17 +10,16 @@ these has a balance: it gets its share of each step, and pays for what it is pre
 for what the step took longer. Who owes sits out. What was not used is for later errors of
 predictions; it makes no share larger. Batch is never the smallest: nobody waits for it.
 
-A flow that is alone has steps of at most `AFTERWARDS` times the length of the smallest's own, for
-`NUM_AFTER` of them after flows met, and for `NUM_BETWEEN` of them after a step of another flow's
-streams: who comes back does not wait for a long one. After these it is not limited.
+For `NUM_AFTER` steps after flows met, one that is alone has steps of at most `AFTERWARDS` times the
+length of the smallest's own: who comes back does not wait for a long one. After these, and where it
+was alone before, it is not limited.
 The tokens of a step's budget are shared by the same weights, where prompts want more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -40,8 +39,6 @@ took less than three times as long as alone with k2-demo on two quiet cores.
 """
 AFTERWARDS = 8.0
 NUM_AFTER = 32
-NUM_BETWEEN = 4
-"""Fewer: where flows take turns, most long prompts have nobody who waits for their steps."""
 MOST_OWED = 32
 """Shares of a step that a flow owes at most, however much it had to take at once."""
 MOST_LATE = 2
@@ -260,19 +257,11 @@ class Sharing:
         """
         self._num_after = 0
         """Steps until a flow that is alone is not limited any more."""
-        self._last: tuple[Flow, int] | None = None
-        """The flow of the last step, if it had only streams of one flow, and how many."""
 
-    def limits(self, flows: Collection[Flow]) -> bool:
-        """Return whether steps of such flows may be limited."""
-        return len(flows) > 1 or self._num_after > 0 or self._follow_another(flows)
-
-    def _follow_another(self, flows: Collection[Flow]) -> bool:
-        """Return whether the last step was of another flow's streams, which may be back soon."""
-        if self._last is None:
-            return False
-        flow, _ = self._last
-        return flow not in flows and flow[0] is not Priority.BATCH
+    @property
+    def recent(self) -> bool:
+        """Whether flows met not long ago."""
+        return self._num_after > 0
 
     def of_step(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> StepShare | None:
         """Return what flows get of the next step; None: all that they want.
@@ -284,8 +273,6 @@ class Sharing:
         guarded = [want.seconds for (kind, _), want in wants.items() if kind is not Priority.BATCH]
         fixed_s, smallest_s, num_after = self.times.fixed_s, self._smallest_s, self._num_after
         is_alone = len(wants) <= 1
-        if is_alone and self._last is not None and self._follow_another(wants) and not num_after:
-            smallest_s, num_after = self.times.rows_s(self._last[1], 0), NUM_BETWEEN
         if is_alone and num_after:
             whole_s = AFTERWARDS * (fixed_s + smallest_s) - fixed_s
             num_after -= 1
@@ -309,16 +296,13 @@ class Sharing:
                 left[flow] = Left(share_s, share_s - owed_s, kept_s, num_tokens, pays)
         return StepShare(self.times, left, smallest_s, num_after)
 
-    def commit(self, share: StepShare | None, sequences: Seq[Sequence]) -> None:
+    def commit(self, share: StepShare | None) -> None:
         """Count a step that is submitted, planned with such a share."""
         if share is None:
             self._num_after = max(0, self._num_after - 1)
         else:
             self._smallest_s, self._num_after = share.smallest_s, share.num_after
-        self._last = None
         if share is None or self._num_after < NUM_AFTER:
-            if all(one.num_missing == 1 for one in sequences):
-                self._last = sequences[0].flow, len(sequences)
             if not self._num_after:
                 self._balances = {}
             return

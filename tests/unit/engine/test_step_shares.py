@@ -25,7 +25,6 @@ from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_shares import (
     FACTOR,
     NUM_AFTER,
-    NUM_BETWEEN,
     Sharing,
     StepShare,
     StepTimes,
@@ -114,7 +113,7 @@ class Clocked:
             sequence.steps.append(number)
             sequence.num_in_flight += count
         if shares:
-            self.batcher.sharing.commit(batch.share, [one for one, _ in batch.shares.values()])
+            self.batcher.sharing.commit(batch.share)
         self.plans.append(shares)
         self.flying.append((batch, shares))
         return batch
@@ -311,29 +310,6 @@ def test_requests_beside_a_long_prompt_take_three_times_as_long_at_most(pause_s:
     assert max(times) < 3 * quiet_s, "with the step under way when they come"
 
 
-@pytest.mark.parametrize("num_steps", [1, NUM_BETWEEN, NUM_BETWEEN + 1])
-def test_a_long_prompt_begins_with_small_chunks_where_another_flow_has_just_computed(
-    num_steps: int,
-) -> None:
-    """So who asks again at once waits for no long step, though flows have not met."""
-    clocked = Clocked()
-    clocked.took_s(clocked.add(20, max_tokens=16))
-    clocked.add(8000, tenant="foe")
-    begin = clocked.now
-    for _ in range(num_steps):
-        begin = clocked.now
-        clocked.step()
-    is_short = clocked.now - begin < 8.5 * step_s(1)
-    assert is_short == (num_steps <= NUM_BETWEEN)
-
-
-def test_prompts_that_follow_one_another_are_not_cut() -> None:
-    clocked = Clocked()
-    for tenant in "abab":
-        clocked.took_s(clocked.add(2048, tenant=tenant, max_tokens=1))
-    assert len(clocked.plans) == 4
-
-
 def test_a_chunk_behind_a_long_context_is_paid_with_steps_without_one() -> None:
     """Here the context takes 8 ms for every 1,000 tokens, however few attend to it."""
     clocked = Clocked(context_s=8e-6, learns=False)
@@ -410,7 +386,7 @@ def test_plans_that_are_not_submitted_change_nothing() -> None:
     clocked.pool.release(mine.drop_kv())
     for _ in range(NUM_AFTER + 1):
         clocked.batcher.plan()
-    assert clocked.batcher.sharing.limits(["foe"]), "nor counts as one since flows met"
+    assert clocked.batcher.sharing.recent, "nor counts as one since flows met"
 
 
 def test_errors_of_predictions_that_average_out_cost_nothing() -> None:
