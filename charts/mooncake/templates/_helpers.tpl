@@ -80,17 +80,17 @@
 {{- fail (printf "gateway.args: %s: probes have no client certificate; ask for them at the ingress" .) }}
 {{- end }}
 {{- end }}
-{{- $rdma := list }}
+{{- range $role := list "gateway" "prefill" "decode" "kvstore" }}
+{{- if hasKey (index $.Values $role) "rdma" }}
+{{- fail (printf "%s.rdma: all roles move KV to one another, so they use RDMA or none does; give pods.rdma" $role) }}
+{{- end }}
+{{- end }}
 {{- range $role := list "prefill" "decode" "kvstore" }}
-{{- $rdma = append $rdma (dig "rdma" $.Values.pods.rdma (index $.Values $role)) }}
 {{- range (index $.Values $role).args }}
 {{- if regexMatch "^--health-ssl-" (toString .) }}
 {{- fail (printf "%s.args: %s: name the authority of all pods in tls.authority; probes have no client certificate" $role .) }}
 {{- end }}
 {{- end }}
-{{- end }}
-{{- if gt ($rdma | uniq | len) 1 }}
-{{- fail "rdma: prefill, decode and kvstore move KV to one another, so all of them use RDMA or none: give pods.rdma" }}
 {{- end }}
 {{- if and $keys (not (or .Values.gateway.tlsSecret .Values.gateway.allowClear)) }}
 {{- fail "gateway.tlsSecret: API keys would travel in plain HTTP; name the Secret of a certificate, or give gateway.allowClear=true where a proxy before the gateways speaks HTTPS" }}
@@ -389,7 +389,7 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- $memory := ((.values.resources).requests).memory }}
 resources: {{- toYaml (merge (deepCopy .values.resources) (ternary (dict "limits" (dict "memory" $memory)) dict (not (empty $memory)))) | nindent 2 }}
 {{- $security := deepCopy .root.Values.securityContext }}
-{{- if and .values.rdma (has .role (list "prefill" "decode" "kvstore")) }}
+{{- if and .root.Values.pods.rdma (has .role (list "prefill" "decode" "kvstore")) }}
 {{- $security = merge (dict "capabilities" (merge (dict "add" (list "IPC_LOCK"))
     (($security).capabilities | default dict))) $security }}
 {{- end }}
@@ -580,7 +580,7 @@ exec mooncake serve{{ if ne .role "kvstore" }} {{ .root.Values.model.path | squo
   --node-id "$NODE_NAME" --shutdown-timeout {{ .values.drainSeconds }} \
   --bind-host "$POD_IP" --bind-ports 7000-7099 --health-host "$POD_IP" --health-port {{ include "mooncake.health" . }}
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
-{{- if .values.rdma }} \
+{{- if .root.Values.pods.rdma }} \
   --require-transport rdma
 {{- end }}
 {{- if eq .role "kvstore" }} \

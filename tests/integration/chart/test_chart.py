@@ -243,8 +243,9 @@ def test_rdma_is_used_or_the_worker_does_not_start() -> None:
     without = (each for each in SETTINGS if "rdma" not in each)
     for _, container in pods(rendered(*without, "prefill.replicas=2")).values():
         assert served(container).require_transport is None
-    with pytest.raises(ValueError, match=r"rdma: prefill, decode and kvstore move KV to one"):
-        rendered(*SETTINGS, "kvstore.rdma=false")
+    for role in ("gateway", "prefill", "decode", "kvstore"):
+        with pytest.raises(ValueError, match=rf"{role}\.rdma: all roles .*; give pods\.rdma"):
+            rendered(*SETTINGS, f"{role}.rdma=true")
 
 
 @needs_helm
