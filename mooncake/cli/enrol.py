@@ -14,9 +14,10 @@ mooncake serve DIR --role decode --join 10.0.0.1:6379 --cluster-secret-file own/
 mooncake enrol --signer http://10.0.0.2:8300 --place decode --token-file token --out own --renew
 """
 NOTES = """\
-OUT gets `credential`, and where the signer has an authority `cert.pem`, `key.pem` and `ca.pem`.
-Keys are drawn here and stay here. With --renew the credential keeps its keys: processes that were
-given it by --cluster-secret-file read the new one within seconds. Renew long before it expires."""
+The folder of --out gets `credential`, and `cert.pem`, `key.pem` and `ca.pem` if the signer has an
+authority. Private keys are made here and never leave this machine. --renew keeps them: processes
+that were started with the file in --cluster-secret-file read the new credential within seconds.
+Renew it well before it expires."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,16 +25,19 @@ class Enrol:
     """Settings of `mooncake enrol`."""
 
     # fmt: off
-    signer: str = setting("", text, GROUP, "URL", "of `mooncake signer`", required=True)
+    signer: str = setting("", text, GROUP, "URL",
+        "where `mooncake signer` listens, http://HOST:PORT", required=True)
     place: str = setting("", text, GROUP, "ROLE",
-        "head, gateway, prefill, decode or kvstore", required=True)
-    token_file: str = setting("", text, GROUP, "FILE", "the token of this role", required=True)
-    out: str = setting("", text, GROUP, "DIR", "where the files are written", required=True)
+        "role of this process: head, gateway, prefill, decode or kvstore", required=True)
+    token_file: str = setting("", text, GROUP, "FILE",
+        "file with the token of this role", required=True)
+    out: str = setting("", text, GROUP, "DIR", "folder for the files", required=True)
     address: str | None = setting(None, text, GROUP, "HOST",
-        "by which others reach this process: refuse what is of another one")
-    wait: int = setting(0, count(0), GROUP, "S", "seconds that a signer is waited for")
-    renew: bool = setting(False, truth, GROUP, "", "only prolong the credential in DIR",
-        switch=True)
+        "address at which others reach this process; fail if the signer sees another one")
+    wait: int = setting(0, count(0), GROUP, "S",
+        "seconds to wait for a signer that does not answer")
+    renew: bool = setting(False, truth, GROUP, "",
+        "only prolong the credential that is in --out", switch=True)
     # fmt: on
 
 

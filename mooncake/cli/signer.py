@@ -15,10 +15,11 @@ EXAMPLES = """\
 mooncake signer --cluster-secret-file secret --tokens tokens --authority ca --host 10.0.0.2
 """
 NOTES = """\
-DIR of --tokens has the files head, gateway, prefill, decode and kvstore, each with a token of its
-own (`openssl rand -hex 32`). Who has the token of a role gets that role's credential, and no other.
-Tokens and keys do not travel: messages carry tags made with the token. Give each machine its own
-token alone, and keep the cluster secret and the authority's key here."""
+The folder of --tokens has files named head, gateway, prefill, decode and kvstore; each holds one
+token (`openssl rand -hex 32`). A process that has the token of a role gets a credential of that
+role and of no other. Neither tokens nor private keys travel: requests are signed with the token.
+Give each machine only the tokens of its roles. The cluster secret and the authority's key stay on
+the signer's machine. Files are read again for each request: changes count at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,20 +28,22 @@ class Signer:
 
     # fmt: off
     cluster_secret_file: str = setting("", text, GROUP, "FILE",
-        "the cluster secret, read again at each question", required=True)
-    tokens: str = setting("", text, GROUP, "DIR", "with the token of each role", required=True)
+        "file with the cluster secret", required=True)
+    tokens: str = setting("", text, GROUP, "DIR",
+        "folder with a file for each role, which holds its token", required=True)
     authority: str | None = setting(None, text, GROUP, "DIR",
-        "of `mooncake certificates authority`, to sign certificates for TLS, too")
+        "folder that `mooncake certificates authority` made; processes then also get a TLS "
+        "certificate")
     name_prefix: str = setting("", text, GROUP, "TEXT",
-        "certificates are also of the host name TEXT and the role")
-    hours: float = setting(24.0, positive, GROUP, "N", "that a credential counts")
+        "TLS certificates also name the host TEXT followed by the role")
+    hours: float = setting(24.0, positive, GROUP, "N", "hours that a credential is valid")
     certificate_days: float | None = setting(None, number, GROUP, "N",
-        "that a certificate for TLS counts (default: as long as the authority's)")
-    host: str = setting("127.0.0.1", text, GROUP, "HOST", "where it listens")
-    port: int = setting(8300, count(0), GROUP, "PORT", "0: any free one")
+        "days that a TLS certificate is valid (default: as long as the authority's own)")
+    host: str = setting("127.0.0.1", text, GROUP, "HOST", "address to listen on")
+    port: int = setting(8300, count(0), GROUP, "PORT", "port to listen on; 0: any free port")
     audit_log: str | None = setting(None, text, GROUP, "PATH",
-        "append to this file who got a credential and who was refused, one JSON object a line; -: "
-        "write it to standard error")
+        "file that records who got a credential and who was refused, one JSON object a line; -: "
+        "standard error")
     # fmt: on
 
 
@@ -67,7 +70,7 @@ def run(wanted: Signer) -> int:
             lifetime_s=wanted.hours * 3600.0, certificate_days=wanted.certificate_days,
         )
     )  # fmt: skip
-    print(f"credentials are signed at {server.url}", flush=True)
+    print(f"the signer listens at {server.url}", flush=True)
     stop.wait()
     server.close()
     return 0

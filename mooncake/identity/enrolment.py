@@ -76,7 +76,9 @@ def opened(sealed: bytes, keys: Keys) -> bytes:
         shared = own.exchange(X25519PublicKey.from_public_bytes(public))
         return AESGCM(_sealing_key(shared, public)).decrypt(_NONCE, data, None)
     except (InvalidTag, ValueError) as error:
-        raise Forbidden("it was sealed to another process, or was altered") from error
+        raise Forbidden(
+            "the key was encrypted for another process, or changed on its way"
+        ) from error
 
 
 _NONCE = bytes(12)
@@ -107,11 +109,13 @@ def decode(body: bytes, kind: type[Message], token: bytes, asked: bytes = b"") -
     """Return the message in `body`. Forbidden: its tag was not made with this token."""
     tag, data = body[:TAG_BYTES], body[TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(token, kind, asked, data)):
-        raise Forbidden("it was not made with the token of this role, or was altered")
+        raise Forbidden(
+            "the message was not made with the token of this role, or changed on its way"
+        )
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        raise Forbidden(f"it is of another release: {error}") from error
+        raise Forbidden(f"the message is of another release: {error}") from error
 
 
 def _tag(token: bytes, kind: type, asked: bytes, data: bytes) -> bytes:

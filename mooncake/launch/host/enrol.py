@@ -61,7 +61,7 @@ def enrol(wanted: Enrolment, limit_s: float = 0.0) -> Credential:
             if time.monotonic() > end_s:
                 raise
             if not told:
-                _log.warning("%s; it is asked again for %.0f s", problem.message, limit_s)
+                _log.warning("%s; trying again for up to %.0f s", problem.message, limit_s)
             told = True
             time.sleep(AGAIN_S)
 
@@ -78,9 +78,9 @@ def _enrol_once(wanted: Enrolment) -> Credential:
     answer = decode(_asked(wanted.signer, wanted.place, question), Enrolled, token, question)
     if wanted.address is not None and answer.address != wanted.address:
         raise MooncakeError(
-            f"the signer sees this process at {answer.address}, and others reach it at "
-            f"{wanted.address}: its certificate would be of the wrong address. Let nothing "
-            "translate addresses on the way to the signer"
+            f"the signer sees this process at {answer.address}, but others reach it at "
+            f"{wanted.address}: the certificate would name the wrong address. Connect to the "
+            "signer without address translation (NAT, a proxy)"
         )
     issued = answer.issued
     listening = opened(answer.listening, keys) if answer.listening else b""

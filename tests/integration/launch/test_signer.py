@@ -121,7 +121,7 @@ def test_another_token_address_or_place_gets_nothing(
     gateways = str(tmp_path / "tokens" / "gateway")
     for changed, problem in (
         ({"token_file": gateways}, "not made with the token of this role"),
-        ({"address": "10.9.9.9"}, "sees this process at 127.0.0.1, and others reach it at 10.9"),
+        ({"address": "10.9.9.9"}, "sees this process at 127.0.0.1, but others reach it at 10.9"),
         ({"token_file": str(tmp_path / "none")}, "token-file: cannot read"),
         ({"renew": True}, "out: cannot read"),
     ):

@@ -74,7 +74,7 @@ def test_a_key_that_travels_is_read_by_the_process_that_asked_alone() -> None:
         (sealed, Keys.drawn()), (sealed[:-1] + b"x", KEYS), (b"", KEYS),
         (bytes(32) + sealed[32:], KEYS),
     ):  # fmt: skip
-        with pytest.raises(Forbidden, match="sealed to another process"):
+        with pytest.raises(Forbidden, match="encrypted for another process"):
             opened(wrong, keys)
     with pytest.raises(Forbidden, match="no key"):
         sealed_to(PublicKeys(bytes(32), b""), b"key")
