@@ -202,7 +202,7 @@ def _add_command(
     leaf = _add(commands, name, command.summary, command.examples, command.notes, **more)
     if command.common:
         leaf.add_argument(
-            "-h", "--help", action=_TwoHelps, command=command, nargs="?", choices=["all"],
+            "-h", "--help", action=_TwoHelps, command=command, nargs="?",
             metavar="all", default=argparse.SUPPRESS, help="the common flags, or all of them",
         )  # fmt: skip
     command.add_flags(leaf)

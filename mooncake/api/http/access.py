@@ -149,7 +149,8 @@ class Access:
         account = self._account(headers) if len(self._keyring) else None
         is_operator = account.key.operator if account is not None else not len(self._keyring)
         state["is_operator"] = is_operator
-        if _is_open(scope):
+        is_open = _is_open(scope) and not (scope["path"] == "/metrics" and _key_of(headers))
+        if is_open:
             account = None
         elif len(self._keyring) and account is None:
             error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
@@ -228,10 +229,15 @@ class Access:
 
     def _account(self, headers: Headers) -> Account | None:
         """Return the account of the key in `headers`; None for an unknown key."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = headers.get("x-api-key", "")
-        return self._keyring.find(key.strip().encode("latin-1"))
+        return self._keyring.find(_key_of(headers).encode("latin-1"))
+
+
+def _key_of(headers: Headers) -> str:
+    """Return the key that a request comes with; without one nothing."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = headers.get("x-api-key", "")
+    return key.strip()
 
 
 def _host_name(headers: Headers) -> str:

@@ -23,13 +23,13 @@ from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
 from mooncake.launch.cluster.facts import GATEWAY_ID, encode_facts
+from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.lone_worker import run_worker
 from mooncake.launch.cluster.workers import cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.host.log_file import start_log
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock

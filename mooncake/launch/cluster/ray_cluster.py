@@ -39,6 +39,7 @@ from mooncake.launch.cluster.facts import (
     decode_facts,
     without_secret,
 )
+from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
@@ -50,7 +51,6 @@ from mooncake.launch.host.credentials import (
 )
 from mooncake.launch.host.descendants import Descendants
 from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.host.log_file import start_log
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
@@ -119,9 +119,11 @@ class WorkerActor:
         """
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
         self._is_pool = settings.role is Role.KVSTORE
-        start_log(settings.worker_id, settings.log_level, settings.log_format, settings.log_file)
         end_with_vital_threads()
         try:
+            start_log(
+                settings.worker_id, settings.log_level, settings.log_format, settings.log_file
+            )
             configure_audit(settings.worker_id, settings.audit_log)
             secret, file = _secret_here(Path(secret_file))
             process.run(

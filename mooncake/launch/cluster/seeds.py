@@ -51,20 +51,27 @@ class Seeds:
         `num_wanted` answers or `ASK_AGAIN_S` is over.
 
         Raises:
-            Forbidden: one refuses to answer.
+            Forbidden: some refuse to answer, and none answers.
         """
-        for address in self._meant:
+        asked = list(self._meant)
+        for address in asked:
             self._channel.send(address, AskCluster(asker=self._own, ticket=0))
         told: list[ClusterTold] = []
+        refused: list[str] = []
         end_s = time.monotonic() + ASK_AGAIN_S
         while len(told) < num_wanted and (left_s := end_s - time.monotonic()) > 0:
+            if len(refused) >= len(asked):
+                break
             select.select([self._channel], [], [], left_s)  # connections wake it too
             for message in self._channel.receive():
                 if not isinstance(message, ClusterTold | Refused) or message.asker != self._own:
                     continue
                 if isinstance(message, Refused):
-                    raise Forbidden(f"join: a gateway refuses: {message.reason}")
-                told.append(message)
+                    refused.append(message.reason)
+                else:
+                    told.append(message)
+        if refused and not told:
+            raise Forbidden(f"join: a gateway refuses: {refused[0]}")
         return told
 
 

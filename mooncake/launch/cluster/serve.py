@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -27,6 +28,7 @@ from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start, ray_environment
 from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.cluster.headless import HeadlessPort
+from mooncake.launch.cluster.log_file import new_log_file, start_log, stays_calm
 from mooncake.launch.cluster.workers import health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
@@ -34,7 +36,6 @@ from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.importing import importing
-from mooncake.launch.host.log_file import start_log
 from mooncake.launch.host.start_phases import StartPhases, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.native_code import compiled_meanwhile
@@ -134,6 +135,8 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     check_start(config, plan)
     if not config.headless:
         machine_facts.check_port(config.host, config.port)
+    if stays_calm(config) and (file := new_log_file()):
+        config = dataclasses.replace(config, log_level="warning", log_file=file)
     start_log("gateway", config.log_level, config.log_format, config.log_file)
     configure_audit("gateway", config.audit_log)
     with contextlib.ExitStack() as meanwhile:
@@ -367,10 +370,10 @@ class _Serving:
             own_address = self._gateway_process.channel.address
             self._say(f"one more gateway: mooncake serve --role gateway --join {own_address}")
         if self._config.log_file:
-            self._say(f"logs of all processes: {self._config.log_file}")
+            self._say(f"logs of these processes: {self._config.log_file}")
         if self._api_server is None:
             return
-        self._say(f"talk to it: mooncake chat --url {self._url}, or open {self._url}/ in a browser")
+        self._say(f"talk to it: open {self._url}/ in a browser, or mooncake chat --url {self._url}")
         self._say(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
 
     def _say(self, text: str) -> None:

@@ -15,6 +15,7 @@ from mooncake.crypto.keys import KeySource
 from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.cluster.facts import ClusterFacts
+from mooncake.launch.cluster.log_file import DEFAULT_LEVEL
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -75,7 +76,7 @@ def cluster_workers(
             num_threads=plan.num_threads,
             num_gpus=_gpus_of(plan, role),
             self_profile=config.self_profile,
-            log_level=config.log_level,
+            log_level=config.log_level or DEFAULT_LEVEL,
             log_format=config.log_format,
             log_file=config.log_file,
             audit_log=config.audit_log,

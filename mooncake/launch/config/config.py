@@ -19,7 +19,6 @@ from mooncake.launch.config.settings import LIMITS, ServeConfig
 from mooncake.launch.config.shipped import DEMO, checkpoint, shape_of
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.environment import is_loopback
-from mooncake.launch.host.log_file import goes_to_file, new_log_file
 
 Settings = TypeVar("Settings")
 
@@ -101,8 +100,6 @@ def resolve(
     config = _read(ServeConfig, written)
     if config.role is None and not config.model:
         config = dataclasses.replace(config, model=DEMO)
-    if goes_to_file(written) and (file := new_log_file()):
-        config = dataclasses.replace(config, log_level="warning", log_file=file)
     if not config.check:
         _check_together(config, written)
     if config.model:

@@ -341,9 +341,9 @@ class ServeConfig:
         "workers change between prefill and decode when the load moves for long", switch=True)
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",
         "accepted requests at a time; more get 429")
-    log_level: str = setting("info", OneOf(*_LEVELS), OTHER, "LEVEL",
-        "of the log on standard error; a cluster that is started on a terminal without this flag "
-        "shows warnings, and names the file that has the rest")
+    log_level: str | None = setting(None, OneOf(*_LEVELS), OTHER, "LEVEL",
+        "of the log on standard error (default: info; a cluster that is started on a terminal "
+        "shows warnings, and names the file that has the rest)")
     log_file: str | None = setting(None, text, OTHER, "PATH",
         "also append the log of all its processes, from info on, to this file on their machines")
     log_format: str = setting("text", OneOf("text", "json"), OTHER, "FORMAT",

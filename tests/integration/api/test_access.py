@@ -288,7 +288,8 @@ def test_metrics_show_tenants_to_operators_only() -> None:
         async with limited_api_server(ScriptedBackend(says("hello")), *keys) as client:
             assert not await shows_tenants(client)
             assert not await shows_tenants(client, **bearer("alice"))
-            assert not await shows_tenants(client, **bearer("nobody"))
+            reply = await client.get("/metrics", headers=bearer("nobody"))
+            assert reply.status_code == 401, "nobody tries keys unseen"
             assert await shows_tenants(client, **bearer("root"))
         async with limited_api_server(ScriptedBackend(says("hello"))) as client:
             assert await shows_tenants(client), "who needs no key is an operator"

@@ -363,9 +363,9 @@ def test_a_terminal_shows_a_table_and_a_file_has_the_log(checkpoint: Path, tmp_p
         process.wait()
         os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())  # without colours
-    named = re.search(r"logs of all processes: (\S+)", text)
+    named = re.search(r"logs of these processes: (\S+)", text)
     assert named is not None, text
-    assert "talk to it: mooncake chat" in text
+    assert "talk to it: open http" in text
     assert " INFO " not in text
     log = Path(named[1]).read_text()
     assert " INFO gateway " in log

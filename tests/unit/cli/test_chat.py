@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from datetime import datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,6 +56,12 @@ def called(*calls: tuple[str, str]) -> list[dict[str, Any]]:
         pieces = [{"index": index, "function": {"arguments": letter}} for letter in arguments]
         events += [{"choices": [{"delta": {"tool_calls": [piece]}}]} for piece in [first, *pieces]]
     return events
+
+
+def test_the_page_proposes_the_same_questions() -> None:
+    page = files("mooncake.api").joinpath("page/chat.js").read_text()
+    [line] = [line for line in page.splitlines() if line.startswith("const TRIES")]
+    assert json.loads(line[line.index("[") : line.index("]") + 1]) == list(TRIES)
 
 
 @pytest.mark.parametrize(("model", "has_tries"), [("k2-demo", True), ("k2", False)])

@@ -5,41 +5,37 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.launch.config.config import resolve
-from mooncake.launch.host.log_file import KEPT, new_log_file, start_log
-from tests.support.model.checkpoints import write_config_only
+from mooncake.launch.cluster.log_file import KEPT, new_log_file, start_log, stays_calm
+from mooncake.launch.config.settings import ServeConfig
+
+DEAD = 1 << 30
+"""No process has such a number."""
 
 
 @pytest.mark.parametrize(
-    ("written", "is_terminal", "level", "has_file"),
+    ("settings", "is_terminal", "is_calm"),
     [
-        ({}, True, "warning", True),
-        ({}, False, "info", False),
-        ({"log_level": "info"}, True, "info", False),
-        ({"log_format": "json"}, True, "info", False),
-        ({"access_log": True}, True, "info", False),
-        ({"log_file": "here"}, True, "info", True),
-        ({"role": "kvstore", "cluster_secret": "s" * 32}, True, "info", False),
+        ({}, True, True),
+        ({}, False, False),
+        ({"log_level": "info"}, True, False),
+        ({"log_format": "json"}, True, False),
+        ({"access_log": True}, True, False),
+        ({"log_file": "here"}, True, False),
     ],
 )
 def test_only_a_terminal_without_wishes_stays_calm(
-    written: dict[str, object],
+    settings: dict[str, Any],
     is_terminal: bool,
-    level: str,
-    has_file: bool,
-    tmp_path: Path,
+    is_calm: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
-    model = write_config_only(tmp_path / "model")
-    config = resolve({"model": str(model), **written}, None, {})
-    assert config.log_level == level
-    assert bool(config.log_file) == has_file
+    assert stays_calm(ServeConfig(**settings)) == is_calm
 
 
 def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,15 +43,18 @@ def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     folder = tmp_path / "mooncake" / "logs"
     folder.mkdir(parents=True)
     for number in range(KEPT + 3):
-        path = folder / f"serve-{number}0.log"
+        path = folder / f"serve-{DEAD + number}.log"
         path.write_text("of an earlier start")
         os.utime(path, (number, number))
+    (folder / "serve-1.log").write_text("of a process that runs")
+    os.utime(folder / "serve-1.log", (0, 0))
     own = new_log_file()
     assert own is not None
+    assert Path(own).stat().st_mode & 0o777 == 0o600
     assert Path(own).read_bytes() == b""
     left = [path.name for path in folder.iterdir()]
     assert sorted(left) == sorted(
-        [Path(own).name, *(f"serve-{number}0.log" for number in range(3, KEPT + 3))]
+        [Path(own).name, "serve-1.log", *(f"serve-{DEAD + n}.log" for n in range(3, KEPT + 3))]
     )
 
 

@@ -1,0 +1,67 @@
+"""Where a process of `mooncake serve` writes its log. On a terminal that shows warnings, and a file
+has the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from mooncake.base import ConfigError
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.environment import cache_dir
+from mooncake.telemetry.log import configure_logging
+
+DEFAULT_LEVEL = "info"
+KEPT = 10
+"""The newest files of earlier starts that have ended; a start removes older ones."""
+
+
+def stays_calm(config: ServeConfig) -> bool:
+    """Return whether a start keeps its terminal calm: somebody looks at it, and asked for nothing
+    of the log.
+    """
+    has_wish = config.log_level or config.log_file or config.access_log
+    return not has_wish and config.log_format == "text" and sys.stderr.isatty()
+
+
+def new_log_file() -> str | None:
+    """Return the path of an empty file for this process, and remove the oldest beside it; None:
+    there is no room for one.
+    """
+    folder = cache_dir() / "logs"
+    path = folder / f"serve-{os.getpid()}.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        ended = [each for each in folder.glob("serve-*.log") if not _is_used(each)]
+        for old in sorted(ended, key=lambda each: each.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
+    except OSError:
+        return None
+    return str(path)
+
+
+def _is_used(path: Path) -> bool:
+    """Whether the process of a log file may still write to it."""
+    pid = path.stem.rpartition("-")[2]
+    return pid.isdigit() and Path(f"/proc/{pid}").exists()
+
+
+def start_log(name: str, level: str | None, form: str, file: str | None) -> None:
+    """Write the log of this process, under its name. The folder of `file` is made: the first
+    process of a cluster names a file, and others have it on their own machines.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        if file:
+            with contextlib.suppress(FileExistsError):
+                Path(file).parent.mkdir(parents=True, exist_ok=True)
+        configure_logging(name, sys.stderr, level=level or DEFAULT_LEVEL, form=form, file=file)
+    except OSError as error:
+        raise ConfigError(f"log-file: cannot write {file}: {error.strerror}") from None
