@@ -96,6 +96,11 @@ class StepTimes:
         """Of a step as such."""
         return (self._rows if self._knows_rows else self._prompts).coefficients[0]
 
+    @property
+    def fixed_with_prompts_s(self) -> float:
+        """Of a step with prompts as such."""
+        return max(self.fixed_s, self._prompts.coefficients[0])
+
     def rows_s(self, num_rows: int, num_context_tokens: int) -> float:
         """Return what rows of single tokens add, with so much context together."""
         if not self._knows_rows:
@@ -143,6 +148,8 @@ class Left:
     """Of `seconds`, for its prompts: its streams leave that."""
     num_tokens: int
     """Of its prompts."""
+    is_short: bool
+    """Whether it gets less time than it wants; if not, fewer tokens of prompts."""
     pays: bool
     """Whether it has a balance: it gets less time than it wants, beside others."""
     taken_s: float = 0.0
@@ -179,8 +186,9 @@ class StepShare:
         self._limits = {}
 
     def is_limited(self, flow: Flow) -> bool:
-        """Return whether a flow gets less than it wants."""
-        return flow in self._limits
+        """Return whether a flow gets less time than it wants."""
+        left = self._limits.get(flow)
+        return left is not None and left.is_short
 
     def most(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens of a sequence, at most `most`, its flow has room for. The first
@@ -190,14 +198,14 @@ class StepShare:
         left = self._limits.get(sequence.flow)
         if left is None:
             return most
-        if left.seconds < 0:
+        is_prompt = sequence.num_missing > 1
+        is_first = (sequence.flow, is_prompt) not in self._begun
+        if left.seconds + (left.taken_s if is_first else 0.0) < 0:
             return 0
         context = sequence.num_computed + sequence.num_in_flight
-        if sequence.num_missing == 1:
-            is_first = (sequence.flow, False) not in self._begun
+        if not is_prompt:
             fits = left.seconds - left.kept_s >= self._times.rows_s(1, context)
             return most if is_first or fits else 0
-        is_first = (sequence.flow, True) not in self._begun
         most = min(most, sequence.num_unplanned, max(left.num_tokens, UNIT if is_first else 0))
         least = UNIT if is_first else 0
         return self._times.largest_chunk(most, least, context, left.seconds) if most else 0
@@ -208,7 +216,9 @@ class StepShare:
         """
         taken = {flow: left.taken_s for flow, left in self._limits.items() if left.taken_s > 0}
         added_s = self._others_s + sum(taken.values())
-        late_s = seconds - self._fixed_s - added_s
+        has_prompts = any(is_prompt for _, is_prompt in self._begun)
+        fixed_s = self._times.fixed_with_prompts_s if has_prompts else self._fixed_s
+        late_s = seconds - fixed_s - added_s
         return {flow: late_s * taken_s / added_s for flow, taken_s in taken.items()}
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
@@ -255,6 +265,8 @@ class Sharing:
         """How many shares of a step flows have not used of earlier ones; less than nothing: they
         owe them. What is owed stays while a flow is away, or alone as long as it is limited.
         """
+        self._late: dict[Flow, float] = {}
+        """Of each flow with a balance: how many shares its last step was late."""
         self._num_after = 0
         """Steps until a flow that is alone is not limited any more."""
 
@@ -289,11 +301,13 @@ class Sharing:
         left: dict[Flow, Left] = {}
         for flow, want in wants.items():
             share_s, num_tokens = seconds[flow], int(tokens[flow])
-            pays = share_s < want.seconds and not is_alone
-            if share_s < want.seconds or num_tokens < want.num_tokens:
+            is_short = share_s < want.seconds
+            pays = is_short and not is_alone
+            if is_short or num_tokens < want.num_tokens:
                 owed_s = share_s * max(0.0, -self._balances.get(flow, 0.0)) if pays else 0.0
-                kept_s = share_s / 2 if want.num_tokens and want.num_streams else 0.0
-                left[flow] = Left(share_s, share_s - owed_s, kept_s, num_tokens, pays)
+                has_both = want.num_tokens and want.num_streams
+                kept_s = share_s / 2 if is_short and has_both else 0.0
+                left[flow] = Left(share_s, share_s - owed_s, kept_s, num_tokens, is_short, pays)
         return StepShare(self.times, left, smallest_s, num_after)
 
     def commit(self, share: StepShare | None) -> None:
@@ -321,12 +335,19 @@ class Sharing:
 
     def count_late(self, seconds: float, share: StepShare) -> None:
         """Count what a step took longer than was predicted, or less, for those who are answerable
-        for it. What holds up a step once is seldom theirs: `MOST_LATE`.
+        for it. A wrong prediction is wrong again; what holds up a step once is seldom theirs. So
+        the less counts of what this step and the last one that the flow had a part in were late:
+        `MOST_LATE` at most.
         """
+        last_late = {flow: late for flow, late in self._late.items() if flow in self._balances}
+        self._late = dict(last_late)
         for flow, late_s in share.late_s(seconds).items():
             if share.left[flow].pays and flow in self._balances:
-                late = late_s / share.left[flow].share_s
-                self._balances[flow] -= min(max(late, -MOST_LATE), MOST_LATE)
+                late = self._late[flow] = late_s / share.left[flow].share_s
+                last = last_late.get(flow, 0.0)
+                both = min(late, last) if late > 0 else max(late, last)
+                if late * last > 0:
+                    self._balances[flow] -= min(max(both, -MOST_LATE), MOST_LATE)
 
     def _wants(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[Flow, Wants]:
         wants: dict[Flow, Wants] = {}
