@@ -24,6 +24,7 @@ from mooncake.api.http.access_log import AccessLog
 from mooncake.api.http.loop_watch import watch_loop
 from mooncake.api.http.repeats import REPLAYED
 from mooncake.api.http.response import ErrorResponse
+from mooncake.api.http.tracing import Tracing
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.chat import chat_routes
 from mooncake.api.routes.completions import completion_routes
@@ -60,6 +61,7 @@ from mooncake.base import (
 )
 from mooncake.telemetry.events import Recorder, Recorders
 from mooncake.telemetry.health import Vitals
+from mooncake.telemetry.traces import Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -101,12 +103,14 @@ def create_app(
     recorder: Recorder | None = None,
     recent: Callable[[], Any] | None = None,
     vitals: Callable[[], Sequence[Vitals]] | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
     Its `state.api_server` is the `ApiServer` (which explains `recent` and `vitals`), its
     `state.keyring` the `Keyring`. `recorder` gets an event, timed by `clock`, for every request
     that a key's limit refuses or that has no valid key, and for each hold of the event loop.
+    `tracer` chooses the calls that are traced; it gets the events of `backend`.
     """
     clock = clock or MonotonicClock()
     ids = ids or SystemIds()
@@ -128,6 +132,8 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected_error)
+    if tracer is not None:
+        app.add_middleware(Tracing, tracer=tracer, clock=clock, model_name=api_server.names[0])
     app.add_middleware(
         Access,
         keyring=keyring,

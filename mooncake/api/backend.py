@@ -64,8 +64,8 @@ class EventSource(Protocol):
     def fail(self, error: MooncakeError) -> None:
         """End the call: `batch` raises `error` once it has returned what had arrived."""
 
-    def run_as(self, tenant: str) -> None:
-        """Have all requests run for `tenant`; called before the block is entered."""
+    def run_as(self, tenant: str, *, traced: bool = False) -> None:
+        """Have all requests run for `tenant`, and traced; called before the block is entered."""
 
     @property
     def num_dropped_tokens(self) -> int:
@@ -92,9 +92,11 @@ class EventStream:
     def num_dropped_tokens(self) -> int:
         return 0
 
-    def run_as(self, tenant: str) -> None:
-        """Have all requests run for `tenant`; called before the block is entered."""
-        self._requests = [msgspec.structs.replace(each, tenant=tenant) for each in self._requests]
+    def run_as(self, tenant: str, *, traced: bool = False) -> None:
+        """Have all requests run for `tenant`, and traced; called before the block is entered."""
+        self._requests = [
+            msgspec.structs.replace(each, tenant=tenant, traced=traced) for each in self._requests
+        ]
 
     async def __aenter__(self) -> EventStream:
         num_bytes = 0

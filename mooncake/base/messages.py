@@ -24,6 +24,7 @@ from mooncake.base.request import (
     GenerateRequest,
     RequestOutput,
 )
+from mooncake.base.work_span import WorkSpan
 
 PROTOCOL_VERSION = 7
 """What messages mean. It grows with a change that a former release would misread."""
@@ -442,6 +443,8 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
     """The places of the blocks when they were not pushed."""
     checksums: list[int] = []
     """Of each pushed block, in the order of `Reserved.indexes`; none: do not compare."""
+    spans: list[WorkSpan] = []
+    """Of a traced request: the push, for decode to pass on with its first output."""
 
 
 class BlocksPushed(Message, frozen=True, tag="blocks_pushed"):

@@ -21,6 +21,7 @@ import msgspec
 
 from mooncake.base.blocks import pack_tokens, unpack_tokens
 from mooncake.base.sampling import SamplingParams
+from mooncake.base.work_span import WorkSpan
 
 
 class Priority(str, Enum):
@@ -83,6 +84,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tbt_slo_s: float | None = None
     timeout_s: float | None = None
     """The request fails with 408 when it has not finished this long after it was accepted."""
+    traced: bool = False
+    """Its workers tell what they did for it and when (`RequestOutput.spans`)."""
 
     def __post_init__(self) -> None:
         unpack_tokens(self.prompt)
@@ -274,6 +277,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """With the first output of an attempt: prompt tokens whose KV was reused."""
     fetched: CacheHits | None = None
     """With the same output: how many blocks of these were fetched; None: none were."""
+    spans: list[WorkSpan] = []
+    """Of a traced request: what the worker did for it since its last output."""
     finish: FinishInfo | None = None
 
 

@@ -41,6 +41,7 @@ from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance import Instance, PrefixReuse
 from mooncake.instance.job_table import JobTable
+from mooncake.instance.job_trace import JobTrace
 
 
 class DecodeWorker:
@@ -117,6 +118,7 @@ class DecodeWorker:
             return
         layout = self.instance.layout
         job = DecodeJob(taken, layout)
+        job.trace = self.instance.trace_of(taken, now)
         self._jobs.add(job)
         if not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
             message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
@@ -182,6 +184,8 @@ class DecodeWorker:
             instance.pool.release(matched + (pages or []))
             return False
         job.pages, job.num_matched, job.stage = matched + pages, len(matched), Stage.RESERVED
+        if job.trace is not None:
+            job.trace.waited("reserve", now)
         self._send_reserved(job, now)
         return True
 
@@ -248,12 +252,16 @@ class DecodeWorker:
     def _gather(self, job: DecodeJob, now: float) -> None:
         """Collect the cached prefix, then compute the rest in this engine."""
         job.stage = Stage.GATHERING
+        if job.trace is not None:
+            job.trace.waits_since_s = now
 
         def gathered(pages: list[int], at: float) -> None:
             reuse, job.reuse = job.reuse, None
             if reuse is not None:
                 job.num_counted = reuse.num_counted(self.instance.kvstore)
                 job.fetched = reuse.fetched(self.instance.kvstore)
+            if job.trace is not None:
+                job.trace.gathered(reuse, at)
             if self._jobs.get(job.request_id) is not job:
                 self.instance.pool.release(pages)
                 return
@@ -276,6 +284,8 @@ class DecodeWorker:
         if job is None or job.local or job.stage not in (Stage.WAITING, Stage.RESERVED):
             return
         job.output_tokens.append(message.token)
+        if job.trace is not None:
+            job.trace.pass_on(message.spans, now)
         if not message.pushed:
             self._unreserve(job)
             job.local, job.sources = True, message.sources
@@ -343,6 +353,8 @@ class DecodeWorker:
             self._fail(job, Failure.turned_away("the decode batch queue is full"))
             return
         job.stage = Stage.RUNNING
+        if job.trace is not None and not job.local:
+            job.trace.waits_since_s = now
         self._jobs.start_sequence(job, sequence)
 
     # ------------------------------------------------------------ generating
@@ -354,13 +366,13 @@ class DecodeWorker:
             assert job is not None, "a sequence without a job"
             if output.failure is None:
                 self._write_through(job, now)
-            self._send_output(job, output)
+            self._send_output(job, output, now)
             if output.finish is not None:
                 self.instance.engine.release(output.sequence)
                 self._jobs.end_sequence(job)
                 self._jobs.remove(job)
 
-    def _send_output(self, job: DecodeJob, output: SequenceOutput) -> None:
+    def _send_output(self, job: DecodeJob, output: SequenceOutput, now: float) -> None:
         finish = None
         if output.finish is not None:
             finish = FinishInfo(
@@ -372,8 +384,25 @@ class DecodeWorker:
         if first and output.tokens:
             self.instance.count("prompt_tokens", job.num_tokens)
             self.instance.count("prompt_tokens_cached", cached)
-        told = job.output(output, finish, num_cached_tokens=cached if first else None)
+        if job.trace is not None:
+            self._note(job, job.trace, output, first=first, now=now)
+        told = job.output(
+            output,
+            finish,
+            num_cached_tokens=cached if first else None,
+            spans=job.trace.take(now) if job.trace is not None else [],
+        )
         self.instance.queue_output(job.task.gateway, told)
+
+    def _note(
+        self, job: DecodeJob, trace: JobTrace, output: SequenceOutput, *, first: bool, now: float
+    ) -> None:
+        """Note the prompt that was computed here, and the end of the request."""
+        sequence, came_with = output.sequence, len(job.output_tokens)
+        if first and output.tokens:
+            trace.computed(sequence, job.num_tokens, now)
+        if output.finish is not None:
+            trace.decoded(sequence, len(sequence.output_tokens) - came_with, now)
 
     def _write_through(self, job: DecodeJob, now: float) -> None:
         """Put the blocks that have become full into this node's pool."""

@@ -42,6 +42,7 @@ from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance.checksums import BlockChecksums, Hasher
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.job_table import JobT, JobTable
+from mooncake.instance.job_trace import JobTrace
 from mooncake.instance.kept_settings import KeptSettings, TaskT
 from mooncake.instance.mover import OwnPages, RankPages, SliceMover
 from mooncake.instance.page_pins import PagePins
@@ -265,6 +266,10 @@ class Instance:
             return None
         self.engine.prepare(task.request)
         return whole
+
+    def trace_of(self, task: RequestTask, now: float) -> JobTrace | None:
+        """Return what collects the spans of a job that begins now; None: nobody asks for them."""
+        return JobTrace(self.worker.worker_id, now) if task.request.traced else None
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter of the load report."""

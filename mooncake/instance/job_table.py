@@ -22,7 +22,9 @@ from mooncake.base.messages import (
     is_former,
 )
 from mooncake.base.request import CacheHits, FinishInfo, Flow, RequestOutput, packed_logprobs
+from mooncake.base.work_span import WorkSpan
 from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.instance.job_trace import JobTrace
 from mooncake.instance.reuse import PrefixReuse
 
 MAX_EARLY = 1024
@@ -49,6 +51,8 @@ class Job(Generic[TaskT]):
         self._block_tokens = layout.block_tokens
         self.reuse: PrefixReuse | None = None
         self.sequence: Sequence | None = None
+        self.trace: JobTrace | None = None
+        """What is told of a traced request."""
         self.num_counted = 0
         """Leading blocks that this node's pool already counts as used by this request."""
         self.fetched: CacheHits | None = None
@@ -86,7 +90,12 @@ class Job(Generic[TaskT]):
         )
 
     def output(
-        self, made: SequenceOutput, finish: FinishInfo | None, *, num_cached_tokens: int | None
+        self,
+        made: SequenceOutput,
+        finish: FinishInfo | None,
+        *,
+        num_cached_tokens: int | None,
+        spans: list[WorkSpan],
     ) -> RequestOutput:
         """Return what the gateway hears of the tokens that a step has made.
 
@@ -103,6 +112,7 @@ class Job(Generic[TaskT]):
             num_cached_tokens=num_cached_tokens,
             fetched=None if num_cached_tokens is None else self.fetched,
             finish=finish,
+            spans=spans,
         )
 
     def reusable_keys(self, num_outputs: int) -> list[BlockKey]:

@@ -140,6 +140,7 @@ class _Moving:
     error: str | None = None
     num_bytes: int = 0
     seconds: float = 0.0
+    protocol: str = ""
 
 
 class SliceMover:
@@ -251,6 +252,7 @@ class SliceMover:
             self._found.setdefault(page, FoundParts()).add(move.layers, part)
         moving.num_bytes += done.num_bytes
         moving.seconds = max(moving.seconds, done.seconds)
+        moving.protocol = done.protocol or moving.protocol
         if done.error is not None and moving.error is None:
             moving.error = done.error
             self.cancel(move_id)
@@ -261,6 +263,7 @@ class SliceMover:
                 error=moving.error,
                 num_bytes=moving.num_bytes if moving.error is None else 0,
                 seconds=moving.seconds,
+                protocol=moving.protocol,
             )
             moving.ended(whole, now)
 

@@ -37,6 +37,11 @@ class Destination:
         self.parts = parts
         self.wanted = {index for part in parts for index in part.indexes}
         self.error: str | None = None
+        self.begun_s: float | None = None
+        """When the first slice was sent; None: none was."""
+        self.num_bytes = 0
+        """That have arrived; and what moved the last of them."""
+        self.protocol = ""
         self.progress = progress
         self.moves: set[int] = set()
         self.in_flight_of: dict[int, int] = {}
@@ -142,6 +147,8 @@ class Push:
         self, destination: Destination, moved: list[int], layers: range, now: float
     ) -> None:
         """Send these layers of the blocks at `moved`."""
+        if destination.begun_s is None:
+            destination.begun_s = now
         blocks = {index: self._pages[index] for index in moved}
         for index in moved:
             destination.sent_layers[index] = layers.stop
@@ -177,6 +184,8 @@ class Push:
         self, destination: Destination, moved: list[int], done: TransferDone, now: float
     ) -> None:
         destination.moves.discard(done.batch_id)
+        destination.num_bytes += done.num_bytes
+        destination.protocol = done.protocol or destination.protocol
         whole: list[int] = []
         for index in moved:
             destination.in_flight_of[index] -= 1

@@ -53,6 +53,11 @@ class PrefixReuse:
         self._pages: list[int] = []
         self._fetched: dict[WorkerRef, tuple[int, int]] = {}
         """Pool node -> (blocks that came from there, how many of these from its disks)."""
+        self.num_bytes = 0
+        """Of these blocks, and what moved the last."""
+        self.protocol = ""
+        self.sources_asked: list[str] = []
+        """The workers of whom blocks were asked."""
         self._reported: dict[WorkerRef, int] = {}
         self._read: int | None = None
         """The number of the fetch under way."""
@@ -63,6 +68,11 @@ class PrefixReuse:
         self._pages = list(self._pool.match(self._keys))
         self._pool.hold(self._pages)
         self._next(now)
+
+    @property
+    def num_fetched(self) -> int:
+        """Blocks that came from other workers."""
+        return sum(num_blocks for num_blocks, _ in self._fetched.values())
 
     def num_counted(self, store: WorkerRef | None) -> int:
         """Return how many leading blocks the node has counted as used by this request."""
@@ -101,6 +111,7 @@ class PrefixReuse:
         self._gathered(self._pages, now)
 
     def _fetch(self, source: BlockSource, pages: list[int], have: int, now: float) -> None:
+        self.sources_asked.append(source.store.worker_id)
         self._read = self._fetches.reader.start(
             source.store,
             self._keys[have : have + len(pages)],
@@ -123,6 +134,8 @@ class PrefixReuse:
         for offset in range(num_blocks):
             self._pool.publish(self._keys[have + offset], pages[offset])
         self._pages.extend(pages[:num_blocks])
+        self.num_bytes += result.num_bytes
+        self.protocol = result.protocol or self.protocol
         if num_blocks < len(pages):
             self._pool.release(pages[num_blocks:])
             if source.others:

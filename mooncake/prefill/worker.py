@@ -143,6 +143,7 @@ class PrefillWorker:
         if taken is None:
             return
         job = PrefillJob(taken, instance.layout, instance.open_push())
+        job.trace = instance.trace_of(taken, now)
         self._jobs.add(job)
 
         def gathered(pages: list[int], at: float) -> None:
@@ -157,6 +158,8 @@ class PrefillWorker:
         if reuse is not None:
             job.num_counted = reuse.num_counted(instance.kvstore)
             job.fetched = reuse.fetched(instance.kvstore)
+        if job.trace is not None:
+            job.trace.gathered(reuse, now)
         if job.ended:
             instance.pool.release(pages)
             self._close(job, now)
@@ -256,7 +259,14 @@ class PrefillWorker:
     def _on_step(self, result: StepResult, now: float) -> None:
         if result.error is None:
             self._advance(result.step_id, self.instance.layout.num_layers, now)
+            self._note_chunks(result.step_id, now)
         self._take(self.instance.on_step(result, now), now)
+
+    def _note_chunks(self, step_id: int, now: float) -> None:
+        for slot in self.instance.engine.step(step_id).plan.slots:
+            job = self._jobs.of_sequence(slot.sequence_id)
+            if job is not None and job.trace is not None:
+                job.trace.chunk(slot.start, len(slot.tokens), now)
 
     def _take(self, outputs: list[SequenceOutput], now: float) -> None:
         """Take the outputs of a step. Each ends its sequence, which samples one token only."""
@@ -281,7 +291,14 @@ class PrefillWorker:
         job.num_cached_tokens = output.sequence.num_cached_tokens
         self.instance.count("prompt_tokens", job.num_tokens)
         self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
-        told = job.output(output, finish, num_cached_tokens=job.num_cached_tokens)
+        if job.trace is not None:
+            job.trace.computed(output.sequence, job.num_tokens, now)
+        told = job.output(
+            output,
+            finish,
+            num_cached_tokens=job.num_cached_tokens,
+            spans=job.trace.take(now) if job.trace is not None else [],
+        )
         self.instance.queue_output(job.task.gateway, told)
         job.token, job.sampled_s, job.stage = token, now, Stage.PUSHING
         if finish is not None:
@@ -301,7 +318,9 @@ class PrefillWorker:
             self._fail(job, Failure.unavailable(message), now)
             return
         if job.stage is Stage.PUSHING and job.decode is not None and job.decode.complete:
-            self._hand_over(job, pushed=True, sources=[])
+            if job.trace is not None:
+                job.trace.pushed(job.decode, now)
+            self._hand_over(job, now, pushed=True, sources=[])
         if job.stage is Stage.SETTLING and not self.instance.write_through.is_open(job.push):
             self._end(job, now)
 
@@ -312,10 +331,12 @@ class PrefillWorker:
             [BlockSource(store=store, first=0, stop=len(job.keys))] if store and job.keys else []
         )
         self.instance.count("handed_over_by_pool")
-        self._hand_over(job, pushed=False, sources=sources)
+        self._hand_over(job, now, pushed=False, sources=sources)
         self._settle(job, now)
 
-    def _hand_over(self, job: PrefillJob, *, pushed: bool, sources: list[BlockSource]) -> None:
+    def _hand_over(
+        self, job: PrefillJob, now: float, *, pushed: bool, sources: list[BlockSource]
+    ) -> None:
         """Tell decode to go on: its pages are filled (`pushed`), or the pool's are."""
         assert job.token is not None
         known = job.decode.checksums if pushed and job.decode is not None else {}
@@ -330,6 +351,7 @@ class PrefillWorker:
                 pushed=pushed,
                 sources=sources,
                 checksums=[known[index] for index in sorted(known)],
+                spans=job.trace.take(now) if job.trace is not None else [],
             ),
         )
         job.handed_over = True

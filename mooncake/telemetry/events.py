@@ -13,6 +13,7 @@ import msgspec
 
 from mooncake.base import FinishReason, Role, WorkerLoad
 from mooncake.base.request import CacheUse
+from mooncake.base.work_span import WorkSpan
 
 
 class LifetimeEvent(
@@ -59,6 +60,13 @@ class Placed(RequestEvent, frozen=True, tag="placed"):
     num_cached_tokens: int
     """Prompt tokens that the Conductor expects to be reused."""
     num_fetch_blocks: int = 0
+
+
+class Worked(RequestEvent, frozen=True, tag="worked"):
+    """A worker told what it did for a traced request."""
+
+    attempt: int
+    spans: list[WorkSpan]
 
 
 class FirstToken(RequestEvent, frozen=True, tag="first_token"):
@@ -131,7 +139,7 @@ class LoopHeld(LifetimeEvent, frozen=True, tag="loop_held"):
     held_s: float
 
 
-AnyRequestEvent = Accepted | Refused | Placed | FirstToken | Tokens | Requeued | Finished
+AnyRequestEvent = Accepted | Refused | Placed | Worked | FirstToken | Tokens | Requeued | Finished
 AnyWorkerEvent = WorkerJoined | WorkerReported | WorkerLeft
 AnyEvent = AnyRequestEvent | AnyWorkerEvent | LoopHeld
 
@@ -148,6 +156,10 @@ class Recorders:
 
     def __init__(self, *listeners: Recorder) -> None:
         self._listeners: Sequence[Recorder] = listeners
+
+    def add(self, listener: Recorder) -> None:
+        """Pass events to one more recorder, after the others."""
+        self._listeners = (*self._listeners, listener)
 
     def record(self, event: AnyEvent) -> None:
         for listener in self._listeners:

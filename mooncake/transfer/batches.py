@@ -37,6 +37,8 @@ class Job:
         self.started_s = now
         self.ops: Sequence[TransferOp] = ()
         self.num_bytes = 0
+        self.protocol = ""
+        """What moves it; of several that were tried, the last."""
         self.num_tried = 0
         """Backends the router has tried; only the thread that has the job now touches it."""
         self.error: str | None = None
@@ -191,6 +193,7 @@ class BatchTable:
             error=job.error,
             num_bytes=job.num_bytes if job.error is None else 0,
             seconds=self._clock.now() - job.started_s,
+            protocol=job.protocol,
         )
         with self._lock:
             del self._jobs[job.batch_id]

@@ -58,6 +58,10 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
     """None = every byte has arrived."""
     num_bytes: int = 0
     seconds: float = 0.0
+    protocol: str = ""
+    """What moved it: "shm", "rdma", "tcp", "inproc", or "stage" where it went through slots of host
+    memory; empty: not known.
+    """
 
 
 class Pieces(msgspec.Struct, frozen=True):

@@ -174,6 +174,7 @@ class RoutedTransfer:
         elif not job.ops:
             job.expect(0)
         elif self._staging is not None and self._staging.takes(job):
+            job.protocol = PROTOCOL
             self._staging.start(job)
         else:
             self.go_on(job)
@@ -224,6 +225,7 @@ class RoutedTransfer:
             job.num_tried += 1
             if backend.reaches(job.peer):
                 if not job.stopped:
+                    job.protocol = backend.protocol
                     backend.start(job)
                 return
         job.stop(f"{job.peer.engine_id} cannot be reached: {reason}")

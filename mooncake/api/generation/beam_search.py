@@ -192,8 +192,11 @@ class BeamStream:
         """The tokens of all beams at all steps, less those of the answers."""
         return self._num_dropped
 
-    def run_as(self, tenant: str) -> None:
-        """Have all requests run for `tenant`; called before the block is entered."""
+    def run_as(self, tenant: str, *, traced: bool = False) -> None:
+        """Have all requests run for `tenant`; called before the block is entered. They are not
+        traced: each step of a search is requests of their own.
+        """
+        del traced
         self._groups = [
             [msgspec.structs.replace(request, tenant=tenant) for request in group]
             for group in self._groups

@@ -252,10 +252,10 @@ class Call:
         """Whether `finish` returns only some of the choices; `deltas` would return all."""
         return self._num_kept < self._num_per_prompt
 
-    def run_as(self, tenant: str) -> None:
-        """Have all sequences run for `tenant`; called before the block is entered."""
+    def run_as(self, tenant: str, *, traced: bool = False) -> None:
+        """Have all sequences run for `tenant`, and traced; called before the block is entered."""
         self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
-        self._stream.run_as(tenant)
+        self._stream.run_as(tenant, traced=traced)
         if self._review is not None:
             self._review.run_as(tenant)
 

@@ -24,6 +24,7 @@ from mooncake.api.errors import (
 )
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
+from mooncake.api.http.tracing import call_attributes
 from mooncake.base import GenerateRequest, InternalError, MooncakeError, Priority
 
 _log = logging.getLogger(__name__)
@@ -109,8 +110,10 @@ class CallResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
         state = scope.get("state", {})
-        if tenant := state.get("tenant"):
-            call.run_as(tenant)
+        tenant, trace = state.get("tenant", ""), state.get("trace")
+        traced = trace is not None and trace.follow(each.request_id for each in call.requests)
+        if tenant or traced:
+            call.run_as(tenant, traced=traced)
         if refusal := _refused_class(call.requests, state.get("priorities", tuple(Priority))):
             await ErrorResponse(refusal)(scope, receive, send)
             return
@@ -130,6 +133,8 @@ class CallResponse(Response):
                     await ErrorResponse(refused)(scope, receive, send)
         finally:
             watcher.cancel()
+            if trace is not None:
+                trace.root.attributes.update(call_attributes(call))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> MooncakeError | None:
         """Send the answer, or return the error to send instead when nothing has been sent yet."""

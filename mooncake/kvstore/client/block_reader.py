@@ -50,6 +50,8 @@ class ReadResult:
     """Time those transfers took together."""
     num_from_ssd: int = 0
     """How many of the blocks the node had to bring up from its disks."""
+    protocol: str = ""
+    """What the last of them went by."""
 
 
 ReadDone = Callable[[TransferDone, float], None]
@@ -117,6 +119,7 @@ class _Read:
     num_bytes: int = 0
     piece_bytes: int = 0
     seconds: float = 0.0
+    protocol: str = ""
 
     def advance(self) -> None:
         """Turn to the next piece: this one has arrived whole."""
@@ -207,6 +210,7 @@ class BlockReader:
         read.num_bytes += done.num_bytes
         read.piece_bytes = done.num_bytes
         read.seconds += done.seconds
+        read.protocol = done.protocol
         if self._verify and any(read.promised):
             read.stage = _Stage.VERIFYING
             self._verifying.append(ticket)
@@ -318,7 +322,7 @@ class BlockReader:
             return
         result = ReadResult(
             len(read.arrived), read.arrived, error, read.num_bytes, read.seconds,
-            read.num_from_ssd,
+            read.num_from_ssd, read.protocol,
         )  # fmt: skip
         read.ended(result, now)
 

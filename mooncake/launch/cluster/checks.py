@@ -71,7 +71,8 @@ def _check_api_server(config: ServeConfig) -> None:
     """Look at keys and certificates of the API server, whose imports a pool node does without."""
     with importing():
         from mooncake.api.http.server import check_tls
-        from mooncake.launch.cluster.gateway_process import api_config
+        from mooncake.launch.cluster.gateway_process import api_config, check_traces
 
+    check_traces(config)
     if (tls := api_config(config).tls) is not None:
         check_tls(tls)

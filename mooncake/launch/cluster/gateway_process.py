@@ -17,7 +17,16 @@ from typing import Any
 
 from mooncake import __version__
 from mooncake.api import ApiConfig, GatewayBackend, ServedModel, TlsConfig, bind, create_app, serve
-from mooncake.base import Clock, IdSource, MonotonicClock, Role, SystemIds, Unavailable, WorkerRef
+from mooncake.base import (
+    Clock,
+    ConfigError,
+    IdSource,
+    MonotonicClock,
+    Role,
+    SystemIds,
+    Unavailable,
+    WorkerRef,
+)
 from mooncake.base.kv_events import KvEventsConfig
 from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.config.key_file import KeyFile, follow, read_keys
@@ -36,6 +45,7 @@ from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.recent import Recent
 from mooncake.telemetry.series import BuildInfo, CacheInfo
+from mooncake.telemetry.traces import Tracer
 
 logger = logging.getLogger(__name__)
 LAYOUT_DIGITS = 12
@@ -115,16 +125,19 @@ class GatewayProcess:
         says how the workers that this process starts are.
         """
         api_server = dataclasses.replace(api_config(config), gateway_id=self.gateway_id)
-        self._app = create_app(
-            self.backend,
-            model,
-            api_server,
-            clock=self._clock,
-            recorder=self._recorders,
-            recent=lambda: self._recent.status(self._clock.now()),
-            vitals=vitals,
-        )
-        with self._driven(), self._publishing(config.kv_events_config):
+        with contextlib.ExitStack() as opened:
+            self._app = create_app(
+                self.backend,
+                model,
+                api_server,
+                clock=self._clock,
+                recorder=self._recorders,
+                recent=lambda: self._recent.status(self._clock.now()),
+                vitals=vitals,
+                tracer=self._tracer(config, opened),
+            )
+            opened.enter_context(self._driven())
+            opened.enter_context(self._publishing(config.kv_events_config))
             following = self._follow_keys(config)
             try:
                 await serve(self._app, api_server, stop=stop, ready=ready, listener=listener)
@@ -139,6 +152,21 @@ class GatewayProcess:
         with self._driven():
             await stop.wait()
             self.gateway.say_goodbye()
+
+    def _tracer(self, config: ServeConfig, opened: contextlib.ExitStack) -> Tracer | None:
+        """Return what traces calls, if anything is to; `opened` ends it."""
+        if config.otlp_traces_endpoint is None:
+            return None
+        from mooncake.telemetry.otlp import OtlpTraces
+
+        traces = OtlpTraces(config.otlp_traces_endpoint, self.gateway_id, self._clock.now)
+        opened.callback(traces.close)
+        ids = SystemIds()
+        tracer = Tracer(
+            traces.export, config.otlp_traces_sampling_ratio, lambda: ids.integer(53) / 2**53
+        )
+        self._recorders.add(tracer)
+        return tracer
 
     @contextlib.contextmanager
     def _publishing(self, config: KvEventsConfig | None) -> Iterator[None]:
@@ -196,6 +224,18 @@ def _cache_infos(plan: ServePlan) -> list[CacheInfo]:
             num_gpu_blocks=str(plan.engine.num_blocks),
         )
     ]
+
+
+def check_traces(config: ServeConfig) -> None:
+    """Raise ConfigError when traces are to be sent and the packages for it are missing."""
+    if config.otlp_traces_endpoint is None:
+        return
+    try:
+        import mooncake.telemetry.otlp  # noqa: F401  # of an extra
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp-traces-endpoint: {error}: pip install 'mooncake-serve[otlp]'"
+        ) from error
 
 
 def api_config(config: ServeConfig) -> ApiConfig:

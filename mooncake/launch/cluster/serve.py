@@ -181,8 +181,9 @@ def _run(
     with importing():
         from mooncake.api import load_served_model
         from mooncake.api.http.event_loop import run_in_loop
-        from mooncake.launch.cluster.gateway_process import listen
+        from mooncake.launch.cluster.gateway_process import check_traces, listen
 
+    check_traces(config)
     end_with_vital_threads()
     with contextlib.ExitStack() as opened:
         api_server: ApiServer | None = None

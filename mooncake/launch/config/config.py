@@ -64,6 +64,8 @@ REFUSED = {
     "disable-radix-cache": "it is called --no-enable-prefix-caching",
     "disable-cuda-graph": "it is called --enforce-eager",
     "log-requests": "requests are written to the access log: --access-log",
+    "collect-detailed-traces": "traces always have all spans: --otlp-traces-endpoint",
+    "enable-trace": "it is called --otlp-traces-endpoint",
     "enable-metrics": "GET /metrics is always there; leave the flag out",
     "watchdog-timeout": "it is called --step-timeout",
     "disaggregation-transfer-backend": "it is called --transport",
@@ -225,6 +227,10 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             raise ConfigError(f"{flag(name)}: is for --ssd-encryption; add it")
     if config.ssd_encryption and not config.ssd:
         raise ConfigError("ssd-encryption: there are no disks; add --ssd DIR:SIZE")
+    if "otlp_traces_sampling_ratio" in written and config.otlp_traces_endpoint is None:
+        raise ConfigError(
+            "otlp-traces-sampling-ratio: nothing is traced; add --otlp-traces-endpoint URL"
+        )
     both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
     both("require_transport", "transport", "the first names the only one")
     if config.colocated and config.require_transport is not None:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -381,6 +382,18 @@ def share(name: str, value: object) -> float:
 def part(name: str, value: object) -> float:
     """Read a number from 0 to 1."""
     return 0.0 if str(value) in ("0", "0.0") else share(name, value)
+
+
+def web_url(name: str, value: object) -> str:
+    """Read a URL of HTTP or HTTPS."""
+    try:
+        parts = urlsplit(str(value))
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        known = False
+    if not known:
+        raise ConfigError(f"{flag(name)}: {value!r} is no URL (e.g. http://localhost:4318)")
+    return str(value)
 
 
 def port_range(name: str, value: object) -> tuple[int, int]:

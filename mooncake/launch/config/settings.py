@@ -39,6 +39,7 @@ from mooncake.launch.config.options import (
     text,
     texts,
     truth,
+    web_url,
 )
 from mooncake.model.options import (
     ATTENTION_BACKENDS,
@@ -351,6 +352,11 @@ class ServeConfig:
     audit_log: str | None = setting(None, text, OTHER, "PATH",
         "append to this file who drained, removed, changed keys or was refused, one JSON object a "
         "line; -: write it to standard error")
+    otlp_traces_endpoint: str | None = setting(None, web_url, OTHER, "URL",
+        "send traces of requests to this collector, by OTLP over HTTP; needs the packages of "
+        "mooncake-serve[otlp]")
+    otlp_traces_sampling_ratio: float = setting(1.0, part, OTHER, "SHARE",
+        "of requests without a traceparent that are traced; with one, the client has decided")
     dry_run: bool = setting(False, truth, OTHER, "", switch=True,
         text="print the configuration and memory plan, check all that `serve` would, start nothing")
     hardware: str | None = setting(None, text, OTHER, "H", "with --dry-run: fit the model on these "

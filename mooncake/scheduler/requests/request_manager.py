@@ -64,6 +64,7 @@ from mooncake.telemetry.events import (
     Accepted,
     Refused,
     Requeued,
+    Worked,
 )
 
 SCAN_STALLED_S = 1.0
@@ -433,6 +434,14 @@ class RequestManager:
         if not from_decode and worker != placement.prefill:
             return
         record.learn_cached(output)
+        if output.spans:
+            worked = Worked(
+                request_id=record.request_id,
+                at_s=now,
+                attempt=record.attempt,
+                spans=output.spans,
+            )
+            self._ports.recorder.record(worked)
         if output.tokens and from_decode:
             record.decode_joined = True
         for event in record.order.add(output):

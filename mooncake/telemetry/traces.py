@@ -1,0 +1,283 @@
+"""Traces: the finished span tree of a call of the API, made of lifetime events and of what workers
+tell. Whoever is given a tree sends it away; `otlp.py` does.
+
+The tracer owns the calls that are traced and have not ended. Times are of the driver's clock: those
+of workers are counted back from the moment at which their message came. No text of a prompt or an
+answer, and nothing of a request that is not traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mooncake.base import FinishReason
+from mooncake.base.work_span import Fact, WorkSpan
+from mooncake.telemetry.events import (
+    Accepted,
+    AnyEvent,
+    Finished,
+    FirstToken,
+    Placed,
+    Refused,
+    RequestEvent,
+    Requeued,
+    Worked,
+)
+
+MAX_SEQUENCES = 16
+"""Calls of more sequences show only what the API server did."""
+MAX_WORK_SPANS = 64
+"""Spans of workers that are kept of one placement."""
+MAX_STATE_CHARS = 512
+"""A longer `tracestate` is dropped, as W3C allows."""
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 0x01
+
+Attributes = dict[str, Fact | list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The span of the client that a call belongs to."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+    state: str = ""
+
+
+@dataclass(slots=True)
+class SpanEvent:
+    """A moment within a span."""
+
+    name: str
+    at_s: float
+    attributes: Attributes = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Span:
+    """A piece of work with what it consists of."""
+
+    name: str
+    start_s: float
+    end_s: float = 0.0
+    attributes: Attributes = field(default_factory=dict)
+    events: list[SpanEvent] = field(default_factory=list)
+    children: list[Span] = field(default_factory=list)
+    error: str | None = None
+    """Why it failed."""
+
+    def child(self, name: str, start_s: float, end_s: float = 0.0, **attributes: Fact) -> Span:
+        """Add a part, with attributes of our own."""
+        span = Span(name, start_s, end_s)
+        span.attributes.update({f"mooncake.{key}": value for key, value in attributes.items()})
+        self.children.append(span)
+        return span
+
+
+Export = Callable[[Span, Caller | None], None]
+"""Takes a finished tree and who called; must be quick and never raise."""
+
+
+def read_caller(traceparent: str, tracestate: str = "") -> Caller | None:
+    """Return the span that W3C's headers name; None: there is none, or it is not to be trusted."""
+    found = _TRACEPARENT.fullmatch(traceparent.strip())
+    if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
+        return None
+    trace_id, span_id = int(found[2], 16), int(found[3], 16)
+    if not trace_id or not span_id:
+        return None
+    state = tracestate if len(tracestate) <= MAX_STATE_CHARS else ""
+    return Caller(trace_id, span_id, bool(int(found[4], 16) & _SAMPLED), state)
+
+
+class _Sequence:
+    """One sequence of a traced call, as the gateway sees it."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.first_token_s: float | None = None
+        self.status = 200
+        self.seconds: dict[str, float] = {}
+        """What vLLM calls latencies, by its names."""
+        self._waits_since_s: float | None = None
+        self._placement: Span | None = None
+        self._attempt = 0
+        self._num_placed = 0
+        self._num_told = 0
+
+    def take(self, event: RequestEvent) -> bool:
+        """Take an event; return whether it was the last."""
+        span, now = self.span, event.at_s
+        match event:
+            case Accepted():
+                span.start_s = self._waits_since_s = now
+            case Placed():
+                self._on_placed(event)
+            case Worked():
+                if self._placement is not None and event.attempt == self._attempt:
+                    self._on_worked(self._placement, event.spans, now)
+            case FirstToken():
+                self.first_token_s = now
+                span.events.append(SpanEvent("first_token", now))
+            case Requeued():
+                self._end_placement(now, event.reason)
+                self._waits_since_s = now
+            case Refused():
+                span.start_s = now
+                self._fail(event.status, f"it was refused: {event.reason}")
+                self.end(now)
+                return True
+            case Finished():
+                self._on_finished(event)
+                return True
+            case _:
+                pass
+        return False
+
+    def end(self, now: float) -> None:
+        """End what is open."""
+        if self._waits_since_s is not None:
+            self._end_wait(now)
+        self._end_placement(now)
+        self.span.end_s = now
+
+    def _on_placed(self, event: Placed) -> None:
+        self._end_wait(event.at_s)
+        self._attempt, self._num_told = event.attempt, 0
+        self._num_placed += 1
+        self._placement = self.span.child(
+            "placement",
+            event.at_s,
+            attempt=self._num_placed,
+            decode_worker=event.decode,
+            predicted_ttft_s=event.predicted_ttft_s,
+            predicted_tbt_s=event.predicted_tbt_s,
+            predicted_cached_tokens=event.num_cached_tokens,
+        )
+        if event.prefill is not None:
+            self._placement.attributes["mooncake.prefill_worker"] = event.prefill
+
+    def _on_worked(self, placement: Span, spans: Sequence[WorkSpan], now: float) -> None:
+        """Add what a worker did. Nothing of it was before its task, or is still to come."""
+
+        def seen_s(ago_s: float) -> float:
+            return min(now, max(placement.start_s, now - ago_s))
+
+        for each in spans[: MAX_WORK_SPANS - self._num_told]:
+            self._num_told += 1
+            span = placement.child(each.name, seen_s(each.ago_s + each.seconds), seen_s(each.ago_s))
+            span.attributes.update(each.facts)
+            span.events += [
+                SpanEvent(told.name, seen_s(told.ago_s), dict(told.facts)) for told in each.events
+            ]
+            if each.name in _TIMED:
+                self._add_seconds(_TIMED[each.name], each.seconds)
+
+    def _on_finished(self, event: Finished) -> None:
+        attributes = self.span.attributes
+        attributes["mooncake.end"] = event.reason.value
+        attributes["mooncake.input_tokens"] = event.num_prompt_tokens
+        attributes["mooncake.output_tokens"] = event.num_output_tokens
+        attributes["mooncake.cached_tokens"] = event.num_cached_tokens
+        if event.reason is FinishReason.ERROR:
+            self._fail(event.status, "it failed")
+        self.end(event.at_s)
+
+    def _fail(self, status: int, error: str) -> None:
+        self.status, self.span.error = status, error
+        self.span.attributes["error.type"] = str(status)
+
+    def _end_wait(self, now: float) -> None:
+        since_s = now if self._waits_since_s is None else self._waits_since_s
+        self._waits_since_s = None
+        self.span.child("queue", since_s, now)
+        self._add_seconds("time_in_queue", now - since_s)
+
+    def _end_placement(self, now: float, error: str | None = None) -> None:
+        if self._placement is not None:
+            self._placement.end_s, self._placement.error = now, error
+            self._placement = None
+
+    def _add_seconds(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+_TIMED = {"prefill": "time_in_model_prefill", "decode": "time_in_model_decode"}
+
+
+class Trace:
+    """A traced call of the API: its tree so far. Made and ended by the `Tracer`."""
+
+    def __init__(self, caller: Caller | None, root: Span, following: dict[str, _Sequence]) -> None:
+        self.caller = caller
+        self.root = root
+        self._following = following
+        self.sequences: dict[str, _Sequence] = {}
+        self.sent_s: float | None = None
+        """When the first byte of the answer went to the client."""
+
+    def follow(self, request_ids: Iterable[str]) -> bool:
+        """Show these requests as parts of the call, if they are not too many; return whether."""
+        ids = list(request_ids)
+        if len(ids) > MAX_SEQUENCES:
+            return False
+        for request_id in ids:
+            span = self.root.child("request", self.root.start_s)
+            span.attributes["gen_ai.request.id"] = request_id
+            self.sequences[request_id] = self._following[request_id] = _Sequence(span)
+        return True
+
+
+class Tracer:
+    """Chooses which calls are traced, and makes their trees: a recorder of lifetime events."""
+
+    def __init__(self, export: Export, ratio: float, draw: Callable[[], float]) -> None:
+        """`ratio`: the share of calls without a `traceparent` that are traced; one that has it is
+        traced if its client says so. `draw` returns a random number from 0 up to 1.
+        """
+        self._export = export
+        self._ratio = ratio
+        self._draw = draw
+        self._following: dict[str, _Sequence] = {}
+        """The requests of traced calls that have not ended."""
+
+    def begin(self, traceparent: str, tracestate: str, now: float) -> Trace | None:
+        """Begin the trace of a call with these headers; None: it is not traced."""
+        caller = read_caller(traceparent, tracestate) if traceparent else None
+        sampled = self._draw() < self._ratio if caller is None else caller.sampled
+        return Trace(caller, Span("api", now), self._following) if sampled else None
+
+    def record(self, event: AnyEvent) -> None:
+        """Take one event; those of requests that are not traced are ignored."""
+        if not self._following or not isinstance(event, RequestEvent):
+            return
+        sequence = self._following.get(event.request_id)
+        if sequence is not None and sequence.take(event):
+            del self._following[event.request_id]
+
+    def end(self, trace: Trace, now: float) -> None:
+        """End a call: its answer has been sent, or its client has gone."""
+        root = trace.root
+        root.end_s = now
+        seconds = {"e2e": now - root.start_s}
+        firsts: list[float] = []
+        for request_id, sequence in trace.sequences.items():
+            if self._following.get(request_id) is sequence:
+                del self._following[request_id]
+                sequence.end(now)
+            if sequence.first_token_s is not None:
+                firsts.append(sequence.first_token_s)
+            if sequence.status >= 500:
+                root.error = root.error or sequence.span.error
+            for name, length_s in sequence.seconds.items():
+                seconds[name] = max(length_s, seconds.get(name, 0.0))
+        if firsts:
+            seconds["time_to_first_token"] = min(firsts) - root.start_s
+        root.attributes.update({f"gen_ai.latency.{name}": each for name, each in seconds.items()})
+        if trace.sent_s is not None:
+            root.child("delivery", trace.sent_s, now)
+        self._export(root, trace.caller)
