@@ -179,6 +179,8 @@ class LoadReport(Message, frozen=True, tag="load"):
     """Steps measured since the last report (at most 64)."""
     block_nos: dict[Tier, int] = {}
     """The number of each tier's last block events, which shows when they were lost."""
+    clock_s: float = 0.0
+    """What the worker's own clock shows: the times of its `WorkSpan`s are by it."""
 
 
 class BlockEvents(Message, frozen=True, tag="blocks"):

@@ -41,7 +41,7 @@ from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance import Instance, PrefixReuse
 from mooncake.instance.job_table import JobTable
-from mooncake.instance.job_trace import JobTrace
+from mooncake.instance.job_trace import JobTrace, told
 
 
 class DecodeWorker:
@@ -253,7 +253,7 @@ class DecodeWorker:
         """Collect the cached prefix, then compute the rest in this engine."""
         job.stage = Stage.GATHERING
         if job.trace is not None:
-            job.trace.waits_since_s = now
+            job.trace.since_s = now
 
         def gathered(pages: list[int], at: float) -> None:
             reuse, job.reuse = job.reuse, None
@@ -285,7 +285,7 @@ class DecodeWorker:
             return
         job.output_tokens.append(message.token)
         if job.trace is not None:
-            job.trace.pass_on(message.spans, now)
+            job.trace.pass_on(message.spans)
         if not message.pushed:
             self._unreserve(job)
             job.local, job.sources = True, message.sources
@@ -354,7 +354,7 @@ class DecodeWorker:
             return
         job.stage = Stage.RUNNING
         if job.trace is not None and not job.local:
-            job.trace.waits_since_s = now
+            job.trace.since_s = now
         self._jobs.start_sequence(job, sequence)
 
     # ------------------------------------------------------------ generating
@@ -386,13 +386,13 @@ class DecodeWorker:
             self.instance.count("prompt_tokens_cached", cached)
         if job.trace is not None:
             self._note(job, job.trace, output, first=first, now=now)
-        told = job.output(
+        made = job.output(
             output,
             finish,
             num_cached_tokens=cached if first else None,
-            spans=job.trace.take(now) if job.trace is not None else [],
+            spans=told(job.trace),
         )
-        self.instance.queue_output(job.task.gateway, told)
+        self.instance.queue_output(job.task.gateway, made)
 
     def _note(
         self, job: DecodeJob, trace: JobTrace, output: SequenceOutput, *, first: bool, now: float

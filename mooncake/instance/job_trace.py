@@ -16,40 +16,20 @@ MAX_CHUNKS = 128
 
 
 class JobTrace:
-    """Collects spans with their times; `take` returns them as they travel."""
+    """Collects spans; `take` returns those that have not been told."""
 
     def __init__(self, worker_id: str, now: float) -> None:
         """The job begins `now`."""
         self._worker_id = worker_id
-        self.waits_since_s = now
+        self.since_s = now
         """When the wait, or the work, began that is shown next."""
-        self._spans: list[tuple[float, WorkSpan]] = []
-        """(what its times are counted back from, the span)"""
-        self._chunks: list[tuple[float, dict[str, Fact]]] = []
-
-    def add(
-        self,
-        name: str,
-        begun_s: float,
-        ended_s: float,
-        facts: dict[str, Fact],
-        events: Iterable[tuple[float, str, dict[str, Fact]]] = (),
-    ) -> None:
-        """Add a span of this worker."""
-        known = {fact: value for fact, value in facts.items() if value != ""}
-        span = WorkSpan(
-            name,
-            0.0,
-            ended_s - begun_s,
-            {"mooncake.worker": self._worker_id, **known},
-            [WorkEvent(what, ended_s - at_s, figures) for at_s, what, figures in events],
-        )
-        self._spans.append((ended_s, span))
+        self._spans: list[WorkSpan] = []
+        self._chunks: list[WorkEvent] = []
 
     def waited(self, name: str, now: float) -> None:
         """End a wait, which the span `name` shows; what comes next begins now."""
-        self.add(name, self.waits_since_s, now, {})
-        self.waits_since_s = now
+        self._add(name, self.since_s, now, {})
+        self.since_s = now
 
     def gathered(self, reuse: PrefixReuse | None, now: float) -> None:
         """End the gathering of a prefix; without a fetch there is nothing to show."""
@@ -60,13 +40,14 @@ class JobTrace:
                 "mooncake.path": reuse.protocol,
                 "mooncake.from": ",".join(reuse.sources_asked),
             }
-            self.add("fetch", self.waits_since_s, now, facts)
-        self.waits_since_s = now
+            self._add("fetch", self.since_s, now, facts)
+        self.since_s = now
 
     def chunk(self, start: int, num_tokens: int, now: float) -> None:
         """Note that a step has computed so many tokens of the prompt, from `start` on."""
         if len(self._chunks) < MAX_CHUNKS:
-            self._chunks.append((now, {"mooncake.start": start, "mooncake.tokens": num_tokens}))
+            facts: dict[str, Fact] = {"mooncake.start": start, "mooncake.tokens": num_tokens}
+            self._chunks.append(WorkEvent("chunk", now, facts))
 
     def computed(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """End the computation of a prompt's `num_tokens`, which began when the engine first had
@@ -78,9 +59,8 @@ class JobTrace:
             "mooncake.tokens": num_tokens - sequence.num_cached_tokens,
             "mooncake.cached_tokens": sequence.num_cached_tokens,
         }
-        chunks = [(at_s, "chunk", figures) for at_s, figures in self._chunks]
-        self.add("prefill", begun_s, now, facts, chunks)
-        self.waits_since_s = now
+        self._add("prefill", begun_s, now, facts, self._chunks)
+        self.since_s = now
 
     def pushed(self, destination: Destination, now: float) -> None:
         """End a push to decode; where decode had all blocks there is nothing to show."""
@@ -90,25 +70,37 @@ class JobTrace:
                 "mooncake.bytes": destination.num_bytes,
                 "mooncake.path": destination.protocol,
             }
-            self.add("transfer", destination.begun_s, now, facts)
+            self._add("transfer", destination.begun_s, now, facts)
 
     def decoded(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """End the generation of `num_tokens` tokens."""
         facts: dict[str, Fact] = {
-            "mooncake.tokens": num_tokens, "mooncake.preemptions": sequence.num_preemptions,
-        }  # fmt: skip
-        self.add("decode", self.waits_since_s, now, facts)
+            "mooncake.tokens": num_tokens,
+            "mooncake.preemptions": sequence.num_preemptions,
+        }
+        self._add("decode", self.since_s, now, facts)
 
-    def pass_on(self, spans: Iterable[WorkSpan], now: float) -> None:
-        """Take spans of another worker, which have come now."""
-        self._spans += [(now, span) for span in spans]
+    def pass_on(self, spans: Iterable[WorkSpan]) -> None:
+        """Take spans of another worker."""
+        self._spans += spans
 
-    def take(self, now: float) -> list[WorkSpan]:
-        """Return the spans since the last call, for a message that is sent now."""
+    def take(self) -> list[WorkSpan]:
+        """Return the spans since the last call."""
         spans, self._spans = self._spans, []
-        return [_counted_back(span, now - at_s) for at_s, span in spans]
+        return spans
+
+    def _add(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        facts: dict[str, Fact],
+        events: Iterable[WorkEvent] = (),
+    ) -> None:
+        known = {fact: value for fact, value in facts.items() if value != ""}
+        self._spans.append(WorkSpan(name, self._worker_id, start_s, end_s, known, list(events)))
 
 
-def _counted_back(span: WorkSpan, later_s: float) -> WorkSpan:
-    events = [WorkEvent(each.name, each.ago_s + later_s, each.facts) for each in span.events]
-    return WorkSpan(span.name, span.ago_s + later_s, span.seconds, span.facts, events)
+def told(trace: JobTrace | None) -> list[WorkSpan]:
+    """Return what a job has to tell now; nothing when nobody asks."""
+    return trace.take() if trace is not None else []

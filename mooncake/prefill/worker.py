@@ -36,6 +36,7 @@ from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance import Destination, Instance, PrefixReuse
 from mooncake.instance.job_table import JobTable
+from mooncake.instance.job_trace import told
 from mooncake.prefill.task import PrefillJob, Stage
 
 
@@ -293,13 +294,10 @@ class PrefillWorker:
         self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
         if job.trace is not None:
             job.trace.computed(output.sequence, job.num_tokens, now)
-        told = job.output(
-            output,
-            finish,
-            num_cached_tokens=job.num_cached_tokens,
-            spans=job.trace.take(now) if job.trace is not None else [],
+        first = job.output(
+            output, finish, num_cached_tokens=job.num_cached_tokens, spans=told(job.trace)
         )
-        self.instance.queue_output(job.task.gateway, told)
+        self.instance.queue_output(job.task.gateway, first)
         job.token, job.sampled_s, job.stage = token, now, Stage.PUSHING
         if finish is not None:
             self._leave(job)
@@ -320,7 +318,7 @@ class PrefillWorker:
         if job.stage is Stage.PUSHING and job.decode is not None and job.decode.complete:
             if job.trace is not None:
                 job.trace.pushed(job.decode, now)
-            self._hand_over(job, now, pushed=True, sources=[])
+            self._hand_over(job, pushed=True, sources=[])
         if job.stage is Stage.SETTLING and not self.instance.write_through.is_open(job.push):
             self._end(job, now)
 
@@ -331,12 +329,10 @@ class PrefillWorker:
             [BlockSource(store=store, first=0, stop=len(job.keys))] if store and job.keys else []
         )
         self.instance.count("handed_over_by_pool")
-        self._hand_over(job, now, pushed=False, sources=sources)
+        self._hand_over(job, pushed=False, sources=sources)
         self._settle(job, now)
 
-    def _hand_over(
-        self, job: PrefillJob, now: float, *, pushed: bool, sources: list[BlockSource]
-    ) -> None:
+    def _hand_over(self, job: PrefillJob, *, pushed: bool, sources: list[BlockSource]) -> None:
         """Tell decode to go on: its pages are filled (`pushed`), or the pool's are."""
         assert job.token is not None
         known = job.decode.checksums if pushed and job.decode is not None else {}
@@ -351,7 +347,7 @@ class PrefillWorker:
                 pushed=pushed,
                 sources=sources,
                 checksums=[known[index] for index in sorted(known)],
-                spans=job.trace.take(now) if job.trace is not None else [],
+                spans=told(job.trace),
             ),
         )
         job.handed_over = True

@@ -211,7 +211,7 @@ class Membership:
                 gateway.next_s = now + self._report_interval_s
                 message = LoadReport(
                     worker=self.worker, load=report, samples=gateway.samples,
-                    block_nos=dict(gateway.sequence_nos),
+                    block_nos=dict(gateway.sequence_nos), clock_s=now,
                 )  # fmt: skip
                 self._send(gateway, message)
                 gateway.samples = []

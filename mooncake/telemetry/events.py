@@ -123,6 +123,8 @@ class WorkerReported(LifetimeEvent, frozen=True, tag="worker_reported"):
     load: WorkerLoad
     cost_error_ratio: float | None = None
     """Mean relative error of the worker's cost model; None before the first sample."""
+    clock_s: float = 0.0
+    """What the worker's own clock showed when it sent the report."""
 
 
 class WorkerLeft(LifetimeEvent, frozen=True, tag="worker_left"):

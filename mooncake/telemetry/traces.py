@@ -1,9 +1,9 @@
 """Traces: the finished span tree of a call of the API, made of lifetime events and of what workers
 tell. Whoever is given a tree sends it away; `otlp.py` does.
 
-The tracer owns the calls that are traced and have not ended. Times are of the driver's clock: those
-of workers are counted back from the moment at which their message came. No text of a prompt or an
-answer, and nothing of a request that is not traced.
+The tracer owns the calls that are traced and have not ended. Times are of the gateway's clock, and
+those of workers are translated to it (`worker_clocks`). No text of a prompt or an answer, and
+nothing of a request that is not traced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mooncake.base import FinishReason
 from mooncake.base.work_span import Fact, WorkSpan
@@ -24,7 +25,11 @@ from mooncake.telemetry.events import (
     RequestEvent,
     Requeued,
     Worked,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
 )
+from mooncake.telemetry.worker_clocks import WorkerClocks
 
 MAX_SEQUENCES = 16
 """Calls of more sequences show only what the API server did."""
@@ -97,8 +102,9 @@ def read_caller(traceparent: str, tracestate: str = "") -> Caller | None:
 class _Sequence:
     """One sequence of a traced call, as the gateway sees it."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, clocks: WorkerClocks) -> None:
         self.span = span
+        self._clocks = clocks
         self.first_token_s: float | None = None
         self.status = 200
         self.seconds: dict[str, float] = {}
@@ -163,19 +169,21 @@ class _Sequence:
 
     def _on_worked(self, placement: Span, spans: Sequence[WorkSpan], now: float) -> None:
         """Add what a worker did. Nothing of it was before its task, or is still to come."""
-
-        def seen_s(ago_s: float) -> float:
-            return min(now, max(placement.start_s, now - ago_s))
-
         for each in spans[: MAX_WORK_SPANS - self._num_told]:
             self._num_told += 1
-            span = placement.child(each.name, seen_s(each.ago_s + each.seconds), seen_s(each.ago_s))
+            ahead_s = self._clocks.ahead_s(each.worker_id)
+            if ahead_s is None:  # it has joined just now: say that it told at once
+                ahead_s = now - max(it.end_s for it in spans if it.worker_id == each.worker_id)
+            here = partial(_within, placement.start_s, now, ahead_s)
+            span = placement.child(
+                each.name, here(each.start_s), here(each.end_s), worker=each.worker_id
+            )
             span.attributes.update(each.facts)
             span.events += [
-                SpanEvent(told.name, seen_s(told.ago_s), dict(told.facts)) for told in each.events
+                SpanEvent(told.name, here(told.at_s), dict(told.facts)) for told in each.events
             ]
             if each.name in _TIMED:
-                self._add_seconds(_TIMED[each.name], each.seconds)
+                self._add_seconds(_TIMED[each.name], each.end_s - each.start_s)
 
     def _on_finished(self, event: Finished) -> None:
         attributes = self.span.attributes
@@ -206,16 +214,27 @@ class _Sequence:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
+def _within(first_s: float, last_s: float, ahead_s: float, there_s: float) -> float:
+    return min(last_s, max(first_s, there_s + ahead_s))
+
+
 _TIMED = {"prefill": "time_in_model_prefill", "decode": "time_in_model_decode"}
 
 
 class Trace:
     """A traced call of the API: its tree so far. Made and ended by the `Tracer`."""
 
-    def __init__(self, caller: Caller | None, root: Span, following: dict[str, _Sequence]) -> None:
+    def __init__(
+        self,
+        caller: Caller | None,
+        root: Span,
+        following: dict[str, _Sequence],
+        clocks: WorkerClocks,
+    ) -> None:
         self.caller = caller
         self.root = root
         self._following = following
+        self._clocks = clocks
         self.sequences: dict[str, _Sequence] = {}
         self.sent_s: float | None = None
         """When the first byte of the answer went to the client."""
@@ -228,7 +247,7 @@ class Trace:
         for request_id in ids:
             span = self.root.child("request", self.root.start_s)
             span.attributes["gen_ai.request.id"] = request_id
-            self.sequences[request_id] = self._following[request_id] = _Sequence(span)
+            self.sequences[request_id] = self._following[request_id] = _Sequence(span, self._clocks)
         return True
 
 
@@ -244,20 +263,29 @@ class Tracer:
         self._draw = draw
         self._following: dict[str, _Sequence] = {}
         """The requests of traced calls that have not ended."""
+        self._clocks = WorkerClocks()
 
     def begin(self, traceparent: str, tracestate: str, now: float) -> Trace | None:
         """Begin the trace of a call with these headers; None: it is not traced."""
         caller = read_caller(traceparent, tracestate) if traceparent else None
         sampled = self._draw() < self._ratio if caller is None else caller.sampled
-        return Trace(caller, Span("api", now), self._following) if sampled else None
+        if not sampled:
+            return None
+        return Trace(caller, Span("api", now), self._following, self._clocks)
 
     def record(self, event: AnyEvent) -> None:
         """Take one event; those of requests that are not traced are ignored."""
-        if not self._following or not isinstance(event, RequestEvent):
-            return
-        sequence = self._following.get(event.request_id)
-        if sequence is not None and sequence.take(event):
-            del self._following[event.request_id]
+        match event:
+            case RequestEvent():
+                sequence = self._following.get(event.request_id)
+                if sequence is not None and sequence.take(event):
+                    del self._following[event.request_id]
+            case WorkerReported():
+                self._clocks.reported(event.worker_id, event.clock_s, event.at_s)
+            case WorkerJoined() | WorkerLeft():
+                self._clocks.forget(event.worker_id)
+            case _:
+                pass
 
     def end(self, trace: Trace, now: float) -> None:
         """End a call: its answer has been sent, or its client has gone."""

@@ -114,6 +114,7 @@ THREADS = {
     "transfer/memory.py:ThreadPoolExecutor": TOLD,
     "transfer/local/copying.py:VitalThread": VITAL,
     "telemetry/audit.py:Thread": NOTHING,
+    "telemetry/otlp.py:Thread": NOTHING,
     "transfer/net/io_loop.py:VitalThread": VITAL,
     "transfer/net/standing.py:Thread": NOTHING,
 }

@@ -408,6 +408,7 @@ class Gateway:
                 role=view.role,
                 load=report.load,
                 cost_error_ratio=view.cost.error_ratio,
+                clock_s=report.clock_s,
             )
         )
         self._check_snapshot(report.worker, now)
