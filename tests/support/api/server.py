@@ -25,6 +25,8 @@ from mooncake.base import (
     packed_logprobs,
 )
 from mooncake.base.request import NO_LOGPROBS, CacheUse
+from mooncake.base.request import NO_LOGPROBS
+from mooncake.telemetry.traces import Tracer
 
 SPECIAL_NAMES = {
     "[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4,
@@ -263,10 +265,11 @@ async def live_api_server(
     config: ApiConfig | None = None,
     model: ServedModel | None = None,
     stop: asyncio.Event | None = None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[str]:
     """Serve an API server over `backend` and yield its base URL; stop it at the end."""
     config = config or ApiConfig(port=0, drain_s=0.2)
-    app = create_app(backend, model or tiny_model(), config)
+    app = create_app(backend, model or tiny_model(), config, tracer=tracer)
     stop = stop or asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
