@@ -20,6 +20,8 @@ MAX_ALIKE_A_MINUTE = 120
 """The most records of one message and logger in a minute: clients choose how often they are
 refused."""
 MINUTE_S = 60.0
+LOGGERS = ("mooncake", "opentelemetry")
+"""Whose records are written; the second says why traces cannot be sent."""
 COMPLETE_LOGGERS = frozenset({"mooncake.api.http.access_log"})
 """Loggers whose records are all written: the access log was asked for."""
 
@@ -105,7 +107,7 @@ def configure_logging(
     form: str = "text",
     file: str | None = None,
 ) -> None:
-    """Send the records of `mooncake.*` to `stream`, once, each on one line with the worker's name;
+    """Send the records of `LOGGERS` to `stream`, once, each on one line with the worker's name;
     those from info on also to the end of `file`, which several processes may share.
 
     Raises:
@@ -120,12 +122,13 @@ def configure_logging(
     for handler in handlers:
         handler.setFormatter(FORMATTERS[form](worker_id))
         handler.addFilter(RepeatFilter())
-    logger = logging.getLogger("mooncake")
-    for before in logger.handlers:
-        before.close()
-    logger.handlers[:] = handlers
-    logger.setLevel(min(handler.level for handler in handlers))
-    logger.propagate = False
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        for before in logger.handlers:
+            before.close()
+        logger.handlers[:] = handlers
+        logger.setLevel(min(handler.level for handler in handlers))
+        logger.propagate = False
 
 
 def _time(record: logging.LogRecord) -> str:

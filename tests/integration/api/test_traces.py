@@ -219,7 +219,8 @@ def test_without_an_answer_of_the_collector_calls_are_answered(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
     monkeypatch.setattr(otlp, "CLOSE_S", 0.01)
-    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "propagate", True)
+    caplog.set_level(logging.WARNING, "opentelemetry")
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         if listens:  # and never accepts

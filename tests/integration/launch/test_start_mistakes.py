@@ -88,6 +88,16 @@ MISTAKES = [
     ("serve good --seed 1", "seed is not a setting of this server: requests have seeds"),
     ("serve good --dtype float64", "dtype: 'float64' is not one of auto, bfloat16"),
     ("serve good --policy best", "policy: 'best' is not one of kvcache-centric"),
+    ("serve good --otlp-traces-endpoint localhost:4317", "is no URL (e.g. http://localhost:4318)"),
+    (
+        "serve good --otlp-traces-sampling-ratio 0.1",
+        "nothing is traced; add --otlp-traces-endpoint",
+    ),
+    (
+        "serve good --otlp-traces-endpoint http://h --otlp-traces-sampling-ratio 10",
+        "otlp-traces-sampling-ratio: '10' is more than the whole (1)",
+    ),
+    ("serve good --collect-detailed-traces all", "traces always have all spans"),
     ("serve good --port 99999", "port: must be at least 0 and at most 65535"),
     (f"serve good --port {TAKEN}", "stop what uses it or take another with --port"),
     ("serve good --host no.such.host.invalid --port 0", "is no address of this machine"),

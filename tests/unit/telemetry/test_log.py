@@ -25,6 +25,12 @@ def test_text_names_worker_logger_and_extras() -> None:
     assert "WARNING decode-0 mooncake.decode.worker: lost 3 blocks request_id=r1" in line
 
 
+def test_what_says_why_traces_cannot_be_sent_is_written_too() -> None:
+    stream, _ = lines(json_lines=True)
+    logging.getLogger("opentelemetry.exporter").error("no answer")
+    assert '"message":"no answer"' in stream.getvalue()
+
+
 def test_json_is_one_object_a_line() -> None:
     stream, logger = lines(json_lines=True)
     logger.info("two\nlines", extra={"attempt": 2})
