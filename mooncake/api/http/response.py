@@ -110,13 +110,13 @@ class CallResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
         state = scope.get("state", {})
+        if refusal := _refused_class(call.requests, state.get("priorities", tuple(Priority))):
+            await ErrorResponse(refusal)(scope, receive, send)
+            return
         tenant, trace = state.get("tenant", ""), state.get("trace")
         traced = trace is not None and trace.follow(each.request_id for each in call.requests)
         if tenant or traced:
             call.run_as(tenant, traced=traced)
-        if refusal := _refused_class(call.requests, state.get("priorities", tuple(Priority))):
-            await ErrorResponse(refusal)(scope, receive, send)
-            return
         charge = state.get("charge", _free)
         charge(call.prompt_price)
         watcher = asyncio.create_task(_watch_disconnect(receive, call))
