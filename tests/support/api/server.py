@@ -25,7 +25,6 @@ from mooncake.base import (
     packed_logprobs,
 )
 from mooncake.base.request import NO_LOGPROBS, CacheUse
-from mooncake.base.request import NO_LOGPROBS
 from mooncake.telemetry.traces import Tracer
 
 SPECIAL_NAMES = {
