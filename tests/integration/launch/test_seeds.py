@@ -112,7 +112,7 @@ STEPS = [
     ("new", ["new", "new\nhush"], ["hush", "hush\nnew"]),
 ]
 """The steps of a rotation: what the gateway knows, and who joins then and who does not; the first
-who joins at a step waits until the port has its key. docs/operating.md has the same as a table.
+who joins at a step waits until the port has its key. docs/secrets.md has the same as a table.
 """
 
 
