@@ -64,6 +64,9 @@ class EventSource(Protocol):
     def fail(self, error: MooncakeError) -> None:
         """End the call: `batch` raises `error` once it has returned what had arrived."""
 
+    is_traceable: bool
+    """Whether the requests of the call are those that the backend gets."""
+
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
         """Have all requests run for `tenant`, and traced; called before the block is entered."""
 
@@ -79,6 +82,8 @@ class EventStream:
     `max_tokens` + 1 events a request, so a slow reader never slows the engine and costs no more
     memory than its whole answer.
     """
+
+    is_traceable = True
 
     def __init__(self, backend: Backend, requests: Sequence[GenerateRequest]) -> None:
         self._backend = backend

@@ -214,3 +214,7 @@ def _reason(message: str) -> str:
         if text.startswith(theirs):
             return ours + text.removeprefix(theirs).partition(" after validation")[0]
     return text[:1].lower() + text[1:]
+
+
+class Repeated(Exception):
+    """Raised into the application once the body of a repeat is there: there is nothing to run."""

@@ -35,10 +35,16 @@ MAX_SEQUENCES = 16
 """Calls of more sequences show only what the API server did."""
 MAX_WORK_SPANS = 64
 """Spans of workers that are kept of one placement."""
+MAX_PLACEMENTS = 16
+"""Shown of one request; it may be placed without end where others go first."""
 MAX_STATE_CHARS = 512
 """A longer `tracestate` is dropped, as W3C allows."""
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 0x01
+_TRACESTATE = re.compile(
+    r"[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{1,256}"
+    r"(?:[ \t]*,[ \t]*[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{1,256}){0,31}"
+)
 
 Attributes = dict[str, Fact | list[str]]
 
@@ -95,7 +101,8 @@ def read_caller(traceparent: str, tracestate: str = "") -> Caller | None:
     trace_id, span_id = int(found[2], 16), int(found[3], 16)
     if not trace_id or not span_id:
         return None
-    state = tracestate if len(tracestate) <= MAX_STATE_CHARS else ""
+    is_state = len(tracestate) <= MAX_STATE_CHARS and _TRACESTATE.fullmatch(tracestate.strip())
+    state = tracestate.strip() if is_state else ""
     return Caller(trace_id, span_id, bool(int(found[4], 16) & _SAMPLED), state)
 
 
@@ -155,6 +162,9 @@ class _Sequence:
         self._end_wait(event.at_s)
         self._attempt, self._num_told = event.attempt, 0
         self._num_placed += 1
+        if self._num_placed > MAX_PLACEMENTS:
+            self.span.attributes["mooncake.placements"] = self._num_placed
+            return
         self._placement = self.span.child(
             "placement",
             event.at_s,
@@ -202,7 +212,8 @@ class _Sequence:
     def _end_wait(self, now: float) -> None:
         since_s = now if self._waits_since_s is None else self._waits_since_s
         self._waits_since_s = None
-        self.span.child("queue", since_s, now)
+        if self._num_placed < MAX_PLACEMENTS:
+            self.span.child("queue", since_s, now)
         self._add_seconds("time_in_queue", now - since_s)
 
     def _end_placement(self, now: float, error: str | None = None) -> None:

@@ -159,6 +159,9 @@ the smallest is the best."""
 class BeamStream:
     """An `EventSource` that returns the events of all requests when the searches have ended."""
 
+    is_traceable = False
+    """Each step of a search is requests of their own."""
+
     def __init__(
         self,
         backend: Backend,
@@ -193,10 +196,8 @@ class BeamStream:
         return self._num_dropped
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Have all requests run for `tenant`; called before the block is entered. They are not
-        traced: each step of a search is requests of their own.
-        """
-        del traced
+        """Have all requests run for `tenant`; called before the block is entered."""
+        assert not traced
         self._groups = [
             [msgspec.structs.replace(request, tenant=tenant) for request in group]
             for group in self._groups

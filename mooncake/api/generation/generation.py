@@ -252,6 +252,11 @@ class Call:
         """Whether `finish` returns only some of the choices; `deltas` would return all."""
         return self._num_kept < self._num_per_prompt
 
+    @property
+    def is_traceable(self) -> bool:
+        """Whether a trace can show what becomes of `requests`."""
+        return self._stream.is_traceable
+
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
         """Have all sequences run for `tenant`, and traced; called before the block is entered."""
         self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]

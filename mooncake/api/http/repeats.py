@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake.api.config import ApiConfig
-from mooncake.api.errors import ApiError
+from mooncake.api.errors import ApiError, Repeated
 from mooncake.api.http.limits import Shares
 from mooncake.api.http.response import ErrorResponse, until_gone
 from mooncake.base import InvalidRequest
@@ -35,10 +35,6 @@ MAX_JOINED = 256
 """Recorded messages that are sent as one: a repeat reads thousands at once."""
 
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
-
-
-class _Repeat(Exception):
-    """Raised into the application once the body of a repeat is there: there is nothing to run."""
 
 
 class _Answer:
@@ -258,7 +254,7 @@ class Repeats:
         error = None
         try:
             await self._app(scope, receive, answer.add)
-        except _Repeat:
+        except Repeated:
             pass
         except Exception as raised:
             error = raised  # who reads raises it
@@ -271,7 +267,7 @@ class Repeats:
 
         Raises:
             ApiError: 422, another body had this key; 409, the answer cannot be read once more now.
-            _Repeat: the answer is there.
+            Repeated: the answer is there.
         """
         known = self._running.get((owner, key)) or self._kept.get(owner, {}).get(key)
         if known is None and is_repeat:
@@ -302,7 +298,7 @@ class Repeats:
             known.readers[answer] = 0
             answer.readers.clear()
             answer.source = known
-            raise _Repeat
+            raise Repeated
 
     def _take(self, owner: str | None, answer: _Answer, num_bytes: int) -> bool:
         """Take memory for an answer, that of its owner's oldest ones if need be. One that is read

@@ -114,7 +114,8 @@ class CallResponse(Response):
             await ErrorResponse(refusal)(scope, receive, send)
             return
         tenant, trace = state.get("tenant", ""), state.get("trace")
-        traced = trace is not None and trace.follow(each.request_id for each in call.requests)
+        ids = (each.request_id for each in call.requests)
+        traced = trace is not None and call.is_traceable and trace.follow(ids)
         if tenant or traced:
             call.run_as(tenant, traced=traced)
         charge = state.get("charge", _free)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mooncake.api.errors import Repeated
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.access_log import CLIENT_LEFT
 from mooncake.base import Clock
-from mooncake.telemetry.traces import Attributes, Tracer
+from mooncake.telemetry.traces import Attributes, Trace, Tracer
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -63,17 +64,26 @@ class Tracing:
                 trace.sent_s = self._clock.now()
             await send(message)
 
+        is_repeat = False
         try:
             await self._app(scope, receive, noted_send)
+        except Repeated:  # it reads the answer of another call
+            is_repeat = True
+            raise
         except Exception:
             status = 500  # sent by the server's own handler, outside of all middleware
             raise
         finally:
-            root.attributes["http.response.status_code"] = status
-            if status >= 500:
-                root.error = f"status {status}"
-                root.attributes["error.type"] = str(status)
-            self._tracer.end(trace, self._clock.now())
+            if not is_repeat:
+                self._end(trace, status)
+
+    def _end(self, trace: Trace, status: int) -> None:
+        root = trace.root
+        root.attributes["http.response.status_code"] = status
+        if status >= 500:
+            root.error = f"status {status}"
+            root.attributes["error.type"] = str(status)
+        self._tracer.end(trace, self._clock.now())
 
 
 def call_attributes(call: Call) -> Attributes:

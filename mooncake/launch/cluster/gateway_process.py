@@ -227,15 +227,21 @@ def _cache_infos(plan: ServePlan) -> list[CacheInfo]:
 
 
 def check_traces(config: ServeConfig) -> None:
-    """Raise ConfigError when traces are to be sent and the packages for it are missing."""
+    """Raise ConfigError when traces are to be sent, and the packages for it are missing or their
+    variables (`OTEL_…`) are wrong.
+    """
     if config.otlp_traces_endpoint is None:
         return
     try:
-        import mooncake.telemetry.otlp  # noqa: F401  # of an extra
+        from mooncake.telemetry.otlp import OtlpTraces  # of an extra
+
+        OtlpTraces(config.otlp_traces_endpoint, "check", lambda: 0.0).close()
     except ImportError as error:
         raise ConfigError(
             f"otlp-traces-endpoint: {error}: pip install 'mooncake-serve[otlp]'"
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"otlp-traces-endpoint: a variable OTEL_… is wrong: {error}") from error
 
 
 def api_config(config: ServeConfig) -> ApiConfig:

@@ -9,6 +9,7 @@ there and stands still gives no sign of life any more.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import select
 import socket
@@ -37,6 +38,8 @@ from mooncake.engine.ranks.rank_group import SIGN_S, SILENT_S, LeadRanks
 from mooncake.engine.ranks.step_log import Ahead, Measure, RankMessage, UsePages, encode
 from mooncake.model.parallel.group import Group, GroupError
 from mooncake.transfer.net.blocking import receive, send
+
+_log = logging.getLogger(__name__)
 
 END_S = 5.0
 """How long a follower may take to end before it is killed."""
@@ -229,10 +232,14 @@ class Lead:
         """
         with self._hearing:
             self._hearing.wait_for(
-                lambda: self.lost is not None or min(self._guesses_heard) >= self._num_guesses
+                lambda: (
+                    self.lost is not None
+                    or self._closed
+                    or min(self._guesses_heard) >= self._num_guesses
+                )
             )
-        if self.lost is not None:
-            raise InternalError(f"{self.lost}")
+        if self.lost is not None or self._closed:
+            raise InternalError(self.lost or "the ranks of this model are closed")
 
     def watch(
         self, on_lost: Callable[[], None], on_answer: Callable[[OfRank | LayerDone], None]
@@ -276,6 +283,8 @@ class Lead:
             if self._closed:
                 return
             self._closed = True
+        with self._hearing:
+            self._hearing.notify_all()
         with contextlib.suppress(OSError):
             self._bell.send(b"\0")
         self._ending.set()
@@ -306,8 +315,9 @@ class Lead:
         while not self._ending.wait(SIGN_S):
             try:
                 self.tell(Alive())
-            except OSError:
-                return  # one has gone, and who watches them sees it
+            except OSError as error:  # one has gone, or takes nothing: who watches them ends it
+                _log.warning("the followers get no more signs of their lead: %s", error)
+                return
 
     def _watch_all(self) -> None:
         """Hear what followers answer, until the first of them goes, or falls silent."""

@@ -191,7 +191,25 @@ def test_a_beam_search_shows_its_root() -> None:
     reply = post(backend, exported, body, path="/v1/completions")
     assert reply.status_code == 200, reply.text
     assert not any(request.traced for request in backend.requests)
-    assert exported.root.name == "api"
+    assert outline(exported.root) == ["api", ". delivery"]
+
+
+def test_a_call_that_reads_the_answer_of_another_is_not_traced() -> None:
+    exported, backend = Exported(), ScriptedBackend(says("hello"))
+
+    async def main() -> None:
+        async with (
+            live_api_server(backend, config=CONFIG, tracer=exported.tracer) as url,
+            httpx.AsyncClient(base_url=url) as client,
+        ):
+            for _ in range(3):
+                reply = await client.post(CHAT, json=ASK, headers={"Idempotency-Key": "one"})
+                assert reply.status_code == 200
+
+    asyncio.run(main())
+    assert len(backend.requests) == 1
+    assert outline(exported.root) == ["api", ". request", ". delivery"]
+    assert exported.root.error is None
 
 
 def ask_with_collector(url: str) -> int:

@@ -4,6 +4,7 @@ tree of each call.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024")
 PROMPT = list(range(1, 301))
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -28,8 +30,9 @@ def collector() -> Iterator[TableServer]:
 
 
 def test_one_tree_has_what_gateway_prefill_and_decode_did(
-    collector: TableServer, tmp_path: Path
+    collector: TableServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
     words = (
         "--prefill", "1", "--decode", "1", "--port", "0", "--max-num-batched-tokens", "128",
         "--otlp-traces-endpoint", collector.url, "--otlp-traces-sampling-ratio", "0",
@@ -44,7 +47,11 @@ def test_one_tree_has_what_gateway_prefill_and_decode_did(
                 timeout=300,
             )
             assert reply.status_code == 200, reply.text
-        code, _ = server.stop()  # sends what is left
+        end_s = time.monotonic() + WAIT_S
+        while not any(b"delivery" in asked.body for asked in collector.asked):
+            assert time.monotonic() < end_s, server.output
+            time.sleep(0.1)
+        code, _ = server.stop()
         assert code in (0, 130)
     spans = [
         span

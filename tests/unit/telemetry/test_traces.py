@@ -18,7 +18,13 @@ from mooncake.telemetry.events import (
     WorkerJoined,
     WorkerReported,
 )
-from mooncake.telemetry.traces import MAX_SEQUENCES, MAX_WORK_SPANS, Trace, read_caller
+from mooncake.telemetry.traces import (
+    MAX_PLACEMENTS,
+    MAX_SEQUENCES,
+    MAX_WORK_SPANS,
+    Trace,
+    read_caller,
+)
 from tests.support.traces import (
     NOT_SAMPLED,
     SAMPLED,
@@ -228,6 +234,22 @@ def test_what_a_worker_tells_has_a_bound() -> None:
     assert len(named(exported.root, "odd")) == MAX_WORK_SPANS
 
 
+def test_placements_have_a_bound() -> None:
+    exported = Exported()
+    events: list[AnyEvent] = [accepted(10.0)]
+    for attempt in range(1, 5 * MAX_PLACEMENTS):
+        lost = Requeued(
+            request_id="r", at_s=11.0, attempt=attempt, reason="lost", num_output_tokens=0
+        )
+        work = worked(10.5, attempt, WorkSpan("prefill", "p0", 1.0, 2.0))
+        events += [placed(10.0, attempt), work, lost]
+    traced(exported, *events, finished(17.0), end_s=18.0)
+    for name in ("placement", "queue", "prefill"):
+        assert len(named(exported.root, name)) == MAX_PLACEMENTS
+    [request] = named(exported.root, "request")
+    assert request.attributes["mooncake.placements"] == 5 * MAX_PLACEMENTS - 1
+
+
 def test_a_call_of_many_sequences_shows_none_of_them() -> None:
     exported = Exported()
     trace = exported.tracer.begin("", "", 0.0)
@@ -267,6 +289,10 @@ def test_the_span_of_a_caller_is_read() -> None:
     later = read_caller(f"cc-{TRACE_ID}-{SPAN_ID}-01-what-comes")
     assert later is not None, "versions to come may say more"
     assert read_caller(SAMPLED, "v=" + "x" * 1000) == read_caller(SAMPLED)
+    assert read_caller(SAMPLED, "no member\n") == read_caller(SAMPLED)
+    several = read_caller(SAMPLED, "a=1, b@c=2")
+    assert several is not None
+    assert several.state == "a=1, b@c=2"
 
 
 @pytest.mark.parametrize(

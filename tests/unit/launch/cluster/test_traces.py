@@ -28,5 +28,13 @@ def test_without_the_flag_nothing_of_them_is_imported(monkeypatch: pytest.Monkey
     check_traces(resolve({"model": "m"}, None, {}))
 
 
+def test_variables_of_the_packages_that_are_wrong_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "256")  # fewer than go out at once
+    with pytest.raises(ConfigError, match="a variable OTEL_… is wrong"):
+        check_traces(resolve(ASKED, None, {}))
+
+
 def test_with_the_packages_it_may_start() -> None:
     check_traces(resolve(ASKED, None, {}))
