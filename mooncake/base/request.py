@@ -217,7 +217,7 @@ class CacheHits(msgspec.Struct, frozen=True, kw_only=True):
     dram: int = 0
     """The memory of the pool node of this worker's machine."""
     ssd: int = 0
-    """The disks of that node, from which nobody had read it since."""
+    """The disks of that node; the block has not been read from them since it went there."""
     peer: int = 0
     """The pool node of another machine, or an engine that leaves."""
 

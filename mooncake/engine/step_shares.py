@@ -8,7 +8,7 @@ as if all had as little to compute as the smallest. The smallest gets all it wan
 what is left of the time by the weights of their classes, and their streams take turns. Each of
 these has a balance: it gets its share of each step, and pays for what it is predicted to take and
 for what the step took longer. Who owes sits out. What was not used is for later errors of
-predictions; it makes no share larger. Batch is never the smallest: nobody waits for it.
+predictions; it makes no share larger. Batch is never the smallest, so no other class waits for it.
 
 For `NUM_AFTER` steps after flows met, one that is alone has steps of at most `AFTERWARDS` times the
 length of the smallest's own: who comes back does not wait for a long one. After these, and where it
@@ -93,12 +93,12 @@ class StepTimes:
 
     @property
     def fixed_s(self) -> float:
-        """Of a step as such."""
+        """What a step takes beside its rows."""
         return (self._rows if self._knows_rows else self._prompts).coefficients[0]
 
     @property
     def fixed_with_prompts_s(self) -> float:
-        """Of a step with prompts as such."""
+        """What a step with prompts takes beside its rows and chunks."""
         return max(self.fixed_s, self._prompts.coefficients[0])
 
     def rows_s(self, num_rows: int, num_context_tokens: int) -> float:
@@ -138,7 +138,7 @@ class Wants:
 
 @dataclass(slots=True)
 class Left:
-    """Of a flow that gets less than it wants: what it still may have of a step."""
+    """What a flow that gets less than it wants may still have of a step."""
 
     share_s: float
     """What it gets of the step, whatever it owes."""
@@ -147,7 +147,7 @@ class Left:
     kept_s: float
     """Of `seconds`, for its prompts: its streams leave that."""
     num_tokens: int
-    """Of its prompts."""
+    """How many tokens its prompts may still have."""
     is_short: bool
     """Whether it gets less time than it wants; if not, fewer tokens of prompts."""
     pays: bool
@@ -318,7 +318,7 @@ class Sharing:
             self._smallest_s, self._num_after = share.smallest_s, share.num_after
         if share is None or self._num_after < NUM_AFTER:
             if not self._num_after:
-                self._balances = {}
+                self._balances, self._late = {}, {}
             return
         paying = {flow: left for flow, left in share.left.items() if left.pays}
         balances = dict.fromkeys(paying, 0.0) | self._balances
@@ -326,6 +326,7 @@ class Sharing:
             taken = paying[flow].taken_s / paying[flow].share_s if flow in paying else 0.0
             balances[flow] = min(max(balances[flow] + 1 - taken, -MOST_OWED), 1.0)
         self._balances = {flow: one for flow, one in balances.items() if flow in paying or one < 0}
+        self._late = {flow: one for flow, one in self._late.items() if flow in self._balances}
 
     def observe(self, sample: CostSample, share: StepShare | None, *, has_prompts: bool) -> None:
         """Learn of a measured step, with the share that it was planned with."""
@@ -339,12 +340,10 @@ class Sharing:
         the less counts of what this step and the last one that the flow had a part in were late:
         `MOST_LATE` at most.
         """
-        last_late = {flow: late for flow, late in self._late.items() if flow in self._balances}
-        self._late = dict(last_late)
         for flow, late_s in share.late_s(seconds).items():
             if share.left[flow].pays and flow in self._balances:
-                late = self._late[flow] = late_s / share.left[flow].share_s
-                last = last_late.get(flow, 0.0)
+                late, last = late_s / share.left[flow].share_s, self._late.get(flow, 0.0)
+                self._late[flow] = late
                 both = min(late, last) if late > 0 else max(late, last)
                 if late * last > 0:
                     self._balances[flow] -= min(max(both, -MOST_LATE), MOST_LATE)

@@ -146,13 +146,12 @@ class Access:
             )
             await ErrorResponse(error)(scope, receive, named_send)
             return
-        account = self._account(headers) if len(self._keyring) else None
+        is_open = _is_open(scope) and not (scope["path"] == "/metrics" and _key_of(headers))
+        needs_key = bool(len(self._keyring)) and not is_open
+        account = self._account(headers) if needs_key else None
         is_operator = account.key.operator if account is not None else not len(self._keyring)
         state["is_operator"] = is_operator
-        is_open = _is_open(scope) and not (scope["path"] == "/metrics" and _key_of(headers))
-        if is_open:
-            account = None
-        elif len(self._keyring) and account is None:
+        if needs_key and account is None:
             error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
             self._refused(request_id, error.http_status, "no_valid_key")
             audit("proof_failed", proof="API key", whence=_client(scope), path=scope["path"])
