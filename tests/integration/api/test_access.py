@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from mooncake.api.adapters import chat_call
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig, ApiKey
+from mooncake.api.http.access import Keyring
 from mooncake.api.http.server import serve
 from mooncake.api.model import ServedModel
 from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
@@ -293,6 +294,24 @@ def test_metrics_show_tenants_to_operators_only() -> None:
             assert await shows_tenants(client, **bearer("root"))
         async with limited_api_server(ScriptedBackend(says("hello"))) as client:
             assert await shows_tenants(client), "who needs no key is an operator"
+
+    asyncio.run(main())
+
+
+def test_open_routes_look_no_key_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe costs the same however many keys there are."""
+    asked: list[bytes] = []
+    monkeypatch.setattr(Keyring, "find", lambda _, key: asked.append(key))
+
+    async def main() -> None:
+        async with limited_api_server(ScriptedBackend(says("hello")), key("alice")) as client:
+            for path in ("/health", "/ping", "/metrics", "/version"):
+                assert (await client.get(path)).status_code == 200
+            assert not asked
+            assert (await client.get("/ping", headers=bearer("alice"))).status_code == 200
+            assert not asked
+            assert (await client.get("/v1/models", headers=bearer("alice"))).status_code == 401
+            assert asked
 
     asyncio.run(main())
 
