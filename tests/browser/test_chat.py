@@ -10,6 +10,7 @@ from playwright.sync_api import expect
 from mooncake.api.config import ApiConfig
 from mooncake.base import Failure, GenerateRequest, OutputEvent
 from tests.browser.support import ApiServerThread, Visit
+from tests.support.api.cache_use import NUM_CACHED_TOKENS, USE
 from tests.support.api.server import Script, answer, refusal, says, tiny_tokenizer
 
 TOOL = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
@@ -54,6 +55,21 @@ def test_an_answer_is_shown_while_it_is_made(api_server: ApiServers, visit: Visi
     expect(page.page.locator(".foot")).to_contain_text("tokens · first after")
     expect(page.page.locator("#status")).to_contain_text("Done")
     assert page.focus == "prompt"
+
+
+def test_an_answer_says_where_cached_tokens_of_its_prompt_came_from(
+    api_server: ApiServers, visit: Visits
+) -> None:
+    tokens = tiny_tokenizer().encode("hello<|im_end|>")
+    cached = api_server(
+        lambda asked: answer(asked, tokens, num_cached_tokens=NUM_CACHED_TOKENS, cache=USE)
+    )
+    page = visit(cached.url)
+    page.say("hi")
+    page.wait_for_end()
+    foot = page.page.locator(".foot")
+    expect(foot).to_contain_text("prompt tokens cached (128 hbm, 64 peer)")
+    expect(foot).to_contain_text("computed again: 256 evicted")
 
 
 def test_the_conversation_and_the_settings_are_in_the_request(

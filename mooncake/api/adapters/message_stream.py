@@ -155,6 +155,7 @@ def message_usage(call: Call) -> MessageUsage:
         input_tokens=call.num_prompt_tokens - cached,
         output_tokens=call.num_output_tokens,
         cache_read_input_tokens=cached,
+        mooncake=call.cache or UNSET,
     )
 
 

@@ -197,7 +197,7 @@ def response_usage(call: Call) -> ResponseUsage:
     """Return the tokens of `call` so far, in the form of this API."""
     return ResponseUsage(
         input_tokens=call.num_prompt_tokens,
-        input_tokens_details=InputDetails(call.num_cached_tokens),
+        input_tokens_details=InputDetails(call.num_cached_tokens, mooncake=call.cache or UNSET),
         output_tokens=call.num_output_tokens,
         output_tokens_details=OutputDetails(call.num_reasoning_tokens),
         total_tokens=call.num_prompt_tokens + call.num_output_tokens,

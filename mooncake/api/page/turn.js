@@ -10,6 +10,22 @@ function speed(number, ms) {
   return perSecond.toFixed(perSecond < 100 ? 1 : 0);
 }
 
+/** Return what is not 0 of some counts, as "128 hbm, 64 peer". */
+function named(counts) {
+  const found = Object.entries(counts ?? {}).filter(([, number]) => number > 0);
+  return found.map(([name, number]) => `${number} ${name.replace("_", " ")}`).join(", ");
+}
+
+/** Say how much of the prompt was reused, from where, and why more that was cached was not. */
+function cacheFacts(usage) {
+  const { cached_tokens: cached, mooncake } = usage?.prompt_tokens_details ?? {};
+  const [from, why] = [named(mooncake?.hits), named({ ...mooncake?.misses, not_seen: 0 })];
+  return [
+    cached ? `${cached} of ${usage.prompt_tokens} prompt tokens cached${from && ` (${from})`}` : "",
+    why && `computed again: ${why}`,
+  ].filter(Boolean);
+}
+
 /** Return a finished turn. */
 export function plainTurn(role, text) {
   const body = el("div", { className: "text" });
@@ -94,8 +110,7 @@ export class Answer {
     if (first !== null) facts.push(`first after ${((first - this.startedMs) / 1000).toFixed(2)} s`);
     const tokens = this.usage?.completion_tokens ?? 0;
     if (tokens > 1 && now > first) facts.push(`${speed(tokens - 1, now - first)} tokens/s`);
-    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    if (cached) facts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
+    facts.push(...cacheFacts(this.usage));
     if (stopped) facts.push("stopped");
     else if (this.finishReason === "length") facts.push("cut off at the token limit");
     this.foot.textContent = facts.join(" · ");

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from mooncake.api.schema.replies import SchemaError
+from mooncake.base.request import CacheUse
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -42,6 +43,8 @@ class MessageUsage(msgspec.Struct, frozen=True):
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
+    mooncake: CacheUse | UnsetType = UNSET
+    """Where cached tokens came from, and why the rest was computed; our addition to Anthropic's."""
 
 
 class MessageReply(msgspec.Struct, kw_only=True):

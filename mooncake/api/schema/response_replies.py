@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from mooncake.api.schema.replies import ChatLogprob, SchemaError
+from mooncake.base.request import CacheUse
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -60,6 +61,8 @@ class InputDetails(msgspec.Struct, frozen=True):
 
     cached_tokens: int
     cache_write_tokens: int = 0
+    mooncake: CacheUse | UnsetType = UNSET
+    """Where cached tokens came from, and why the rest was computed; our addition to OpenAI's."""
 
 
 class OutputDetails(msgspec.Struct, frozen=True):

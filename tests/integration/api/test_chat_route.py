@@ -17,7 +17,7 @@ from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
 from mooncake.api.text.chat_template import ChatTemplate
 from mooncake.base import SeededIds
-from mooncake.base.request import CacheHits, CacheMisses, CacheUse
+from tests.support.api.cache_use import NUM_CACHED_TOKENS, SHOWN, USE
 from tests.support.api.server import (
     Script,
     ScriptedBackend,
@@ -114,18 +114,11 @@ def test_answer_with_usage() -> None:
 
 def test_usage_says_where_cached_tokens_came_from_and_why_others_were_computed() -> None:
     tokens = TOKENIZER.encode(TEXT)
-    cache = CacheUse(hits=CacheHits(hbm=128, peer=64), misses=CacheMisses(evicted=256))
     settings: dict[str, Any] = {"model": "tiny", "messages": ASK, "n": 2}
-    shown = {
-        "hits": {"hbm": 128, "dram": 0, "ssd": 0, "peer": 64},
-        "misses": {
-            "not_seen": 0, "evicted": 256, "out_of_reach": 0, "recomputed": 0, "fetch_failed": 0,
-        },
-    }  # fmt: skip
 
     async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
         whole = await client.chat.completions.create(**settings)
-        assert whole.usage.prompt_tokens_details.mooncake == shown, "of one of the two answers"
+        assert whole.usage.prompt_tokens_details.mooncake == SHOWN, "of one of the two answers"
         stream = await client.chat.completions.create(
             **settings, stream=True, stream_options={"include_usage": True}
         )
@@ -135,7 +128,7 @@ def test_usage_says_where_cached_tokens_came_from_and_why_others_were_computed()
         found = both.usage.prompt_tokens_details.mooncake
         assert (found["hits"]["hbm"], found["misses"]["evicted"]) == (256, 512), "of both prompts"
 
-    run(lambda asked: answer(asked, tokens, num_cached_tokens=192, cache=cache), test)
+    run(lambda asked: answer(asked, tokens, num_cached_tokens=NUM_CACHED_TOKENS, cache=USE), test)
 
 
 def test_usage_says_nothing_of_the_cache_where_nothing_is_known() -> None:

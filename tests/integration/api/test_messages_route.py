@@ -9,14 +9,17 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import pytest
 
 from mooncake.api.adapters.message_stream import arguments_so_far
 from mooncake.api.config import ApiConfig
 from mooncake.base import Failure
+from tests.support.api.cache_use import NUM_CACHED_TOKENS, SHOWN, USE
 from tests.support.api.server import (
     Script,
     ScriptedBackend,
+    answer,
     live_api_server,
     refusal,
     says,
@@ -91,6 +94,31 @@ def test_answer_with_usage() -> None:
     run(says(ANSWERS["thoughts"] + "<|im_end|>", cached=7), test, api_keys=("key",))
 
 
+def test_usage_says_where_cached_tokens_came_from_and_why_others_were_computed() -> None:
+    tokens = TOKENIZER.encode(ANSWERS["text"])
+    ask: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "messages": ASK}
+
+    async def test(client: anthropic.AsyncAnthropic, backend: ScriptedBackend) -> None:
+        whole = await client.messages.create(**ask)
+        assert whole.usage.mooncake == SHOWN
+        events = [event async for event in await client.messages.create(**ask, stream=True)]
+        [end] = [event for event in events if event.type == "message_delta"]
+        assert end.usage.mooncake == SHOWN
+        assert end.usage.cache_read_input_tokens == NUM_CACHED_TOKENS
+        [start] = [event for event in events if event.type == "message_start"]
+        assert "mooncake" not in start.message.usage.model_dump(), "it is not known yet"
+
+    run(lambda asked: answer(asked, tokens, num_cached_tokens=NUM_CACHED_TOKENS, cache=USE), test)
+
+
+def test_usage_says_nothing_of_the_cache_where_nothing_is_known() -> None:
+    async def test(client: anthropic.AsyncAnthropic, backend: ScriptedBackend) -> None:
+        message = await client.messages.create(model="tiny", max_tokens=50, messages=ASK)
+        assert "mooncake" not in message.usage.model_dump()
+
+    run(says(ANSWERS["text"], cached=7), test)
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("limit", [9, 500])
 def test_stream_and_whole_agree(name: str, limit: int) -> None:
@@ -111,6 +139,29 @@ def test_stream_and_whole_agree(name: str, limit: int) -> None:
         assert without_ids(built) == without_ids(whole)
 
     run(says(ANSWERS[name], group=2, cached=5), test)
+
+
+def test_cache_control_changes_nothing_that_is_asked_of_the_model() -> None:
+    plain: dict[str, Any] = {
+        "model": "tiny", "max_tokens": 5, "seed": 1,
+        "system": [{"type": "text", "text": "be brief"}],
+        "tools": [TOOL],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    }  # fmt: skip
+    marked = json.loads(json.dumps(plain))
+    content = marked["messages"][0]["content"]
+    for place in (marked, marked["system"][0], marked["tools"][0], content[0]):
+        place["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+
+    async def test(client: anthropic.AsyncAnthropic, backend: ScriptedBackend) -> None:
+        async with httpx.AsyncClient(base_url=str(client.base_url)) as plainly:
+            for body in (plain, marked):
+                reply = await plainly.post("v1/messages", json=body)
+                assert reply.status_code == 200, reply.text
+        one, other = (msgspec.structs.replace(each, request_id="") for each in backend.requests)
+        assert one == other
+
+    run(says(ANSWERS["text"]), test)
 
 
 def without_ids(message: Any) -> dict[str, Any]:

@@ -13,9 +13,11 @@ import pytest
 
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.base import Failure
+from tests.support.api.cache_use import NUM_CACHED_TOKENS, SHOWN, USE
 from tests.support.api.server import (
     Script,
     ScriptedBackend,
+    answer,
     live_api_server,
     refusal,
     says,
@@ -109,6 +111,31 @@ def test_answer_with_usage() -> None:
         assert (response.store, response.previous_response_id) == (False, None)
 
     run(says(ANSWERS["thoughts"] + "<|im_end|>", cached=7), test)
+
+
+def test_usage_says_where_cached_tokens_came_from_and_why_others_were_computed() -> None:
+    tokens = TOKENIZER.encode(ANSWERS["text"])
+
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        whole = await client.responses.create(model="tiny", input="hi")
+        assert whole.usage.input_tokens_details.mooncake == SHOWN
+        *_, last = [
+            event async for event in await client.responses.create(
+                model="tiny", input="hi", stream=True
+            )
+        ]  # fmt: skip
+        assert last.type == "response.completed"
+        assert last.response.usage == whole.usage
+
+    run(lambda asked: answer(asked, tokens, num_cached_tokens=NUM_CACHED_TOKENS, cache=USE), test)
+
+
+def test_usage_says_nothing_of_the_cache_where_nothing_is_known() -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        response = await client.responses.create(model="tiny", input="hi")
+        assert "mooncake" not in response.usage.input_tokens_details.model_dump()
+
+    run(says(ANSWERS["text"], cached=7), test)
 
 
 @pytest.mark.parametrize("name", ANSWERS)

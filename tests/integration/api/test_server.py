@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from mooncake.api.config import ApiConfig
@@ -288,9 +289,38 @@ def test_openapi_document_refers_to_schemas_that_are_there() -> None:
         body = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]
         assert body["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
         assert "top_k" in schemas["ChatRequest"]["properties"]
+        use = {"$ref": "#/components/schemas/CacheUse"}
+        for name in ("CachedTokens", "InputDetails", "MessageUsage"):
+            assert use.items() <= schemas[name]["properties"]["mooncake"].items(), name
         for part in text.split('"$ref":"')[1:]:
             name = part.split('"', 1)[0].removeprefix("#/components/schemas/")
             assert name in schemas
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("route", "ask"),
+    [
+        (CHAT, ASK),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", ASK),
+    ],
+)
+def test_a_prompt_cache_key_changes_nothing_that_is_asked_of_the_model(
+    route: str, ask: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("x"))
+        plain = ask | {"seed": 1, "max_tokens": 5} if "input" not in ask else ask | {"seed": 1}
+        keyed = plain | {"prompt_cache_key": "user-7", "prompt_cache_retention": "24h"}
+        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+            for body in (plain, keyed):
+                reply = await client.post(route, json=body)
+                assert reply.status_code == 200, reply.text
+        one, other = (msgspec.structs.replace(each, request_id="") for each in backend.requests)
+        assert one == other
 
     asyncio.run(main())
 
