@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from msgspec import inspect
 
@@ -24,7 +25,13 @@ Schema = dict[str, list[str]]
 
 def present() -> Schema:
     """Return what the code sends, with the oldest version that understands it."""
-    found: Schema = {"protocol": [str(OLDEST_PROTOCOL_VERSION)]}
+    version = {"protocol": [str(OLDEST_PROTOCOL_VERSION)]}
+    return version | schema_of(AnyMessage, ClusterFacts)  # in an update the head is the older one
+
+
+def schema_of(*kinds: Any) -> Schema:
+    """Return the fields of structs, and of all that they are made of."""
+    found: Schema = {}
 
     def name_of(kind: inspect.Type) -> str:
         match kind:
@@ -62,8 +69,8 @@ def present() -> Schema:
             needed = " needed" if field.required else ""
             lines.append(f"{field.encode_name}: {name_of(field.type)}{needed}")
 
-    name_of(inspect.type_info(AnyMessage))
-    name_of(inspect.type_info(ClusterFacts))  # in an update the head is the older one
+    for each in kinds:
+        name_of(inspect.type_info(each))
     return found
 
 
