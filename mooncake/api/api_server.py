@@ -95,7 +95,7 @@ class ApiServer:
             self.guard = Guard(model.tokenizer, [marker.value for marker in THINK_MARKERS])
         template = model.template.source
         self.thinks = bool(self.think_markers) and Marker.THINK_BEGIN.value in template
-        """Whether the model reasons by itself: its template knows of think blocks."""
+        """True if the model reasons by itself: its template knows of think blocks."""
         self._ids = ids or SystemIds()
         self._wall_s = wall_s
         self.tokenizing = Lane("tokenizing", 2, LANE_PLACES)

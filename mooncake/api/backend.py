@@ -26,7 +26,7 @@ class Backend(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be placed now: the workers are there and nothing drains."""
+        """True if a request would be placed now: the workers are there and nothing drains."""
 
     @property
     def missing(self) -> Sequence[str]:
@@ -65,7 +65,7 @@ class EventSource(Protocol):
         """End the call: `batch` raises `error` once it has returned what had arrived."""
 
     is_traceable: bool
-    """Whether the requests of the call are those that the backend gets."""
+    """True if the requests of the call are those that the backend gets."""
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
         """Have all requests run for `tenant`, and traced; called before the block is entered."""

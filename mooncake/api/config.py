@@ -25,7 +25,7 @@ class ApiKey:
     priorities: tuple[Priority, ...] = (Priority.INTERACTIVE,)
     """The classes of service that its requests may ask for."""
     operator: bool = False
-    """Whether it may see the cluster: hosts, processes and the requests of all tenants."""
+    """True if it may see the cluster: hosts, processes and the requests of all tenants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,9 @@ class ApiConfig:
     drain_s: float = 30.0
     """On shutdown, running requests get this long before they are ended with an error."""
     allow_special_tokens_in_chat: bool = False
-    """Whether text in a message that spells a control token becomes that token. It could then end
-    its turn and speak as the system or the model. Prompts of /v1/completions always may."""
+    """True if text in a message that spells a control token becomes that token. It could then end
+    its turn and speak as the system or the model. Prompts of /v1/completions always may.
+    """
     max_listeners: int = 64
     """The most clients that may follow the feed of cluster events; more get 429."""
     feed_s: float = 1.0

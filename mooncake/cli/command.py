@@ -34,7 +34,7 @@ class Command:
     run: Callable[[Any], int]
     """Takes the settings and returns the exit code."""
     takes_file: bool = False
-    """Whether `--config FILE` may give the settings."""
+    """True if `--config FILE` may give the settings."""
     own_read: Read | None = None
     """Reads the settings where that takes more than `read_settings`."""
     common: tuple[str, ...] = ()

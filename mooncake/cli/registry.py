@@ -90,7 +90,7 @@ class CommandDoc(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     examples: list[str]
     takes_file: bool
-    """Whether `--config FILE` may give its settings."""
+    """True if `--config FILE` may give its settings."""
     flags: list[FlagDoc]
 
 

@@ -19,7 +19,7 @@ class Comparison:
 
     @property
     def open(self) -> bool:
-        """Whether the checksums of some blocks are not known yet on this side."""
+        """True if the checksums of some blocks are not known yet on this side."""
         return self._num_open > 0
 
     @property

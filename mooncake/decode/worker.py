@@ -100,7 +100,7 @@ class DecodeWorker:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is in progress here."""
+        """True if nothing is in progress here."""
         return not self._jobs and not self._aborted and self.instance.quiet
 
     def check_integrity(self) -> None:

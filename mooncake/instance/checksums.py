@@ -91,7 +91,7 @@ class BlockChecksums:
 
     @property
     def can_hash(self) -> bool:
-        """Whether `start` works here."""
+        """True if `start` works here."""
         return bool(self._ranks)
 
     def start(self, pages: Sequence[int], hashed: ChecksumsFound) -> None:

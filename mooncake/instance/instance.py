@@ -345,19 +345,19 @@ class Instance:
 
     @property
     def _lends(self) -> bool:
-        """Whether others may read this instance's cached blocks: one that drains ends when no other
+        """True if others may read this instance's cached blocks: one that drains ends when no other
         reads them any more; one that takes another role keeps none for others.
         """
         return self.draining and self.next_role is None and self._own_pages.has_whole_blocks
 
     @property
     def relieved(self) -> bool:
-        """Whether others of this role have taken the worker's place, at every gateway."""
+        """True if others of this role have taken the worker's place, at every gateway."""
         return self._membership.relieved
 
     @property
     def joined(self) -> bool:
-        """Whether a gateway knows this worker: until then nothing is asked of it."""
+        """True if a gateway knows this worker: until then nothing is asked of it."""
         return self._membership.welcomed
 
     def block_checksums(self, keys: list[BlockKey]) -> list[int]:
@@ -369,7 +369,7 @@ class Instance:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing runs, moves or waits here, so that every page is free or cached."""
+        """True if nothing runs, moves or waits here, so that every page is free or cached."""
         return (
             self.engine.idle
             and self._num_open_pushes == 0

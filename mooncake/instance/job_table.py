@@ -162,13 +162,13 @@ class JobTable(Generic[JobT]):
         return job if job is not None and job.attempt == attempt else None
 
     def is_over(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt has ended here, or a later one has replaced it."""
+        """Return whether this attempt has ended here, or a later one has replaced it."""
         job = self._jobs.get(request_id)
         replaced = job is not None and attempt < job.attempt
         return replaced or attempt <= self._ended.get(request_id, -1)
 
     def is_new(self, task: RequestTask) -> bool:
-        """Whether a task is neither a repeat nor of an attempt that is over."""
+        """Return whether a task is neither a repeat nor of an attempt that is over."""
         request_id = task.request.request_id
         repeated = self.find(request_id, task.attempt) is not None
         return not repeated and not self.is_over(request_id, task.attempt)

@@ -110,7 +110,7 @@ class OwnPages:
 
     @property
     def has_whole_blocks(self) -> bool:
-        """Whether all layers of all the instance's pages lie here."""
+        """True if all layers of all the instance's pages lie here."""
         array = self.array
         is_all = array.home is None or array.num_homes == 1
         return is_all and len(array.layers) == array.layout.num_layers

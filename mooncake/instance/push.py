@@ -53,7 +53,7 @@ class Destination:
 
     @property
     def complete(self) -> bool:
-        """Whether every block that the destination asked for is whole there, and hashed where
+        """True if every block that the destination asked for is whole there, and hashed where
         checksums are wanted.
         """
         num_blocks = len(self.wanted)

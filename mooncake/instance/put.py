@@ -71,7 +71,7 @@ class WriteThrough:
         self._puts[put.ticket] = put
 
     def is_open(self, push: Push) -> bool:
-        """Whether a put of this push has not ended yet."""
+        """Return whether a put of this push has not ended yet."""
         return any(put.push is push for put in self._puts.values())
 
     def abandon(self, push: Push, now: float) -> None:

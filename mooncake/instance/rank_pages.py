@@ -129,7 +129,7 @@ class FollowerMoves:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing waits or is under way."""
+        """True if nothing waits or is under way."""
         return not (self.waiting or self._moves or self._hashes)
 
     def handle(self, event: msgspec.Struct, now: float) -> None:

@@ -129,7 +129,7 @@ class PrefillWorker:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is in progress here."""
+        """True if nothing is in progress here."""
         return not self._jobs and not self._settling and self.instance.quiet
 
     def check_integrity(self) -> None:

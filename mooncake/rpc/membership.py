@@ -111,7 +111,7 @@ class Membership:
 
     @property
     def welcomed(self) -> bool:
-        """Whether a gateway has welcomed this worker."""
+        """True if a gateway has welcomed this worker."""
         return any(gateway.welcomed for gateway in self._gateways.values())
 
     @property
@@ -127,7 +127,7 @@ class Membership:
 
     @property
     def relieved(self) -> bool:
-        """Whether no gateway needs this worker any more."""
+        """True if no gateway needs this worker any more."""
         return all(gateway.relieved for gateway in self._welcoming())
 
     def on_welcome(self, welcome: Welcome) -> None:

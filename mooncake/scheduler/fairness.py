@@ -48,7 +48,7 @@ class QueuePosition:
     share: float = 1.0
     """The share of limits and permits that the request may use."""
     is_patient: bool = False
-    """Whether it goes only where it fills idle capacity, and yields to others."""
+    """True if it goes only where it fills idle capacity, and yields to others."""
 
 
 class BatchCredit:

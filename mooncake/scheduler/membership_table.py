@@ -61,12 +61,14 @@ class MembershipTable:
         return len(self._members)
 
     def is_live(self, worker: WorkerRef) -> bool:
-        """Whether a worker is alive in exactly this epoch."""
+        """Return whether a worker is alive in exactly this epoch."""
         member = self._members.get(worker.worker_id)
         return member is not None and member.hello.worker.epoch == worker.epoch
 
     def hears(self, worker: WorkerRef, now: float) -> bool:
-        """Whether a worker is alive in exactly this epoch and has been heard within the timeout."""
+        """Return whether a worker is alive in exactly this epoch and has been heard within the
+        timeout.
+        """
         member = self._members.get(worker.worker_id)
         return (
             self.is_live(worker)
@@ -75,8 +77,8 @@ class MembershipTable:
         )
 
     def hears_any(self, now: float) -> bool:
-        """Whether any worker has been heard in the last half of the timeout. If none has, the fault
-        may be at this end.
+        """Return whether any worker has been heard in the last half of the timeout. If none has,
+        the fault may be at this end.
         """
         return any(now - m.last_heard_s <= self._timeout_s / 2 for m in self._members.values())
 
@@ -125,7 +127,7 @@ class MembershipTable:
         self.broadcast(PeerLost(worker=worker))
 
     def is_fenced(self, worker: WorkerRef) -> bool:
-        """Whether this epoch has been declared lost."""
+        """Return whether this epoch has been declared lost."""
         return (worker.worker_id, worker.epoch) in self._fenced
 
     def fence(self, worker: WorkerRef) -> None:
@@ -134,7 +136,7 @@ class MembershipTable:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more member is one too many."""
+        """True if one more member is one too many."""
         return len(self._members) >= MAX_MEMBERS
 
     def oldest_silent_client(self) -> str | None:

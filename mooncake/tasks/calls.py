@@ -116,7 +116,7 @@ def _tools(random: Random, fewest: int = 1) -> list[Tool]:
 
 
 def _alike(one: Tool, other: Tool) -> bool:
-    """Whether what is said to one could mean the other too."""
+    """Return whether what is said to one could mean the other too."""
     return one.noun == other.noun or one.name == other.name or one.verb == one.name == other.verb
 
 

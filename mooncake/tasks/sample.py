@@ -49,19 +49,21 @@ class Sample:
 
     @property
     def held_out(self) -> bool:
-        """Whether the sample may not be trained on."""
+        """True if the sample may not be trained on."""
         if self.contents:
             return any(part_of(content) != TRAINED for content in self.contents)
         return bool(self.key) and zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
 
     def is_for(self, part: str) -> bool:
-        """Whether what the sample is about is held out for `part`."""
+        """Return whether what the sample is about is held out for `part`."""
         if self.contents:
             return part_of(self.contents[0]) == part
         return self.held_out or not self.key
 
     def accepts(self, answer: Mapping[str, Any]) -> bool:
-        """Whether `answer`, a message of the assistant, is right; its reasoning does not count."""
+        """Return whether `answer`, a message of the assistant, is right; its reasoning does not
+        count.
+        """
         wanted = [_call(call) for call in self.answer.get("tool_calls") or ()]
         given = [_call(call) for call in answer.get("tool_calls") or ()]
         if wanted or given:

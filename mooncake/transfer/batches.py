@@ -55,12 +55,12 @@ class Job:
 
     @property
     def stopped(self) -> bool:
-        """Whether it has failed or is to end early: no part of it begins any more."""
+        """True if it has failed or is to end early: no part of it begins any more."""
         return self.error is not None
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended: nothing touches memory for it any more."""
+        """True if it has ended: nothing touches memory for it any more."""
         return self._ended
 
     def expect(self, num_parts: int) -> None:

@@ -30,7 +30,7 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether there was no failure since the last success."""
+        """True if there was no failure since the last success."""
         return self.num_failures == 0
 
     def may_try(self, now: float) -> bool:

@@ -65,7 +65,7 @@ class _Region:
         self.num_bytes = num_bytes
         self.alive = True
         self.guarded = False
-        """Whether peers write to it by grants only."""
+        """True if peers write to it by grants only."""
 
     @property
     def withdrawn(self) -> str | None:
@@ -340,7 +340,7 @@ class RegionTable:
         return []
 
     def is_guarded(self, region_id: int) -> bool:
-        """Whether a region is written to by grants only."""
+        """Return whether a region is written to by grants only."""
         region = self._regions.get(region_id)
         return region is not None and region.guarded
 

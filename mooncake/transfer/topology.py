@@ -160,12 +160,12 @@ def list_rdma_devices(sysfs: Path = SYSFS) -> list[str]:
 
 
 def has_rdma_devices() -> bool:
-    """Whether this machine has any RDMA device."""
+    """Return whether this machine has any RDMA device."""
     return bool(list_rdma_devices())
 
 
 def has_peer_memory(sysfs: Path = SYSFS) -> bool:
-    """Whether NICs can register the memory of NVIDIA GPUs by its address."""
+    """Return whether NICs can register the memory of NVIDIA GPUs by its address."""
     return (sysfs / "module/nvidia_peermem").exists()
 
 

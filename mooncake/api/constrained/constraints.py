@@ -59,7 +59,7 @@ class Thinking(msgspec.Struct, frozen=True):
     """None = the model may not begin to reason here."""
     end: int | None = None
     is_open: bool = False
-    """Whether the prompt ends inside a think block."""
+    """True if the prompt ends inside a think block."""
 
 
 _FORMS = (

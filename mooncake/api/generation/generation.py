@@ -249,12 +249,12 @@ class Call:
 
     @property
     def chooses(self) -> bool:
-        """Whether `finish` returns only some of the choices; `deltas` would return all."""
+        """True if `finish` returns only some of the choices; `deltas` would return all."""
         return self._num_kept < self._num_per_prompt
 
     @property
     def is_traceable(self) -> bool:
-        """Whether a trace can show what becomes of `requests`."""
+        """True if a trace can show what becomes of `requests`."""
         return self._stream.is_traceable
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:

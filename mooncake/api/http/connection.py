@@ -141,7 +141,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is between two requests."""
+        """True if it is between two requests."""
         return self._phase is _Phase.IDLE and (self.cycle is None or self.cycle.response_complete)
 
     def forget(self) -> None:

@@ -53,7 +53,7 @@ class _Answer:
         self.abandoned = asyncio.Event()
         """It ends before it is complete."""
         self.is_whole = True
-        """Whether all messages are here, for who may come. Without memory for them, the readers'
+        """True if all messages are here, for who may come. Without memory for them, the readers'
         speed is its own.
         """
         self.ended = False
@@ -200,7 +200,7 @@ class Repeats:
         """All that hold memory: running, kept, or still read after they were forgotten."""
 
     def knows(self, owner: str | None, headers: Headers) -> bool:
-        """Whether a request of the API key `owner` repeats one whose answer is here."""
+        """Return whether a request of the API key `owner` repeats one whose answer is here."""
         key = headers.get(HEADER, "")
         return (owner, key) in self._running or key in self._kept.get(owner, ())
 

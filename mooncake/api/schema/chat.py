@@ -162,6 +162,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def thinking(self) -> bool | None:
-        """Whether the template is told to have the model reason; None = it is not told."""
+        """True if the template is told to have the model reason; None = it is not told."""
         value = self.template_kwargs.get("thinking")
         return value if isinstance(value, bool) else None

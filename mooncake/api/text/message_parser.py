@@ -167,7 +167,7 @@ class MessageParser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the model is thinking."""
+        """True if the model is thinking."""
         return self._state is _State.REASONING
 
     @property
@@ -177,7 +177,7 @@ class MessageParser:
 
     @property
     def in_section(self) -> bool:
-        """Whether the model is in a section of tool calls, where stop strings do not apply."""
+        """True if the model is in a section of tool calls, where stop strings do not apply."""
         return self._state in _IN_SECTION
 
     def text(self, text: str) -> None:
@@ -274,6 +274,6 @@ def find_markers(tokenizer: Tokenizer, wanted: Sequence[Marker]) -> dict[int, Ma
 
 
 def reasoning_is_open(prompt_tokens: Sequence[int], markers: Mapping[int, Marker]) -> bool:
-    """Whether the prompt ends inside a think block that the template opened."""
+    """Return whether the prompt ends inside a think block that the template opened."""
     last = [markers[token] for token in prompt_tokens[-PREFILL_WINDOW:] if token in markers]
     return bool(last) and last[-1] is Marker.THINK_BEGIN

@@ -69,7 +69,7 @@ class Tokenizer:
         self.special_tokens: Mapping[str, str] = _special_tokens(config)
         """The checkpoint's named tokens for templates: bos_token, eos_token, …"""
         self.strips_leading_space = strips_leading_space
-        """Whether the first token's leading space is an artefact (sentencepiece)."""
+        """True if the first token's leading space is an artefact (sentencepiece)."""
 
     @property
     def eos_token_id(self) -> int | None:

@@ -65,7 +65,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a save that is dropped is more than a later miss: no."""
+        """True if a save that is dropped is more than a later miss: no."""
         return False
 
     def shutdown(self) -> None:
@@ -277,7 +277,7 @@ def _check(config: Any, kv_cache_config: Any) -> None:
 
 
 def _is_plain(request: Any) -> bool:
-    """Whether the KV of a request follows from its tokens and the model alone."""
+    """Return whether the KV of a request follows from its tokens and the model alone."""
     return (
         request.lora_request is None
         and request.prompt_embeds is None

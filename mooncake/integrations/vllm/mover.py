@@ -50,7 +50,7 @@ class _LoadState:
     """Chunks that lie in the engine's pages."""
     pieces: deque[Piece] = field(default_factory=deque)
     is_over: bool = False
-    """Whether no more pieces come."""
+    """True if no more pieces come."""
     is_given_up: bool = False
 
 
@@ -121,7 +121,7 @@ class Mover:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to move, and all staging memory is free."""
+        """True if there is nothing to move, and all staging memory is free."""
         staging = self._staging
         with self._changed:
             whole = len(staging.memory) // staging.slot_bytes

@@ -69,7 +69,7 @@ class StepJobs:
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False
-    """Whether the step computes nothing, so that a worker may wait for the pool."""
+    """True if the step computes nothing, so that a worker may wait for the pool."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Planner:
 
     @property
     def is_asking(self) -> bool:
-        """Whether the answer to some look-up is still to come."""
+        """True if the answer to some look-up is still to come."""
         answers = (tracked.answer for tracked in self._tracked.values())
         return any(answer is not None and not answer.done() for answer in answers)
 

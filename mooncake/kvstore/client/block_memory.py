@@ -112,7 +112,7 @@ class BlockMemory:
 
     @cached_property
     def _is_packed(self) -> bool:
-        """Whether each block is one piece of memory."""
+        """True if each block is one piece of memory."""
         [first, *_] = self.layers
         step = self.slice_bytes
         return all(

@@ -106,7 +106,7 @@ class _Read:
     num_blocks: int = 0
     """Blocks of this piece."""
     more: bool = False
-    """Whether the node has blocks behind this piece."""
+    """True if the node has blocks behind this piece."""
     piece_from_ssd: int = 0
     """Blocks of this piece that came up from a disk."""
     num_from_ssd: int = 0
@@ -328,7 +328,7 @@ class BlockReader:
 
 
 def is_of(store: WorkerRef, worker: WorkerRef) -> bool:
-    """Whether `worker`, which was lost, is the node `store`, of which maybe only the address is
-    known.
+    """Return whether `worker`, which was lost, is the node `store`, of which maybe only the address
+    is known.
     """
     return store == worker or (not store.epoch and store.address == worker.address)

@@ -57,9 +57,9 @@ class _Attempts:
         self.tried: dict[str, MooncakeError | None] = {}
         """Address -> why it failed; None: it has no more of the run."""
         self.answered = False
-        """Whether some node has answered."""
+        """True if some node has answered."""
         self.searched = False
-        """Whether gateways were asked since `stores` were all tried."""
+        """True if gateways were asked since `stores` were all tried."""
 
     def next(self, now: float) -> Attempt | None:
         """Return how to turn to the next node; None: there is none, or no time."""

@@ -65,7 +65,7 @@ class KnownNodes:
         """By address."""
         self.gateway_silent = False
         self.has_learnt = False
-        """Whether a gateway has named the nodes, once."""
+        """True if a gateway has named the nodes, once."""
         self.refresh_s = float("-inf")
         """When gateways are to be asked for the nodes."""
 

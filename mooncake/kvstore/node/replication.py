@@ -49,7 +49,7 @@ class _Pull:
     here: list[BlockKey]
     """Blocks of the order that are here: the sender is answered with them."""
     is_full: bool
-    """Whether there was no room for the others."""
+    """True if there was no room for the others."""
     unwanted: set[BlockKey] = field(default_factory=set)
     """Blocks that were removed from the pool meanwhile."""
 

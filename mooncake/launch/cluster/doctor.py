@@ -167,7 +167,7 @@ def limits() -> Iterator[Finding]:
 
 
 def huge_pages(sysfs: Path = SYSFS) -> Iterator[Finding]:
-    """Whether memory comes in large pages where a process asks for them."""
+    """Return whether memory comes in large pages where a process asks for them."""
     try:
         told = (sysfs / "kernel/mm/transparent_hugepage/enabled").read_text().strip()
     except OSError:
@@ -180,7 +180,7 @@ def huge_pages(sysfs: Path = SYSFS) -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Whether something keeps the clock right: credentials and certificates expire by it."""
+    """Return whether something keeps the clock right: credentials and certificates expire by it."""
     found = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     bad = found == UNSYNCHRONIZED or found < 0
     yield Finding(
@@ -223,7 +223,7 @@ def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
 
 
 def ports(own: Machine) -> Iterator[Finding]:
-    """Whether this machine has the address that the file gives it."""
+    """Return whether this machine has the address that the file gives it."""
     try:
         machine_facts.check_port(own.address, 0, "address")
         yield Finding(name="address", state=OK, found=own.address)
@@ -234,7 +234,7 @@ def ports(own: Machine) -> Iterator[Finding]:
 
 
 def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
-    """Whether each gateway's port can be reached, and who is there by what gateways say."""
+    """Return whether each gateway's port can be reached, and who is there by what gateways say."""
     for seed in cluster.seeds.split(","):
         host, _, port = seed.removeprefix("tcp://").rpartition(":")
         try:

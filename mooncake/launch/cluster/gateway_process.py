@@ -100,7 +100,7 @@ class GatewayProcess:
         self.backend.worker_lost_threadsafe(worker_id)
 
     def knows(self, worker_ids: Collection[str]) -> bool:
-        """Whether all these workers have joined; in the loop's thread."""
+        """Return whether all these workers have joined; in the loop's thread."""
         return {member.id for member in self.status().workers} >= set(worker_ids)
 
     def status(self) -> ClusterStatus:

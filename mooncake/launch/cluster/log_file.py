@@ -46,7 +46,7 @@ def new_log_file() -> str | None:
 
 
 def _is_used(path: Path) -> bool:
-    """Whether the process of a log file may still write to it."""
+    """Return whether the process of a log file may still write to it."""
     pid = path.stem.rpartition("-")[2]
     return pid.isdigit() and Path(f"/proc/{pid}").exists()
 

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_here(address: str) -> bool:
-    """Whether a raylet of the cluster at `address` runs on this machine."""
+    """Return whether a raylet of the cluster at `address` runs on this machine."""
     wanted = f"--gcs-address={address}".encode()
     for place in Path("/proc").iterdir():
         try:

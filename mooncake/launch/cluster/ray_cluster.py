@@ -396,8 +396,8 @@ def _client_tls(files: tuple[str, str, str]) -> ssl.SSLContext:
 
 
 def _speaks(connection: socket.socket) -> bool:
-    """Whether the other side sends anything: Ray speaks first, in clear or once TLS is agreed on. A
-    server that asks for a client's certificate refuses it here, not in the handshake.
+    """Return whether the other side sends anything: Ray speaks first, in clear or once TLS is
+    agreed on. A server that asks for a client's certificate refuses it here, not in the handshake.
     """
     try:
         return bool(connection.recv(1))

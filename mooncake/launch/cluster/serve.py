@@ -347,9 +347,8 @@ class _Serving:
         self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _has_met(self, rows: list[report.WorkerRow]) -> bool:
-        """Whether the workers are known here and, where there is an API server, it is open and
-        they are
-        all it needs.
+        """Return whether the workers are known here and, where there is an API server, it is open
+        and they are all it needs.
         """
         if not self._gateway_process.knows([row.worker_id for row in rows]):
             return False

@@ -381,7 +381,7 @@ def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
 
 
 def _has_mtp(config: ServeConfig) -> bool:
-    """Whether the model's MTP layer makes drafts: then blocks hold its KV, too."""
+    """Return whether the model's MTP layer makes drafts: then blocks hold its KV, too."""
     return config.speculative_config is not None and config.speculative_config.method == MTP
 
 

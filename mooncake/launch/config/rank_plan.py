@@ -48,7 +48,7 @@ class RankNeeds:
     """The checkpoint's format."""
     options: ModelOptions
     elsewhere: bool
-    """Whether the plan is for other machines than this one."""
+    """True if the plan is for other machines than this one."""
     layout: KvLayout
     step_tokens: int
     step_sequences: int
@@ -225,7 +225,7 @@ class GpuNode:
         )
 
     def has_room(self, needs: RankNeeds, shape: Shape, num_pages: int) -> bool:
-        """Whether `num_pages` KV pages fit beside weights and the largest step."""
+        """Return whether `num_pages` KV pages fit beside weights and the largest step."""
         return self.filled(needs, shape).num_pages * shape.dcp >= num_pages
 
     def check_ranks(self, needs: RankNeeds, shape: Shape) -> None:

@@ -372,7 +372,7 @@ class ServeConfig:
 
     @property
     def joins_by_ray(self) -> bool:
-        """Whether Ray places and supervises the one worker of `role`."""
+        """True if Ray places and supervises the one worker of `role`."""
         return self.join is not None and not self.join.startswith((options.DIRECT, *options.BY_URL))
 
     @property
@@ -384,7 +384,7 @@ class ServeConfig:
 
     @property
     def is_seed(self) -> bool:
-        """Whether this is a gateway that decides how its cluster works: it stands alone, or its own
+        """True if this is a gateway that decides how its cluster works: it stands alone, or its own
         address is one of those that are joined. Others ask it.
         """
         own = f"{options.DIRECT}{options.bracketed(self.bind_host)}:{self.join_port}"
@@ -392,7 +392,7 @@ class ServeConfig:
 
     @property
     def joins_by_url(self) -> bool:
-        """Whether a gateway asks the cluster's first process by HTTP what it must know."""
+        """True if a gateway asks the cluster's first process by HTTP what it must know."""
         return self.join is not None and self.join.startswith(options.BY_URL)
 
     def shown(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def cache_dir() -> Path:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is only reachable from this machine."""
+    """Return whether `host` is only reachable from this machine."""
     if host == "localhost":
         return True
     try:

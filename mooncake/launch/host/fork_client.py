@@ -26,7 +26,9 @@ def main() -> None:
 
 
 def _forked(path: str, words: list[str]) -> bool:
-    """Whether a fork of the server was what this process was to be; returns when that has ended."""
+    """Return whether a fork of the server was what this process was to be; returns when that has
+    ended.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         try:
             server.connect(path)

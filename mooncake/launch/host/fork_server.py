@@ -96,7 +96,7 @@ class ForkServer:
         return shlex.join(words)
 
     def ended(self) -> bool:
-        """Whether it has ended: clients then start as any process does."""
+        """Return whether it has ended: clients then start as any process does."""
         return self._process.poll() is not None
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _differs(environ: Mapping[str, str]) -> bool:
-    """Whether modules imported in `environ` would not be those that are imported here."""
+    """Return whether modules imported in `environ` would not be those that are imported here."""
     known = {name: environ[name] for name in SETTLED_BY_IMPORT if name in environ}
     return any(os.environ.get(name) != value for name, value in known.items())
 

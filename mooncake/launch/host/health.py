@@ -95,7 +95,7 @@ class Health:
 
     @property
     def failed(self) -> bool:
-        """Whether it cannot go on."""
+        """True if it cannot go on."""
         return bool(self._failure)
 
     def vitals(self) -> Vitals:

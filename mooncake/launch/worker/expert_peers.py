@@ -175,7 +175,7 @@ def _wait(
 
 
 def _is_of_this_user(sock: socket.socket) -> bool:
-    """Whether the process that has come runs as this one's user, as the kernel says."""
+    """Return whether the process that has come runs as this one's user, as the kernel says."""
     pid, user = credentials_of(sock)
     if user == os.geteuid():
         return True
@@ -207,5 +207,5 @@ def _accepted(sock: socket.socket, credentials: Credentials, group: ExpertGroup)
 
 
 def _gone(sock: socket.socket) -> bool:
-    """Whether the other side has gone: it says nothing once it has proven itself."""
+    """Return whether the other side has gone: it says nothing once it has proven itself."""
     return bool(select.select([sock], [], [], 0)[0])

@@ -24,8 +24,8 @@ FIRST_JOB = "01000000"
 
 
 def forks_workers(config: ServeConfig) -> bool:
-    """Whether engines start here as processes of Ray. Not where there is a GPU: weights for one
-    take longer than imports, and its driver must not be touched before a fork.
+    """Return whether engines start here as processes of Ray. Not where there is a GPU: weights for
+    one take longer than imports, and its driver must not be touched before a fork.
     """
     if config.colocated or machine_facts.num_gpus():
         return False
@@ -35,7 +35,7 @@ def forks_workers(config: ServeConfig) -> bool:
 
 
 def starts_ray(config: ServeConfig) -> bool:
-    """Whether Ray is started by us, rather than found."""
+    """Return whether Ray is started by us, rather than found."""
     return config.role is None and config.ray_address is None
 
 

@@ -131,7 +131,7 @@ class Gateway:
 
     @property
     def idle(self) -> bool:
-        """Whether no accepted request is left."""
+        """True if no accepted request is left."""
         return len(self._request_manager) == 0
 
     def say_goodbye(self) -> None:

@@ -61,7 +61,7 @@ class PeerGateways:
         self._timeout_s = timeout_s
         self._peers: dict[str, _Peer] = {}
         self._has_others = False
-        """Whether any gateway that was met has not said goodbye; those forgotten count."""
+        """True if any gateway that was met has not said goodbye; those forgotten count."""
         self._addresses = addresses
         self._untried: dict[str, float] = {}
         """Addresses of one process, and those that other gateways have named, from which none has
@@ -81,7 +81,7 @@ class PeerGateways:
 
     @property
     def all_silent(self) -> bool:
-        """Whether there are other gateways and none of them is heard."""
+        """True if there are other gateways and none of them is heard."""
         return self._has_others and not self.live
 
     def status(self, now: float) -> list[GatewayStatus]:
@@ -99,7 +99,7 @@ class PeerGateways:
 
     @property
     def is_first(self) -> bool:
-        """Whether this gateway makes the decisions that only one gateway may make."""
+        """True if this gateway makes the decisions that only one gateway may make."""
         return all(self._gateway.worker_id < peer.worker_id for peer in self.live)
 
     def on_news(self, event: GatewayNews, now: float) -> bool:

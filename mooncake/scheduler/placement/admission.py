@@ -43,7 +43,7 @@ class Rejection:
 
     @property
     def permanent(self) -> bool:
-        """Whether a later retry would be refused too."""
+        """True if a later retry would be refused too."""
         return self.status < 500 and self.status != Overloaded.http_status
 
     def failure(self) -> Failure:

@@ -208,7 +208,7 @@ class Conductor:
             self._index.apply(events)
 
     def needs_snapshot(self, worker_id: str) -> bool:
-        """Whether block events of this worker were missed and no snapshot has come since."""
+        """Return whether block events of this worker were missed and no snapshot has come since."""
         return worker_id in self._views and self._index.needs_snapshot(worker_id)
 
     def on_draining(self, worker_id: str) -> None:

@@ -85,7 +85,7 @@ class InflightPrefixes:
 
     @property
     def empty(self) -> bool:
-        """Whether no prefix is being computed."""
+        """True if no prefix is being computed."""
         return not self._roots
 
     def add(self, worker_id: str, keys: Sequence[BlockKey]) -> None:

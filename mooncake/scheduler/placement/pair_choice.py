@@ -127,8 +127,8 @@ class PairChoice:
 
 
 def _whole_is_better(whole: Pair, split: PrefillOption, query: PairQuery) -> bool:
-    """Whether a request of few new tokens should run on its decode worker: it is sooner there,
-    there is room, and the batch that it delays stays within the limit on gaps.
+    """Return whether a request of few new tokens should run on its decode worker: it is sooner
+    there, there is room, and the batch that it delays stays within the limit on gaps.
     """
     option, decode = whole
     if option.num_new_tokens > query.max_whole_tokens or decode.full:

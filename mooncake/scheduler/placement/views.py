@@ -121,7 +121,7 @@ class InstanceView:
 
     @property
     def draining(self) -> bool:
-        """Whether the worker wants to leave, and gets only what no other can do."""
+        """True if the worker wants to leave, and gets only what no other can do."""
         return self._draining
 
     @draining.setter

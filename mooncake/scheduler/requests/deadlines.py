@@ -44,7 +44,7 @@ class Deadlines:
 
 
 def is_overdue(record: RequestRecord, now: float) -> bool:
-    """Whether the request's own `timeout_s` has passed."""
+    """Return whether the request's own `timeout_s` has passed."""
     timeout_s = record.request.timeout_s
     return timeout_s is not None and now - record.accepted_s >= timeout_s
 

@@ -30,7 +30,7 @@ class OutputOrder:
 
     @property
     def has_gap(self) -> bool:
-        """Whether an output is held back because earlier tokens are missing."""
+        """True if an output is held back because earlier tokens are missing."""
         return bool(self._held) or (self._finish is not None and self.due_finish() is None)
 
     def drop_held(self) -> None:

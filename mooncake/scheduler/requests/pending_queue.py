@@ -43,7 +43,7 @@ class PendingQueue:
 
     @property
     def has_batch(self) -> bool:
-        """Whether batch work waits here."""
+        """True if batch work waits here."""
         return len(self._queue) > self._num_bounded
 
     def add(self, record: RequestRecord, now: float) -> bool:

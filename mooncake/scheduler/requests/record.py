@@ -56,7 +56,7 @@ class RequestRecord:
     placement: Placement | None = None
     """None while the request waits to be placed."""
     decode_joined: bool = False
-    """Whether decode has sent tokens in this attempt; prefill is not needed any more then."""
+    """True if decode has sent tokens in this attempt; prefill is not needed any more then."""
     num_cached_tokens: int | None = None
     cache: CacheUse | None = None
     exclude: set[str] = field(default_factory=set)
@@ -87,14 +87,16 @@ class RequestRecord:
         return [self.placement.decode] if prefill is None else [self.placement.decode, prefill]
 
     def needs(self, worker_id: str) -> bool:
-        """Whether the current placement cannot continue without this worker."""
+        """Return whether the current placement cannot continue without this worker."""
         if self.placement is None:
             return False
         is_decode = self.placement.decode.worker_id == worker_id
         return is_decode or not self.decode_joined or self.order.has_gap
 
     def goes_on_from(self, worker_id: str) -> bool:
-        """Whether a request that was placed before may still fetch its blocks from this worker."""
+        """Return whether a request that was placed before may still fetch its blocks from this
+        worker.
+        """
         if self.placement is None or self.decode_joined or self.num_attempts == 1:
             return False
         return any(

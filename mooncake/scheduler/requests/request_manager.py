@@ -189,15 +189,17 @@ class RequestManager:
                 return
 
     def is_needed(self, worker_id: str) -> bool:
-        """Whether a request cannot continue without this worker, or goes on with blocks from it."""
+        """Return whether a request cannot continue without this worker, or goes on with blocks from
+        it.
+        """
         return any(
             record.needs(worker_id) or record.goes_on_from(worker_id)
             for record in self._requests.values()
         )
 
     def _is_kept(self, record: RequestRecord) -> bool:
-        """Whether another worker could go on with a request, and compute again no more than its
-        last block, which is not full.
+        """Return whether another worker could go on with a request, and compute again no more than
+        its last block, which is not full.
         """
         keys = record.block_keys(self._conductor.layout)
         return record.decode_joined and self._conductor.num_fetchable(keys) == len(keys)

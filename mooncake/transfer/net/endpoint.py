@@ -47,7 +47,7 @@ class ListenAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this machine reach it; False for names, which may mean any."""
+        """True if only processes of this machine reach it; False for names, which may mean any."""
         try:
             hosts = [ip_address(host) for host in (self.bind_host, self.advertise_host) if host]
         except ValueError:

@@ -194,7 +194,7 @@ class ConnectingSide:
 
     @property
     def done(self) -> bool:
-        """Whether the owner has proven itself and let us in."""
+        """True if the owner has proven itself and let us in."""
         return self.channel is not None
 
     @property
@@ -327,7 +327,7 @@ class Credentials:
     unix_time: Callable[[], float] = field(default=time.time, repr=False)
     """Certificates expire by it."""
     standing: Standing = field(init=False, repr=False)
-    """Whether peers that have proven themselves still may have sessions."""
+    """True if peers that have proven themselves still may have sessions."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "standing", Standing(self.credential, self.unix_time))

@@ -44,7 +44,7 @@ class RetryQueue:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the peer has something to confirm."""
+        """True if the peer has something to confirm."""
         return bool(self._held)
 
     @property

@@ -219,7 +219,7 @@ class OwnerStream:
 
     @property
     def closed(self) -> bool:
-        """Whether the stream has ended, at either end."""
+        """True if the stream has ended, at either end."""
         return self._link.closed
 
     def send(self, body: bytes, descriptors: Sequence[int] = ()) -> None:

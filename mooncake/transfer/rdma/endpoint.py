@@ -60,7 +60,7 @@ class Endpoint:
         self.path = path
         self.state = EndpointState.OPENING
         self.leaving = False
-        """Whether it makes room for another: it gets nothing new and closes when it is idle."""
+        """True if it makes room for another: it gets nothing new and closes when it is idle."""
         self.num_bytes = 0
         self._nic = nic
         self._signal_every = signal_every
@@ -76,12 +76,12 @@ class Endpoint:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """True if nothing is under way."""
         return not self._posted
 
     @property
     def may_retire(self) -> bool:
-        """Whether it is connected and has nothing to do."""
+        """True if it is connected and has nothing to do."""
         return self.state is EndpointState.READY and self.is_idle
 
     @property

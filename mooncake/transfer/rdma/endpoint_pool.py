@@ -35,7 +35,7 @@ class EndpointPool(Generic[Key]):
 
     @property
     def has_room(self) -> bool:
-        """Whether one more key may be added."""
+        """True if one more key may be added."""
         return len(self._keys) < self.cap
 
     def add(self, key: Key) -> None:

@@ -44,9 +44,9 @@ class WorkRequest:
     remote_key: int
     num_bytes: int
     signalled: bool
-    """Whether its success is reported (a failure always is)."""
+    """True if its success is reported (a failure always is)."""
     in_host: bool = False
-    """Whether the CPU may read our bytes too, while `post` is called: short ones go with the
+    """True if the CPU may read our bytes too, while `post` is called: short ones go with the
     request. Of a GPU's memory it may not, and the address means nothing to it.
     """
 

@@ -111,7 +111,7 @@ class RdmaSession:
         """Those the client may write by, the latest last; it may once have all up to `_dropped`."""
         self._dropped = 0
         self._is_pair_left = False
-        """Whether a NIC has not destroyed one; grants that are asked for later may use it, too."""
+        """True if a NIC has not destroyed one; grants that are asked for later may use it, too."""
         self._stream = OwnerStream(
             "RDMA", owner.loop, sock, handshake, self, owner.limits.handshake_s
         )
@@ -156,7 +156,7 @@ class RdmaSession:
         return wire.GrantGood(grant) if refusal is None else wire.GrantRefused(grant, refusal)
 
     def may_write(self, grant: int) -> bool:
-        """Whether the client may write by a grant, or may once have; from any thread."""
+        """Return whether the client may write by a grant, or may once have; from any thread."""
         return grant in self._grants or grant <= self._dropped
 
     def _open(self, ask: wire.OpenPair) -> wire.Answer:

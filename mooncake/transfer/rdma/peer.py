@@ -83,7 +83,7 @@ class RdmaPeer:
         self._asked: set[wire.AskRegion | wire.AskGrant] = set()
         self._timer: Timer | None = None
         self._in_line = False
-        """Whether it waits for room for its first endpoint, and is pumped when there is some."""
+        """True if it waits for room for its first endpoint, and is pumped when there is some."""
         self._broken = "its links are down, or ours"
         """Why the last path broke."""
         self._session: ClientSession[wire.Ask, wire.Answer] = ClientSession(
@@ -203,8 +203,8 @@ class RdmaPeer:
                 self._cut(job)
 
     def _lacks(self, job: Job, ops: Sequence[TransferOp]) -> bool:
-        """Whether keys of these ops' regions are not known, or whether they may be written to; that
-        is asked for.
+        """Return whether keys of these ops' regions are not known, or whether they may be written
+        to; that is asked for.
         """
         regions = {op.remote_region for op in ops} - self._keys.keys()
         asks: list[wire.AskRegion | wire.AskGrant] = [

@@ -76,7 +76,7 @@ def _find_pyverbs() -> None:
 
 
 def has_pyverbs() -> bool:
-    """Whether pyverbs can be found, in this environment or as the distribution's package."""
+    """Return whether pyverbs can be found, in this environment or as the distribution's package."""
     _find_pyverbs()
     return "pyverbs" in sys.modules or importlib.util.find_spec("pyverbs") is not None
 
@@ -114,7 +114,7 @@ class VerbsNic:
         self.inline_bytes = _INLINE_BYTES
         """Bytes of a WRITE that go with its request; 0 where the provider does not take as many."""
         self.has_extended_posts = True
-        """Whether many requests take one doorbell; False where the provider has no such call."""
+        """True if many requests take one doorbell; False where the provider has no such call."""
 
     def _open(self, port: PortFacts) -> None:
         verbs = self._verbs

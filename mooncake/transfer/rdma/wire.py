@@ -57,7 +57,7 @@ class RegionKeys(msgspec.Struct, frozen=True, tag="keys"):
     num_bytes: int
     rkeys: dict[str, int]
     guarded: bool = False
-    """Whether it is written to by grants only."""
+    """True if it is written to by grants only."""
 
 
 class RegionUnknown(msgspec.Struct, frozen=True, tag="unknown"):

@@ -73,7 +73,7 @@ class ShmOwner:
         hands.close()
 
     def is_held(self, grant: int) -> bool:
-        """Whether a client copies by a grant, or stands still in the middle of that."""
+        """Return whether a client copies by a grant, or stands still in the middle of that."""
         with self._lock:
             return any(hands.hold(grant) for hands in self._hands.values())
 

@@ -39,7 +39,7 @@ class RegionOpened(msgspec.Struct, frozen=True, tag="opened"):
     slot: int
     """Word of the state page that holds `region_id` while it is registered."""
     guarded: bool = False
-    """Whether it is written to by grants only."""
+    """True if it is written to by grants only."""
 
 
 class RegionRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -128,7 +128,7 @@ class Hands:
         os.close(self.pipe)
 
     def hold(self, grant: int) -> bool:
-        """Whether the client copies by a grant."""
+        """Return whether the client copies by a grant."""
         return grant in self._words.words.tolist()
 
     def close(self) -> None:

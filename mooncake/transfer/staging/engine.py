@@ -93,7 +93,7 @@ class StagingEngine:
 
     @property
     def in_use(self) -> bool:
-        """Whether it has had anything to do yet."""
+        """True if it has had anything to do yet."""
         return self._loop is not None
 
     @property

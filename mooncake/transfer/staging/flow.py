@@ -120,7 +120,7 @@ class SliceTransfer:
 
     @property
     def is_write(self) -> bool:
-        """Whether bytes go to the peer."""
+        """True if bytes go to the peer."""
         return self.flow.job.op is Op.WRITE
 
 
@@ -133,10 +133,10 @@ class Flow:
     waiting: deque[Load] = field(default_factory=deque)
     transfers: list[SliceTransfer] = field(default_factory=list)
     is_direct: bool = False
-    """Whether hardware is to move the whole batch at once."""
+    """True if hardware is to move the whole batch at once."""
     direct: Job | None = None
     """The job by which hardware does it."""
     withdrawn: bool = False
-    """Whether all that is in hand was stopped, after the job was."""
+    """True if all that is in hand was stopped, after the job was."""
     settled: bool = False
-    """Whether what the devices had begun before this batch can write no more."""
+    """True if what the devices had begun before this batch can write no more."""

@@ -55,7 +55,7 @@ class Window:
     """By which the client fills the window."""
     state: State = State.WAITING
     dropped: bool = False
-    """Whether the client has given it back."""
+    """True if the client has given it back."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +80,7 @@ class StagingOwner:
         self.arena = arena
         self.loop = loop
         self.compares = credentials.protection is not Protection.NONE
-        """Whether what passes through windows is compared: protocols may not protect it."""
+        """True if what passes through windows is compared: protocols may not protect it."""
         self.windows = FairSlots(arena.limits.num_windows)
         self.num_copying = 0
         self._landing: Counter[int] = Counter()
@@ -119,7 +119,7 @@ class StagingOwner:
             then()
 
     def is_landing(self, grant: int) -> bool:
-        """Whether a window is copied to a device by this grant; from any thread."""
+        """Return whether a window is copied to a device by this grant; from any thread."""
         with self._lock:
             return self._landing[grant] > 0
 

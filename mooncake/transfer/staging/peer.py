@@ -42,7 +42,7 @@ class PeerHub(Protocol):
 class _Request:
     answered: Answered
     acts: bool = False
-    """Whether the owner copies for it, or is about to."""
+    """True if the owner copies for it, or is about to."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class RegionFacts(msgspec.Struct, frozen=True, tag="facts", array_like=True):
     """Protocols whose hardware reaches the device by itself."""
     window_bytes: int
     checksums: bool = False
-    """Whether `Land` and `Granted` carry the checksums of what passes through windows."""
+    """True if `Land` and `Granted` carry the checksums of what passes through windows."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", array_like=True):
@@ -55,7 +55,7 @@ class Open(msgspec.Struct, frozen=True, tag="open", array_like=True):
     ranges: list[tuple[int, int]]
     is_write: bool
     settled: bool
-    """Whether the owner need not wait for the device's own work again."""
+    """True if the owner need not wait for the device's own work again."""
     grant: int = 0
     """To write: by which the device's memory may be written to."""
 

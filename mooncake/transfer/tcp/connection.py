@@ -49,7 +49,7 @@ class ConnectionOwner(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether `take` may return something."""
+        """True if `take` may return something."""
 
     def take(self) -> Part | None:
         """Return the next part, already taken in hand in its job."""
@@ -92,7 +92,7 @@ class Connection:
         self._sock: socket.socket | None = None
         self._events = 0
         self._taken_over = False
-        """Whether a caller's thread, which has the lock, uses the socket instead of the loop."""
+        """True if a caller's thread, which has the lock, uses the socket instead of the loop."""
         self._handshake: ConnectingSide | None = None
         self._channel: Channel | None = None
         self._connection_id = ""

@@ -47,11 +47,11 @@ class Outgoing:
         self._seal = seals.begin() if payload else None
         self._is_due = True
         self.is_ahead = wire.is_long(sum(lengths))
-        """Whether the first bytes of a long payload are still to go, alone."""
+        """True if the first bytes of a long payload are still to go, alone."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether all of it has gone."""
+        """True if all of it has gone."""
         return not (self._ready or self._chunks)
 
     def views(self) -> list[memoryview]:

@@ -73,7 +73,7 @@ class TcpPeer:
 
     @property
     def is_unused(self) -> bool:
-        """Whether it has no connection, no work, and nothing that the peer must be told."""
+        """True if it has no connection, no work, and nothing that the peer must be told."""
         to_tell = self._queue.fences and self._reachable
         connected = any(each.state is not ConnectionState.IDLE for each in self._connections)
         return not (self._queue or self._queue.num_held or to_tell or connected)
@@ -102,7 +102,7 @@ class TcpPeer:
 
     @property
     def has_work(self) -> bool:
-        """Whether slices wait for a connection."""
+        """True if slices wait for a connection."""
         return len(self._queue) > 0
 
     def take(self) -> Part | None:

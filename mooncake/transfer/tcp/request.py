@@ -41,7 +41,7 @@ class Request(msgspec.Struct, eq=False):
     outgoing: Outgoing
     posted_s: float
     given_up: bool = False
-    """Whether its job has ended, so that what still comes is dropped."""
+    """True if its job has ended, so that what still comes is dropped."""
 
 
 class ConnectionState(Enum):
