@@ -16,8 +16,9 @@ from mooncake.base.any_message import AnyMessage
 
 
 class PeerEnded(msgspec.Struct, frozen=True):
-    """The process at an address has ended: its connection was closed, and the kernel of its machine
-    says that nobody listens there any more. Never sent; a channel that was asked to gives it.
+    """The process at an address has ended. Its connection was closed, and its machine's kernel says
+    that no process listens there any more. This event is never sent; a channel that was told to
+    watch its peers produces it.
     """
 
     address: str

@@ -1,6 +1,6 @@
-"""Encoding of messages: one byte of magic, one of the frame's version, the sender's certificate
-behind its length, then msgpack of the tagged union. What messages mean has versions of its own, on
-which processes agree when they join (`messages.Release`).
+"""Encodes messages: one byte of magic, one of the frame's version, the length of the sender's
+certificate and the certificate, then msgpack of the tagged union. The meaning of messages has its
+own versions, on which processes agree when they join (`messages.Release`).
 
 Stateless. No pickle; only the structs of `base.messages` can be decoded.
 """
@@ -19,7 +19,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 _MAGIC = 0x4D
 FRAME_VERSION = 6
-"""How bytes are read; a process that reads them otherwise understands no message at all."""
+"""Version of the frame. A process with another version cannot read any message."""
 _PREFIX = bytes((_MAGIC, FRAME_VERSION))
 _HEAD_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
@@ -28,7 +28,7 @@ _KINDS = frozenset(kind.__struct_config__.tag for kind in AnyMessage.__args__)
 
 
 class _Unknown(msgspec.Struct):
-    """What is read of a message that a later release has added."""
+    """The fields that are read of a message that only a later release knows."""
 
     type: str
     asker: WorkerRef | None = None
@@ -44,7 +44,7 @@ class UnknownMessage(ProtocolError):
     """A well-formed message of a kind that this release does not have."""
 
     def __init__(self, kind: str, asker: WorkerRef | None, ticket: int) -> None:
-        """`asker`: who waits for an answer to `ticket`; None: no answer is waited for."""
+        """Name the process that waits for an answer to `ticket` as `asker`; None: nobody waits."""
         super().__init__(f"release {__version__} has no message of the kind {kind:.40}")
         self.kind = kind
         self.asker = asker
@@ -52,12 +52,12 @@ class UnknownMessage(ProtocolError):
 
 
 def head_of(certificate: bytes) -> bytes:
-    """Return what begins all messages of the holder of `certificate`."""
+    """Return the bytes with which all messages of the holder of `certificate` begin."""
     return _PREFIX + len(certificate).to_bytes(2, "little") + certificate
 
 
 NO_CERTIFICATE = head_of(b"")
-"""Begins messages inside one process, where all are who they are."""
+"""Begins messages inside one process, where no sender has to prove who it is."""
 
 
 def encode(message: AnyMessage, head: bytes = NO_CERTIFICATE) -> bytes:
@@ -83,10 +83,10 @@ def certificate_of(data: bytes | memoryview) -> bytes:
 
 
 def decode(data: bytes | memoryview, num_head_bytes: int | None = None) -> AnyMessage:
-    """Return the message in `data`. Raises ProtocolError on malformed data or another version, of
-    these UnknownMessage for a message that only another release knows.
+    """Return the message in `data`. Raises ProtocolError on malformed data or another version, and
+    UnknownMessage, which is a ProtocolError, for a message that only another release knows.
 
-    num_head_bytes: of its head, which the caller has compared with one that it knows.
+    num_head_bytes: the length of the message's head, if the caller knows this head already.
     """
     start = num_head_bytes or _HEAD_BYTES + len(certificate_of(data))
     try:

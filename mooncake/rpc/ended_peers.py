@@ -1,8 +1,9 @@
-"""Which peers have ended: their connections to us were closed, and their port refuses a new one.
+"""Finds out which peers have ended: their connections to us were closed, and their port refuses a
+new one.
 
-Owns the connections with which it asks, one a peer. A broken line closes connections too, so only
-the refusal counts: the kernel of the peer's machine gives it when no process holds the port. Knows
-no ZeroMQ.
+Owns the connections with which it asks, one for each peer. A broken line closes connections too, so
+only the refusal counts: the kernel of the peer's machine refuses when no process holds the port.
+This module does not know ZeroMQ.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import socket
 from collections.abc import Iterator
 
 MAX_ASKED = 64
-"""Peers asked at a time. A further one takes the place of who was asked first: who accepts and says
-nothing has no other deadline, and silence tells of it later.
+"""Peers that are asked at a time. A further one takes the place of the one asked first. A peer that
+accepts the connection and says nothing has no other deadline here; its silence is noticed later,
+elsewhere.
 """
 NUM_TRIES = 3
-"""The kernel may still take a connection for a process that ends, and closes it with all else: then
-it is asked again.
+"""The kernel may still accept a connection for a process that is ending, and close it a moment
+later. Such a peer is asked again.
 """
 
 
 class EndedPeers:
-    """Asks peers whether anybody listens. Its owner calls `look` when `ready` is."""
+    """Asks peers whether any process listens. Its owner calls `look` when `ready` is readable."""
 
     def __init__(self, ready: select.epoll) -> None:
-        """`ready` waits for the answers too."""
+        """Add the sockets that wait for answers to `ready`."""
         self._ready = ready
         self._asked: dict[str, tuple[socket.socket, int]] = {}
         """Address -> the connection to it, and how many were made before."""
@@ -61,7 +63,7 @@ class EndedPeers:
         self._ready.register(link, select.EPOLLOUT)
 
     def look(self) -> Iterator[str]:
-        """Yield the addresses where nobody listens any more."""
+        """Yield the addresses where no process listens any more."""
         for address, (link, num_before) in list(self._asked.items()):
             again = False
             try:
@@ -79,7 +81,7 @@ class EndedPeers:
             yield self._refused.pop()
 
     def _wait_for_words(self, link: socket.socket) -> None:
-        """Return once the peer has said something, as one that lives does at once.
+        """Return once the peer has sent something; a peer that lives sends something at once.
 
         Raises:
             BlockingIOError: it has not answered yet.
@@ -96,7 +98,7 @@ class EndedPeers:
             raise ConnectionResetError
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop asking, and close all connections."""
         for address in list(self._asked):
             self._forget(address)
 

@@ -1,5 +1,6 @@
-"""Block events as vLLM publishes them, for routers outside the cluster: ZeroMQ PUB, and ROUTER for
-what a subscriber missed. A gateway owns one publisher; its thread owns the sockets.
+"""Publishes block events in vLLM's format, for routers outside the cluster. A PUB socket sends
+them, and a ROUTER socket replays what a subscriber missed. A gateway owns one publisher; its thread
+owns the sockets.
 
 A message is [topic, number (8 bytes, big-endian), batch]; a batch is msgpack [time, events, 0] (the
 format of vLLM 0.32). A replay request is [empty, first number]; the answers are [empty, number,
@@ -21,13 +22,15 @@ from mooncake.base.mailbox import Mailbox
 from mooncake.base.vital_thread import VitalThread
 
 MAX_QUEUED = 100_000
-"""Batches that wait for the thread; what comes on top is dropped, as its number shows."""
+"""Batches that may wait for the thread. Further ones are dropped; subscribers see a gap in the
+numbers.
+"""
 MAX_UNREAD = 100_000
 """Batches that wait for a slow subscriber; ZeroMQ drops what comes on top."""
 MAX_REPLAY_BYTES = 64
-"""Of a request for a replay: it holds one number."""
+"""Longest request for a replay: it holds one number."""
 LINGER_MS = 500
-"""At the end, for what subscribers have not read."""
+"""How long `close` waits for subscribers to read what was sent."""
 END = (-1).to_bytes(8, "big", signed=True)
 
 logger = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ class KvEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Publish one batch; from the gateway's thread. Never waits."""
+        """Publish one batch. Never waits. Call it in the gateway's thread only."""
         number = self._next_no.to_bytes(8, "big")
         self._next_no += 1  # for a dropped batch, too: subscribers see the gap
         if self._queue.put((number, self._encoder.encode((self._now(), events, 0)))):

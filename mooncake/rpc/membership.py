@@ -1,5 +1,5 @@
-"""A worker's membership in the cluster: sends its hello until it is welcomed, then numbered block
-events and load reports, to each gateway.
+"""Keeps a worker a member of the cluster. It sends a hello to each gateway until that gateway
+welcomes it, then numbered block events and load reports.
 
 Pure: messages and `now` in, messages out through the channel. All worker roles own one.
 """
@@ -36,14 +36,14 @@ MAX_SAMPLES = 64
 ANSWER_S = 3.0
 """A suspected gateway is given up when it answers no hello within this time."""
 SEED_S = 5.0
-"""So often addresses are tried at which no known gateway is."""
+"""Seconds between two tries of the addresses at which no known gateway is."""
 MAX_GATEWAYS = 64
 """With more gateways than this, the one known for longest is dropped."""
 
 
 @dataclass(slots=True)
 class _Gateway:
-    """What is known of one gateway."""
+    """What this worker knows of one gateway."""
 
     address: str
     ref: WorkerRef | None = None
@@ -55,7 +55,7 @@ class _Gateway:
     samples: list[CostSample] = field(default_factory=list)
     kvstore: WorkerRef | None = None
     relieved: bool = False
-    """It has others to do this worker's work."""
+    """True if it has other workers that can do this worker's work."""
     suspected: bool = False
     """Another gateway calls it lost, and it has not answered since."""
     lost_at_s: float | None = None
@@ -79,8 +79,8 @@ class Membership:
         report_interval_s: float,
         seeds: Sequence[str] = (),
     ) -> None:
-        """`seeds`: addresses at which gateways may be found at any time, also a gateway that has
-        moved: names in them are resolved anew with each connection.
+        """`seeds`: addresses at which a gateway may appear at any time, or appear again after it
+        has moved. Names in them are resolved anew with each connection.
         """
         self._hello = msgspec.structs.replace(hello, release=OWN_RELEASE)
         self._channel = channel
@@ -146,7 +146,7 @@ class Membership:
                 self._gateway(other)
 
     def on_refused(self, refused: Refused) -> None:
-        """Log, once, why a gateway does not take this worker."""
+        """Log why a gateway does not take this worker; the same reason is logged once."""
         if refused.message == WorkerHello.__name__ and refused.reason not in self._refused:
             self._refused = {*self._refused, refused.reason} if len(self._refused) < 64 else set()
             _log.error("a gateway does not use this worker: %s", refused.reason)
@@ -225,8 +225,8 @@ class Membership:
         return min(due)
 
     def _try_seeds(self, now: float, load: Callable[[], WorkerLoad]) -> None:
-        """Be found by gateways that nobody has named. One that knows this worker takes a report and
-        answers nothing; another one asks for its hello.
+        """Write to addresses where no known gateway is. A gateway that knows this worker takes the
+        report and answers nothing; another one asks for the worker's hello.
         """
         if now < self._next_seeds_s:
             return

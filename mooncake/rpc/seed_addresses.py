@@ -13,16 +13,16 @@ from types import TracebackType
 from typing import overload
 
 LOOK_UP_S = 2.0
-"""So often names are looked up anew."""
+"""Seconds between two look-ups of the names."""
 
 
 class SeedAddresses(Sequence[str]):
-    """What "tcp://HOST:PORT" addresses mean now: a name is replaced by all addresses that it has,
-    and stays as it is until it has one. Use it as a context, or close it.
+    """Resolves "tcp://HOST:PORT" addresses again and again: a name is replaced by all its
+    addresses, and stays as it is until it has one. Use it as a context, or close it.
     """
 
     def __init__(self, given: Sequence[str]) -> None:
-        """A thread is started only where there is a name in `given`."""
+        """Start a thread that looks names up, if there is a name in `given`."""
         self._given = list(given)
         self._now = list(given)
         self._stop = threading.Event()
@@ -31,7 +31,7 @@ class SeedAddresses(Sequence[str]):
             thread.start()
 
     def close(self) -> None:
-        """Look up nothing more."""
+        """Stop looking names up."""
         self._stop.set()
 
     def __iter__(self) -> Iterator[str]:
@@ -79,7 +79,9 @@ def _name_in(address: str) -> str:
 
 
 def _meant(address: str) -> list[str]:
-    """Return all addresses that an address stands for now; none: its name cannot be looked up."""
+    """Return all addresses that an address stands for now; an empty result means that its name
+    cannot be looked up.
+    """
     if not (name := _name_in(address)):
         return [address]
     port = address.rpartition(":")[2]

@@ -2,10 +2,11 @@
 to send.
 
 Owns its ZeroMQ context and sockets. Traffic is encrypted and authenticated with CURVE. The bound
-end has the key of its own credential, and its address ends in it ("tcp://10.0.0.7:43123#KEY"); one
-whose address people type has the cluster's key, which only the cluster secret gives: of two secrets
-the first. Each message carries the sender's certificate; what arrives on a connection that did not
-prove the certificate's key, or is not for its role to send, is refused here.
+socket has the key of its process's credential, and its address ends in this key
+("tcp://10.0.0.7:43123#KEY"). A socket whose address people type has the cluster's key instead,
+which is derived from the cluster secret (the first, where there are two). Each message carries the
+sender's certificate; a message is refused here if its connection did not prove the certificate's
+key, or if the sender's role may not send it.
 """
 
 from __future__ import annotations
@@ -50,31 +51,31 @@ _LOG = logging.getLogger(__name__)
 _MAX_PER_RECEIVE = 4096
 _LOGGED_EACH = 1000
 _ZAP = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks about the key of each new connection."""
+"""The address at which ZeroMQ asks whether to accept the key of each new connection."""
 _MAX_KNOWN = 4096
-"""Certificates remembered as checked, and peers remembered as complained about."""
+"""Certificates remembered as checked, and peers about which a refusal was logged."""
 MAX_UNPROVEN = 128
-"""Connections on which no valid message has come; of more, the oldest is hung up. So a flood of
-them takes the place of no peer: one that has something to say says it within milliseconds, and one
-that is hung up connects again.
+"""Connections on which no valid message has come. When there are more, the oldest is shut. So a
+flood of them takes no peer's place: a real peer sends something within milliseconds, and connects
+again if it was shut.
 """
 MAX_PER_CLIENT = 256
-"""Connections of all pool clients that share a credential, and ids that they speak by; of more
-connections, the oldest is hung up, and a further id is refused.
+"""Connections of all pool clients that share a credential, and names that they use. When there are
+more connections, the oldest is shut; a further name is refused.
 """
 MAX_CLIENT_BYTES = 2 * 2**20
-"""Of a message of a client, whose words others may remember. One that names as many blocks as it
-may (`rights.MAX_KEYS`) has half of it.
+"""Longest message of a client, because the receiver may keep it. A message that names as many
+blocks as is allowed (`rights.MAX_KEYS`) has half of it.
 """
 _CLIENT_IDLE_S = 60.0
-"""An id by which a client has not spoken for so long may be another's."""
+"""Another client may take a name that was not used for this long."""
 LOOK_S = 2.0
-"""Every so often it is looked at whether the certificates of all connections still count. One that
-two looks object to is hung up.
+"""Seconds between two checks of the certificates of all connections. A connection that fails two
+checks in a row is shut.
 """
 FIRST_RETRY_S = 0.05
-"""A port that is not free to be bound anew is tried again after so long, then after twice as long
-each time, and from `LOOK_S` on as often as that.
+"""If a port cannot be bound anew because it is not free, it is tried again after this time, then
+after twice as long each time, up to `LOOK_S`.
 """
 _HANDSHAKE_MS = 5000
 _SPARE_SOCKETS = 1023
@@ -129,10 +130,12 @@ class ZmqChannel:
         clock: Clock | None = None,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """Bind the first that is free of `ports`, given as first and last; None: any free one.
-        `advertise_host` is what peers connect to (needed when `bind_host` is a wildcard).
-        `is_typed`: people write the address somewhere, without a key. `tells_ends`: `receive` tells
-        of peers whose process has ended. Certificates expire by `unix_time`.
+        """Bind the first free port from the first to the last of `ports`; None: any free port.
+
+        `advertise_host` is the host that peers connect to (needed when `bind_host` is a wildcard).
+        `is_typed`: people type the address, without a key. `tells_ends`: `receive` returns
+        `PeerEnded` for peers whose process has ended. `unix_time` is the clock by which
+        certificates expire.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -177,7 +180,7 @@ class ZmqChannel:
         self._ready.register(self._again_fd, select.EPOLLIN)
         self._ended = EndedPeers(self._ready) if tells_ends else None
         self._reached: BoundedMap[str, None] = BoundedMap(_MAX_KNOWN)
-        """Addresses sent to, whose ends are told: longer than their sockets are kept."""
+        """Addresses sent to whose ends are reported. They are kept longer than the sockets."""
         # What came between binding and now may have fired already: look once.
         os.eventfd_write(self._again_fd, 1)
 
@@ -194,8 +197,8 @@ class ZmqChannel:
         return {"messages_refused": self.counters.num_refused}
 
     def send(self, address: str, message: AnyMessage) -> None:
-        """Queue `message` for `address`; one that cannot be queued is dropped and counted. Raises
-        ProtocolError when it cannot be encoded.
+        """Queue `message` for `address`. A message that cannot be queued is dropped and counted.
+        Raises ProtocolError when it cannot be encoded.
         """
         if self._signed is not self._credential.signed:
             self._signed = self._credential.signed
@@ -221,8 +224,8 @@ class ZmqChannel:
             self.counters.num_sent += 1
 
     def _peer(self, address: str, now: float) -> _Peer:
-        """Return the peer, connected. Raises ZMQError or ValueError: the address is unusable, or
-        there is no descriptor left for a socket.
+        """Return the peer, connected. Raises ZMQError or ValueError when the address is unusable,
+        or no descriptor is left for a socket.
         """
         clusters = () if "#" in address else self._credential.clusters
         peer = self._peers.get(address)
@@ -248,8 +251,8 @@ class ZmqChannel:
         return peer
 
     def _connect(self, address: str, peer_key: bytes, *, queues: bool) -> zmq.Socket[bytes]:
-        """Return a socket to a peer. `queues`: it takes messages before the peer has proven its
-        key, too.
+        """Return a socket to a peer. `queues`: the socket takes messages before the peer has proven
+        its key, too.
         """
         socket = self._context.socket(zmq.PUSH)
         try:
@@ -333,8 +336,8 @@ class ZmqChannel:
         return messages
 
     def _ring_in(self, seconds: float) -> None:
-        """Have `receive` called in so long: nobody connects to a port that is not bound, so nothing
-        else might wake who drives this.
+        """Have the driver call `receive` again after this many seconds. Nobody connects to a port
+        that is not bound, so nothing else might wake the driver.
         """
 
         def ring() -> None:
@@ -347,8 +350,8 @@ class ZmqChannel:
         timer.start()
 
     def _open_door(self) -> None:
-        """Let all keys in, and have each message say which key its connection has proven: what the
-        key may do depends on the certificate that comes with the message.
+        """Accept connections of any key, and mark each message with the key that its connection has
+        proven. What that key may do depends on the certificate that comes with the message.
         """
         with contextlib.suppress(zmq.Again):
             while True:
@@ -360,9 +363,8 @@ class ZmqChannel:
                 )
 
     def _taken(self, frame: zmq.Frame) -> AnyMessage | None:
-        """Return the message that has arrived; None: it is refused, and the sender told why.
-
-        Raises ProtocolError when it is none.
+        """Return the message that has arrived. None: it is refused, and the sender was told why.
+        Raises ProtocolError when the bytes are no message.
         """
         data, key = frame.bytes, str(frame.get("User-Id"))
         whence = str(frame.get("Peer-Address"))
@@ -403,8 +405,8 @@ class ZmqChannel:
         self._gate.complain(key, reason)
 
     def _send_refusal(self, sender: Sender, message: AnyMessage, reason: str, whence: str) -> None:
-        """Tell a client, or a process that would join, that it may not send this; others are sent
-        nothing.
+        """Tell a client, or a process that wants to join, why its message is refused. Other senders
+        are told nothing.
         """
         speaker = message.asker if isinstance(message, AskCluster) else speaker_of(message)
         if speaker is not None and sender.is_own(speaker, whence):
@@ -415,7 +417,7 @@ class ZmqChannel:
             )
 
     def _answer(self, sender: Sender, refused: Refused, whence: str) -> None:
-        """Send a refusal to who asked; a client only at the address that is its own."""
+        """Send a refusal to the sender; to a client only at the address that belongs to it."""
         if not sender.speaks_for_itself or sender.is_own(refused.asker, whence):
             self.send(refused.asker.address, refused)
 
@@ -439,7 +441,7 @@ class ZmqChannel:
 
 
 _AUDITED = {Drain: "drain", RemoveBlocks: "removal"}
-"""Messages whose senders are written down."""
+"""Messages for which the audit log records the sender."""
 
 
 def _audit(message: AnyMessage, who: str, whence: str) -> None:
@@ -449,8 +451,8 @@ def _audit(message: AnyMessage, who: str, whence: str) -> None:
 
 
 class _Connections:
-    """The connections to the bound socket by descriptor, the oldest first: those on which no valid
-    message has come, and those of each credential. ZeroMQ tells of connections and gives no way to
+    """The connections to the bound socket by descriptor, oldest first: those without a valid
+    message so far, and those of each credential. ZeroMQ reports connections but has no call to
     close one.
     """
 
@@ -458,10 +460,10 @@ class _Connections:
         self._inbox = inbox
         self._strangers: dict[int, None] = {}
         self._of: dict[str, dict[int, None]] = {}
-        """By the key that they have proven."""
+        """Connections by the key that they have proven."""
         self._key: dict[int, str] = {}
         self._holders: dict[str, _Holder] = {}
-        """The newest by each key that has a connection."""
+        """The newest holder for each key that has a connection."""
         self._doubted: set[str] = set()
         """Keys to which the last look objected."""
         self._closed: list[str] = []
@@ -476,8 +478,8 @@ class _Connections:
         return descriptor
 
     def proven(self, descriptor: int, holder: _Holder, port: int) -> None:
-        """Take in that a valid message of `holder` has come on a connection to our `port`. Of too
-        many of one client's, hang up the oldest.
+        """Record that a valid message of `holder` has come on a connection to our `port`. If one
+        client has too many connections, shut its oldest.
         """
         key = holder.sender.channel_key
         if key in self._of:
@@ -503,8 +505,8 @@ class _Connections:
                 self._holders.pop(key, None)
 
     def hang_up_untrusted(self, objection: Callable[[_Holder], str | None], port: int) -> None:
-        """Hang up all connections of those to whose newest certificate this look and the one before
-        object.
+        """Shut all connections of a holder whose newest certificate was objected to by this look
+        and by the one before.
         """
         before, self._doubted = self._doubted, set()
         for key in list(self._of):
@@ -529,8 +531,8 @@ class _Connections:
         return closed
 
     def look(self, port: int) -> None:
-        """Take in what ZeroMQ tells, and hang up the oldest where there are too many; `port` is
-        that of the bound socket.
+        """Read what ZeroMQ reports, and shut the oldest connections where there are too many.
+        `port` is that of the bound socket.
         """
         with contextlib.suppress(zmq.Again):
             while True:
@@ -551,8 +553,9 @@ class _Connections:
 
 
 def _hang_up(descriptor: int, port: int, reason: str) -> None:
-    """Shut down a connection to our `port` that ZeroMQ owns, and will then close. Its descriptor
-    may have another meaning by now; then nothing, or a connection of the same port, is hung up.
+    """Shut down a connection to our `port` that ZeroMQ owns; ZeroMQ will then close it. If the
+    descriptor has been reused by now, this does nothing, or it shuts another connection of the same
+    port.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.getsockname()[1:2] == (port,):
@@ -562,7 +565,7 @@ def _hang_up(descriptor: int, port: int, reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """One whose certificate has been checked."""
+    """The owner of a certificate that has been checked."""
 
     head: bytes
     """What all its messages begin with."""
@@ -570,11 +573,11 @@ class _Holder:
     sender: Sender
     signed: bytes
     names: OrderedDict[tuple[str, str, str], float]
-    """By which it has spoken lately, and when, the longest ago first."""
+    """Names that it has used lately, and when; the one used longest ago comes first."""
 
     def over(self, message: AnyMessage, num_bytes: int, now: float) -> str | None:
-        """Return why a message is too long for a client, or why it may not speak by the name in it;
-        None: it may.
+        """Return why a message is too long for a client, or why the client may not use the name in
+        it. None: the message is allowed.
         """
         if not self.sender.speaks_for_itself:
             return None
@@ -600,8 +603,8 @@ class _Holder:
 
 
 class _Gate:
-    """Who is behind a connection: what has been checked is remembered by the connection's key, so
-    that a further message costs one comparison.
+    """Knows who is behind each connection. A check is remembered by the connection's key, so a
+    further message costs one comparison.
     """
 
     def __init__(self, credential: Credential, unix_time: Callable[[], float]) -> None:
@@ -632,7 +635,7 @@ class _Gate:
         return found
 
     def objection(self, holder: _Holder) -> str | None:
-        """Return why a connection of `holder` counts no more; None: it does."""
+        """Return why a connection of `holder` is valid no more; None: it is valid."""
         if self._trusted.get(holder.signed) is not self._credential.clusters:
             try:
                 check_certificate(holder.signed, self._credential)
@@ -645,7 +648,7 @@ class _Gate:
         return self.expiry(holder.certificate)
 
     def expiry(self, certificate: Certificate) -> str | None:
-        """Return why a certificate counts no more; None: it counts."""
+        """Return why a certificate is valid no more; None: it is valid."""
         if not certificate.expires_s:
             return None
         try:
@@ -675,15 +678,17 @@ class _Gate:
 @dataclass
 class _Peer:
     sockets: list[zmq.Socket[bytes]]
-    """One for each key that it may have: an address that people type names none. The first queues
-    what none can send now.
+    """One socket for each key that the peer may have: an address that people type names none. The
+    first one queues messages that none can send now.
     """
     clusters: Sequence[ClusterKeys]
-    """Whose keys these are; () = the address names its key."""
+    """The clusters whose keys these are; () = the address names its key."""
     used_s: float
 
     def send(self, data: bytes) -> None:
-        """Queue `data` where it can be sent. Raises ZMQError: the queue is full."""
+        """Queue `data` on the first socket that takes it. Raises ZMQError when the queue is
+        full.
+        """
         for each in self.sockets[1:]:
             with contextlib.suppress(zmq.Again):
                 each.send(data, zmq.NOBLOCK)
@@ -696,12 +701,12 @@ class _Peer:
 
 
 class _Bound:
-    """Where the inbox is bound, and the key that it has there."""
+    """The address at which the inbox is bound, and its key there."""
 
     def __init__(self, inbox: zmq.Socket[bytes], host: str, seed: bytes, limits: ZmqLimits) -> None:
         self._inbox, self._host, self._limits = inbox, _bracketed(host), limits
         self._endpoint = ""
-        """Where it is bound; "" = nowhere."""
+        """The endpoint at which it is bound; "" = none."""
         self._port = 0
         self._seed = seed
         self._retry_s = FIRST_RETRY_S
@@ -730,9 +735,9 @@ class _Bound:
         return self._port
 
     def follow(self, credential: Credential) -> float | None:
-        """Have the cluster's key that `credential` gives. Connections end when it changes, and come
-        back. Return None, or after how many seconds to call again where the port is not free: as a
-        rule it is in a moment.
+        """Use the cluster key that `credential` gives now. When the key changes, connections end
+        and come back. Return None when done. Return after how many seconds to call again if the
+        port is not free; as a rule it is free in a moment.
         """
         seed = credential.listening_seed or self._seed
         if self._endpoint:

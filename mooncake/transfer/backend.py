@@ -15,7 +15,7 @@ class Router(Protocol):
     """Takes back the jobs that a backend cannot serve."""
 
     def decline(self, job: Job, reason: str) -> None:
-        """Hand `job`, of which nothing has begun, to the next backend, or fail it."""
+        """Hand `job`, of which no part has begun, to the next backend, or fail it."""
 
 
 class Backend(Protocol):
@@ -23,11 +23,11 @@ class Backend(Protocol):
 
     @property
     def protocol(self) -> str:
-        """Its name in `SegmentRef.endpoints`."""
+        """The name of the protocol in `SegmentRef.endpoints`."""
 
     @property
     def endpoint(self) -> str:
-        """Where peers reach this process by this protocol."""
+        """The endpoint at which peers reach this process by this protocol."""
 
     @property
     def link_stats(self) -> Sequence[LinkStats]:
@@ -43,8 +43,8 @@ class Backend(Protocol):
         """Bring the parts of a stopped job to an end soon."""
 
     def fence(self, grant: int) -> Fence:
-        """Return whether peers may still write by a revoked grant, and see to it that they soon may
-        not. All gates of this process were passed since it was revoked.
+        """Return whether peers may still write by a revoked grant, and make sure that they soon
+        cannot. The caller has passed all gates of this process since the grant was revoked.
         """
 
     def pump(self) -> None:

@@ -1,8 +1,9 @@
-"""Batches under way: which of their parts are in hand, so that each batch ends exactly once.
+"""Tracks batches under way and which of their parts threads have in hand, so that each batch ends
+exactly once.
 
 Threads `begin` a part of a job before they touch memory for it and `finish` it after. No part of a
-stopped job begins, and it ends when none is in hand, so nothing touches memory for it after its
-end.
+stopped job begins, and the job ends when no part is in hand. So nothing touches memory for it after
+its end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mooncake.transfer.plan import Slice, merge_ops
 
 
 class Job:
-    """One batch on its way. Thread-safe; its `ops` are merged, and none is empty."""
+    """One batch under way. Thread-safe; its `ops` are merged, and none is empty."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class Job:
         self.ops: Sequence[TransferOp] = ()
         self.num_bytes = 0
         self.protocol = ""
-        """What moves it; of several that were tried, the last."""
+        """The protocol that moves it; if several were tried, the last."""
         self.num_tried = 0
         """Backends the router has tried; only the thread that has the job now touches it."""
         self.error: str | None = None
@@ -64,7 +65,7 @@ class Job:
         return self._ended
 
     def expect(self, num_parts: int) -> None:
-        """Declare of how many parts the job consists; with 0 it ends, successful."""
+        """Declare how many parts the job has. A job of 0 parts ends at once, successfully."""
         with self._lock:
             self._num_left = num_parts
             ends = self._settle()
@@ -84,7 +85,9 @@ class Job:
         self._put_down(1, error)
 
     def give_back(self) -> None:
-        """Let go of a part in hand that is not done: it begins again, unless the job is stopped."""
+        """Release a part in hand that is not done. The part begins again later, unless the job is
+        stopped.
+        """
         self._put_down(0, None)
 
     def _put_down(self, num_done: int, error: str | None) -> None:
@@ -99,7 +102,9 @@ class Job:
             self._on_end(self)
 
     def stop(self, error: str) -> None:
-        """Fail the job: it ends as soon as no part is in hand. The first reason stays."""
+        """Fail the job: it ends as soon as no part is in hand. A second call does not change the
+        reason.
+        """
         with self._lock:
             if self._ended:
                 return
@@ -119,7 +124,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One slice of a job on its way; it may have to go more than once."""
+    """One slice of a job under way; it may have to be sent more than once."""
 
     job: Job
     slice: Slice

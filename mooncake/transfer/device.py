@@ -1,7 +1,7 @@
-"""Memory of a device, as the transfer engine sees it: a port that the device's owner implements.
+"""A device's memory as the transfer engine sees it: a port that the device's owner implements.
 
-The host cannot address such memory. Bytes come and go by copies that the device does by itself and
-reports the end of; where hardware lets a NIC reach it (GPUDirect), no copy is needed.
+The host cannot address such memory. The device copies bytes to and from host memory by itself and
+reports when a copy ends. No copy is needed where hardware lets a NIC reach the memory (GPUDirect).
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ HOST = "host"
 """The device of a region of host memory."""
 
 Ranges = Sequence[tuple[int, int]]
-"""(offset, number of bytes) in a device's memory, none empty; in host memory they lie in a row."""
+"""(offset, number of bytes) ranges in a device's memory, none empty. In host memory they lie one
+after another.
+"""
 CopyDone = Callable[[str | None], None]
-"""Called once when a copy has ended, from any thread, with None or why it failed. Either way
-nothing touches memory for it any more."""
+"""Called once when a copy has ended, from any thread, with None or with why it failed. Either way
+nothing touches memory for it any more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +32,12 @@ class DmaBuf:
 
     fd: int
     offset: int
-    """Where the memory begins in what the descriptor stands for, in bytes."""
+    """Offset of the memory within what the descriptor stands for, in bytes."""
 
 
 class DeviceMemory(Protocol):
-    """Part of a device's memory. A copy is in hand until its `done`, which may come at once; errors
-    are reported there, never raised.
+    """Part of a device's memory. A copy is in hand until `done` is called, which may happen at
+    once. Errors are passed to `done` and never raised.
     """
 
     @property
@@ -47,11 +50,11 @@ class DeviceMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Its address for the device, and for a NIC that reaches it."""
+        """Its address for the device, and for a NIC that can reach the device."""
 
     @property
     def location(self) -> str:
-        """The place of the device, by its name in the topology matrix."""
+        """The device's location, as named in the topology matrix."""
 
     def pin(self, buffer: memoryview) -> None:
         """Prepare host memory for copies in the background. Raises TransferError."""
@@ -60,13 +63,13 @@ class DeviceMemory(Protocol):
         """Undo `pin`; no copy may be under way."""
 
     def copy_out(self, ranges: Ranges, host: memoryview, done: CopyDone) -> None:
-        """Begin to gather `ranges` into the start of `host`; may wait where that is not pinned."""
+        """Begin to gather `ranges` into the start of `host`. May wait if `host` is not pinned."""
 
     def copy_in(self, ranges: Ranges, host: memoryview, done: CopyDone) -> None:
-        """Begin to scatter the start of `host` to `ranges`; may wait where it is not pinned."""
+        """Begin to scatter the start of `host` to `ranges`. May wait if `host` is not pinned."""
 
     def settle(self, done: CopyDone) -> None:
-        """Call `done` when no work the device began before now can still write here by itself."""
+        """Call `done` when no work that the device began before now can still write here."""
 
     def flush(self) -> None:
         """Make what a NIC wrote here visible to all work that the device begins from now on.
@@ -78,12 +81,11 @@ class DeviceMemory(Protocol):
         """Return whether NICs can register `address` itself, with the help of a driver."""
 
     def dmabuf(self) -> DmaBuf | None:
-        """Return a new descriptor for NICs that need one; None where there is no such thing."""
+        """Return a new descriptor for NICs that need one; None if this memory has none."""
 
 
 def read_now(memory: DeviceMemory, ranges: Ranges) -> memoryview:
-    """Return a copy of `ranges`, waiting for it: for checks and as reference, not for moving.
-
+    """Return a copy of `ranges`, waiting for it. For checks and references, not for moving KV.
     Raises TransferError when the device fails.
     """
     there = memoryview(bytearray(sum(length for _, length in ranges)))

@@ -3,8 +3,8 @@
 `allocate` or `register` memory, give its place to peers, `submit` batches of READs or WRITEs
 against *their* registered memory, and `poll` for how the batches ended. A WRITE is done when the
 bytes lie in the peer's memory, a READ when they lie in ours. The owner of the memory refuses wrong
-ranges, unknown regions and peers without the cluster secret. A batch ends exactly once, whole or
-failed; after its end nothing touches memory for it.
+ranges, unknown regions and peers without the cluster secret. A batch ends exactly once: all of it
+is done, or it failed. After its end nothing touches memory for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake.transfer.link_stats import LinkSnapshot
 
 
 class Op(str, Enum):
-    """Which way a batch goes, seen from the engine that submits it."""
+    """The direction of a batch, seen from the engine that submits it."""
 
     READ = "read"
     WRITE = "write"
@@ -47,11 +47,11 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     """Fail the batch at this time of the driver's clock."""
     grant: int = 0
-    """WRITE: the number by which the owner lets us write, if it guards the memory."""
+    """For WRITE: the number by which the owner lets us write, if it guards the memory."""
 
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
-    """How a batch ended: an event for the machine that submitted it."""
+    """The end of a batch: an event for the machine that submitted it."""
 
     batch_id: int
     error: str | None = None
@@ -59,13 +59,13 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     seconds: float = 0.0
     protocol: str = ""
-    """What moved it: "shm", "rdma", "tcp", "inproc", or "stage" where it went through slots of host
-    memory; empty: not known.
+    """The protocol that moved it: "shm", "rdma", "tcp", "inproc", or "stage" if it went through
+    slots of host memory; empty if not known.
     """
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """Pieces of one region, all of one size and at multiples of it."""
+    """Pieces of one region. All have one size and begin at multiples of it."""
 
     offsets: Sequence[int]
     num_bytes: int
@@ -82,20 +82,22 @@ class Region(Protocol):
 
     @property
     def fd(self) -> int | None:
-        """The descriptor of memory that other processes can map; None: they cannot."""
+        """The descriptor of memory that other processes can map; None if they cannot map it."""
 
     @property
     def device(self) -> str:
-        """Where it lies: "host", or a device such as "cuda:0"."""
+        """The device that holds it: "host", or a device such as "cuda:0"."""
 
     @property
     def buffer(self) -> memoryview:
-        """The memory itself, writable, format "B". ValueError: the host cannot address it."""
+        """The memory itself, writable, format "B". Raises ValueError if the host cannot address
+        it.
+        """
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
-        """Return the bytes of (offset, length) ranges, in pieces: for checking, not for moving.
+        """Return the bytes of (offset, length) ranges, in pieces. For checks, not for moving KV.
 
-        Waits for a device, some 0.1 ms a MiB. Raises TransferError when the device fails.
+        Waits for a device, about 0.1 ms for a MiB. Raises TransferError when the device fails.
         """
 
 
@@ -116,15 +118,17 @@ class Transfer(Protocol):
         """Withdraw a region; peers are refused from now on."""
 
     def lend(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
-        """Let a pool client, whose credential has the channel key `holder`, touch pieces of memory.
-        Others of its kind, and this one elsewhere, are refused; workers are not.
+        """Let a pool client touch pieces of memory. `holder` is the channel key of its credential.
+        Other pool clients are refused, and so is this one outside the pieces. Workers need no loan.
         """
 
     def take_back(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
-        """End a loan: on return the client touches no piece that it was not lent again."""
+        """End a loan. On return the client touches none of the pieces, except those that were lent
+        to it again.
+        """
 
     def guard(self, region: Region) -> None:
-        """Let peers write to a region only by a grant that was not revoked."""
+        """Allow peers to write to a region only by a grant that was not revoked."""
 
     def grant(self) -> int:
         """Return the number of a new grant, for one writer. Raises TransferError when too many are
@@ -132,22 +136,25 @@ class Transfer(Protocol):
         """
 
     def revoke(self, grant: int) -> None:
-        """Refuse what is written by a grant from now on; it may be one that was issued elsewhere.
-        What was begun before may still land: see `fence`.
+        """Refuse writes by this grant from now on. The grant may come from another engine. Writes
+        that have begun may still land: see `fence`.
         """
 
     def fence(self, grant: int) -> Fence:
-        """Return whether something may still be written by a revoked grant. To be asked no sooner
-        than `resting.FIRST_LOOK_S` after `revoke`; waits for copies in hand of at most 4 MiB.
+        """Return whether something may still be written by a revoked grant. Call it
+        `resting.FIRST_LOOK_S` after `revoke` or later. It waits for copies in hand, of at most 4
+        MiB each.
         """
 
     def submit(self, batch: TransferBatch) -> int:
-        """Start a batch and return its id; never blocks. An impossible batch fails through its
-        event.
+        """Start a batch and return its id; never blocks. A batch that cannot be done fails through
+        its `TransferDone`.
         """
 
     def cancel(self, batch_id: int) -> None:
-        """Ask a batch to stop. Its `TransferDone` still comes, well if it was faster."""
+        """Ask a batch to stop. Its `TransferDone` still comes; it reports success if the batch was
+        done first.
+        """
 
     def counters(self) -> Mapping[str, float]:
         """Return sums since the start, by name; reported with a worker's load."""
@@ -157,8 +164,8 @@ class PolledTransfer(Transfer, Protocol):
     """A transfer engine that a driver's loop polls."""
 
     def register_device(self, memory: DeviceMemory, label: str) -> Region:
-        """Register memory the host cannot address: batches go straight to it where hardware can,
-        else by pinned host memory. Raises TransferError.
+        """Register memory that the host cannot address. Batches reach it directly where the
+        hardware can, else through pinned host memory. Raises TransferError.
         """
 
     def fileno(self) -> int:

@@ -1,4 +1,6 @@
-"""Builds a transfer engine from its protocols and threads; the only module that knows them all."""
+"""Builds a transfer engine from its protocols and threads; this is the only module that knows them
+all.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,11 @@ def usable_protocols() -> tuple[str, ...]:
 
 
 def choose_protocols(names: Sequence[str], protection: str = AUTO) -> tuple[str, ...]:
-    """Return the protocols between processes that `names` mean here, in the order they are tried.
+    """Return the protocols between processes that `names` stand for here, in the order in which
+    they are tried.
 
-    A protocol given by name is used, or refused later; "auto" leaves out what cannot work, or
-    cannot give the `protection`. Raises ConfigError when a protocol given by name cannot give it.
+    A protocol that is named is used, or fails later. "auto" leaves out protocols that do not work
+    here or do not give the `protection`. Raises ConfigError when a named protocol does not give it.
     """
     usable = set(usable_protocols()) if AUTO in names else set()
     if protection == Protection.ENCRYPT.value:
@@ -54,7 +57,9 @@ def choose_protocols(names: Sequence[str], protection: str = AUTO) -> tuple[str,
 
 
 def check_usable(name: str) -> None:
-    """Raise ConfigError where a protocol cannot work on this machine; it says what is missing."""
+    """Raise ConfigError if a protocol cannot work on this machine. The message says what is
+    missing.
+    """
     if name != "rdma":
         return
     if not has_rdma_devices():
@@ -64,7 +69,7 @@ def check_usable(name: str) -> None:
 
 
 def choose_protection(name: str) -> Protection | None:
-    """Return the protection that is called `name`, None for "auto". Raises ConfigError."""
+    """Return the protection called `name`; None for "auto". Raises ConfigError."""
     if name not in (AUTO, *PROTECTIONS):
         raise ConfigError(
             f"transfer-protection: {name!r} is not one of {', '.join((AUTO, *PROTECTIONS))}"
@@ -82,19 +87,19 @@ def _check_protection(protection: Protection | None, protocols: Container[str]) 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """The transfer engine of one process."""
+    """The configuration of one process's transfer engine."""
 
     secret: str = field(repr=False)
     """The cluster secret, or the text of a credential; peers that have neither are refused."""
     roles: Sequence[CredentialRole] = (CredentialRole.WORKER,)
-    """What we act as; with the secret, all of them."""
+    """The roles in which this process acts; with the secret, all of them."""
     host: str
     """Name of this machine; peers with an equal one may use shared memory."""
     protocols: Sequence[str] = field(default_factory=usable_protocols)
     protection: Protection | None = None
-    """Of what passes over sockets; a peer that protects its memory from less is refused. None =
-    peers' connections to us carry MACs unless we listen on the loopback alone, and peers decide
-    about ours to them.
+    """The protection of what passes over sockets; a peer with a weaker one is refused. None: peers'
+    connections to us carry MACs unless we listen on the loopback only, and peers decide about our
+    connections to them.
     """
     num_io_threads: int = 2
     """Threads that serve all sockets."""
@@ -117,9 +122,9 @@ def open_transfer(
 ) -> RoutedTransfer:
     """Return a transfer engine ready for peers, listening where its protocols ask for it.
 
-    `engine_id` must be fresh at every start. `credential`: of the process, which may be renewed;
-    without it one is made of the secret. Engines of one process see each other's memory when
-    they share `fabric`. `progress` hears how far registration has come.
+    `engine_id` must be new at every start. `credential` is that of the process and may be renewed;
+    without it one is made of the secret. Engines of one process see each other's memory when they
+    share `fabric`. `progress` hears how far registration has come.
 
     Raises:
         ConfigError: a protocol is unknown, or an address unusable.

@@ -1,10 +1,11 @@
-"""Grants: numbers by which peers may write to memory here, and whether one is over for good.
+"""Grants are numbers by which peers may write to memory here. This module also tells when one is
+over for good.
 
 A grant is one writer's permission for some memory. Each of its writes carries the number, and the
-owner's side refuses a number that was revoked. The owner keeps one word a slot, the least number
-that is still good there; numbers of a slot only grow, so a number that was never issued here (a
-lead issues them for its followers) is good until somebody revokes it. The words lie in memory that
-peers of this host can read. Thread-safe.
+owner's side refuses a number that was revoked. The owner keeps one word for each slot: the least
+number that is still valid there. The numbers of a slot only grow. So a number that was never issued
+here is valid until it is revoked (a lead issues numbers for its followers). The words lie in memory
+that peers of this host can read. Thread-safe.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ NUM_SLOTS = 2**16
 
 
 class Fence(IntEnum):
-    """Whether a revoked grant may still be written by. The largest of several is what counts."""
+    """The answer to whether a revoked grant may still be written by. Of several answers the largest
+    counts.
+    """
 
     CLOSED = 0
-    """No: its memory may be used for others."""
+    """No write is possible: the memory may be used for others."""
     OPEN = 1
-    """A writer has a copy in hand. It is known when that ends, or the writer's process."""
+    """A writer has a copy in hand. Its end will be known, or the end of the writer's process."""
     UNKNOWN = 2
-    """Hardware may write, and nobody here can tell when it will have."""
+    """Hardware may still write, and nobody here can tell when it is done."""
 
 
 class Words(Protocol):
-    """Numbers below 2^64, by slot; 0 at first."""
+    """Numbers below 2^64, one for each slot; 0 at first."""
 
     def __getitem__(self, slot: int, /) -> int: ...
 
@@ -75,17 +78,17 @@ class Grants:
                 self._free.append(slot)
 
     def close(self) -> None:
-        """Let go of the words: nobody writes here by a grant any more."""
+        """Release the words. After this nobody writes here by a grant."""
         with self._lock:
             self._words = defaultdict(int)
 
     def permit(self, number: int) -> Permit:
-        """Return what a write by this number needs."""
+        """Return what a write by this number must hold."""
         return Permit(self._words, number)
 
 
 class Permit:
-    """One grant, as those see it who write by it: a `regions.Withdrawable`."""
+    """One grant as a writer holds it: a `regions.Withdrawable`."""
 
     __slots__ = ("_slot", "_words", "number")
 
@@ -96,12 +99,12 @@ class Permit:
 
     @property
     def withdrawn(self) -> str | None:
-        """Why nothing may be written by it any more, or None."""
+        """The reason why nothing may be written by it any more, or None."""
         if self._words[self._slot] <= self.number:
             return None
         return revoked(self.number)
 
 
 def revoked(number: int) -> str:
-    """Say why nothing may be written by a number any more."""
+    """Return the error text for a grant number that was revoked."""
     return f"grant {number} was revoked"

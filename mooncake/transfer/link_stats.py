@@ -1,4 +1,4 @@
-"""Counters of each link: bytes, latency, retries and failures by protocol, NIC and peer.
+"""Counts what goes over each link: bytes, latency, retries and failures by protocol, NIC and peer.
 
 Thread-safe: the threads that move bytes count, any other thread reads snapshots.
 """
@@ -25,7 +25,7 @@ _QUIET_S = 3600.0
 
 
 class LinkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One link since the process started."""
+    """The counters of one link since the process started."""
 
     protocol: str
     nic: str
@@ -95,7 +95,9 @@ class LinkStats:
         return link
 
     def _make_room(self) -> None:
-        """Forget the links of peers that are gone, and the oldest where there are too many."""
+        """Forget the links of peers that are gone. If there are still too many, forget the
+        oldest.
+        """
         while self._links:
             quiet_s = self._now_s - next(iter(self._links.values())).used_s
             if len(self._links) < _MANY_LINKS and quiet_s < _QUIET_S:

@@ -1,9 +1,9 @@
-"""Which pieces of registered memory pool clients may touch, and for how long.
+"""Tracks which pieces of registered memory pool clients may touch, and for how long.
 
-Workers reach all that is registered. A pool client reaches what its owner has lent it: pieces that
-it is to write, until it says that it has, and pieces that it may read, until it unpins them. Like a
-region, a loan is withdrawn by marking it and passing the gates of all threads that touch memory:
-afterwards nothing of that client touches the piece any more. Thread-safe.
+Workers may reach all registered memory. A pool client reaches only what the owner has lent it:
+pieces to write, until it reports that they are written, and pieces to read, until it unpins them. A
+loan is withdrawn like a region: it is marked, and then the gates of all threads that touch memory
+are passed. After that nothing of that client touches the piece. Thread-safe.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ class Loan:
 
     def __init__(self) -> None:
         self.count = 0
-        """How often it was lent and not taken back: a client may pin a block twice."""
+        """Number of times it was lent and not taken back: a client may pin a block twice."""
         self.withdrawn: str | None = None
 
 
 class Loans:
-    """What the owner of a region has lent of it, piece by piece of one size."""
+    """The pieces of regions that their owner has lent."""
 
     def __init__(self, pass_gates: Callable[[], None]) -> None:
-        """`pass_gates` returns once no thread is still at what it began before."""
+        """Use `pass_gates`, which returns once no thread is still at what it began before the
+        call.
+        """
         self._pass_gates = pass_gates
         self._lock = threading.Lock()
         self._piece_bytes: dict[int, int] = {}
-        """By region id."""
+        """Size of the pieces, by region id."""
         self._lent: dict[tuple[str, int, bool], dict[int, Loan]] = {}
         """(holder, region id, is to be written) -> number of the piece -> loan."""
 
@@ -44,7 +46,7 @@ class Loans:
             return sum(loan.count for lent in self._lent.values() for loan in lent.values())
 
     def lend(self, holder: str, region_id: int, pieces: Pieces, *, write: bool) -> None:
-        """Lend pieces to a client, all of a region of one size.
+        """Lend pieces to a client. All pieces of a region have one size.
 
         holder: the channel key of its certificate.
         """
@@ -56,7 +58,7 @@ class Loans:
                 lent.setdefault(offset // size, Loan()).count += 1
 
     def take_back(self, holder: str, region_id: int, pieces: Pieces, *, write: bool) -> None:
-        """End a loan of each piece. What is not lent any more, the client does not touch once this
+        """End one loan of each piece. The client touches no piece that is lent no more once this
         has returned.
         """
         name, ended = (holder, region_id, write), False

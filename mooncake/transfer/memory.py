@@ -1,8 +1,9 @@
-"""Memory that other processes of this host can map: anonymous files.
+"""Allocates memory that other processes of this host can map: anonymous files.
 
 Callers own what they get, and close the descriptors. The kernel makes a page resident when it is
-first written: a start need not wait until it has cleared gigabytes of which few are used soon.
-Registration with a NIC or a GPU pins all of it; `make_resident` has several threads do that first.
+first written. So a start need not wait until gigabytes are cleared of which few are used soon.
+Registration with a NIC or a GPU pins all of it; `make_resident` uses several threads to do that
+first.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
 
 
 def make_resident(address: int, num_bytes: int, report: Callable[[int, int], None]) -> None:
-    """Have the kernel clear memory in several threads at once; `report` hears (bytes done, of how
-    many). A kernel that cannot, or has not enough memory, leaves it to whoever pins the memory.
+    """Have the kernel clear memory in several threads at once; `report` is called with (bytes done,
+    bytes in all). If the kernel cannot, or has too little memory, the one who pins the memory makes
+    it resident later.
     """
     if num_bytes <= RESIDENT_BYTES:
         return
@@ -70,10 +72,10 @@ def make_resident(address: int, num_bytes: int, report: Callable[[int, int], Non
 
 
 class SharedWords:
-    """Words of 64 bits, 0 at first, that other processes can read, or also write."""
+    """Words of 64 bits, 0 at first, that other processes can read, and also write if allowed."""
 
     def __init__(self, num_words: int, *, theirs: bool = False) -> None:
-        """`theirs`: whoever gets the descriptor may write them."""
+        """`theirs`: the process that gets the descriptor may write the words."""
         num_bytes = 8 * num_words
         fd = os.memfd_create("mooncake-words", os.MFD_CLOEXEC)
         try:
@@ -86,13 +88,13 @@ class SharedWords:
         self.words = memoryview(self._memory).cast("Q")
 
     def given(self) -> None:
-        """Close the descriptor, which nobody else is to get."""
+        """Close the descriptor; no further process will get it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def close(self) -> None:
-        """Let go of the words; another process that has mapped them still has them."""
+        """Unmap the words; a process that has mapped them keeps them."""
         self.given()
         self.words.release()
         self._memory.close()

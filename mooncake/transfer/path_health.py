@@ -1,6 +1,7 @@
-"""Whether a path is worth trying: a breaker that opens on failures and closes by itself. Pure.
+"""A circuit breaker that tells whether a path is worth trying: it opens on failures and closes by
+itself. Pure.
 
-It is never a permanent blacklist: an open breaker lets one attempt through when its time has come
+It never blocks a path for good. An open breaker lets one attempt through when its time has come
 (half-open), and waits longer only while attempts keep failing.
 """
 
@@ -11,15 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BreakerLimits:
-    """How long a broken path rests."""
+    """How long a path rests after it broke."""
 
     first_s: float = 0.05
-    """After the second failure in a row; after the first it may be tried again at once."""
+    """The rest after the second failure in a row. After the first failure the path may be tried
+    again at once.
+    """
     longest_s: float = 5.0
 
 
 class Breaker:
-    """One path. Closed: use it. Open: do not. Half-open: one attempt is under way to find out."""
+    """The state of one path. Closed: use it. Open: do not use it. Half-open: one attempt is under
+    way to find out.
+    """
 
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
@@ -38,7 +43,9 @@ class Breaker:
         return self.is_closed or (not self._probing and now >= self._open_until_s)
 
     def tried(self) -> None:
-        """Record an attempt: while half-open there is no other until its outcome is known."""
+        """Record an attempt: while the breaker is half-open no other may start before its outcome
+        is known.
+        """
         self._probing = not self.is_closed
 
     def succeeded(self) -> None:

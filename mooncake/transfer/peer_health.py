@@ -1,7 +1,8 @@
-"""Peers that could not be reached: their requests fail at once, but for one at a time that tries.
+"""Remembers peers that could not be reached. Requests to them fail at once, except one at a time
+that tries again.
 
-Tries become rarer, but never stop: what a peer refused yesterday (an older release, another secret)
-it may accept today. Owned by a backend; may be used from any thread.
+Tries become rarer but never stop: a peer that refuses now (an older release, another secret) may
+accept later. Owned by a backend; may be used from any thread.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from mooncake.transfer.path_health import Breaker, BreakerLimits
 
 PROBES = BreakerLimits(first_s=0.05, longest_s=2.0)
 PROBE_S = 30.0
-"""An attempt without an outcome for so long counts as over."""
+"""An attempt that has had no outcome for this long counts as over."""
 MAX_REMEMBERED = 4_096
-"""Peers that failed; of more, the one that failed first is forgotten."""
+"""Peers that failed. When there are more, the one that failed first is forgotten."""
 
 Key = tuple[str, str]
 """(endpoint, engine id)"""
@@ -33,7 +34,9 @@ class _Failure:
 
 
 class PeerHealth:
-    """Attempts to connect, by peer. A connection that stood and broke is no failed attempt."""
+    """Attempts to connect, by peer. A connection that worked and then broke is not a failed
+    attempt.
+    """
 
     def __init__(
         self, limits: BreakerLimits = PROBES, now: Callable[[], float] = time.monotonic
@@ -44,8 +47,9 @@ class PeerHealth:
         self._lock = threading.Lock()
 
     def refusal(self, key: Key) -> str | None:
-        """Return why nothing goes to a peer now, or None. If the last attempt failed, the caller
-        has the next one then, and must report its outcome to `reached`, `failed` or `unknown`.
+        """Return why nothing is sent to a peer now, or None. If the last attempt failed, a caller
+        that gets None makes the next attempt, and must report its outcome to `reached`, `failed` or
+        `unknown`.
         """
         with self._lock:
             failure = self._failures.get(key)

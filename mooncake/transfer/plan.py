@@ -1,6 +1,6 @@
 """Cuts a batch into slices: adjacent copies are merged, long ones cut, small ones grouped. Pure.
 
-A slice is what one connection carries in one request, scattered and gathered at both ends.
+One connection carries a slice in one request; its pieces may be scattered at both ends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SliceLimits:
     target_bytes: int = 4 * 2**20
     """No slice is longer than this (rounded up to whole pages)."""
     min_bytes: int = 4 * 2**20
-    """A batch is not spread over more connections than it has pieces of this size: on two cores a
-    second connection made 1 and 4 MiB slower and changed nothing from 16 MiB on.
+    """A batch uses no more connections than it has pieces of this size. On two cores a second
+    connection made 1 and 4 MiB slower and changed nothing from 16 MiB on.
     """
     max_pieces: int = 256
     """Ranges one slice may scatter and gather."""

@@ -1,8 +1,8 @@
-"""The memory one process has registered, and the gates that let it be withdrawn safely.
+"""Keeps the memory that one process has registered, and the gates by which it is withdrawn safely.
 
-The owner refuses: every access by a peer is checked here, against the range table of the process
-whose memory it is. Threads that touch regions do so inside their gate; withdrawing a region marks
-it and then passes all gates, so that no thread is still inside afterwards.
+Every access by a peer is checked here, in the process that owns the memory, against its own table
+of ranges. Threads that touch regions do so inside their gate; withdrawing a region marks it and
+then passes all gates, so that no thread is still inside afterwards.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Gates:
 
 
 class _Region:
-    """What all registered memory has; `alive` turns False for good when it is withdrawn."""
+    """What all registered memory has in common. `alive` turns False for good when it is
+    withdrawn.
+    """
 
     def __init__(self, region_id: int, label: str, num_bytes: int) -> None:
         self.region_id = region_id
@@ -69,7 +71,7 @@ class _Region:
 
     @property
     def withdrawn(self) -> str | None:
-        """Why it may not be touched any more, or None."""
+        """The reason why it may not be touched any more, or None."""
         return None if self.alive else f"region {self.region_id} ({self.label}) was unregistered"
 
     def check(self, offset: int, num_bytes: int) -> None:
@@ -107,7 +109,8 @@ class HostRegion(_Region):
 class DeviceRegion(_Region):
     """Registered memory of a device.
 
-    No protocol moves its bytes unless `protocols` names it: they come and go by copies.
+    Only the protocols in `protocols` move its bytes directly; otherwise the bytes are copied
+    through host memory.
     """
 
     fd = None
@@ -157,7 +160,7 @@ class DeviceRegion(_Region):
         return None
 
     def drain(self) -> None:
-        """Return when no copy is in hand; none begins after it was withdrawn."""
+        """Return when no copy is in hand. No copy begins after the region was withdrawn."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_copies == 0)
 
@@ -166,11 +169,11 @@ AnyRegion = HostRegion | DeviceRegion
 
 
 class Withdrawable(Protocol):
-    """What a transfer under way needs: a region, a loan of a piece of one, or a grant."""
+    """What a running transfer needs: a region, a loan of a piece of one, or a grant."""
 
     @property
     def withdrawn(self) -> str | None:
-        """Why it may not be touched any more, or None."""
+        """The reason why it may not be touched any more, or None."""
 
 
 def withdrawn(needed: Iterable[Withdrawable]) -> str | None:
@@ -183,7 +186,9 @@ def withdrawn(needed: Iterable[Withdrawable]) -> str | None:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, how much is done, of how much); of 0: it is not counted."""
+"""Called with (what is being done, how much is done, of how much). A total of 0 means that it is
+not counted.
+"""
 
 
 def no_progress(what: str, done: int, whole: int) -> None:
@@ -191,15 +196,17 @@ def no_progress(what: str, done: int, whole: int) -> None:
 
 
 class RegionTable:
-    """What one engine has registered. Ids start at 1 and are never used twice; thread-safe."""
+    """The regions that one engine has registered. Ids start at 1 and are never reused;
+    thread-safe.
+    """
 
     def __init__(self, gates: Gates, progress: Progress = no_progress) -> None:
-        """`progress`: hears how far the registration of much memory has come."""
+        """`progress` is told how far the registration of much memory has come."""
         self.gates = gates
         self.progress = progress
         self.loans = Loans(gates.pass_all)
         self.words = SharedWords(NUM_SLOTS)
-        """Of the grants, which peers of this host read."""
+        """The words of the grants, which peers of this host read."""
         self.grants = Grants(self.words.words)
         self._lock = threading.Lock()
         self._regions: dict[int, AnyRegion] = {}
@@ -211,7 +218,7 @@ class RegionTable:
     def watch_additions(self, admit: Callable[[AnyRegion], None]) -> None:
         """Have `admit` called with each new region before anyone can use it.
 
-        It may raise TransferError: then the region is not registered.
+        `admit` may raise TransferError: then the region is not registered.
         """
         self._admitters.append(admit)
 
@@ -326,8 +333,8 @@ class RegionTable:
         return loans
 
     def permits(self, regions: Iterable[AnyRegion], grant: int) -> list[Permit]:
-        """Return what a peer's WRITE to `regions` needs besides them. Raises RangeRefused when the
-        grant was revoked, or none is given and one is needed.
+        """Return what a peer's WRITE to `regions` must hold besides the regions. Raises
+        RangeRefused when the grant was revoked, or when one is needed and none is given.
         """
         if grant:
             permit = self.grants.permit(grant)
@@ -363,7 +370,7 @@ class RegionTable:
         return region if isinstance(region, DeviceRegion) else None
 
     def close(self) -> None:
-        """Withdraw all regions and take no more."""
+        """Withdraw all regions and accept no more."""
         with self._lock:
             self._closed = True
             regions = list(self._regions.values())
@@ -380,7 +387,7 @@ class RegionTable:
 
 
 def _close(region: AnyRegion) -> None:
-    """Free what a withdrawn region keeps; waits for a device's copies."""
+    """Free what a withdrawn region keeps. Waits for a device's copies."""
     if isinstance(region, DeviceRegion):
         region.drain()
     elif region.fd is not None:

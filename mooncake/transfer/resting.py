@@ -1,7 +1,8 @@
-"""What may not be used again yet, because a lost writer may still write to it. Pure.
+"""Holds back memory that may not be used again yet, because a lost writer may still write to it.
+Pure.
 
-Memory of a revoked grant comes back as soon as nothing can be written by the grant any more. Where
-nobody can tell, it comes back after a time.
+Memory of a revoked grant is given back as soon as nothing can write by the grant any more. Where
+nobody can tell, it is given back after a time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Rest(Generic[HeldT]):
 
 
 class Resting(Generic[HeldT]):
-    """Pages, or blocks, of revoked grants."""
+    """Pages or blocks whose grants were revoked."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Resting(Generic[HeldT]):
         rest_s: float,
         give_back: Callable[[HeldT], None],
     ) -> None:
-        """`rest_s`: how long to wait where `fence` cannot tell."""
+        """`rest_s`: how long to wait if `fence` cannot tell."""
         self._fence = fence
         self._rest_s = rest_s
         self._give_back = give_back
@@ -47,16 +48,16 @@ class Resting(Generic[HeldT]):
         return sum(len(rest.held) for rest in self._resting)
 
     def held_by(self, grant: int) -> list[HeldT]:
-        """Return what rests of a grant."""
+        """Return what rests because of a grant."""
         return [rest.held for rest in self._resting if rest.grant == grant]
 
     def add(self, grant: int, held: HeldT, now: float) -> None:
-        """Take over what was granted, which has just been revoked."""
+        """Take over the memory of a grant that has just been revoked."""
         if held:
             self._resting.append(_Rest(grant, held, now, now + FIRST_LOOK_S))
 
     def tick(self, now: float) -> float | None:
-        """Give back what nobody can write to any more; return when to come again."""
+        """Give back what nobody can write to any more. Return when to call again."""
         due = [rest for rest in self._resting if rest.look_s <= now]
         for rest in due:
             match self._fence(rest.grant):

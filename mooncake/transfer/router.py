@@ -1,6 +1,6 @@
-"""One transfer engine over several protocols: the memory of a process, its batches and their ways.
+"""Joins several protocols into one transfer engine for the memory of a process.
 
-Within a process bytes are copied, within a host they go by shared memory, else by RDMA or TCP. All
+Bytes are copied within a process, go by shared memory within a host, and else by RDMA or TCP. All
 protocols serve the same registered memory. A protocol declines what it cannot reach, and the next
 one is tried.
 """
@@ -26,7 +26,7 @@ from mooncake.transfer.staging.engine import PROTOCOL, StagingEngine
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.005
-"""Shortest wait for a deadline, should the driver's clock be slower than real time."""
+"""Shortest wait for a deadline, in case the driver's clock is slower than real time."""
 
 
 class RoutedTransfer:
@@ -48,7 +48,7 @@ class RoutedTransfer:
         self._closed = False
 
     def add_backend(self, backend: Backend) -> None:
-        """Add a protocol, to be tried after those added before. Only before first use."""
+        """Add a protocol, to be tried after those added before. Call it before first use only."""
         self._backends.append(backend)
 
     @property
@@ -57,7 +57,7 @@ class RoutedTransfer:
         return self._backends
 
     def links(self) -> list[LinkSnapshot]:
-        """Return what went over each link, by protocol in the order they are tried."""
+        """Return what went over each link, in the order in which protocols are tried."""
         return [link for stats in self._link_stats() for link in stats.snapshot()]
 
     def counters(self) -> Mapping[str, float]:
@@ -76,7 +76,9 @@ class RoutedTransfer:
         self._closers.append(close)
 
     def add_staging_engine(self, staging_engine: StagingEngine) -> None:
-        """Have `staging_engine` move what touches device memory; without it there is none."""
+        """Have `staging_engine` move batches that touch device memory; without it none can be
+        moved.
+        """
         self._staging = staging_engine
 
     @property
@@ -134,7 +136,7 @@ class RoutedTransfer:
 
     @property
     def num_loans(self) -> int:
-        """Pieces lent to pool clients now, counted as often as they were lent."""
+        """Number of pieces lent to pool clients now; a piece lent twice counts twice."""
         return self._regions.loans.num_open
 
     def guard(self, region: Region) -> None:
@@ -183,7 +185,7 @@ class RoutedTransfer:
         return batch_id
 
     def decline(self, job: Job, reason: str) -> None:
-        """Hand `job` to the next backend on its route, for one could not begin it."""
+        """Hand `job` to the next backend on its route, because one could not begin it."""
         _LOG.debug("batch %d to %s goes another way: %s", job.batch_id, job.peer.engine_id, reason)
         self._try_next(job, reason)
 
@@ -202,7 +204,9 @@ class RoutedTransfer:
         only: str | None = None,
         grant: int = 0,
     ) -> Job:
-        """Move checked `ops` by the protocols, or by `only`, as a part of a batch."""
+        """Move checked `ops` by the protocols, or only by the protocol `only`, as a part of a
+        batch.
+        """
         batch = TransferBatch(op=op, peer=peer, ops=list(ops), grant=grant)
         job = Job(0, batch, self._clock.now(), on_end)
         job.set_ops(ops)
@@ -252,7 +256,9 @@ class RoutedTransfer:
         return self._batches.next_deadline_s()
 
     def _watch_deadlines(self) -> None:
-        """Expire what is due and set the timer for what is next; in the loop."""
+        """Fail the batches that are due and set the timer for the next deadline. Runs in the
+        loop.
+        """
         assert self._loop is not None
         next_s = self.expire()
         if next_s is None or (self._timer is not None and self._armed_s <= next_s):
@@ -278,8 +284,8 @@ class RoutedTransfer:
         return self._batches.poll()
 
     def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:
-        """Return the batches that ended since the last call as soon as there is one; none after
-        `timeout_s`. For callers that have nothing else to do.
+        """Return the batches that ended since the last call as soon as there is one; return none
+        after `timeout_s`. For callers that have nothing else to do.
         """
         done = self.poll()
         if not done:

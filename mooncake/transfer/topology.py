@@ -1,6 +1,7 @@
-"""Which NICs are near which memory: the topology matrix, and what Linux reports of RDMA devices.
+"""Tells which NICs are near which memory: the topology matrix, and what Linux reports about RDMA
+devices.
 
-Pure but for reading files under a given root. The health of a NIC plays no part here.
+Pure, except that it reads files under a given root. The health of a NIC plays no part here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mooncake.base.errors import ConfigError
 
 SYSFS = Path("/sys")
 ANYWHERE = "anywhere"
-"""The location of memory whose place is not known: all NICs are equally near."""
+"""The location of memory whose place is not known: all NICs count as equally near."""
 _NO_GID = b":".join([b"0000"] * 8) + b"\n"
 _V4_PREFIX = bytes(10) + b"\xff\xff"
 _DISPLAY_CLASS = "0x03"
@@ -22,7 +23,7 @@ _DISPLAY_CLASS = "0x03"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a device sits in its machine."""
+    """The place of a device in its machine."""
 
     name: str
     numa_node: int = -1
@@ -33,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class PortFacts:
-    """What sysfs reports of one port of an RDMA device."""
+    """What sysfs reports about one port of an RDMA device."""
 
     device: str
     port: int
@@ -94,8 +95,8 @@ def _nearest(place: Place, nics: Sequence[Place]) -> NicChoice:
 
 
 def prefer(matrix: Matrix, near: Mapping[str, Sequence[str]]) -> dict[str, NicChoice]:
-    """Return the matrix with these NICs for memory at these locations, and all others after them:
-    where sysfs does not show what is near, as in a virtual machine.
+    """Return the matrix with these NICs first for memory at these locations, and all others after
+    them. It is needed where sysfs does not show what is near, as in a virtual machine.
 
     Raises ConfigError for a NIC that is not in use.
     """
@@ -119,8 +120,8 @@ def choose_nics(matrix: Matrix, location: str) -> NicChoice:
 def rank_remote(local_gid: bytes, local_name: str, remotes: Mapping[str, bytes]) -> list[str]:
     """Return the peer's NICs, the one on our NIC's own rail first.
 
-    Rails are separate networks: the GIDs of one share the longest prefix. Where that decides
-    nothing, NICs of the same name are wired to the same switch more often than not.
+    Rails are separate networks: the GIDs of one rail share the longest prefix. If that decides
+    nothing, NICs of the same name are usually wired to the same switch.
     """
 
     def key(name: str) -> tuple[int, bool, str]:
@@ -130,7 +131,9 @@ def rank_remote(local_gid: bytes, local_name: str, remotes: Mapping[str, bytes])
 
 
 def _common_bits(one: bytes, other: bytes) -> int:
-    """Return the length of the common prefix, in steps of 8 bits: masks are seldom finer."""
+    """Return the length of the common prefix, in steps of 8 bits; network masks are seldom
+    finer.
+    """
     count = 0
     for left, right in zip(one, other, strict=True):
         if left != right:
@@ -143,7 +146,9 @@ def _common_bits(one: bytes, other: bytes) -> int:
 
 
 def read_rdma_places(sysfs: Path = SYSFS) -> list[Place]:
-    """Return where the RDMA devices of this machine sit, by name; software ones by their netdev."""
+    """Return where the RDMA devices of this machine sit, by name. A software device sits where its
+    network device does.
+    """
     places = []
     for device in _entries(sysfs / "class/infiniband"):
         at = device / "device"
@@ -214,8 +219,9 @@ def read_ports(device: str, sysfs: Path = SYSFS) -> list[PortFacts]:
 def choose_gid(gids: Mapping[int, tuple[bytes, str]]) -> int | None:
     """Return the index of the GID to use on Ethernet, or None.
 
-    RoCE v2 only, for v1 is not routed. IPv4 before routable IPv6 before link-local, which works
-    between direct neighbours alone; the lowest index of the best kind.
+    Only RoCE v2 is used, because v1 is not routed. IPv4 comes first, then routable IPv6, then
+    link-local, which works only between direct neighbours. The lowest index of the best kind is
+    chosen.
     """
     usable = [(_gid_rank(gid), index) for index, (gid, kind) in gids.items() if "v2" in kind]
     return min(usable)[1] if usable else None
@@ -228,7 +234,7 @@ def _gid_rank(gid: bytes) -> int:
 
 
 def _gids(port: Path) -> dict[int, tuple[bytes, str]]:
-    """Return the GIDs of a port and their types, by index; most of a thousand entries are empty."""
+    """Return the GIDs of a port and their types, by index. Most of a thousand entries are empty."""
     found = {}
     folder = port / "gids"
     for name in os.listdir(folder) if folder.exists() else ():
@@ -274,7 +280,8 @@ def _text(path: Path) -> str:
 def memory_location(numa_maps: str, address: int) -> str:
     """Return "cpu:<node>" of the mapping that starts at or below `address`; ANYWHERE if not known.
 
-    `numa_maps` is the text of /proc/self/numa_maps. Of several nodes the one with most pages wins.
+    `numa_maps` is the text of /proc/self/numa_maps. If there are several nodes, the one with most
+    pages is chosen.
     """
     best: tuple[int, str] | None = None
     for line in numa_maps.splitlines():

@@ -1,4 +1,4 @@
-"""Transfer between engines of one process, and of an engine with itself: plain copies.
+"""Transfers between engines of one process, or within one engine, by plain copies.
 
 With a pool without threads it is deterministic: bytes move, and batches end, inside `poll` only.
 """
@@ -115,7 +115,7 @@ class InprocBackend:
         self._pool.pump()
 
     def fence(self, grant: int) -> Fence:
-        """Return CLOSED: whatever was in hand, the gates were passed since."""
+        """Return CLOSED: the gates were passed since, so nothing is in hand."""
         del grant
         return Fence.CLOSED
 
@@ -124,7 +124,7 @@ class InprocBackend:
 
 
 class RegionGuard:
-    """The `Guard` of copies between regions of this process: all of it is behind its gates."""
+    """The `Guard` of copies between regions of this process, all of which the gates protect."""
 
     def __init__(self, needed: Sequence[Withdrawable], stats: LinkStats, peer: str) -> None:
         self._needed = needed
@@ -136,7 +136,7 @@ class RegionGuard:
         return withdrawn(self._needed)
 
     def leave(self, hand: int) -> None:
-        """Do nothing: the gate shows what is in hand."""
+        """Do nothing: the gate shows which copies are in hand."""
 
     def confirm(self) -> str | None:
         return None

@@ -24,16 +24,18 @@ from mooncake.transfer.regions import Gates, HostRegion, RegionTable
 
 Bytes = npt.NDArray[np.uint8]
 STEP_BYTES = 4 * 2**20
-"""Longest copy between two checks whether the job goes on (some 200 us). A check costs 7 us, for it
-finds the caches full of copied bytes."""
+"""Longest copy between two checks whether the job goes on (about 200 us). A check costs 7 us,
+because the caches are full of copied bytes by then.
+"""
 
 MAX_HANDS = 512
 """Threads that may copy for one engine, and one for its callers."""
 
 COPY_LIMITS = SliceLimits(target_bytes=16 * 2**20, min_bytes=4 * 2**20, max_pieces=1024)
 INLINE_BYTES = 4 * 2**20
-"""A job up to this size is copied by the thread that submits it (some 200 us, without the
-interpreter lock): to wake another thread for half of it saves nothing."""
+"""A job up to this size is copied by the thread that submits it (about 200 us, without the
+interpreter lock). Waking another thread for half of it saves nothing.
+"""
 
 
 class Mapped(Protocol):
@@ -47,22 +49,27 @@ class Guard(Protocol):
     """Decides whether the memory at both ends may (still) be touched."""
 
     def enter(self, hand: int) -> str | None:
-        """Return why not, or None. Called inside the gate before each step: cheap. The step is in
-        `hand` until `leave`: of each hand there is one at a time.
+        """Return why the step may not run, or None. It is called inside the gate before each step,
+        so it must be cheap. The step counts as in `hand` until `leave`; each hand has one step at a
+        time.
         """
 
     def leave(self, hand: int) -> None:
         """Note that a step is over: its hand touches nothing any more."""
 
     def confirm(self) -> str | None:
-        """Return why bytes just copied do not count as arrived, or None. Called once a part."""
+        """Return why bytes just copied do not count as arrived, or None. It is called once for each
+        part.
+        """
 
     def arrived(self, num_bytes: int, posted_s: float, now_s: float) -> None:
         """Count a part that has arrived whole."""
 
 
 class CopyPart(msgspec.Struct, frozen=True, eq=False):
-    """Copies of one job that one thread does in a row: (target, source) pairs of equal length."""
+    """Copies of one job that one thread does in a row, as (target, source) pairs of equal
+    length.
+    """
 
     job: Job
     pairs: Sequence[tuple[Bytes, Bytes]]
@@ -72,7 +79,9 @@ class CopyPart(msgspec.Struct, frozen=True, eq=False):
 
 
 def copy_part(part: CopyPart, gate: threading.Lock, hand: int) -> None:
-    """Do one part, in steps; ends it in its job whatever happens. Each hand has one gate."""
+    """Do one part, in steps. It ends the part in its job whatever happens. Each hand has one
+    gate.
+    """
     job, guard = part.job, part.guard
     if not job.begin():
         return
@@ -138,7 +147,7 @@ def copy_parts(
 
 
 def local_regions(job: Job, table: RegionTable) -> dict[int, HostRegion]:
-    """Return the regions of ours that `job` names, by id. Raises RangeRefused when one has gone."""
+    """Return our regions that `job` names, by id. Raises RangeRefused when one has gone."""
     regions: dict[int, HostRegion] = {}
     for op in job.ops:
         if op.local_region not in regions:
@@ -147,7 +156,9 @@ def local_regions(job: Job, table: RegionTable) -> dict[int, HostRegion]:
 
 
 class CopyPool:
-    """Copies parts in the order they came, on `num_threads` threads; with none, when pumped."""
+    """Copies parts in the order they came, on `num_threads` threads; with 0 threads, inside
+    `pump`.
+    """
 
     def __init__(self, gates: Gates, num_threads: int, name: str) -> None:
         self._gates = gates
@@ -177,7 +188,7 @@ class CopyPool:
             self._ready.notify(len(parts))
 
     def pump(self) -> None:
-        """Without threads: copy all parts queued so far, in the caller's thread."""
+        """Copy all parts queued so far in the caller's thread, if the pool has no threads."""
         if self._threads:
             return
         for _ in range(len(self._parts)):
@@ -189,7 +200,7 @@ class CopyPool:
 
     @property
     def num_connections(self) -> int:
-        """How many parts are copied at the same time."""
+        """The number of parts that can be copied at the same time."""
         return max(1, len(self._threads))
 
     def _run(self, hand: int) -> None:

@@ -1,1 +1,1 @@
-"""What all protocols share: the I/O loop, proven sessions, directories of peers, retries."""
+"""Holds what all protocols share: the I/O loop, proven sessions, directories of peers, retries."""

@@ -1,5 +1,5 @@
-"""Frames and handshakes on blocking sockets: a length (4 bytes, little-endian), then the body, as
-on a `ControlLink`.
+"""Frames and handshakes on blocking sockets. A frame is a length (4 bytes, little-endian) and the
+body, as on a `ControlLink`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _LENGTH_BYTES = 4
 _MAX_STEP_BYTES = 1 << 16
-"""Of one message of a handshake."""
+"""Longest message of a handshake."""
 
 
 def send(sock: socket.socket, body: bytes) -> None:
@@ -29,7 +29,7 @@ def receive(
     """Return the next body; None: the other end has gone.
 
     Raises:
-        TimeoutError: it was not whole at `until_s`, by the monotonic clock.
+        TimeoutError: the frame was not complete at `until_s`, by the monotonic clock.
         ProtocolError: it has more than `most` bytes.
     """
     head = _exactly(sock, _LENGTH_BYTES, until_s)
@@ -42,7 +42,7 @@ def receive(
 
 
 def receive_step(sock: socket.socket, until_s: float) -> bytes:
-    """Return the next message of a handshake. EOFError: the other end has gone."""
+    """Return the next message of a handshake. Raises EOFError when the other end has gone."""
     body = receive(sock, _MAX_STEP_BYTES, until_s)
     if body is None:
         raise EOFError("the peer hung up")
@@ -53,7 +53,7 @@ def shake_hands(sock: socket.socket, side: ConnectingSide, until_s: float) -> No
     """Prove both ends to each other.
 
     Raises:
-        OSError, EOFError: the owner hung up, or was not through at `until_s`.
+        OSError, EOFError: the owner hung up, or the handshake was not done at `until_s`.
         MooncakeError: one side refuses the other, or the owner speaks another protocol.
     """
     answer: bytes | None = side.first_message

@@ -40,7 +40,7 @@ def begin_to_connect(address: Address) -> socket.socket:
 
 
 class ControlLink:
-    """A stream socket, connected or connecting. `on_end` is called once when it breaks, never from
+    """A stream socket, connected or connecting. `on_end` is called once when it breaks: never from
     within `send`, and not after `close`.
     """
 
@@ -62,7 +62,7 @@ class ControlLink:
         self._unsent = bytearray()
         self._takes_descriptors = takes_descriptors
         self._descriptors: list[int] = []
-        """Those that have come, and that nobody has taken."""
+        """Descriptors that have arrived and that nobody has taken."""
         self._events = READABLE
         self._failure: str | None = None
         """The error that `send` met with."""
@@ -73,7 +73,9 @@ class ControlLink:
         loop.add(sock.fileno(), READABLE, self._on_event)
 
     def send(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send one frame as soon as the socket takes it; one with descriptors now or never."""
+        """Send one frame as soon as the socket takes it. A frame with descriptors is sent now or
+        not at all.
+        """
         if self.closed:
             return
         frame = len(body).to_bytes(_LENGTH_BYTES, "little") + body
@@ -150,8 +152,8 @@ class ControlLink:
         return data
 
     def take_descriptors(self) -> list[int]:
-        """Return the descriptors that have come with the frame in hand, for the caller to close.
-        Those that `on_frame` does not take are closed after it.
+        """Return the descriptors that came with the current frame, for the caller to close. Those
+        that `on_frame` does not take are closed after it.
         """
         taken, self._descriptors = self._descriptors, []
         return taken
@@ -173,7 +175,7 @@ class ControlLink:
         return body
 
     def _end_soon(self, reason: str) -> None:
-        """End the stream when the caller of `send` is through."""
+        """End the stream after the caller of `send` has returned."""
         self._failure = self._failure or reason
         self._loop.post(lambda: self._end(reason))
 

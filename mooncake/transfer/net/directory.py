@@ -1,7 +1,7 @@
-"""The peers one backend talks to, and which of them could not be reached lately.
+"""Keeps the peers that one backend talks to, and knows which of them could not be reached lately.
 
-One directory serves every protocol: it makes a peer when a batch first names it, refuses at once
-what a peer has just refused (`peer_health`), and forgets peers that ended. Thread-safe.
+One directory serves every protocol: it creates a peer when a batch first names it, fails at once
+what the peer has just refused (`peer_health`), and forgets peers that ended. Thread-safe.
 """
 
 from __future__ import annotations
@@ -40,29 +40,31 @@ class PeerDirectory(Generic[PeerT]):
     ) -> None:
         """Find peers by their endpoints of `protocol`.
 
-        make: returns a new peer; ConfigError: its endpoint is malformed.
+        make: returns a new peer; raises ConfigError if the endpoint is malformed.
         end: ends the peer's sessions with us soon; from any thread.
         forget_unused: ends a peer and returns True when it has nothing to do, else returns False.
         """
         self.credentials = credentials
         self.lock = threading.RLock()
-        """Held while peers come and go. A caller that looks a peer up and uses it under this lock
-        can be sure that the peer is not forgotten in between.
+        """Held while peers are added and removed. A caller that finds and uses a peer under this
+        lock can be sure that the peer is not forgotten in between.
         """
         self._protocol = protocol
         self._make = make
         self._end = end
         self._forget_unused = forget_unused
         self._peers: dict[tuple[str, str], PeerT] = {}
-        """By what would be their keys: plain tuples are made sooner, and one is for each batch."""
+        """Peers by plain tuples of their keys' fields: these are made faster, and each batch needs
+        one.
+        """
         self._health = PeerHealth()
         self._closed = False
         self._doubted: set[PeerKey] = set()
-        """Owners that the last look objected to."""
+        """Owners to which the last look objected."""
         credentials.standing.watch(self)
 
     def look(self, standing: Standing) -> set[PeerKey]:
-        """End the peers that may have no session with us any more; see `Standing`."""
+        """End peers whose certificates failed two looks in a row; see `Standing`."""
         before, self._doubted = self._doubted, set()
         with self.lock:
             peers = [(PeerKey(*key), peer) for key, peer in self._peers.items()]
@@ -77,7 +79,7 @@ class PeerDirectory(Generic[PeerT]):
         return self._doubted - before
 
     def owners(self) -> list[PeerKey]:
-        """Return the peers there are now."""
+        """Return the peers that exist now."""
         with self.lock:
             return [PeerKey(*key) for key in self._peers]
 
@@ -85,11 +87,13 @@ class PeerDirectory(Generic[PeerT]):
         return ref.endpoints.get(self._protocol, ""), ref.engine_id
 
     def find(self, ref: SegmentRef) -> PeerT | None:
-        """Return the peer that `ref` names if there is one already."""
+        """Return the peer that `ref` names, or None if it has not been created."""
         return self._peers.get(self._key(ref))
 
     def open(self, ref: SegmentRef) -> PeerT:
-        """Return the peer that `ref` names, made when it is new. Raises PeerUnreachable."""
+        """Return the peer that `ref` names; a new one is created if needed. Raises
+        PeerUnreachable.
+        """
         key = self._key(ref)
         refusal = "the transfer engine is closed" if self._closed else self._health.refusal(key)
         if refusal is not None:
@@ -120,7 +124,7 @@ class PeerDirectory(Generic[PeerT]):
         self._health.failed(key, reason)
 
     def ended(self, key: PeerKey, refusal: str | None) -> None:
-        """Forget a peer; `refusal`: why it could not be reached, None if it could."""
+        """Forget a peer. `refusal` says why it could not be reached; None if it could."""
         with self.lock:
             self._peers.pop(key, None)
         # After that: a request which this lets through must not find the peer that has ended.
@@ -130,12 +134,12 @@ class PeerDirectory(Generic[PeerT]):
             self._health.unknown(key)
 
     def all(self) -> list[PeerT]:
-        """Return the peers there are now."""
+        """Return the peers that exist now."""
         with self.lock:
             return list(self._peers.values())
 
     def close(self) -> list[PeerT]:
-        """Make no more peers; return those there are, for the caller to end."""
+        """Create no more peers. Return those that exist, for the caller to end."""
         with self.lock:
             self._closed = True
             return list(self._peers.values())

@@ -1,5 +1,5 @@
-"""Endpoints as configuration and peers write them: "host:port", or "@name" of a socket that only
-processes of this host reach.
+"""Endpoints as configuration and peers write them: "host:port", or "@name" for a socket that only
+processes of this host can reach.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 Address = tuple[str, int] | str
-"""As sockets take it."""
+"""An address in the form that sockets take."""
 
 
 def address_of(endpoint: str) -> Address:
@@ -37,13 +37,13 @@ def new_stream(address: Address) -> socket.socket:
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where an engine listens for peers, and the host under which they reach it."""
+    """The address at which an engine listens, and the host under which peers reach it."""
 
     bind_host: str = "127.0.0.1"
     advertise_host: str | None = None
-    """What peers connect to when it is not `bind_host`; a numeric address."""
+    """The numeric address to which peers connect, if it is not `bind_host`."""
     ports: tuple[int, int] | None = None
-    """First and last of those to take, each time the first that is free; None: any free one."""
+    """First and last port to try; the first free one is used. None: any free port."""
 
     @property
     def is_loopback(self) -> bool:

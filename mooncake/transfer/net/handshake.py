@@ -1,10 +1,10 @@
-"""Mutual proof of both ends' credentials, before any byte of KV moves.
+"""Both ends prove their credentials to each other before any byte of KV moves.
 
 Pure: messages in, messages out. There are four: hello, challenge, proof, welcome; either side may
-answer with a refusal instead. Proofs are signatures of all messages before, both certificates and
-nonces among them, so they cannot be replayed, and a man in the middle is found out. The client
-proves itself first, so that without a credential it cannot have the owner sign anything. The keys
-that seal all later bytes are agreed on by keys that both sides draw for this connection alone.
+answer with a refusal instead. A proof signs all earlier messages, including both certificates and
+nonces. So it cannot be replayed, and a man in the middle is detected. The client proves itself
+first; so a client without a credential cannot make the owner sign anything. The keys that seal all
+later bytes come from a key agreement between keys that both sides draw for this connection only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HANDSHAKE_VERSION = 4
 MAX_HANDSHAKE_BYTES = 16384
 MAX_FENCED = 256
 MAX_REASON_CHARS = 1024
-"""What is shown of a peer's reason."""
+"""Characters of a peer's reason that are shown."""
 NONCE_BYTES = 32
 
 
@@ -37,7 +37,7 @@ class HandshakeRefused(TransferError):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message, of the client."""
+    """The first message, sent by the client."""
 
     version: int
     engine_id: str
@@ -52,30 +52,32 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """Second message: what the owner wants signed."""
+    """The second message: it says what the owner wants signed."""
 
     nonce: bytes
     certificate: bytes
     exchange: bytes
     """The owner's key of this connection's key agreement."""
     protection: Protection
-    """Of all later bytes, in both directions. Both proofs cover it."""
+    """The protection of all later bytes, in both directions. Both proofs cover it."""
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    """Third message: the client has the keys that its certificate names."""
+    """The third message: it proves that the client has the keys that its certificate names."""
 
     signature: bytes
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Last message: the owner has the keys that its certificate names, and lets the client in."""
+    """The last message: it proves that the owner has its certificate's keys, and lets the client
+    in.
+    """
 
     signature: bytes
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """In place of any answer: why not."""
+    """Sent instead of any answer: it says why the sender refuses."""
 
     reason: str
 
@@ -102,7 +104,9 @@ WORKERS_AND_CLIENTS = WORKERS | {CredentialRole.POOL_CLIENT}
 def _peer(
     signed: bytes, credential: Credential, roles: frozenset[CredentialRole], unix_s: float
 ) -> Certificate:
-    """Return the other side's certificate. Raises HandshakeRefused: it has none of the roles."""
+    """Return the other side's certificate. Raises HandshakeRefused when it has none of the
+    roles.
+    """
     try:
         certificate = check_certificate(signed, credential)
         certificate.check_time(unix_s)
@@ -129,7 +133,7 @@ def _transcript(*messages: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Channel:
-    """What a finished handshake gives a side: the seals of both directions."""
+    """What a side gets from a finished handshake: the seals of both directions."""
 
     sent: Seals
     received: Seals
@@ -150,12 +154,14 @@ class PeerIdentity:
     connection_id: str
     fenced: tuple[str, ...]
     certificate: Certificate
-    """As it was when the session was opened; `Standing` knows the newest of the same keys."""
+    """The certificate at the time the session was opened; `Standing` knows the newest of the same
+    keys.
+    """
 
     @property
     def borrower(self) -> str | None:
-        """The name by which it is lent memory; None: a worker, which reaches all that is
-        registered.
+        """The name under which memory is lent to it; None: a worker, which reaches all registered
+        memory.
         """
         if CredentialRole.WORKER in self.certificate.roles:
             return None
@@ -190,7 +196,7 @@ class ConnectingSide:
         self._transcript: bytes | None = None
         self._protection = credentials.least
         self.channel: Channel | None = None
-        """There when the handshake is done."""
+        """Set when the handshake is done."""
 
     @property
     def done(self) -> bool:
@@ -249,7 +255,7 @@ class AcceptingSide:
         self._agreed = b""
         self._client: Certificate | None = None
         self.channel: Channel | None = None
-        """There as soon as `identity` is."""
+        """Set together with `identity`."""
         self._hello: Hello | None = None
         self._transcript = b""
         self.identity: PeerIdentity | None = None
@@ -321,11 +327,11 @@ class Credentials:
     credential: Credential
     ids: IdSource
     protection: Protection = Protection.MAC
-    """Of peers' connections to us; on ours to them, they decide."""
+    """The protection of peers' connections to us. On our connections to them, they decide."""
     least: Protection = Protection.NONE
-    """Peers that decide on less are refused."""
+    """Peers that choose a weaker protection are refused."""
     unix_time: Callable[[], float] = field(default=time.time, repr=False)
-    """Certificates expire by it."""
+    """The clock by which certificates expire."""
     standing: Standing = field(init=False, repr=False)
     """True if peers that have proven themselves still may have sessions."""
 

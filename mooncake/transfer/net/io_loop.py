@@ -29,24 +29,26 @@ Handler = Callable[[int], None]
 
 
 class Timer:
-    """A call at a later time; `cancel` forgets it."""
+    """An action to run later; `cancel` forgets it."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
-        """Forget the call, if it has not run yet."""
+        """Forget the action, if it has not run yet."""
         self._action = None
 
     def fire(self) -> None:
-        """Run the call unless it was cancelled."""
+        """Run the action unless it was cancelled."""
         action, self._action = self._action, None
         if action is not None:
             action()
 
 
 class IoLoop:
-    """One epoll thread. `post` may be called from any thread, all else only from the loop's own."""
+    """A thread that waits with epoll. `post` may be called from any thread, all else only from the
+    loop's own.
+    """
 
     def __init__(self, gates: Gates, name: str) -> None:
         self._gates = gates
@@ -89,11 +91,11 @@ class IoLoop:
         self._epoll.register(fd, events | select.EPOLLRDHUP)
 
     def modify(self, fd: int, events: int) -> None:
-        """Change what is watched for."""
+        """Change the events that are watched."""
         self._epoll.modify(fd, events | select.EPOLLRDHUP)
 
     def remove(self, fd: int) -> None:
-        """Watch `fd` no more; to be called before it is closed."""
+        """Stop watching `fd`; call it before `fd` is closed."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
             self._removed.add(fd)
@@ -135,7 +137,7 @@ class IoLoop:
             _LOG.exception("transfer I/O handler failed")
 
     def close(self) -> None:
-        """Run what was posted before, end the thread. Handlers must have been removed."""
+        """Run what was posted before, then end the thread. The caller has removed all handlers."""
         with self._lock:
             if self._closing:
                 return

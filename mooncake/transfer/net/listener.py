@@ -22,21 +22,23 @@ from mooncake.transfer.net.standing import Standing, ended
 
 _LOG = logging.getLogger(__name__)
 _REST_S = 0.5
-"""Out of descriptors, the queue of connections is left alone for so long."""
+"""When descriptors run out, no connection is accepted for this long."""
 _BACKLOG = 512
 MAX_UNPROVEN = 128
-"""Connections that have not proven themselves; of more, the oldest is hung up. So a flood of them
-takes the place of no peer, for a peer proves itself within a few ms.
+"""Connections that have not proven themselves. When there are more, the oldest is closed. So a
+flood of them takes no peer's place: a real peer proves itself within a few ms.
 """
 MAX_PER_CLIENT = 256
-"""Connections of all pool clients that share a credential; of more, the oldest is hung up."""
+"""Connections of all pool clients that share a credential. When there are more, the oldest is
+closed.
+"""
 
 
 def tcp_listener(listen: ListenAddress) -> socket.socket:
     """Return a socket that listens on a free port of `listen`.
 
     Raises:
-        ConfigError: it cannot be bound, or none of the ports is free.
+        ConfigError: the address cannot be bound, or none of the ports is free.
     """
     first, last = listen.ports or (0, 0)
     problem: OSError | None = None
@@ -68,8 +70,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def watch_host(sock: socket.socket, dead_host_s: float) -> None:
-    """Have the kernel break a connection whose other host is silent for so long, whether or not
-    something is on its way to it: a host without power does not hang up.
+    """Have the kernel break a connection whose other host is silent for this long, even when
+    nothing is being sent to it: a host without power does not close its connections.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(dead_host_s / 2)))
@@ -79,7 +81,7 @@ def watch_host(sock: socket.socket, dead_host_s: float) -> None:
 
 
 def whence(sock: socket.socket) -> str | None:
-    """Return the address of the other end; None: it has gone, or is of this host."""
+    """Return the address of the other end; None: it has gone, or it is on this host."""
     try:
         peer = sock.getpeername()
     except OSError:
@@ -88,15 +90,15 @@ def whence(sock: socket.socket) -> str | None:
 
 
 class Session(Protocol):
-    """One connection of a peer to us."""
+    """One connection from a peer to us."""
 
     @property
     def loop(self) -> IoLoop:
-        """The loop it lives in, which need not be the listener's."""
+        """The loop in which it lives; this need not be the listener's."""
 
     @property
     def identity(self) -> PeerIdentity | None:
-        """What the peer has proven; None before."""
+        """What the peer has proven; None before that."""
 
     def close(self) -> None:
         """Hang up; called in `loop`."""
@@ -117,8 +119,8 @@ class Listener(Generic[SessionT]):
         standing: Standing,
         open_session: Callable[[socket.socket], SessionT],
     ) -> None:
-        """Accept in `loop`; `open_session` is given each connection, not blocking. Sessions end
-        when their clients have no `standing` any more.
+        """Accept in `loop`; `open_session` gets each connection, as a non-blocking socket. A
+        session ends when its client is no longer valid by `standing`.
         """
         self._sock = sock
         self._loop = loop
@@ -129,7 +131,7 @@ class Listener(Generic[SessionT]):
         self._sessions: dict[SessionT, None] = {}
         self._unproven: deque[SessionT] = deque()
         self._doubted: set[SessionT] = set()
-        """Those that the last look objected to."""
+        """Sessions to which the last look objected."""
         standing.watch(self)
         self._closed = False
         sock.setblocking(False)
@@ -137,7 +139,7 @@ class Listener(Generic[SessionT]):
 
     @property
     def num_sessions(self) -> int:
-        """Sessions open now, proven or not."""
+        """Number of sessions open now, proven or not."""
         return len(self._sessions)
 
     @property
@@ -175,7 +177,7 @@ class Listener(Generic[SessionT]):
         self._unproven.append(session)
 
     def _hang_up_oldest(self) -> None:
-        """Make room among those that have not proven themselves."""
+        """Make room by closing the oldest sessions that have not proven themselves."""
         self._unproven = deque(
             each for each in self._unproven if each.identity is None and each in self._sessions
         )
@@ -185,7 +187,7 @@ class Listener(Generic[SessionT]):
             oldest.loop.post(oldest.close)
 
     def fenced(self, identity: PeerIdentity) -> list[SessionT]:
-        """Return the earlier sessions that a client has named in its hello, to be ended."""
+        """Return the earlier sessions of a client that its hello asks to end."""
         if not identity.fenced:
             return []
         return [
@@ -197,7 +199,7 @@ class Listener(Generic[SessionT]):
         ]
 
     def too_many_of(self, identity: PeerIdentity) -> list[SessionT]:
-        """Return the oldest sessions that a pool client's credential has above its bound."""
+        """Return the oldest sessions by which a pool client's credential exceeds its limit."""
         if identity.borrower is None:
             return []
         own = [
@@ -208,7 +210,9 @@ class Listener(Generic[SessionT]):
         return own[: max(0, len(own) - MAX_PER_CLIENT)]
 
     def look(self, standing: Standing) -> list[PeerKey]:
-        """End the sessions of clients that may have none any more; see `Standing`."""
+        """End the sessions of clients whose certificates failed two looks in a row; see
+        `Standing`.
+        """
         before, self._doubted = self._doubted, set()
         for session in self.sessions:
             identity = session.identity
@@ -222,7 +226,7 @@ class Listener(Generic[SessionT]):
         return []
 
     def owners(self) -> list[PeerKey]:
-        """Return nothing: clients prove themselves again, owners need not."""
+        """Return nothing: the clients prove themselves again, not the owner."""
         return []
 
     def forget(self, session: SessionT) -> None:
@@ -237,7 +241,7 @@ class Listener(Generic[SessionT]):
             return list(self._sessions)
 
     def close(self) -> list[SessionT]:
-        """Close the socket too; only in the loop."""
+        """Close the socket too. Call it in the loop only."""
         sessions = self.refuse()
         self._loop.remove(self._sock.fileno())
         self._sock.close()

@@ -1,4 +1,4 @@
-"""How an engine names its peers."""
+"""The key by which an engine finds its peers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 
 class PeerKey(NamedTuple):
-    """Names one peer of one protocol. A restarted engine has another id, so it is another peer."""
+    """Names one peer of one protocol. An engine that restarts has another id, so it is another
+    peer.
+    """
 
     endpoint: str
     engine_id: str

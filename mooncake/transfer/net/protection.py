@@ -1,4 +1,4 @@
-"""What bytes between processes can be protected from, as settings and handshakes name it."""
+"""The protections of bytes between processes, as settings and handshakes name them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from enum import Enum
 
 
 class Protection(Enum):
-    """What the bytes of a connection are protected from on their way, weakest first."""
+    """How the bytes of a connection are protected on their way, weakest first."""
 
     NONE = "none"
     MAC = "mac"
-    """From changes: a tag follows each message."""
+    """Bytes cannot be changed unnoticed: a tag follows each message."""
     ENCRYPT = "encrypt"
-    """And payloads from readers."""
+    """As MAC, and payloads cannot be read."""
 
     def is_weaker(self, other: Protection) -> bool:
         """Return whether `other` protects from more."""

@@ -1,8 +1,8 @@
-"""The slices that go to one peer and that no connection carries at the moment.
+"""Keeps the slices for one peer that no connection carries at the moment.
 
-Slices wait here before they are sent, and come back when their connection broke. A READ may go
-again at once. A WRITE is held back until the peer confirms that nothing of the first try can reach
-its memory any more (a fence), so that no late packet lands after the second try.
+Slices wait here before they are sent, and come back when their connection breaks. A READ may be
+sent again at once. A WRITE waits until the peer confirms that nothing of the first try can reach
+its memory any more (a fence). So no late packet lands after the second try.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from mooncake.transfer.plan import Slice
 _LOG = logging.getLogger(__name__)
 
 Fence = str | int
-"""What the peer confirms to be over: a connection, by its id, or a queue pair, by its number."""
+"""What the peer has to confirm as ended: a connection, by its id, or a queue pair, by its
+number.
+"""
 
 
 class RetryQueue:
-    """Slices to one peer: those to send, oldest first, and WRITEs held for a fence. Thread-safe."""
+    """Slices for one peer: those to send, oldest first, and WRITEs held for a fence.
+    Thread-safe.
+    """
 
     def __init__(self, engine_id: str, max_failures: int) -> None:
         """Fail the batch of a slice whose connection broke `max_failures` times."""
@@ -39,7 +43,7 @@ class RetryQueue:
 
     @property
     def fences(self) -> Sequence[Fence]:
-        """What the peer has still to confirm, oldest first."""
+        """What the peer has yet to confirm, oldest first."""
         return list(self._held)
 
     @property
@@ -74,7 +78,7 @@ class RetryQueue:
         return self._ready.popleft()
 
     def put_back(self, parts: Sequence[Part]) -> None:
-        """Queue slices again, before all others, that were taken and not begun."""
+        """Queue slices again that were taken and not begun; they come before all others."""
         self._ready.extendleft(reversed(parts))
 
     def take_unfenced(self) -> Part | None:
@@ -87,7 +91,7 @@ class RetryQueue:
         return None
 
     def again(self, parts: Sequence[Part]) -> None:
-        """Queue slices again that nothing carries any more, unless their jobs were stopped."""
+        """Queue slices again that no connection carries now, unless their jobs were stopped."""
         with self._lock:
             self._ready.extendleft(part for part in reversed(parts) if not part.job.stopped)
         for part in parts:
@@ -100,7 +104,7 @@ class RetryQueue:
                 self._held.setdefault(fence, []).extend(parts)
 
     def hold_instead(self, old: Iterable[Fence], new: Fence) -> None:
-        """Have `new` stand for the fences `old`, which will not be confirmed."""
+        """Let the fence `new` replace the fences `old`, which will not be confirmed."""
         with self._lock:
             moved = [part for fence in old for part in self._held.pop(fence, [])]
         self.hold(new, moved)
@@ -112,8 +116,8 @@ class RetryQueue:
         self.again(parts)
 
     def count_failure(self, parts: Iterable[Part], error: str) -> None:
-        """Count that the connection of these slices broke; `error` ends the jobs of those for which
-        that has happened too often.
+        """Count that the connection of these slices broke. If that has happened to a slice too
+        often, its job ends with `error`.
         """
         for part in parts:
             part.num_failures += 1
@@ -121,8 +125,8 @@ class RetryQueue:
                 part.job.stop(error)
 
     def give_up(self, job: Job) -> None:
-        """End what is held of a stopped job, although the peer confirms nothing. Its fences stay:
-        the peer learns of them when it can be reached.
+        """End the held parts of a stopped job without the peer's confirmation. Its fences stay: the
+        peer learns of them when it can be reached.
         """
         with self._lock:
             parts = [part for held in self._held.values() for part in held if part.job is job]
@@ -156,7 +160,7 @@ class RetryQueue:
         self.fail(parts, error)
 
     def fail(self, parts: Sequence[Part], error: str) -> None:
-        """Fail the jobs of slices in hand that nothing carries any more."""
+        """Fail the jobs of slices in hand that no connection carries now."""
         for part in parts:
             part.job.stop(error)
         self.again(parts)

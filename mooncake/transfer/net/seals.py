@@ -1,8 +1,9 @@
-"""Seals what passes over a proven connection, so that its bytes arrive unaltered, in order, once.
+"""Seals what passes over a proven connection, so that its bytes arrive unaltered, in order and
+once.
 
 AES-256-GCM, as a MAC (GMAC) or as a cipher: one key for each direction of each connection, from the
-handshake, and the numbers of message and chunk as nonce. What was altered, dropped, repeated or
-moved makes the check of it, or of the next message, fail.
+handshake, and the numbers of message and chunk as nonce. If a message was altered, dropped,
+repeated or moved, its own check or that of the next message fails.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from mooncake.transfer.net.protection import Protection
 KEY_BYTES = 32
 TAG_BYTES = 16
 CHUNK_BYTES = 2**20
-"""What is sealed at a time, just before the kernel copies it and just after: much of it is in the
-core's cache then. (256 KiB: calls and turns of the loop take a fifth of the speed.)
+"""Bytes that are sealed at a time, just before the kernel copies them or just after. Much of them
+is in the core's cache then. (With 256 KiB, calls and turns of the loop cost a fifth of the speed.)
 """
 MAX_CHUNKS = 500
-"""Sealed at a time, of what is in small pieces."""
+"""Chunks that are sealed at a time when payload is in small pieces."""
 _NUMBER_BYTES, _INDEX_BYTES = 8, 4
 _ALTERED = "bytes were altered on their way"
 
@@ -36,7 +37,7 @@ class Seals:
     """Seals, or opens, the messages of one direction of one connection; both ends count alike."""
 
     def __init__(self, protection: Protection, key: bytes) -> None:
-        """`key`: KEY_BYTES; of no use to Protection.NONE, which leaves all as it is."""
+        """`key` has KEY_BYTES. Protection.NONE, which seals nothing, does not use it."""
         self.protection = protection
         self.num_tag_bytes = 0 if protection is Protection.NONE else TAG_BYTES
         self._key = key
@@ -50,7 +51,7 @@ class Seals:
         return self._num_messages.to_bytes(_NUMBER_BYTES, "little")
 
     def seal(self, message: bytes) -> bytes:
-        """Return a message, which is not hidden, and its tag."""
+        """Return a message, which stays readable, and its tag."""
         if self._gcm is None:
             return message
         nonce = self._next_number() + bytes(_INDEX_BYTES)
@@ -68,13 +69,15 @@ class Seals:
         return message
 
     def begin(self) -> PayloadSeal:
-        """Return the seal of the next message, a payload; those before must have gone."""
+        """Return the seal of the next message, a payload. All earlier messages must have been
+        sent.
+        """
         if self._gcm is None:
             return PayloadSeal(self, None, b"")
         return PayloadSeal(self, self._gcm, self._next_number())
 
     def room(self) -> memoryview:
-        """Return memory for what is sealed at a time, the same at every call."""
+        """Return memory for the chunks that are sealed at a time; it is the same at every call."""
         if not self._hidden:
             self._hidden = memoryview(bytearray(CHUNK_BYTES + MAX_CHUNKS * TAG_BYTES))
         return self._hidden
@@ -87,14 +90,16 @@ class Seals:
 
 
 UNSEALED = Seals(Protection.NONE, b"")
-"""Of messages that go as they are; it has no state."""
+"""The seals of messages that are sent as they are; it has no state."""
 
 
 class PayloadSeal:
     """Seals, or opens, one payload chunk by chunk."""
 
     def __init__(self, seals: Seals, gcm: AESGCM | None, number: bytes) -> None:
-        """`gcm`: None = chunks go as they are. `number`: of the payload among messages."""
+        """`gcm`: None = chunks are sent as they are. `number`: the payload's number among the
+        messages.
+        """
         self._seals = seals
         self._gcm = gcm
         self._is_hidden = seals.protection is Protection.ENCRYPT
@@ -106,9 +111,9 @@ class PayloadSeal:
         return self._number + self._num_chunks.to_bytes(_INDEX_BYTES, "little")
 
     def seal(self, chunks: Sequence[memoryview]) -> list[memoryview]:
-        """Return what goes on the wire for the next chunks: each, or what hides it, and its tag.
+        """Return what to send for the next chunks: each chunk, or its encrypted form, and its tag.
 
-        chunks: at most MAX_CHUNKS, of CHUNK_BYTES together; those before must have gone.
+        chunks: at most MAX_CHUNKS, of CHUNK_BYTES together. All earlier ones must have been sent.
         """
         gcm = self._gcm
         if gcm is None:
@@ -126,7 +131,9 @@ class PayloadSeal:
         return [room[:start]]
 
     def open(self, chunk: memoryview, tag: memoryview) -> None:
-        """Check the next chunk, and make it plain, in place. Raises ProtocolError."""
+        """Check the next chunk, and decrypt it in place if it is encrypted. Raises
+        ProtocolError.
+        """
         if self._gcm is None:
             return
         try:
@@ -141,7 +148,7 @@ class PayloadSeal:
 def session_keys(agreed: bytes, transcript: bytes) -> tuple[bytes, bytes]:
     """Return the keys (client to owner, owner to client) of a connection.
 
-    agreed: what only its two ends know.
+    agreed: the secret that only its two ends know.
     transcript: all of its handshake that both proofs cover, both nonces among it.
     """
     derived = HKDF(SHA256(), 2 * KEY_BYTES, salt=transcript, info=b"mooncake transfer 2 keys")

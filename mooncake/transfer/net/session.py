@@ -28,13 +28,13 @@ from mooncake.transfer.net.peer_key import PeerKey
 
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
-"""A client that has not proven itself by then is hung up on."""
+"""The connection of a client that has not proven itself by then is closed."""
 
 Answer_contra = TypeVar("Answer_contra", contravariant=True)
 
 
 class SessionState(Enum):
-    """How far a client's session with an owner has come."""
+    """The state of a client's session with an owner."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -42,7 +42,7 @@ class SessionState(Enum):
 
 
 class ClientEvents(Protocol[Answer_contra]):
-    """What a session reports to the peer object that holds it."""
+    """The calls by which a session reports to the peer object that holds it."""
 
     def on_welcome(self) -> None:
         """Go on: the owner has proven itself, and has ended the connections to be fenced."""
@@ -51,14 +51,14 @@ class ClientEvents(Protocol[Answer_contra]):
         """Take an answer of the owner. Raises ProtocolError to end the session."""
 
     def on_break(self, reason: str, connection_id: str) -> None:
-        """Decide, after the stream broke that was ready: `connect` again, or `end`."""
+        """Decide what to do after a ready stream broke: `connect` again, or `end`."""
 
     def on_gone(self, reason: str) -> None:
-        """Let go of everything: the session has ended for good. Called once."""
+        """Release everything: the session has ended for good. Called once."""
 
 
 class ClientSession(Generic[Ask, Answer]):
-    """Our control session with one owner. It may connect again after its stream broke."""
+    """Our control session with one owner. It may connect again after its stream breaks."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class ClientSession(Generic[Ask, Answer]):
 
     @contextlib.contextmanager
     def descriptors(self, count: int) -> Iterator[list[int]]:
-        """Take the descriptors that came with what the owner has just said, and close them
-        afterwards. Raises ProtocolError: it sent more or fewer.
+        """Take the descriptors that came with the owner's last message, and close them afterwards.
+        Raises ProtocolError when it sent more or fewer.
         """
         assert self._link is not None
         taken = self._link.take_descriptors()
@@ -170,7 +170,7 @@ class ClientSession(Generic[Ask, Answer]):
         self._events.on_break(reason, self._handshake.hello.connection_id)
 
     def end(self, reason: str, *, refused: bool = False) -> None:
-        """Hang up for good; `refused`: the owner could not be reached."""
+        """Close the session for good. `refused`: the owner could not be reached."""
         if self.state is SessionState.GONE:
             return
         self.state = SessionState.GONE
@@ -180,11 +180,11 @@ class ClientSession(Generic[Ask, Answer]):
 
 
 Welcome = Callable[[Sequence[int]], None]
-"""Lets a client in; on one host, descriptors may go with that."""
+"""Lets a client in; on one host, descriptors may be sent with it."""
 
 
 class OwnerEvents(Protocol):
-    """What the owner's end of a session reports to the object that holds it."""
+    """The calls by which the owner's end of a session reports to the object that holds it."""
 
     def on_proven(self, identity: PeerIdentity, welcome: Welcome) -> None:
         """Fence what the proven client has named, then call `welcome`."""
@@ -256,6 +256,6 @@ class OwnerStream:
         self._events.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._timer.cancel()
         self._link.close()

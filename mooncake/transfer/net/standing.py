@@ -1,14 +1,14 @@
-"""Whether the proofs by which an engine's sessions were opened still count, and what is done where
-they do not.
+"""Decides whether the proofs by which an engine's sessions were opened are still valid, and ends
+sessions where they are not.
 
-A session is between keys. A certificate, which says whose they are, expires, and one that a cluster
-secret has signed counts no more when the secret is taken out of use; but its holder may get another
-for the same keys. An engine whose credential was renewed shakes hands with each owner once more, on
-a connection of its own: then both ends know each other's newest certificates, and sessions go on
-untouched. What two looks in a row object to is ended, at both ends.
+A session is between keys. The certificate that says whose keys they are expires. A certificate that
+a cluster secret has signed also becomes invalid when that secret is removed. But its holder may get
+another certificate for the same keys. An engine whose credential was renewed makes a new handshake
+with each owner, on a separate connection. Then both ends know each other's newest certificates, and
+sessions go on untouched. A session that fails two looks in a row is ended, at both ends.
 
-What was proven is remembered while a session depends on it, and else until the second look after:
-however many keys come and go, none of an open session is forgotten.
+A proof is remembered while a session depends on it, and otherwise until the second look after.
+However many keys come and go, no key of an open session is forgotten.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ if TYPE_CHECKING:
     from mooncake.transfer.net.handshake import ConnectingSide
 
 LOOK_S = 2.0
-"""Every so often all sessions are looked at."""
+"""Seconds between two looks at all sessions."""
 ANSWER_S = 5.0
-"""How long an owner may take to shake hands once more."""
+"""How long an owner may take for another handshake."""
 _LOG = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """Sessions of one protocol, at one end."""
+    """The sessions of one protocol at one end."""
 
     def look(self, standing: Standing) -> Iterable[PeerKey]:
-        """End what was objected to at the last look, too; return the owners that are now."""
+        """End sessions that failed two looks in a row. Return the owners that fail now and did not
+        fail before.
+        """
 
     def owners(self) -> Iterable[PeerKey]:
         """Return the owners with whom we have sessions."""
 
 
 class Standing:
-    """The newest certificates that peers have proven, and all that sessions depend on. Thread-safe
-    but for `look`, which one thread calls.
+    """The newest certificates that peers have proven, on which all sessions depend. Thread-safe
+    except for `look`, which one thread calls.
     """
 
     def __init__(self, credential: Credential, unix_time: Callable[[], float]) -> None:
@@ -58,13 +60,13 @@ class Standing:
         self._unix_time = unix_time
         self._lock = threading.Lock()
         self._newest: dict[bytes, tuple[bytes, Certificate]] = {}
-        """By the key that signs: the certificate, also as it was signed."""
+        """The newest certificate, also as it was signed, by the key that signs."""
         self._owners: dict[str, Certificate] = {}
-        """By engine id: what each has proven to us."""
+        """What each owner has proven to us, by engine id."""
         self._used: set[bytes | str] = set()
-        """Of these, those proven or asked about since the last look."""
+        """Those of them that were proven or asked about since the last look."""
         self._checked: dict[bytes, object] = {}
-        """By the key that signs: the clusters by which the newest certificate was checked."""
+        """The clusters by which the newest certificate was checked, by the key that signs."""
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._forgotten: list[str] = []
         self._shown = credential.signed
@@ -72,16 +74,18 @@ class Standing:
 
     @property
     def num_known(self) -> int:
-        """Certificates that are remembered, of clients and of owners."""
+        """Number of certificates that are remembered, of clients and of owners."""
         return len(self._newest) + len(self._owners)
 
     def watch(self, watched: Watched) -> None:
-        """Look at these sessions, too, for as long as they live."""
+        """Look at these sessions too, for as long as the object lives."""
         with self._lock:
             self._watched.add(watched)
 
     def learn(self, signed: bytes, certificate: Certificate, owner: str = "") -> None:
-        """Take in what a peer has just proven; `owner`: the engine that it is the owner of."""
+        """Record what a peer has just proven. `owner`: the engine for which the peer acts as
+        owner.
+        """
         key = certificate.signing_key
         with self._lock:
             self._newest[key] = signed, certificate
@@ -92,8 +96,8 @@ class Standing:
                 self._used.add(owner)
 
     def objection(self, certificate: Certificate) -> str | None:
-        """Return why a peer that has proven a certificate may have no session any more; None: that,
-        or a newer one of the same keys, counts.
+        """Return why a peer that has proven a certificate may have no session any more. None: this
+        certificate, or a newer one of the same keys, is valid.
         """
         key, clusters = certificate.signing_key, self._credential.clusters
         with self._lock:
@@ -113,7 +117,7 @@ class Standing:
         return None
 
     def objection_to(self, engine_id: str) -> str | None:
-        """Return the same of an owner; None also of one that has proven nothing yet."""
+        """Return the same for an owner; None also if it has proven nothing yet."""
         with self._lock:
             self._used.add(engine_id)
             certificate = self._owners.get(engine_id)
@@ -131,7 +135,7 @@ class Standing:
             loop.call_later(LOOK_S, lambda: self.keep_looking(loop, connect))
 
     def look(self, connect: Callable[[str], ConnectingSide]) -> None:
-        """End the sessions that count no more; prove ourselves again where that may help."""
+        """End the sessions that are valid no more; prove ourselves again where that may help."""
         with self._lock:
             watched = list(self._watched)
         doubted = {key for each in watched for key in each.look(self)}
@@ -158,13 +162,12 @@ class Standing:
 
 
 def _keep(known: dict[Any, Any], used: Set[bytes | str]) -> None:
-    """Forget what is not used."""
     for each in [each for each in known if each not in used]:
         del known[each]
 
 
 def ended(what: str, who: str, reason: str) -> None:
-    """Log that a session ends whose proof counts no more."""
+    """Log that a session ends because its proof is valid no more."""
     _LOG.warning("%s with %s ends: %s", what, who, reason)
     audit("session_ended", what=what, peer=who, reason=reason)
 

@@ -1,7 +1,7 @@
 """The RDMA backend: serves our memory to peers' NICs and moves batches by one-sided READ and WRITE.
 
-Joins NICs, registered memory, the owner's side and one `RdmaPeer` for each engine we talk to. One
-loop thread owns all of it; completions come as events of a descriptor, with a short spin.
+It joins NICs, registered memory, the owner's side and one `RdmaPeer` for each engine we talk to.
+One loop thread owns all of it; completions come as events of a descriptor, with a short spin.
 """
 
 from __future__ import annotations
@@ -42,32 +42,36 @@ from mooncake.transfer.topology import prefer, read_matrix
 
 _LOG = logging.getLogger(__name__)
 _MAX_TAKES = 16
-"""Reads of one NIC's completions in a row, before all else has its turn."""
+"""Reads of one NIC's completions in a row, before all other NICs have their turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RdmaSettings:
-    """How one engine uses RDMA. Devices, ports, GIDs and MTU are found where not given."""
+    """The settings by which one engine uses RDMA. Devices, ports, GIDs and MTU are found where they
+    are not given.
+    """
 
     devices: Sequence[str] = ()
     """Names such as "mlx5_0"; empty = all that are up."""
     near: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Location as in the topology matrix -> NICs to use for memory there before all others."""
+    """Location as in the topology matrix -> NICs to prefer for memory there."""
     gid_index: int | None = None
     mtu_bytes: int | None = None
     traffic_class: int = 0
-    """Of packets, where switches keep classes apart (RoCE: six bits of DSCP, two of ECN)."""
+    """Traffic class of packets, for switches that tell classes apart (RoCE: six bits of DSCP, two
+    of ECN).
+    """
     service_level: int = 0
     max_endpoints: int = 512
-    """Queue pairs open to peers at a time (or fewer, where a NIC has too short a completion queue
-    for as many); of more, those not used lately are closed.
+    """Queue pairs that may be open to peers at a time, or fewer if a NIC's completion queue is too
+    short for them. When there would be more, those not used lately are closed.
     """
     num_spins: int = 32
-    """Looks at an empty completion queue before the thread sleeps."""
+    """How often to look at an empty completion queue before the thread sleeps."""
     link_look_s: float = 0.1
-    """How often a NIC whose link is down is looked at."""
+    """Seconds between two looks at a NIC whose link is down."""
     lost_look_s: float = 1.0
-    """How often to try to open a NIC again that has failed."""
+    """Seconds between two attempts to open a failed NIC again."""
     limits: RdmaLimits = field(default_factory=RdmaLimits)
     owner: OwnerLimits = field(default_factory=OwnerLimits)
 
@@ -110,10 +114,10 @@ class RdmaBackend:
         self._serials = itertools.count(1)
         self._short_of_room: list[RdmaPeer] = []
         self._served: RdmaPeer | None = None
-        """The one of those whose turn it is."""
+        """The peer among them whose turn it is."""
         self._down: set[str] = set()
         self._looked_after: set[str] = set()
-        """Those of the NICs that are down for which a timer is set."""
+        """NICs that are down and for which a timer is set."""
         self._closed = False
         self._owner = RdmaOwner(listen, credentials, memory, self.nics, loop, settings.owner)
         for nic in nics:
@@ -135,12 +139,12 @@ class RdmaBackend:
 
     @property
     def num_endpoints(self) -> int:
-        """Queue pairs open to peers, or being opened."""
+        """Number of queue pairs to peers that are open or being opened."""
         return len(self._endpoints)
 
     @property
     def num_served_pairs(self) -> int:
-        """Queue pairs that peers have open to us."""
+        """Number of queue pairs that peers have open to us."""
         return self._owner.num_pairs
 
     def reaches(self, peer: SegmentRef) -> bool:
@@ -164,8 +168,8 @@ class RdmaBackend:
             peer.stop_sent(job)
 
     def fence(self, grant: int) -> Fence:
-        """Destroy the queue pairs by which a peer may write by a revoked grant: NICs know of none.
-        Return UNKNOWN when a NIC does not destroy one.
+        """Destroy the queue pairs by which a peer may write by a revoked grant, because NICs do not
+        know grants. Return UNKNOWN when a NIC does not destroy one.
         """
         return self._owner.fence(grant)
 
@@ -218,14 +222,14 @@ class RdmaBackend:
         return endpoint
 
     def _new_serial(self) -> int:
-        """Return a number that no open endpoint has; numbers are used again."""
+        """Return a number that no open endpoint has. Numbers are reused."""
         while (serial := next(self._serials) % NUM_SERIALS) in self._endpoints:
             pass
         return serial
 
     def _make_room(self, peer: RdmaPeer, *, insist: bool) -> None:
-        """Close an idle endpoint of another peer that was not used lately; if there is none and
-        `insist`, have a busy one close when it is idle.
+        """Close another peer's endpoint that is idle and was not used lately. If there is none and
+        `insist` is set, a busy one is closed as soon as it is idle.
         """
 
         def may_retire(serial: int) -> bool:
@@ -255,7 +259,7 @@ class RdmaBackend:
         return parts
 
     def _serve_short(self) -> None:
-        """Give room to the peers that wait for it, in the order they came."""
+        """Give room to the peers that wait for it, in the order in which they came."""
         while self._short_of_room and not self._closed:
             self._served = peer = self._short_of_room.pop(0)
             peer.pump()
@@ -286,7 +290,7 @@ class RdmaBackend:
         self._take(nic)  # what came before the descriptor was armed signals nothing
 
     def _take(self, nic: Nic) -> bool:
-        """Handle the requests that have ended; return whether there were any."""
+        """Handle the requests that have ended. Return whether there were any."""
         ended = nic.take_completions()
         touched: dict[int, RdmaPeer] = {}
         for completion in ended:
@@ -389,7 +393,7 @@ def open_rdma(
 ) -> RdmaBackend:
     """Return the backend over this machine's own devices.
 
-    Raises ConfigError without pyverbs, without a device, or when one that was named is not usable.
+    Raises ConfigError without pyverbs, without a device, or when a named device is not usable.
     """
     choices = NicChoices(
         gid_index=settings.gid_index,

@@ -1,4 +1,4 @@
-"""One queue pair from a NIC of ours to a NIC of a peer's, and the slices it carries.
+"""A queue pair from one of our NICs to one of a peer's NICs, and the slices it carries.
 
 Requests of one pair end in order: only every n-th success is reported, and the last of each run.
 """
@@ -18,19 +18,19 @@ from mooncake.transfer.rdma.nic import Nic, QueuePair, WorkRequest
 _SEQUENCE_BITS = 40
 _SEQUENCE_MASK = 2**_SEQUENCE_BITS - 1
 NUM_SERIALS: int = 2 ** (64 - _SEQUENCE_BITS)
-"""Endpoints that there can be at a time: the numbers of requests have 64 bits."""
+"""Endpoints that may exist at a time: the numbers of requests have 64 bits."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Path:
-    """From one of our NICs to one of the peer's, by name."""
+    """The names of one of our NICs and of one of the peer's, as a path."""
 
     local: str
     remote: str
 
 
 class EndpointState(Enum):
-    """How far an endpoint has come."""
+    """The state of an endpoint."""
 
     OPENING = "opening"
     READY = "ready"
@@ -53,7 +53,9 @@ def serial_of(work_id: int) -> int:
 
 
 class Endpoint:
-    """One queue pair. The memory of its slices belongs to the NIC until they ended, or `close`."""
+    """One queue pair. The NIC owns the memory of its slices until they have ended, or until
+    `close`.
+    """
 
     def __init__(self, serial: int, path: Path, nic: Nic, signal_every: int) -> None:
         self.serial = serial
@@ -86,14 +88,14 @@ class Endpoint:
 
     @property
     def room(self) -> int:
-        """Requests that it can still take."""
+        """Number of requests that it can still take."""
         return self._nic.depth - self._num_requests
 
     def send(self, parts: Sequence[tuple[Part, Sequence[WorkRequest]]], now: float) -> None:
-        """Post slices, each with its copies, which get their numbers and signals here.
+        """Post slices, each with its copies. The copies get their numbers and signals here.
 
-        Raises TransferError when the NIC takes none: all of `parts` are posted then, as far as is
-        known, so close the endpoint.
+        Raises TransferError when the NIC refuses. Some of `parts` may then be posted, so all count
+        as posted: close the endpoint.
         """
         run: list[WorkRequest] = []
         for part, requests in parts:
@@ -119,7 +121,7 @@ class Endpoint:
         return self._take(lambda posted: posted.last_work_id <= work_id)
 
     def first_at(self, work_id: int) -> Part | None:
-        """Return the slice that a request belongs to; none is let go."""
+        """Return the slice that a request belongs to, and keep it under way."""
         for posted in self._posted:
             if work_id <= posted.last_work_id:
                 return posted.part

@@ -1,4 +1,4 @@
-"""Which of many connections stay open when there may only be so many: a cap and SIEVE eviction.
+"""Decides which of many connections stay open when their number is limited, by SIEVE eviction.
 
 Pure: holds keys in the order they came, a mark on those used since the hand last passed, and the
 hand. Its owner opens and closes what the keys stand for.
@@ -15,7 +15,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class EndpointPool(Generic[Key]):
-    """At most `cap` keys. `touch` takes constant time, all else may look at every key."""
+    """Holds at most `cap` keys. `touch` takes constant time; all other calls may look at every
+    key.
+    """
 
     def __init__(self, cap: int) -> None:
         if cap < 1:
@@ -59,7 +61,7 @@ class EndpointPool(Generic[Key]):
         self._hand -= index < self._hand
 
     def victim(self, may_leave: Callable[[Key], bool] = lambda _key: True) -> Key | None:
-        """Return the key that should go next, still in the pool; None when none may leave.
+        """Return the key that should leave next, without removing it; None when none may leave.
 
         The hand goes from old to new, clears marks as it passes and stops at the first key without
         one that may leave.

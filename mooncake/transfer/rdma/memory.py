@@ -1,8 +1,8 @@
-"""The regions of this process on each NIC, and which NICs are near which region.
+"""Registers the regions of this process with each NIC, and knows which NICs are near which region.
 
 A region is registered when it is made, on the caller's thread (pinning takes a while), and
-withdrawn with it. Read by the RDMA loop. Memory of a device is registered where its driver or the
-kernel (dmabuf) lets NICs reach it; where not, RDMA does not move it.
+withdrawn with it. Read by the RDMA loop. A device's memory is registered if its driver or the
+kernel (dmabuf) lets NICs reach it; otherwise RDMA does not move it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Known:
     num_bytes: int
     register: Callable[[Nic], Registration]
     on: dict[str, Registration]
-    """Registrations, by the names of the NICs."""
+    """Registrations by the name of the NIC."""
     near: NicChoice
     in_host: bool
 
@@ -51,7 +51,9 @@ class RdmaMemory:
         self._matrix = matrix
         self._lost: set[str] = set()
         self._changing = threading.Lock()
-        """Held while regions are registered; longer than `_lock`, and taken before it."""
+        """Held while regions are registered. It is held longer than `_lock`, and taken before
+        it.
+        """
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
         table.watch_additions(self._add)
@@ -90,7 +92,7 @@ class RdmaMemory:
         location: str,
         in_host: bool = False,
     ) -> _Known:
-        """Register with all NICs there are or, raising TransferError, with none."""
+        """Register with all NICs. If that raises TransferError, no NIC has a registration."""
         done: dict[str, Registration] = {}
         try:
             for number, nic in enumerate(self._nics):
@@ -105,7 +107,7 @@ class RdmaMemory:
         return _Known(address, num_bytes, register, done, near, in_host)
 
     def _reach(self, memory: DeviceMemory) -> _Known | None:
-        """Register a device's memory; None where no NIC reaches it."""
+        """Register a device's memory; return None if no NIC reaches it."""
         num_bytes, location = memory.num_bytes, memory.location
         reasons = []
         if memory.reachable_by_nics():
@@ -159,8 +161,8 @@ class RdmaMemory:
         return name in self._lost
 
     def find_again(self, nic: Nic) -> None:
-        """Register all regions with a NIC that works again. Raises TransferError, and the NIC stays
-        lost then.
+        """Register all regions with a NIC that works again. Raises TransferError; the NIC then
+        stays lost.
         """
         name = nic.address.name
         with self._changing:
@@ -180,7 +182,7 @@ class RdmaMemory:
             self._lost.discard(name)
 
     def close(self) -> None:
-        """Withdraw everything; only when no queue pair is left."""
+        """Withdraw everything. Call it only when no queue pair is left."""
         with self._lock:
             region_ids = list(self._known)
         for region_id in region_ids:
@@ -189,7 +191,7 @@ class RdmaMemory:
 
     def local(self, region_id: int, nic: str) -> tuple[int, int, bool] | None:
         """Return a region's address and local key on one of our NICs, and whether it lies in the
-        host's memory; None when withdrawn.
+        host's memory; None when it was withdrawn.
         """
         with self._lock:
             known = self._known.get(region_id)

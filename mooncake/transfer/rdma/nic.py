@@ -1,6 +1,6 @@
 """The port to a NIC: registered memory, reliable connections, completions.
 
-`rdma/verbs.py` is the real one; tests of the backend's rules have another.
+`rdma/verbs.py` is the real one; tests of the backend's rules use another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mooncake.transfer.rdma.wire import NicAddress, PairAddress
 
 
 class Outcome(Enum):
-    """How a work request ended."""
+    """The result of a work request."""
 
     ARRIVED = "arrived"
     REFUSED = "the peer's NIC refused the address or the key"
@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of a work request, and of all before it of the same queue pair."""
+    """The end of a work request, and of all earlier ones of the same queue pair."""
 
     work_id: int
     outcome: Outcome
@@ -46,13 +46,13 @@ class WorkRequest:
     signalled: bool
     """True if its success is reported (a failure always is)."""
     in_host: bool = False
-    """True if the CPU may read our bytes too, while `post` is called: short ones go with the
-    request. Of a GPU's memory it may not, and the address means nothing to it.
+    """True if the CPU may read our bytes too while `post` is called; short ones travel with the
+    request. It is False for a GPU's memory, whose address means nothing to the CPU.
     """
 
 
 class Registration(Protocol):
-    """Memory one NIC may touch."""
+    """Memory that one NIC may touch."""
 
     @property
     def local_key(self) -> int: ...
@@ -61,7 +61,7 @@ class Registration(Protocol):
     def remote_key(self) -> int: ...
 
     def close(self) -> None:
-        """Withdraw it; on return the NIC touches it no more and refuses peers."""
+        """Withdraw the memory. On return the NIC does not touch it any more and refuses peers."""
 
 
 class QueuePair(Protocol):
@@ -71,16 +71,16 @@ class QueuePair(Protocol):
     def address(self) -> PairAddress: ...
 
     def serve(self, peer: PairAddress) -> None:
-        """Connect as the end that is read from and written to."""
+        """Connect as the end whose memory is read and written."""
 
     def connect(self, peer: PairAddress) -> None:
         """Connect as the end that sends requests."""
 
     def post(self, requests: Sequence[WorkRequest]) -> None:
-        """Hand requests to the NIC, in order; there must be room for them."""
+        """Give requests to the NIC, in order. The caller makes sure that there is room for them."""
 
     def close(self) -> None:
-        """Destroy it; on return nothing that came or goes by it touches memory."""
+        """Destroy the pair. On return none of its transfers, in or out, touches memory."""
 
 
 class Nic(Protocol):
@@ -91,12 +91,12 @@ class Nic(Protocol):
 
     @property
     def depth(self) -> int:
-        """Work requests that a queue pair holds."""
+        """Number of work requests that a queue pair holds."""
 
     @property
     def max_pairs(self) -> int:
-        """Queue pairs that may be posted to at a time: all their requests may fail at once, and the
-        completion queue must hold that.
+        """Number of queue pairs that may be posted to at a time: all their requests may fail at
+        once, and the completion queue must hold the results.
         """
 
     def fileno(self) -> int:
@@ -106,7 +106,7 @@ class Nic(Protocol):
         """A descriptor that becomes readable when the port changed."""
 
     def take_events(self) -> None:
-        """Read the changes reported so far, after which the address may be another.
+        """Read the changes reported so far. The address may differ afterwards.
 
         Raises TransferError when the device has failed.
         """
@@ -120,8 +120,8 @@ class Nic(Protocol):
         """
 
     def register_dmabuf(self, fd: int, offset: int, num_bytes: int) -> Registration:
-        """Let the NIC touch a device's memory, which begins at `offset` in what `fd` stands for,
-        and for the NIC at this number too. Raises TransferError.
+        """Let the NIC touch a device's memory, which begins at `offset` in the buffer of `fd`. The
+        NIC uses the same address. Raises TransferError.
         """
 
     def new_pair(self) -> QueuePair:
@@ -131,15 +131,16 @@ class Nic(Protocol):
         """Return what ended, without waiting. Raises TransferError when the device has failed."""
 
     def arm(self) -> None:
-        """Have the descriptor signal the next completion; take completions once more after that.
+        """Have the descriptor signal the next completion. Take completions once more after this
+        call.
 
         Raises TransferError when the device has failed.
         """
 
     def reopen(self) -> None:
-        """Open the device again after a failure, with other descriptors; pairs and registrations
-        are gone. Raises TransferError when that fails, and may be called again then.
+        """Open the device again after a failure. Descriptors change; pairs and registrations are
+        gone. Raises TransferError when that fails; it may then be called again.
         """
 
     def close(self) -> None:
-        """Give the device back; pairs and registrations were closed before."""
+        """Release the device. The caller has closed its pairs and registrations."""

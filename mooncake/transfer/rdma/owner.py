@@ -26,8 +26,8 @@ from mooncake.transfer.rdma.nic import Nic, QueuePair
 
 _LOG = logging.getLogger(__name__)
 MAX_GRANTS = 4096
-"""Grants that are known of one session; of older ones, which have long ended as a rule, only the
-greatest number is.
+"""Grants that are remembered for one session. Of older ones, most of which have ended long ago,
+only the greatest number is remembered.
 """
 
 
@@ -78,8 +78,8 @@ class RdmaOwner:
             session.lose(nic)
 
     def fence(self, grant: int) -> Fence:
-        """End the sessions of clients that may write by a revoked grant: a queue pair that is
-        destroyed here lets nothing in any more, whatever the client does. From any thread.
+        """End the sessions of clients that may write by a revoked grant. A queue pair that is
+        destroyed here lets nothing in, whatever the client does. From any thread.
         """
         writers = [each for each in self.listener.sessions if each.may_write(grant)]
         for session in writers:
@@ -89,8 +89,8 @@ class RdmaOwner:
         return Fence.UNKNOWN if grant <= self._uncertain_to else Fence.CLOSED
 
     def not_destroyed(self, last_grant: int) -> None:
-        """Take note of an ended session with a queue pair that a NIC does not destroy, and the last
-        grant it serves.
+        """Record an ended session with a queue pair that a NIC does not destroy, and the last grant
+        that it serves.
         """
         self._uncertain_to = max(self._uncertain_to, last_grant)
 
@@ -101,14 +101,16 @@ class RdmaOwner:
 
 
 class RdmaSession:
-    """One client's control session and the queue pairs it has opened."""
+    """One client's control session and the queue pairs that it has opened."""
 
     def __init__(self, owner: RdmaOwner, sock: socket.socket, handshake: AcceptingSide) -> None:
         self.loop = owner.loop
         self._owner = owner
         self._pairs: dict[int, QueuePair] = {}
         self._grants: dict[int, None] = {}
-        """Those the client may write by, the latest last; it may once have all up to `_dropped`."""
+        """Grants by which the client may write, the latest last. It may have been allowed all up to
+        `_dropped`.
+        """
         self._dropped = 0
         self._is_pair_left = False
         """True if a NIC has not destroyed one; grants that are asked for later may use it, too."""
@@ -197,7 +199,7 @@ class RdmaSession:
                 self._close_pair(pair_id)
 
     def close(self) -> None:
-        """Hang up; what the client had opened reaches our memory no more."""
+        """Close the session. The queue pairs that the client opened reach our memory no more."""
         self._stream.close()
         for pair_id in list(self._pairs):
             self._close_pair(pair_id)

@@ -1,4 +1,4 @@
-"""Chooses the path of a slice to one peer: from which of our NICs to which of the peer's.
+"""Chooses the path of a slice to one peer: one of our NICs and one of the peer's.
 
 Paths near the memory come first, then the least busy; a path that broke rests until its breaker
 lets one slice try it. Belongs to one `RdmaPeer`.
@@ -26,9 +26,11 @@ class RdmaLimits:
     slices: SliceLimits = field(
         default_factory=lambda: SliceLimits(target_bytes=2**20, min_bytes=64 * 1024, max_pieces=32)
     )
-    """64 KiB where that spreads a batch over more NICs, more where there is much to move."""
+    """64 KiB if that spreads a batch over more NICs, more if there is much to move."""
     in_flight_bytes: int = 8 * 2**20
-    """Bytes one queue pair has under way; more is queued, so that other paths can take it."""
+    """Bytes that one queue pair has under way. Further ones are queued, so that other paths can
+    take them.
+    """
     signal_every: int = 16
     num_failures: int = 4
     """A slice whose path broke this often fails its batch."""
@@ -41,7 +43,7 @@ class RdmaLimits:
 
 
 class PathHub(Protocol):
-    """What paths need of the backend."""
+    """What paths need from the backend."""
 
     memory: RdmaMemory
     nics: Mapping[str, Nic]
@@ -52,7 +54,7 @@ class PathHub(Protocol):
 
 
 class PeerPaths:
-    """The open paths to one peer, and breakers for all."""
+    """The open paths to one peer, and the breakers of all paths."""
 
     def __init__(self, hub: PathHub, open_path: Callable[[Path, Breaker], bool]) -> None:
         """`open_path` begins to open a path, and returns False when it cannot be opened now."""
@@ -77,7 +79,7 @@ class PeerPaths:
         return breaker
 
     def next_try_s(self, now: float) -> float | None:
-        """Return when a path may be tried again; None when waiting is of no use."""
+        """Return when a path may be tried again; None when waiting does not help."""
         tries = [breaker.next_try_s() for breaker in self._breakers.values()]
         times = [when for when in tries if when is not None]
         resting = all(breaker.num_failures >= 2 for breaker in self._breakers.values())
@@ -88,9 +90,9 @@ class PeerPaths:
     def choose(
         self, part: Part, runs: Mapping[Path, Sequence[Part]], now: float
     ) -> Endpoint | None:
-        """Return the least busy usable endpoint near the slice's memory; open those wanted.
+        """Return the least busy usable endpoint near the slice's memory; open wanted ones.
 
-        runs: slices that will go by each path before this one.
+        runs: slices that each path will carry before this one.
         """
         near = self._hub.memory.nics_near(part.slice.pieces[0].local_region)
         for names in (near.preferred, near.secondary):
@@ -117,7 +119,7 @@ class PeerPaths:
         return None
 
     def _endpoint_of(self, local: str, now: float) -> tuple[Endpoint | None, bool]:
-        """Return the endpoint from one of our NICs, by the best rail that works, and whether one
+        """Return the endpoint from one of our NICs over the best rail that works, and whether one
         is being opened.
         """
         if not self._hub.is_up(local):

@@ -1,8 +1,8 @@
 """One peer over RDMA, from the client's side: its keys, queue pairs to its NICs, and our slices.
 
-A slice whose queue pair broke goes again by another path: a READ at once, for our own NIC has let
-go of the memory; a WRITE when the owner has confirmed that its end is gone as well (`RetryQueue`).
-Lives in the RDMA loop.
+A slice whose queue pair broke is sent again over another path. A READ is sent at once, because our
+own NIC no longer touches the memory. A WRITE waits until the owner has confirmed that its end is
+gone too (`RetryQueue`). Lives in the RDMA loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_GRANTS = 4096
 
 
 def _grant_of(job: Job) -> int:
-    """Return the grant by which a job writes; 0: none, or it reads."""
+    """Return the grant by which a job writes; 0: none, or the job reads."""
     return job.grant if job.op is Op.WRITE else 0
 
 
@@ -52,8 +52,9 @@ class PeerHub(PathHub, Protocol):
         """Seconds of real time."""
 
     def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
-        """Return a new endpoint, None when there are too many. If it were the peer's only one, room
-        is made, and `pump` called then. Raises TransferError when the NIC opens none.
+        """Return a new endpoint; None when there are too many. If the peer has no other endpoint,
+        room is made for it, and its `pump` is called then. Raises TransferError when the NIC opens
+        none.
         """
 
     def close_endpoint(self, endpoint: Endpoint) -> list[Part]:
@@ -63,7 +64,7 @@ class PeerHub(PathHub, Protocol):
         """Note that an endpoint is used, so that it stays open longer than others."""
 
     def decline(self, job: Job, reason: str) -> None:
-        """Have a job go another way of which nothing has begun."""
+        """Let another protocol move a job of which nothing has begun."""
 
 
 class RdmaPeer:
@@ -75,11 +76,11 @@ class RdmaPeer:
         self.paths = PeerPaths(hub, self._open)
         self._hub = hub
         self._waiting: list[Job] = []
-        """Jobs none of whose slices are cut: keys or the owner's NICs are not known yet."""
+        """Jobs whose slices are not cut yet, because keys or the owner's NICs are not known."""
         self._queue = RetryQueue(key.engine_id, hub.limits.num_failures)
         self._keys: dict[int, wire.RegionKeys] = {}
         self._grants: set[int] = set()
-        """Those that the owner lets us write by."""
+        """Grants by which the owner lets us write."""
         self._asked: set[wire.AskRegion | wire.AskGrant] = set()
         self._timer: Timer | None = None
         self._in_line = False
@@ -102,7 +103,9 @@ class RdmaPeer:
     # ------------------------------------------------------------ the owner
 
     def on_break(self, reason: str, connection_id: str) -> None:
-        """Connect again for what is not done; the owner is told to end the broken session."""
+        """Connect again for the slices that are not done; the owner is told to end the broken
+        session.
+        """
         self._queue.hold_instead(self._queue.fences, connection_id)
         for endpoint in list(self.paths.endpoints.values()):
             if not endpoint.is_idle:
@@ -118,7 +121,7 @@ class RdmaPeer:
             self._session.end(reason)
 
     def on_welcome(self) -> None:
-        """Send again what the sessions carried that the owner has now ended."""
+        """Send again what was carried by the sessions that the owner has now ended."""
         self._queue.confirm(self._queue.fences)
 
     def on_answer(self, answer: wire.Answer) -> None:
@@ -158,7 +161,7 @@ class RdmaPeer:
         self._cut_waiting()
 
     def _refuse(self, reason: str, needs: Callable[[Sequence[TransferOp], Job], bool]) -> None:
-        """Fail what needs what the owner does not give."""
+        """Fail the jobs that need what the owner does not give."""
         message = f"{self.engine_id} refused: {reason}"
         for job in self._waiting:
             if needs(job.ops, job):
@@ -190,7 +193,7 @@ class RdmaPeer:
         self.pump()
 
     def _cut_waiting(self) -> None:
-        """Cut the jobs into slices whose regions are known; ask for the others."""
+        """Cut the jobs whose regions are known into slices; ask for the other regions."""
         if self._session.state is not SessionState.READY:
             return
         waiting, self._waiting = self._waiting, []
@@ -203,8 +206,8 @@ class RdmaPeer:
                 self._cut(job)
 
     def _lacks(self, job: Job, ops: Sequence[TransferOp]) -> bool:
-        """Return whether keys of these ops' regions are not known, or whether they may be written
-        to; that is asked for.
+        """Return whether keys of these ops' regions, or the answer to the job's grant, are not
+        known. What is missing is asked for.
         """
         regions = {op.remote_region for op in ops} - self._keys.keys()
         asks: list[wire.AskRegion | wire.AskGrant] = [
@@ -241,7 +244,7 @@ class RdmaPeer:
     # ---------------------------------------------------------------- paths
 
     def pump(self) -> None:
-        """Give slices to paths while there are any of both."""
+        """Give slices to paths as long as slices wait and a path has room."""
         if self._session.state is not SessionState.READY:
             return
         self._in_line = False
@@ -264,7 +267,9 @@ class RdmaPeer:
         self._look_ahead(now)
 
     def _open(self, path: Path, breaker: Breaker) -> bool:
-        """Begin to connect a path; False when our own NIC refuses, or there is no room for it."""
+        """Begin to connect a path. Return False when our own NIC refuses, or there is no room for
+        it.
+        """
         try:
             endpoint = self._hub.open_endpoint(self, path)
         except TransferError as error:
@@ -332,7 +337,7 @@ class RdmaPeer:
         return found
 
     def _look_ahead(self, now: float) -> None:
-        """When no path is up or coming: come again when one may be tried, or give up."""
+        """If no path is open or opening, call `pump` again when one may be tried, or give up."""
         if not self._queue or self.paths.endpoints or self._asked or self._in_line:
             return
         when = self.paths.next_try_s(now)
@@ -377,7 +382,9 @@ class RdmaPeer:
             part.job.finish()
 
     def fail(self, endpoint: Endpoint, reason: str, *, blame: bool = True) -> None:
-        """Close a path that broke; with `blame` it rests before it is tried again. `pump` after."""
+        """Close a path that broke. With `blame` it rests before it is tried again. Call `pump`
+        afterwards.
+        """
         if endpoint.state is EndpointState.CLOSED:
             return
         _LOG.warning(
@@ -399,7 +406,9 @@ class RdmaPeer:
         self._session.send(wire.ClosePair(endpoint.serial))
 
     def _let_go(self, endpoint: Endpoint, failure: str | None = None) -> list[Part]:
-        """Destroy our end of an endpoint; READs go again. Return the WRITEs it had in hand."""
+        """Destroy our end of an endpoint. Its READs are sent again. Return the WRITEs that it had
+        in hand.
+        """
         self.paths.endpoints.pop(endpoint.path, None)
         self.paths.breaker(endpoint.path).untried()  # should it have been a trial
         parts = self._hub.close_endpoint(endpoint)
@@ -417,7 +426,7 @@ class RdmaPeer:
     # ------------------------------------------------------------- stopping
 
     def stop_sent(self, job: Job) -> None:
-        """Bring a stopped job to an end: soon by itself, else by tearing its paths down."""
+        """Bring a stopped job to an end: it ends soon by itself, or its paths are torn down."""
         self._hub.loop.call_later(self._hub.limits.fence_s, lambda: self._break(job))
 
     def _break(self, job: Job) -> None:
@@ -430,11 +439,13 @@ class RdmaPeer:
         self._hub.loop.call_later(self._hub.limits.fence_s, lambda: self._queue.give_up(job))
 
     def end(self, reason: str) -> None:
-        """Hang up: what has not begun may go another way, the rest fails."""
+        """Close the session. Jobs that have not begun may take another protocol; the others
+        fail.
+        """
         self._session.end(reason)
 
     def on_gone(self, reason: str) -> None:
-        """Let go of all jobs; the next request to this peer begins anew."""
+        """Release all jobs. The next request to this peer begins anew."""
         error = f"{self.engine_id}: {reason}"
         self._queue.fail_ready(error)
         stranded = [

@@ -1,8 +1,8 @@
 """RDMA by the kernel's verbs, through pyverbs: the only module that imports it.
 
-Reliable connections with one-sided READ and WRITE between registered memory: no copy here, no code
-on the other side. pyverbs comes from PyPI or as Debian's python3-pyverbs, which lies outside of
-virtual environments and is looked for there.
+It uses reliable connections with one-sided READ and WRITE between registered memory: no copy here,
+no code on the other side. pyverbs comes from PyPI or from Debian's python3-pyverbs, which lies
+outside virtual environments and is looked for there.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ _CQ_DEPTH = 2**17 - 1
 """Completions that each NIC's queue holds, if the device allows as many."""
 _POLL_AT_ONCE = 64
 _TIMEOUT_CODE = 14
-"""A packet goes again after 4.096 us * 2**14 = 67 ms without an answer ..."""
+"""A packet is sent again after 4.096 us * 2**14 = 67 ms without an answer."""
 _RETRIES = 7
-"""... so often, then the path is taken for broken: about half a second."""
+"""After this many tries the path counts as broken: about half a second in all."""
 
 
 class Verbs:
-    """The modules of pyverbs. Raises ConfigError, saying how to install it, where there is none."""
+    """The modules of pyverbs. Raises ConfigError, which says how to install pyverbs, if it is
+    missing.
+    """
 
     def __init__(self) -> None:
         _find_pyverbs()
@@ -94,7 +96,7 @@ def _event_descriptors() -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class NicChoices:
-    """Choices of the configuration, where the defaults do not fit."""
+    """Choices of the configuration, for cases where the defaults do not fit."""
 
     gid_index: int | None = None
     mtu_bytes: int | None = None
@@ -112,7 +114,7 @@ class VerbsNic:
         self._choices = choices
         self._open(port)
         self.inline_bytes = _INLINE_BYTES
-        """Bytes of a WRITE that go with its request; 0 where the provider does not take as many."""
+        """Bytes of a WRITE that travel with its request; 0 if the provider takes none."""
         self.has_extended_posts = True
         """True if many requests take one doorbell; False where the provider has no such call."""
 
@@ -181,7 +183,7 @@ class VerbsNic:
             self.address = self._read_address(self._find_port(), self._choices)
 
     def _find_port(self) -> PortFacts:
-        """Raises ValueError."""
+        """Return the port to use. Raises ValueError when there is none."""
         for port in read_ports(self.address.name):
             if port.port == self._port:
                 return port
@@ -250,7 +252,7 @@ class VerbsNic:
             raise TransferError(f"{self.address.name} opens no queue pair: {error}") from error
 
     def _create_pair(self) -> tuple[Any, bool]:
-        """Return the pair, and whether it takes posts in the extended, cheaper way."""
+        """Return the pair, and whether it supports the faster extended way to post."""
         verbs, enums = self._verbs, self._verbs.enums
         capacity = verbs.qp.QPCap(
             max_send_wr=_DEPTH,
@@ -412,7 +414,7 @@ class VerbsPair:
         return signalled | (enums.IBV_SEND_INLINE if inline else 0), inline
 
     def _post_extended(self, requests: Sequence[WorkRequest]) -> None:
-        """One doorbell for all."""
+        """Post all requests with one doorbell."""
         pair, element = self._pair, self._element
         pair.wr_start()
         for request in requests:
@@ -460,7 +462,7 @@ class VerbsPair:
 def open_nics(devices: Sequence[str], choices: NicChoices) -> list[VerbsNic]:
     """Return all active ports, or those of the named devices. Raises ConfigError.
 
-    Of a device with several active ports the first is used.
+    If a device has several active ports, the first is used.
     """
     verbs = Verbs()
     there = list_rdma_devices()

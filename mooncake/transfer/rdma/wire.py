@@ -2,7 +2,7 @@
 
 After the handshake the owner of the memory lists its NICs. The client then asks for the keys of
 regions and has queue pairs opened and closed; payload never comes this way. Before it writes by a
-grant it asks for that too, so that the owner knows by whose queue pairs it may be written.
+grant it asks for the grant too, so that the owner knows whose queue pairs may write by it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_NICS = 64
 
 
 class NicAddress(msgspec.Struct, frozen=True):
-    """How one NIC is reached."""
+    """The address at which one NIC is reached."""
 
     name: str
     gid: bytes
@@ -29,7 +29,7 @@ class NicAddress(msgspec.Struct, frozen=True):
 
 
 class PairAddress(msgspec.Struct, frozen=True):
-    """One end of a reliable connection."""
+    """The address of one end of a reliable connection."""
 
     nic: NicAddress
     number: int
@@ -74,13 +74,15 @@ class AskGrant(msgspec.Struct, frozen=True, tag="grant"):
 
 
 class GrantGood(msgspec.Struct, frozen=True, tag="good"):
-    """The owner's answer: it may, by all queue pairs of this session, until the session ends."""
+    """The owner's answer: the client may write by the grant, on all queue pairs of this session,
+    until the session ends.
+    """
 
     grant: int
 
 
 class GrantRefused(msgspec.Struct, frozen=True, tag="revoked"):
-    """The owner's answer: it may not."""
+    """The owner's answer: the client may not write by the grant."""
 
     grant: int
     reason: str
@@ -89,7 +91,8 @@ class GrantRefused(msgspec.Struct, frozen=True, tag="revoked"):
 class OpenPair(msgspec.Struct, frozen=True, tag="pair"):
     """The client asks for a new queue pair on the owner's NIC `nic`, connected to `client`.
 
-    Releases whose clients do not ask for grants have another tag, so they are given none.
+    Clients of releases that do not ask for grants use another tag, so the owner opens no pair for
+    them.
     """
 
     pair_id: int
@@ -98,7 +101,7 @@ class OpenPair(msgspec.Struct, frozen=True, tag="pair"):
 
 
 class PairOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """The owner's answer: its end of the new queue pair."""
+    """The owner's answer: the address of its end of the new queue pair."""
 
     pair_id: int
     owner: PairAddress
@@ -118,7 +121,7 @@ class ClosePair(msgspec.Struct, frozen=True, tag="close"):
 
 
 class PairClosed(msgspec.Struct, frozen=True, tag="closed"):
-    """The owner's answer: nothing that came by this queue pair will touch its memory any more."""
+    """The owner's answer: no transfer of this queue pair will touch its memory any more."""
 
     pair_id: int
 

@@ -81,7 +81,8 @@ class ShmBackend:
 
     def fence(self, grant: int) -> Fence:
         """Return OPEN while a peer that has mapped our memory copies by a revoked grant, or has
-        stopped within a copy. It begins no other, and its hand is seen empty when it dies.
+        stopped in the middle of a copy. The peer begins no other copy, and its hand is seen empty
+        when it dies.
         """
         return Fence.OPEN if self._owner.is_held(grant) else Fence.CLOSED
 
@@ -89,7 +90,7 @@ class ShmBackend:
         self.pool.pump()
 
     def close(self) -> None:
-        """Refuse peers and let go of their memory; done when the loop has ended."""
+        """Refuse peers and unmap their memory. That is done when the loop has ended."""
         self._owner.close()
         for peer in self.peers.close():
             self.loop.post(functools.partial(peer.end, "the transfer engine is closed"))

@@ -1,7 +1,7 @@
-"""The owner's side of shared memory: hands our regions to proven clients on this host.
+"""The owner's side of shared memory: it hands our regions to proven clients on this host.
 
-Lives in one I/O loop; only its pages are also touched by threads that withdraw a region, or ask
-whether a grant is in a client's hands.
+Lives in one I/O loop. Other threads touch only its pages, when they withdraw a region or ask
+whether a client copies by a grant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ShmOwner:
         self._lock = threading.Lock()
         self._page = wire.StatePage()
         self._hands: dict[int, wire.Hands] = {}
-        """Of the clients that may copy, by our end of their pipe."""
+        """Hands of the clients that may copy, by our end of their pipe."""
         self._closed = False
         name = f"mooncake-{credentials.ids.hex(8)}"
         self.endpoint = f"@{name}"
@@ -51,7 +51,9 @@ class ShmOwner:
                 self._page.withdraw(region_id)
 
     def let_in(self, welcome: Welcome) -> None:
-        """Welcome a client with the pages by which we are understood; in the loop."""
+        """Welcome a client and send it the pages by which both sides see each other's state. Runs
+        in the loop.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -66,14 +68,16 @@ class ShmOwner:
                 hands.given()
 
     def _let_go(self, hands: wire.Hands) -> None:
-        """Forget a client that can copy no more; in the loop."""
+        """Forget a client that can copy no more. Runs in the loop."""
         self._loop.remove(hands.heard)
         with self._lock:
             self._hands.pop(hands.heard, None)
         hands.close()
 
     def is_held(self, grant: int) -> bool:
-        """Return whether a client copies by a grant, or stands still in the middle of that."""
+        """Return whether a client copies by a grant, or has stopped in the middle of such a
+        copy.
+        """
         with self._lock:
             return any(hands.hold(grant) for hands in self._hands.values())
 
@@ -98,7 +102,7 @@ class ShmOwner:
         stream.send(wire.CODEC.encode(wire.RegionRefused(ask.region_id, reason, unshared)))
 
     def close(self) -> None:
-        """Mark all regions as gone at once; sessions and the listener go when the loop turns."""
+        """Mark all regions as gone at once. Sessions and the listener end when the loop turns."""
         with self._lock:
             self._closed = True
             self._page.close()
@@ -134,6 +138,6 @@ class ShmSession:
         self._owner.hand_out(self._stream, wire.CODEC.decode_ask(body))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the session."""
         self._stream.close()
         self._owner.listener.forget(self)

@@ -1,8 +1,8 @@
-"""One peer on this host, from the client's side: its memory mapped here, and jobs that wait for it.
+"""A peer on this host, from the client's side: its memory mapped here, and jobs that wait for it.
 
-The connection shows that the owner lives; the owner's pages show which regions are still
-registered and which grants were revoked. All are looked at between the steps of every copy, and
-while a step writes by a grant, the owner sees it in our hands.
+The connection shows that the owner lives; the owner's pages show which regions are still registered
+and which grants were revoked. All of these are checked between the steps of every copy. While a
+step writes by a grant, the owner sees that in our hands.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ShmPeer:
         self.engine_id = key.engine_id
         self.stats = hub.stats
         self.gone: str | None = None
-        """Why nothing more goes this way; None while something may."""
+        """The reason why nothing more goes this way; None while something may."""
         self._hub = hub
         self._pages: wire.OwnerPages | None = None
         self._regions: dict[int, MappedRegion] = {}
@@ -132,7 +132,7 @@ class ShmPeer:
     # ------------------------------------------------------------------ jobs
 
     def put(self, job: Job) -> None:
-        """Start `job`, now if all it needs is mapped, else when it is."""
+        """Start `job`: now if all regions it needs are mapped, otherwise when they are."""
         if not self._try_start(job):
             self._hub.loop.post(lambda: self._wait(job))
 
@@ -145,7 +145,7 @@ class ShmPeer:
             self._serve_waiting()
 
     def _serve_waiting(self) -> None:
-        """Start what can start, ask for the regions the others need."""
+        """Start the jobs that can start, and ask for the regions that the others need."""
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             if job.stopped or self._try_start(job):
@@ -157,7 +157,7 @@ class ShmPeer:
                     self._session.send(wire.OpenRegion(region_id))
 
     def _live_region(self, region_id: int) -> MappedRegion | None:
-        """Return a region if it is mapped and still registered; let go of one that is not."""
+        """Return a region if it is mapped and still registered. Unmap one that is withdrawn."""
         region = self._regions.get(region_id)
         pages = self._pages
         if region is None or pages is None:
@@ -168,7 +168,7 @@ class ShmPeer:
         return region
 
     def _try_start(self, job: Job) -> bool:
-        """Start `job` if all its regions are mapped; a bad range ends it."""
+        """Start `job` if all its regions are mapped. A bad range ends it."""
         pages = self._pages
         if pages is None or self.gone is not None:
             return False
@@ -199,15 +199,15 @@ class ShmPeer:
     # ---------------------------------------------------------------- ending
 
     def on_break(self, reason: str, _connection_id: str) -> None:
-        """End: what nothing has begun of may go another way."""
+        """End the session. Jobs of which nothing has begun may take another protocol."""
         self._session.end(reason)
 
     def end(self, reason: str) -> None:
-        """Hang up; copies in hand stop by themselves."""
+        """Close the session. Copies in hand stop by themselves."""
         self._session.end(reason)
 
     def on_gone(self, reason: str) -> None:
-        """Let go of all mappings but those that copies in hand hold on to."""
+        """Release all mappings, except those that copies in hand still use."""
         self.gone = reason
         self._regions = {}
         self._pages = None

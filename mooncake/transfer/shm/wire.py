@@ -1,10 +1,11 @@
 """The messages of shared memory over a Unix socket, and the pages that an owner hands out.
 
 After the handshake a client asks for regions by id and gets their memory as a descriptor. The state
-page has one word a region, which shows clients that it is still registered; another page shows
-which grants were revoked: only the owner writes these. In a third page, which is the client's
-alone, each of its hands shows the grant by which it copies, so that the owner knows what may still
-land. The client holds a pipe for as long as it may copy, and the kernel lets go of it when it dies.
+page has one word for each region, which shows clients that it is still registered. Another page
+shows which grants were revoked. Only the owner writes these two. The third page belongs to the
+client: each of its hands shows there the grant by which it copies, so that the owner knows what may
+still land. The client holds a pipe for as long as it may copy; the kernel closes it when the client
+dies.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ CODEC: Codec[OpenRegion, Answer] = Codec(OpenRegion, Answer, "shared memory")
 
 
 class StatePage:
-    """The owner's page; slots are used again, but never for the same region id."""
+    """The owner's page. Slots are reused, but never for the same region id."""
 
     def __init__(self) -> None:
         self._shared = SharedWords(STATE_SLOTS)
         self.fd = self._shared.fd
-        """Clients cannot write through it."""
+        """The descriptor for clients, who cannot write through it."""
         self._words = self._shared.words
         self._slots: dict[int, int] = {}
         self._free = list(range(STATE_SLOTS - 1, -1, -1))
@@ -88,13 +89,14 @@ class StatePage:
 
 
 class OwnerPages:
-    """What an owner has handed out at the handshake, on the client's side.
+    """The pages that an owner has handed out at the handshake, on the client's side.
 
-    Whoever may still copy refers to it: when nobody does, the owner hears it by the pipe.
+    Everything that may still copy refers to this object. When nothing does, the pipe tells the
+    owner.
     """
 
     def __init__(self, fds: Sequence[int]) -> None:
-        """Map what the descriptors are of, which the caller closes. Raises TransferError."""
+        """Map the pages of the descriptors, which the caller closes. Raises TransferError."""
         state, grants, hands, pipe = fds
         self.state = map_words(state, STATE_SLOTS)
         self.grants = map_words(grants, NUM_SLOTS)
@@ -102,7 +104,7 @@ class OwnerPages:
         self._pipe = os.dup(pipe)
 
     def owner_lives(self) -> bool:
-        """Ask the kernel whether the owner still hears the pipe. From any thread."""
+        """Ask the kernel whether the owner still holds its end of the pipe. From any thread."""
         poll = select.poll()
         poll.register(self._pipe, 0)
         return not poll.poll(0)
@@ -123,7 +125,7 @@ class Hands:
         """Its ends: ours hangs up when the client can copy no more; the client's."""
 
     def given(self) -> None:
-        """Close what was sent to the client."""
+        """Close the descriptors that were sent to the client."""
         self._words.given()
         os.close(self.pipe)
 
@@ -132,6 +134,6 @@ class Hands:
         return grant in self._words.words.tolist()
 
     def close(self) -> None:
-        """Let go of the client's words and of our end of the pipe, after `given`."""
+        """Release the client's words and our end of the pipe. Call it after `given`."""
         self._words.close()
         os.close(self.heard)

@@ -1,4 +1,5 @@
-"""Pinned host memory in slots: the first ones for our own copies, the others lent as windows.
+"""Pinned host memory in slots. The first slots serve our own copies; the others are lent as
+windows.
 
 One registered region, made with the first device region, so every protocol serves it.
 """
@@ -46,12 +47,12 @@ class Arena:
 
     @property
     def region(self) -> HostRegion:
-        """The memory. Only when a device region was registered."""
+        """The memory. Available only after a device region was registered."""
         assert self._region is not None
         return self._region
 
     def open(self, memory: DeviceMemory) -> None:
-        """Have host memory that `memory`'s device copies from and to. Raises TransferError."""
+        """Allocate host memory that `memory`'s device copies from and to. Raises TransferError."""
         limits = self.limits
         with self._lock:
             if self._region is None:
@@ -72,7 +73,7 @@ class Arena:
         return self.region.buffer[at : at + num_bytes]
 
     def close(self) -> None:
-        """Let go of the memory's pages; no copy is under way any more."""
+        """Release the memory's pages. No copy is under way any more."""
         with self._lock:
             for memory in self._pinned_by.values():
                 memory.unpin(self.region.buffer)

@@ -1,7 +1,8 @@
-"""Batches that hardware moves between devices by itself (GPUDirect): no slot, no window.
+"""Moves batches that hardware carries between devices by itself (GPUDirect), without slots or
+windows.
 
-This adds order to the protocol: a NIC writes only when the work that a device had begun can no
-longer write there, and its writes are made visible to the device's later work.
+This module adds order to the protocol. A NIC writes only when work that the device had begun can no
+longer write there. Its writes are then made visible to the device's later work.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class Carrier(Protocol):
-    """The protocols between host memories, one of which may reach devices."""
+    """The protocols between host memories; one of them may also reach devices."""
 
     def go_on(self, job: Job) -> None:
         """Hand a job that touches no device to the protocols."""
@@ -57,7 +58,7 @@ class Carrier(Protocol):
 
 
 def settle_all(memories: Sequence[DeviceMemory], post: Post, then: Callable[[], None]) -> None:
-    """Do `then` when nothing that devices have begun can still write to `memories`."""
+    """Call `then` when nothing that devices have begun can still write to `memories`."""
     left = len(memories)
 
     def settled() -> None:
@@ -73,7 +74,7 @@ def settle_all(memories: Sequence[DeviceMemory], post: Post, then: Callable[[], 
 
 
 def _flush_all(regions: Iterable[DeviceRegion]) -> str | None:
-    """Make what NICs wrote visible to the devices; return why that failed, if it did."""
+    """Make what NICs wrote visible to the devices. Return why that failed, or None."""
     try:
         for region in regions:
             region.memory.flush()
@@ -92,7 +93,7 @@ class DirectMoves:
         stage: Callable[[Flow, Iterable[int]], None],
         ended: Callable[[Flow], None],
     ) -> None:
-        """`stage` is called with a flow whose hardware failed, `ended` with one that is over."""
+        """`stage` is called with a flow whose hardware failed, `ended` with a flow that is over."""
         self._carrier = carrier
         self._post = post
         self._stage = stage

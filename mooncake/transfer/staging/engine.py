@@ -1,13 +1,14 @@
-"""Moves batches that touch device memory: by hardware where it can, else by pinned host memory.
+"""Moves batches that touch device memory: by hardware where that is possible, otherwise through
+pinned host memory.
 
 A slice goes device -> slot -> window -> device; steps at an end that is host memory are left out.
 While one slice is on the network the next are being copied. The engine sits above the protocols,
 which see batches between host regions. All state lives in one loop; copies and protocols post how
 they ended.
 
-A slice transfer takes what it needs in one order (slot, permit, window), and one that holds a
-window waits for the network alone, so there is no circle of waiting. Whatever ends a slice
-transfer, `_leave` gives everything back.
+A slice transfer takes what it needs in a fixed order (slot, permit, window). One that holds a
+window waits only for the network, so a deadlock cannot arise. Whatever ends a slice transfer,
+`_leave` gives everything back.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class StagingEngine:
         limits: StagingLimits,
         listen: ListenAddress,
     ) -> None:
-        """Prepare to listen at `listen`, once there is device memory here. There is no thread
-        before one is needed.
+        """Prepare to listen at `listen` once there is device memory here. No thread runs before one
+        is needed.
         """
         self.limits = limits
         self.stats = LinkStats(PROTOCOL)
@@ -93,12 +94,12 @@ class StagingEngine:
 
     @property
     def in_use(self) -> bool:
-        """True if it has had anything to do yet."""
+        """True if it has been used."""
         return self._loop is not None
 
     @property
     def endpoint(self) -> str | None:
-        """Where peers ask for windows; None where there is no device memory."""
+        """The endpoint at which peers ask for windows; None if there is no device memory."""
         if self._owner is None:
             return None
         return self._listen.endpoint(self._owner.port)
@@ -138,12 +139,12 @@ class StagingEngine:
             self._loop.post(functools.partial(self._on_stop, job))
 
     def close(self) -> None:
-        """Refuse peers and begin to end everything. Close the protocols next, then `join`."""
+        """Refuse peers and begin to end everything. Close the protocols next, then call `join`."""
         if self._loop is not None:
             self._loop.post(self._close)
 
     def join(self) -> None:
-        """Wait until nothing is in hand any more, then let go of all memory."""
+        """Wait until nothing is in hand any more, then release all memory."""
         loop = self._loop
         if loop is None:
             return
@@ -174,7 +175,7 @@ class StagingEngine:
         )
 
     def _route(self, flow: Flow) -> None:
-        """Choose the way of a batch, now that it is known which regions lie on devices."""
+        """Choose how to move a batch, now that it is known which regions lie on devices."""
         job, peer = flow.job, flow.peer
         if job.stopped:
             return
@@ -228,7 +229,7 @@ class StagingEngine:
         self._settled(flow)
 
     def _enter(self, flow: Flow) -> SliceTransfer | None:
-        """Take the next load in hand; return None when the job was stopped."""
+        """Take the next load in hand. Return None when the job was stopped."""
         load = flow.waiting.popleft()
         if not flow.job.begin():
             return None
@@ -259,7 +260,9 @@ class StagingEngine:
         flow.peer.permits.ask(flow.job.batch_id, turn)
 
     def _on_permit(self, flow: Flow, transfer: SliceTransfer | None, permit: int) -> None:
-        """Ask for a window, for the slice transfer that wanted the permit or, if None, the next."""
+        """Ask for a window, for the slice transfer that wanted the permit; if None, for the
+        next.
+        """
         assert flow.peer is not None
         is_first = transfer is None
         transfer = transfer or self._enter(flow)
@@ -280,7 +283,7 @@ class StagingEngine:
             self._next(flow)
 
     def _on_answer(self, transfer: SliceTransfer, answer: wire.Answer) -> None:
-        """Take an answer about a window: the peer has it again, unless it grants it."""
+        """Handle an answer about a window. Unless the answer grants it, the peer has it again."""
         if isinstance(answer, wire.Granted):
             transfer.window = answer
             transfer.flow.settled = True
@@ -338,8 +341,8 @@ class StagingEngine:
             self._leave(transfer, None)
 
     def _checksum(self, transfer: SliceTransfer) -> int:
-        """Return the xxh3-64 of the bytes at our end, which lie in the order of the window's; 0
-        when they cannot be read any more.
+        """Return the xxh3-64 of the bytes at our end, in the order of the window's bytes; 0 when
+        they cannot be read any more.
         """
         pieces = transfer.load.slice
         if transfer.slot is not None:
@@ -353,7 +356,7 @@ class StagingEngine:
         return wire.checksum_of(views)
 
     def _copy(self, transfer: SliceTransfer) -> None:
-        """Copy between our device and the slot, whichever way the batch goes."""
+        """Copy between our device and the slot, in the direction of the batch."""
         load = transfer.load
         assert load.local is not None
         assert transfer.slot is not None
@@ -374,7 +377,7 @@ class StagingEngine:
             self._reach(transfer)
 
     def _leave(self, transfer: SliceTransfer, error: str | None) -> None:
-        """End a slice transfer, however it went: give back all it holds."""
+        """End a slice transfer, however it went, and give back all that it holds."""
         flow, job = transfer.flow, transfer.flow.job
         flow.transfers.remove(transfer)
         if flow.peer is not None:
@@ -404,8 +407,8 @@ class StagingEngine:
             self._settled(flow)
 
     def _settled(self, flow: Flow) -> None:
-        """After a change: bring what a stopped job has in hand to its end, once, and forget a flow
-        of which nothing is left.
+        """Clean up after a change. Bring what a stopped job has in hand to its end, once, and
+        forget a flow when nothing is left of it.
         """
         if flow.job.stopped and not flow.withdrawn:
             flow.withdrawn = True
@@ -429,7 +432,7 @@ class StagingEngine:
                 self._carrier.stop(transfer.inner, job.error or "stopped")
 
     def _insist(self, flow: Flow) -> None:
-        """Treat a peer as lost for which a stopped job still waits."""
+        """Treat a peer as lost if a stopped job still waits for it."""
         is_landing = any(transfer.step is Step.LANDING for transfer in flow.transfers)
         if flow.peer is not None and (is_landing or (flow.is_direct and flow.direct is None)):
             flow.peer.give_up("no answer in time to a batch that was stopped")
@@ -446,7 +449,9 @@ class StagingEngine:
         self._look_quiet()
 
     def _look_quiet(self) -> None:
-        """Report when nothing is in hand any more; looks again while copies for peers are."""
+        """Report when nothing is in hand any more. Look again while copies for peers are in
+        hand.
+        """
         is_copying = self._owner is not None and self._owner.num_copying > 0
         if self._flows or is_copying:
             self.loop.call_later(0.005, self._look_quiet)
@@ -461,7 +466,7 @@ class StagingEngine:
 
     @property
     def num_sessions(self) -> int:
-        """Clients that are connected, or that a copy is in hand for."""
+        """Number of clients that are connected, or for which a copy is in hand."""
         return self._owner.listener.num_sessions if self._owner is not None else 0
 
     def check_integrity(self) -> None:

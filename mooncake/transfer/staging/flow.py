@@ -1,7 +1,7 @@
-"""One batch on its way by staging: its slices, and where each of them is. Pure.
+"""One batch that is staged: its slices, and the step at which each of them is. Pure.
 
-A slice touches at most one device region on each side. What touches none is one slice of its own,
-uncut: the protocols cut it themselves.
+A slice touches at most one device region on each side. Ops that touch none form one slice of their
+own, uncut: the protocols cut it themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Load:
     def host_ops(
         self, slot: tuple[int, int] | None, window: tuple[int, int] | None
     ) -> list[TransferOp]:
-        """Return the copies between host memory that carry it.
+        """Return the copies between host memory that carry the load.
 
         slot, window: (region, offset) that stand for the device at our end and at the peer's.
         """
@@ -59,7 +59,7 @@ def _at(place: tuple[int, int], offset: int) -> tuple[int, int]:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order, neighbours joined."""
+    """Return ranges in order, with neighbours joined."""
     found: list[tuple[int, int]] = []
     for offset, length in ranges:
         if found and sum(found[-1]) == offset:
@@ -77,7 +77,8 @@ def cut_loads(
 ) -> list[Load]:
     """Return `ops` as loads of at most `slice_bytes`, those between the same devices in order.
 
-    local: the device region of ours of that number; remote: whether the peer's lies on a device.
+    local: returns our device region of that number. remote: returns whether the peer's region lies
+    on a device.
     """
     groups: dict[tuple[int, int], list[TransferOp]] = {}
     for op in ops:
@@ -95,7 +96,7 @@ def cut_loads(
 
 
 class Step(Enum):
-    """What a slice transfer is waiting for."""
+    """The step that a slice transfer waits for."""
 
     PERMIT = "its turn to ask the peer for a window"
     WINDOW = "the peer's window"
@@ -126,7 +127,7 @@ class SliceTransfer:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One batch: loads that have not begun, slice transfers that have."""
+    """One batch: loads that have not begun, and slice transfers that have."""
 
     job: Job
     peer: StagingPeer | None

@@ -1,8 +1,10 @@
-"""The owner's side: lends windows to proven clients, and copies between them and the device.
+"""The owner's side of staging: it lends windows to proven clients, and copies between them and the
+device.
 
-All of it lives in the staging loop but for the copies, whose ends are posted to it. What a client
-has opened ends with its session; windows it may still touch rest first. A window is filled by a
-grant of its own, and lands only while the grant of the device's memory is not revoked.
+All of it lives in the staging loop, except the copies, which post their end to the loop. What a
+client has opened ends with its session; windows that it may still touch rest first. The client
+fills a window by a grant for that window. The window lands only while the grant of the device's
+memory is not revoked.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from mooncake.transfer.staging.slots import FairSlots
 
 
 class State(Enum):
-    """How far a window has come."""
+    """The state of a window."""
 
     WAITING = "for a slot, or for the device's own work"
     COPYING = "a copy is in hand"
@@ -42,17 +44,17 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """One slice of one client, and the slot lent for it."""
+    """One slice of one client, and the slot that is lent for it."""
 
     ticket: int
     region: DeviceRegion
     ranges: Sequence[tuple[int, int]]
     is_write: bool
     memory_grant: int = 0
-    """By which the device's memory is written to."""
+    """The grant by which the device's memory is written."""
     slot: int | None = None
     grant: int = 0
-    """By which the client fills the window."""
+    """The grant by which the client fills the window."""
     state: State = State.WAITING
     dropped: bool = False
     """True if the client has given it back."""
@@ -80,11 +82,11 @@ class StagingOwner:
         self.arena = arena
         self.loop = loop
         self.compares = credentials.protection is not Protection.NONE
-        """True if what passes through windows is compared: protocols may not protect it."""
+        """True if what passes through windows is compared: the protocols may not protect it."""
         self.windows = FairSlots(arena.limits.num_windows)
         self.num_copying = 0
         self._landing: Counter[int] = Counter()
-        """Copies to devices in hand, by grant of their memory."""
+        """Number of copies to devices in hand, by the grant of their memory."""
         self._lock = threading.Lock()
         self._resting: Resting[list[int]] = Resting(fence, arena.limits.rest_s, self._wake)
         self._timer: Timer | None = None
@@ -98,11 +100,11 @@ class StagingOwner:
             credentials.standing,
             lambda accepted: StagingSession(self, accepted, credentials.accept()),
         )
-        """Keeps sessions that have ended while a copy of theirs is in hand."""
+        """Keeps sessions that have ended while one of their copies is in hand."""
 
     def fence(self, identity: PeerIdentity, then: Callable[[], None]) -> None:
-        """End the earlier sessions that a client has named; call `then` when no copy of theirs is
-        in hand.
+        """End the earlier sessions that a client has named. Call `then` when none of their copies
+        is in hand.
         """
         former = self.listener.fenced(identity)
         for session in former:
@@ -131,7 +133,7 @@ class StagingOwner:
                 del self._landing[grant]
 
     def rest(self, window: Window) -> None:
-        """Keep a granted window of a client that is gone out of use while it may be touched."""
+        """Keep a granted window of a lost client out of use while it may be touched."""
         assert window.slot is not None
         self.windows.rest(window.slot)
         if window.is_write:
@@ -156,7 +158,7 @@ class StagingOwner:
             self.windows.wake(slot)
 
     def close(self) -> None:
-        """Refuse clients and end what they have opened; copies in hand still end."""
+        """Refuse clients and end what they have opened. Copies in hand still run to their end."""
         for session in self.listener.close():
             session.close()
 
@@ -222,7 +224,7 @@ class StagingSession:
     # ------------------------------------------------------------ windows
 
     def _device(self, region_id: int, ranges: Sequence[tuple[int, int]]) -> DeviceRegion:
-        """Return the region, which holds the ranges. Raises RangeRefused."""
+        """Return the region, which must hold the ranges. Raises RangeRefused."""
         region = self._owner.table.get_device(region_id)
         if region is None:
             raise RangeRefused(f"region {region_id} is not registered")
@@ -254,7 +256,7 @@ class StagingSession:
             ready()
 
     def _settle(self, region: DeviceRegion, then: Callable[[], None]) -> None:
-        """Do `then` when the device's own work is done, unless the session has ended."""
+        """Call `then` when the device's own work is done, unless the session has ended."""
 
         def settled(_error: str | None) -> None:
             if not self._stream.closed:
@@ -315,7 +317,7 @@ class StagingSession:
         )
 
     def _filled(self, window: Window, error: str | None) -> None:
-        """Grant a window into which the device's bytes were copied, unless that failed."""
+        """Grant a window into which the device's bytes were copied, unless that copy failed."""
         if error is None and not window.dropped and not self._stream.closed:
             self._grant(window)
             return
@@ -379,7 +381,9 @@ class StagingSession:
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Hang up. Windows that the client may touch rest; those being copied end with the copy."""
+        """Close the session. Windows that the client may touch rest; a window being copied ends
+        with its copy.
+        """
         self._stream.close()
         slots = self._owner.windows
         slots.forget(self)

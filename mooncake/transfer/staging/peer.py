@@ -1,8 +1,8 @@
-"""The client's side of one owner of device memory: what its regions are, and windows asked for.
+"""The client's side of one owner of device memory: what its regions are, and requests for windows.
 
-Each request is answered once: by the owner or, when its session breaks, by us. One that the owner
-may be acting on is answered only after the owner has confirmed that the broken session is over, or
-cannot be reached. Lives in the staging loop.
+Each request is answered once: by the owner or, when its session breaks, by us. If the owner may be
+acting on a request, we answer it only after the owner has confirmed that the broken session is
+over, or after it cannot be reached. Lives in the staging loop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PeerHub(Protocol):
 class _Request:
     answered: Answered
     acts: bool = False
-    """True if the owner copies for it, or is about to."""
+    """True if the owner copies for this request, or is about to."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class StagingPeer:
         self._learners: list[_Learner] = []
         self._requests: dict[int, _Request] = {}
         self._unfenced: dict[int, _Request] = {}
-        """Of an earlier session; the owner may still be copying for them."""
+        """Requests of an earlier session; the owner may still be copying for them."""
         self._next_ticket = 1
         self._unsent: list[wire.Ask] = []
         self._session: ClientSession[wire.Ask, wire.Answer] = ClientSession(
@@ -77,7 +77,7 @@ class StagingPeer:
 
     @property
     def window_bytes(self) -> int:
-        """Length of the owner's windows. Only when a region is known."""
+        """Length of the owner's windows. Available only when a region is known."""
         return next(iter(self._facts.values())).window_bytes
 
     # ------------------------------------------------------------ the session
@@ -92,7 +92,7 @@ class StagingPeer:
             self._session.send(message)
 
     def on_break(self, reason: str, connection_id: str) -> None:
-        """Ask whether the owner's copies for us are over; end if there are none."""
+        """Ask whether the owner's copies for us are over. End if there are none."""
         acting = {ticket: each for ticket, each in self._requests.items() if each.acts}
         if not acting:
             self._session.end(reason)
@@ -108,11 +108,11 @@ class StagingPeer:
         self._session.give_up(reason)
 
     def end(self, reason: str) -> None:
-        """Hang up."""
+        """Close the session."""
         self._session.end(reason)
 
     def on_gone(self, reason: str) -> None:
-        """Answer all that is open: nothing more comes from the owner."""
+        """Answer all open requests: nothing more comes from the owner."""
         if self._unfenced:
             _LOG.warning("copies of %s end unconfirmed: %s", self.engine_id, reason)
         self._fail_learners(reason)
@@ -145,7 +145,7 @@ class StagingPeer:
             self._send(wire.AskRegion(region_id))
 
     def facts(self, region_id: int) -> wire.RegionFacts:
-        """Return what a region is; only after `learn`."""
+        """Return what a region is. Call it only after `learn`."""
         return self._facts[region_id]
 
     def ask(self, make: Callable[[int], wire.Ask], answered: Answered) -> int:
@@ -174,7 +174,7 @@ class StagingPeer:
             self._send(wire.Land(ticket, checksum))
 
     def drop(self, ticket: int) -> None:
-        """Give a window back; no answer comes."""
+        """Give a window back. No answer comes."""
         if self._requests.pop(ticket, None) is not None:
             self._send(wire.Drop(ticket))
 

@@ -1,4 +1,4 @@
-"""Numbered slots, given out to those that ask in turn, so that none starves. Pure.
+"""Numbered slots, given to askers in turn, so that none starves. Pure.
 
 A slot is free, held or resting (its former holder may still be writing to it).
 """
@@ -25,7 +25,7 @@ class FairSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that the next asker gets."""
+        """Number of slots that nobody holds and that do not rest."""
         return len(self._free)
 
     @property
@@ -35,16 +35,16 @@ class FairSlots:
 
     @property
     def num_resting(self) -> int:
-        """Slots that are out of use for a while."""
+        """Number of slots that are out of use for a while."""
         return len(self._resting)
 
     @property
     def num_asks(self) -> int:
-        """Asks without an answer."""
+        """Number of asks without an answer."""
         return sum(len(asks) for asks in self._asks.values())
 
     def ask(self, asker: Hashable, granted: Granted) -> None:
-        """Have `granted` called with a slot: at once, or when it is the turn of `asker`."""
+        """Have `granted` called with a slot, at once or when it is the turn of `asker`."""
         self._asks.setdefault(asker, deque()).append(granted)
         self._serve()
 

@@ -39,7 +39,7 @@ class RegionFacts(msgspec.Struct, frozen=True, tag="facts", array_like=True):
 
     region_id: int
     device: str
-    """"host" also where there is no such region: the protocols report that."""
+    """"host" also if there is no such region: the protocols report that."""
     protocols: list[str]
     """Protocols whose hardware reaches the device by itself."""
     window_bytes: int
@@ -57,7 +57,7 @@ class Open(msgspec.Struct, frozen=True, tag="open", array_like=True):
     settled: bool
     """True if the owner need not wait for the device's own work again."""
     grant: int = 0
-    """To write: by which the device's memory may be written to."""
+    """For a write: the grant by which the device's memory may be written."""
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted", array_like=True):
@@ -67,9 +67,9 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", array_like=True):
     region_id: int
     offset: int
     checksum: int = 0
-    """To read: xxh3-64 of the bytes in the window; 0: not to be compared."""
+    """For a read: xxh3-64 of the bytes in the window; 0: not to be compared."""
     grant: int = 0
-    """To write: by which the window may be filled."""
+    """For a write: the grant by which the window may be filled."""
 
 
 class Land(msgspec.Struct, frozen=True, tag="land", array_like=True):
@@ -95,13 +95,13 @@ class Flush(msgspec.Struct, frozen=True, tag="flush", array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """The owner has done what was asked; a window that was landed is its own again."""
+    """The owner has done what was asked. A window that was landed belongs to it again."""
 
     ticket: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """The owner refuses, and has the window again, if there was one."""
+    """The owner refuses. If there was a window, the owner has it again."""
 
     ticket: int
     reason: str

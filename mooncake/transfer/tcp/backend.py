@@ -1,6 +1,6 @@
 """The TCP backend: serves our memory to peers and moves batches to and from theirs.
 
-Joins the owner's side (`TcpServer`) and one `TcpPeer` for each engine we talk to.
+It joins the owner's side (`TcpServer`) and one `TcpPeer` for each engine we talk to.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from mooncake.transfer.tcp.server import ServerLimits, TcpServer
 
 @dataclass(frozen=True, kw_only=True)
 class TcpSettings:
-    """How one engine uses TCP."""
+    """The settings by which one engine uses TCP."""
 
     listen: ListenAddress = field(default_factory=ListenAddress)
-    """Where to listen; the control sessions of other protocols use the same hosts and ports."""
+    """The address to listen at. The control sessions of other protocols use the same hosts and
+    ports.
+    """
     peer: PeerLimits = field(default_factory=PeerLimits)
     server: ServerLimits = field(default_factory=ServerLimits)
 
@@ -45,7 +47,7 @@ class TcpBackend:
         router: Router,
         settings: TcpSettings,
     ) -> None:
-        """Raises ConfigError when no port can be bound."""
+        """Listen for peers. Raises ConfigError when no port can be bound."""
         self._router = router
         self._listen = settings.listen
         self.stats = LinkStats(self.protocol)
@@ -65,7 +67,7 @@ class TcpBackend:
 
     @property
     def num_connections(self) -> int:
-        """Connections that peers have to us."""
+        """Number of connections that peers have to us."""
         return self._server.num_connections
 
     def reaches(self, peer: SegmentRef) -> bool:
@@ -84,7 +86,7 @@ class TcpBackend:
             peer.stop_sent(job)
 
     def fence(self, grant: int) -> Fence:
-        """Return CLOSED: bytes land behind the gates, where the grant is looked at."""
+        """Return CLOSED: bytes land behind the gates, where the grant is checked."""
         del grant
         return Fence.CLOSED
 
@@ -92,7 +94,7 @@ class TcpBackend:
         """Do nothing: the I/O loops do all work."""
 
     def close(self) -> None:
-        """Refuse peers and break all connections; done when the loops have ended."""
+        """Refuse peers and break all connections. That is done when the loops have ended."""
         self._server.close()
         for peer in self._peers.close():
             peer.close()

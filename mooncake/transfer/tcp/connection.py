@@ -1,8 +1,8 @@
-"""One connection to one peer, from the client's side: connects when needed, carries slices.
+"""One connection to one peer, from the client's side: it connects when needed, and carries slices.
 
-A connection lives in one I/O loop and asks its `TcpPeer` for work; only `try_send` may come from
-another thread, so all entries take its lock. It never decides what becomes of a slice when it
-breaks; it hands such slices back.
+A connection lives in one I/O loop and asks its `TcpPeer` for work. Only `try_send` may be called
+from another thread, so all entries take its lock. When the connection breaks it hands its slices
+back; it does not decide what becomes of them.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ConnectionOwner(Protocol):
-    """What a connection asks of its `TcpPeer`. All calls come from the connection's loop."""
+    """The calls of a connection to its `TcpPeer`. All of them come from the connection's loop."""
 
     @property
     def has_work(self) -> bool:
         """True if `take` may return something."""
 
     def take(self) -> Part | None:
-        """Return the next part, already taken in hand in its job."""
+        """Return the next part, which its job already counts as in hand."""
 
     def new_handshake(self) -> ConnectingSide:
         """Return a fresh handshake that fences our broken connections."""
 
     def ready(self, fenced: Sequence[str]) -> None:
-        """Take note that a connection has connected, and that the peer has ended those `fenced`."""
+        """Record that a connection has connected, and that the peer has ended those `fenced`."""
 
     def broken(self, connection: Connection, failure: ConnectionFailure) -> None:
-        """Take back what a connection carried that went down."""
+        """Take back the slices of a connection that broke."""
 
     def arrived(
         self, connection: Connection, num_bytes: int, posted_s: float, now_s: float
     ) -> None:
-        """Count a slice that has arrived whole."""
+        """Count a slice that has arrived completely."""
 
 
 class Connection:
@@ -122,7 +122,9 @@ class Connection:
                     self.abort(str(error))
 
     def try_send(self) -> bool:
-        """Take work in the caller's thread, which saves waking the loop; False if it is busy."""
+        """Send work in the caller's thread, which saves waking the loop. Return False if the
+        connection is busy.
+        """
         if self.state is not ConnectionState.READY or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -151,7 +153,7 @@ class Connection:
             self.abort(reason)
 
     def connect(self) -> None:
-        """Begin to connect; only when idle."""
+        """Begin to connect. Call it only when idle."""
         self.state = ConnectionState.CONNECTING
         self._handshake = self._owner.new_handshake()
         try:
@@ -363,7 +365,7 @@ class Connection:
             self.abort(str(error))
 
     def _check_quiet(self, sock: socket.socket) -> None:
-        """Raise OSError, for nothing is due, unless another thread has taken what there was."""
+        """Raise OSError because there is nothing to read, unless another thread has read it."""
         with contextlib.suppress(BlockingIOError):
             sock.recv(1, socket.MSG_PEEK)
             raise ConnectionResetError("the peer hung up")  # or speaks unasked
@@ -425,7 +427,7 @@ class Connection:
         self._end_request(f"{self._requests[0].part.job.peer.engine_id} refused: {reason}")
 
     def _receive_payload(self, sock: socket.socket, payload: Incoming, request: Request) -> int:
-        """Take some of a READ's payload into our memory, or drop it when the READ was given up."""
+        """Read some of a READ's payload into our memory, or drop it if the READ was given up."""
         with self.loop.gate:
             gone = withdrawn(request.regions)
             if request.given_up or gone is not None:

@@ -1,8 +1,8 @@
-"""A frame on its way out, and a payload on its way in, each sealed while its bytes pass.
+"""A frame being sent, and a payload being received, each sealed while its bytes pass.
 
 A head (header and ranges) has a tag of its own, checked before any byte of the payload is taken. A
-payload goes straight from and to registered memory, in chunks, each followed by its tag; until all
-are checked the request has not succeeded.
+payload goes straight from and to registered memory, in chunks, each followed by its tag. The
+request succeeds only when all tags are checked.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _MAX_IOVECS = 1024
 
 
 def cuts(lengths: Sequence[int], chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a payload of pieces into chunks: (piece, start, stop) of each. Both ends know the lengths
-    of the pieces, so they cut alike. Of a long payload, what goes ahead is cut off.
+    """Cut a payload of pieces into chunks, and return (piece, start, stop) of each. Both ends know
+    the lengths of the pieces, so they cut alike. The first bytes of a long payload, which go ahead,
+    form a chunk of their own.
     """
     ahead = wire.AHEAD_BYTES if wire.is_long(sum(lengths)) else 0
     for piece, length in enumerate(lengths):
@@ -37,7 +38,7 @@ class Outgoing:
     def __init__(
         self, messages: Sequence[bytes], payload: Sequence[memoryview], seals: Seals
     ) -> None:
-        """`messages`: a head, and the reason of a refusal; they are never hidden."""
+        """`messages`: a head, and the reason of a refusal. They are never encrypted."""
         self._ready = [memoryview(b"".join(map(seals.seal, messages)))]
         self._step_bytes = CHUNK_BYTES if seals.num_tag_bytes else wire.MAX_REQUEST_BYTES
         lengths = [len(view) for view in payload]
@@ -51,11 +52,11 @@ class Outgoing:
 
     @property
     def is_sent(self) -> bool:
-        """True if all of it has gone."""
+        """True if all of it has been sent."""
         return not (self._ready or self._chunks)
 
     def views(self) -> list[memoryview]:
-        """Return what goes next. To be called inside the gate: it reads the payload."""
+        """Return what to send next. Call it inside the gate: it reads the payload."""
         if self._is_due and self._seal is not None:
             self._is_due = False
             room = wire.AHEAD_BYTES if self.is_ahead else self._step_bytes
@@ -67,20 +68,24 @@ class Outgoing:
         return self._ready
 
     def advance(self, num_bytes: int) -> None:
-        """Drop what was sent."""
+        """Remove what was sent."""
         wire.advance(self._ready, num_bytes)
         self._is_due = not self._ready and bool(self._chunks)
 
 
 class Incoming:
-    """A payload, and its tags, that are being received."""
+    """A payload that is being received, with its tags."""
 
     def __init__(self, views: Sequence[memoryview], lengths: Sequence[int], seals: Seals) -> None:
-        """Receive pieces of `lengths` into `views`, which may be none for what is only dropped."""
+        """Receive pieces of `lengths` into `views`; `views` may be empty if the payload is only
+        dropped.
+        """
         self._seal = seals.begin()
         self._views = list(views)
         self._sealed: deque[tuple[memoryview, memoryview, int]] = deque()
-        """Chunks not checked yet: place, that of the tag, and `num_left` when both have come."""
+        """Chunks not checked yet: their place, the place of the tag, and the value of `num_left` at
+        which both have arrived.
+        """
         self._step_views = _MAX_IOVECS
         self.num_left = sum(lengths)
         if seals.num_tag_bytes:
@@ -105,9 +110,9 @@ class Incoming:
             self._sealed.append((chunk, tag, left))
 
     def receive(self, sock: socket.socket) -> int:
-        """Receive some of it; return the number of bytes, 0 at the end of the stream.
+        """Receive some of the payload. Return the number of bytes, 0 at the end of the stream.
 
-        To be called inside the gate. Raises ProtocolError when a chunk was altered.
+        Call it inside the gate. Raises ProtocolError when a chunk was altered.
         """
         if len(self._views) == 1:
             count = sock.recv_into(self._views[0])
@@ -121,7 +126,7 @@ class Incoming:
         return count
 
     def drop(self, sock: socket.socket, scratch: memoryview) -> int:
-        """Receive some of it and throw it away; what is left is not checked any more."""
+        """Receive some of the payload and discard it. The rest is not checked any more."""
         count = sock.recv_into(scratch[: self.num_left])
         self.num_left -= count
         self._sealed.clear()

@@ -1,7 +1,8 @@
-"""One peer over TCP, from the client's side: our connections to it, and the slices that go there.
+"""A peer over TCP, from the client's side: our connections to it, and the slices that go there.
 
-A slice whose connection broke goes again on another, but a WRITE only after the peer has confirmed,
-in the handshake of a new connection, that nothing of the old one can reach its memory any more.
+A slice whose connection broke is sent again on another one. A WRITE first waits until the peer
+confirms, in the handshake of a new connection, that nothing of the old one can reach its memory any
+more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLimits:
-    """How we talk to one peer."""
+    """Limits for what goes to one peer."""
 
     num_connections: int = 2
     num_failures: int = 3
@@ -79,7 +80,7 @@ class TcpPeer:
         return not (self._queue or self._queue.num_held or to_tell or connected)
 
     def put(self, job: Job) -> None:
-        """Queue the slices of `job`, and begin to send in the caller's thread where that helps."""
+        """Queue the slices of `job`, and begin to send in the caller's thread if that helps."""
         slices = plan_slices(job.ops, len(self._connections), self._limits.slices)
         self._queue.put(job, slices)
         # What fits one slice goes in the caller's thread: waking a loop for it took a tenth longer.
@@ -106,7 +107,9 @@ class TcpPeer:
         return len(self._queue) > 0
 
     def take(self) -> Part | None:
-        """Return the next slice, in hand; None while the peer may still apply stale bytes."""
+        """Return the next slice, in hand; None while the peer may still apply bytes of broken
+        connections.
+        """
         return self._queue.take_unfenced()
 
     def arrived(
@@ -116,12 +119,12 @@ class TcpPeer:
         self._stats.arrived(connection.nic, self.engine_id, num_bytes, posted_s, now_s)
 
     def new_handshake(self) -> ConnectingSide:
-        """Return a handshake that tells the peer of our broken connections."""
+        """Return a handshake that tells the peer about our broken connections."""
         fenced = [str(fence) for fence in self._queue.fences[:MAX_FENCED]]
         return self._directory.credentials.connect(self.engine_id, fenced)
 
     def ready(self, fenced: Sequence[str]) -> None:
-        """Send again what the connections carried that the peer has now ended."""
+        """Send again what was carried by the connections that the peer has now ended."""
         self._reachable = True
         self._directory.reached(self._key)
         self._queue.confirm(fenced)
@@ -160,7 +163,9 @@ class TcpPeer:
     # ---------------------------------------------------------------- stopping
 
     def stop_sent(self, job: Job) -> None:
-        """Bring the parts of a stopped job to an end: READs now, WRITEs when the peer is done."""
+        """Bring the parts of a stopped job to an end: READs now, WRITEs when the peer is done with
+        them.
+        """
         for connection in self._connections:
             connection.loop.post(functools.partial(self._stop_on, connection, job))
         loop = self._connections[0].loop
@@ -179,14 +184,14 @@ class TcpPeer:
             loop.call_later(2 * self._limits.fence_s, lambda: self._queue.give_up(job))
 
     def end(self, reason: str) -> None:
-        """Break all connections; what they had in hand goes again once the peer has proven itself
-        anew, or fails. From any thread.
+        """Break all connections. Slices in hand are sent again once the peer has proven itself
+        anew, or they fail. From any thread.
         """
         for connection in self._connections:
             connection.loop.post(functools.partial(connection.abort, reason))
 
     def close(self) -> None:
-        """Break all connections; what they had in hand is let go."""
+        """Break all connections and release the slices in hand."""
         self._queue.close()
         for connection in self._connections:
             connection.loop.post(functools.partial(connection.abort, "closed"))

@@ -1,4 +1,6 @@
-"""The values that a TCP connection and its peer exchange: requests, bounds, states and failures."""
+"""The values that a TCP connection and its `TcpPeer` exchange: requests, bounds, states and
+failures.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class ConnectionLimits:
     num_requests: int = 16
     """Requests sent and not yet answered."""
     window_bytes: int = 8 * 2**20
-    """Their bytes; one request is always allowed. Two slices: more would leave nothing to the other
-    connections of a batch that is not very large.
+    """Bytes of these requests; one request is always allowed. That is two slices: more would leave
+    nothing to the other connections of a batch that is not very large.
     """
     connect_s: float = 5.0
     """Time to connect and shake hands."""
@@ -31,7 +33,7 @@ class ConnectionLimits:
 
 
 class Request(msgspec.Struct, eq=False):
-    """A slice on a connection: sent, or being sent, and not yet answered."""
+    """A slice on a connection that was sent, or is being sent, and is not answered yet."""
 
     request_id: int
     part: Part
@@ -45,7 +47,7 @@ class Request(msgspec.Struct, eq=False):
 
 
 class ConnectionState(Enum):
-    """How far a connection has come."""
+    """The state of a connection."""
 
     IDLE = "idle"
     CONNECTING = "connecting"
@@ -54,10 +56,10 @@ class ConnectionState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFailure:
-    """How a connection ended that was not closed on purpose."""
+    """The end of a connection that was not closed on purpose."""
 
     reason: str
     parts: list[Part]
-    """What it had in hand."""
+    """The parts that it had in hand."""
     connection_id: str | None
-    """None if it never was ready."""
+    """The connection's id; None if it never was ready."""

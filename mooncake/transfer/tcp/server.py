@@ -1,9 +1,10 @@
-"""The owner's side of TCP: answers peers' READs and WRITEs straight from and to registered memory.
+"""The owner's side of TCP: it answers peers' READs and WRITEs straight from and to registered
+memory.
 
-Each connection lives in one I/O loop. A client that has not proven to know the cluster secret gets
-nothing; every range and grant is checked against our own table, a grant again before each piece of
-a payload lands; a connection that its client gave up (it hung up, or fenced it in a later hello)
-applies no further byte.
+Each connection lives in one I/O loop. A client gets nothing before it has proven its credential.
+Every range and grant is checked against our own table, and a grant again before each piece of a
+payload lands. Once a client has given a connection up (it closed it, or fenced it in a later
+hello), no further byte is applied.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ServerLimits:
 
 
 class TcpServer:
-    """Serves the connections of clients; all of them end with `close`."""
+    """Serves the connections of clients. `close` ends all of them."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class TcpServer:
 
     @property
     def num_connections(self) -> int:
-        """Connections open now, proven or not."""
+        """Number of connections open now, proven or not."""
         return self.listener.num_sessions
 
     def _take(self, sock: socket.socket) -> ServerConnection:
@@ -90,7 +91,7 @@ class TcpServer:
         return connection
 
     def close(self) -> None:
-        """Stop listening and close all connections (they go when their loops next turn)."""
+        """Stop listening and close all connections (they end when their loops turn next)."""
         connections = self.listener.refuse()
         self._loops[0].post(self._close_listener)
         for connection in connections:
@@ -148,14 +149,14 @@ class ServerConnection:
             self._timer.cancel()
 
     def fence(self) -> None:
-        """Apply no further byte, and none is being applied on return; from any thread."""
+        """Apply no further byte. On return none is being applied. From any thread."""
         self._fenced = True
         with self.loop.gate:
             pass
         self.loop.post(self.close)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if not self._closed:
             self._closed = True
             self._forget_timer()
@@ -203,7 +204,7 @@ class ServerConnection:
         self._then = then
 
     def _receive_head(self) -> None:
-        """Read what there is of a handshake message, or of a request's header and ranges."""
+        """Read what is available of a handshake message, or of a request's header and ranges."""
         self._has_head = False
         while not (self._closed or self._has_head):
             try:
@@ -274,7 +275,7 @@ class ServerConnection:
             self._num_filled = len(data)
 
     def _on_head(self, request: wire.Header, data: memoryview) -> None:
-        """Resolve a request, now known in full, against our table."""
+        """Resolve a request, now completely known, against our table."""
         assert self._channel is not None
         head = memoryview(self._channel.received.open(data))
         self._has_head = True
@@ -309,7 +310,7 @@ class ServerConnection:
     def _receive_payload(self, payload: Incoming) -> bool:
         """Read some of a WRITE's payload into our memory, or drop it when the WRITE is refused.
 
-        Return whether there was some and more is due.
+        Return whether bytes came and more are due.
         """
         with self.loop.gate:
             if self._fenced:
@@ -342,7 +343,7 @@ class ServerConnection:
         self._end_request(*wire.pack_refusal(request.request_id, reason))
 
     def _count(self) -> None:
-        """Count the request in hand, which has been served."""
+        """Count the current request, which has been served."""
         if self.identity is not None and self._request is not None:
             self._server.stats.arrived(
                 self._nic,
@@ -365,7 +366,7 @@ class ServerConnection:
         self._flush(frame)
 
     def _flush(self, frame: Outgoing) -> None:
-        """Send what is due; while some is left nothing more is read."""
+        """Send what is due. Nothing more is read while some is left."""
         while not frame.is_sent:
             with self.loop.gate:
                 gone = withdrawn(self._needed)
@@ -393,15 +394,15 @@ class ServerConnection:
 
 
 def tune_socket(sock: socket.socket, dead_host_s: float) -> None:
-    """Set what both ends of a transfer connection need."""
+    """Set the options that both ends of a transfer connection need."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     watch_host(sock, dead_host_s)
 
 
 def tune_connected(sock: socket.socket) -> None:
-    """Between two sockets of one host there is no path to probe and none to share: no pacing, and
-    no more in flight than stays in the caches (4 MiB took 590 us instead of 730).
+    """Turn pacing off between two sockets of one host, where there is no path to probe or share,
+    and keep no more in flight than the caches hold (4 MiB took 590 us instead of 730).
     """
     with contextlib.suppress(OSError):
         if sock.getsockname()[0] == sock.getpeername()[0]:

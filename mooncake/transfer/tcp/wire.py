@@ -5,11 +5,10 @@ After the handshake the client sends requests and the owner answers them in orde
     WRITE  header, ranges, payload   ->  DONE | REFUSED reason
     READ   header, ranges            ->  DATA payload | REFUSED reason
 
-Both are sealed (`frames`): a tag follows each head (header and ranges), each chunk of a payload and
-each reason.
-A header is kind (1 byte), version (1), number of ranges (2), request id (8), payload bytes (8),
-grant (8; of a WRITE, else 0). A range is region, offset, length (8 each). Handshake messages go as
-their length (4) and body.
+Both directions are sealed (`frames`): a tag follows each head (header and ranges), each chunk of a
+payload and each reason. A header is kind (1 byte), version (1), number of ranges (2), request id
+(8), payload bytes (8), grant (8; of a WRITE, else 0). A range is region, offset, length (8 each).
+Handshake messages go as their length (4) and body.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class Header(msgspec.Struct, frozen=True):
     num_ranges: int
     request_id: int
     num_bytes: int
-    """Of payload (WRITE, DATA), of memory asked for (READ), of the reason (REFUSED)."""
+    """Bytes of payload (WRITE, DATA), of memory asked for (READ), or of the reason (REFUSED)."""
     grant: int = 0
-    """By which a WRITE may be made."""
+    """The grant by which a WRITE may be made."""
 
 
 def pack_header(header: Header) -> bytes:
@@ -72,7 +71,7 @@ def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
 
 
 def pack_ranges(pieces: Sequence[TransferOp]) -> bytes:
-    """Return the remote ranges of `pieces` as they travel."""
+    """Return the remote ranges of `pieces` in wire format."""
     flat: list[int] = []
     for op in pieces:
         flat += (op.remote_region, op.remote_offset, op.num_bytes)
@@ -104,7 +103,7 @@ def pack_refusal(request_id: int, reason: str) -> tuple[bytes, bytes]:
 
 
 def pack_handshake(body: bytes) -> bytes:
-    """Return a handshake message as it travels on a stream."""
+    """Return a handshake message in the format of a stream."""
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
@@ -113,7 +112,7 @@ AHEAD_BYTES = 2**16
 
 
 def is_long(num_bytes: int) -> bool:
-    """Return whether some of a payload goes ahead, after which the sender yields once."""
+    """Return whether some of a payload goes ahead; after it the sender yields once."""
     return num_bytes >= 4 * AHEAD_BYTES
 
 
