@@ -1,1 +1,3 @@
-"""See the modules; nothing is imported here on purpose."""
+"""Wires the other packages together: settings, processes, ranks. The modules are imported
+directly.
+"""

@@ -28,7 +28,7 @@ from mooncake.launch.host import environment, machine_facts
 
 JOIN_POLL_S = 0.01
 END_S = 10.0
-"""How long running calls may take to end after they were failed."""
+"""How long running calls may take to end after they failed."""
 
 Result = TypeVar("Result")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -61,7 +61,7 @@ class AsyncLLM:
             plan.model.path, names=config.names, max_model_len=plan.model.max_model_len
         )
         self.max_calls = max(1, plan.scheduler.max_inflight // 2)
-        """So many calls at a time are never refused."""
+        """Number of calls at a time that are never refused."""
         self._workers = ColocatedWorkers(config, plan)
         self._gateway_process = GatewayProcess(plan, self._workers.gateway_channel, config.names[0])
         self._api_server = ApiServer(self._gateway_process.backend, served, api_config(config))
@@ -98,7 +98,7 @@ class AsyncLLM:
         return self._answers(chat_request(messages, sampling_params, fields))
 
     async def answer(self, request: PythonRequest) -> RequestOutput:
-        """Return the whole answer to `request`."""
+        """Return the complete answer to `request`."""
         self._check_open()
         return await answer(self._api_server, request)
 
@@ -117,7 +117,7 @@ class AsyncLLM:
         await self.join()
 
     async def open(self) -> None:
-        """Begin to drive the gateway in this event loop: the first step of `start`."""
+        """Drive the gateway in this event loop: the first step of `start`."""
         self._gateway_process.backend.start()
 
     def load(self) -> None:

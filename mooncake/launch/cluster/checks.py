@@ -1,4 +1,4 @@
-"""What must hold before anything is started: `serve` refuses by it, and so does `--dry-run`."""
+"""Checks that run before anything is started. `serve` and `--dry-run` both refuse by them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ray_environment(config: ServeConfig) -> dict[str, str]:
     """Return the environment in which Ray is started, used or joined.
 
     Raises:
-        ConfigError: it would speak in clear with other machines, and no setting allows that, or a
+        ConfigError: Ray would talk to other machines without TLS and no setting allows that, or a
             file for TLS is wrong.
     """
     address = config.join or config.ray_address
@@ -34,7 +34,7 @@ def ray_environment(config: ServeConfig) -> dict[str, str]:
 
 
 def check_transport(config: ServeConfig) -> None:
-    """Raise ConfigError where the only transport that KV may use does not work here."""
+    """Raise ConfigError if the only transport that KV may use does not work here."""
     if config.require_transport is not None:
         try:
             check_usable(config.require_transport)
@@ -45,8 +45,8 @@ def check_transport(config: ServeConfig) -> None:
 
 
 def check_start(config: ServeConfig, plan: ServePlan) -> None:
-    """Look at memory, key file, certificates and disks. Ports are not looked at: what is to be
-    replaced may still hold them.
+    """Check memory, key file, certificates and disks. Ports are not checked: the process that is
+    being replaced may still hold them.
 
     Raises:
         ConfigError: something is missing or too small; the message names the flag.
@@ -68,7 +68,9 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
 
 
 def _check_api_server(config: ServeConfig) -> None:
-    """Look at keys and certificates of the API server, whose imports a pool node does without."""
+    """Check the keys and certificates of the API server. A pool node does not need these
+    imports.
+    """
     with importing():
         from mooncake.api.http.server import check_tls
         from mooncake.launch.cluster.gateway_process import api_config, check_traces

@@ -1,7 +1,7 @@
-"""What `mooncake doctor` finds on this machine: each thing looked at, how it is, what to do.
+"""What `mooncake doctor` checks on this machine: each check gives a state and says what to do.
 
-Reads the system and, where a cluster's file is given, asks its gateways. Changes nothing but a file
-with which it times a disk, and removes that.
+It reads the system and, if a cluster's file is given, asks its gateways. It changes nothing, except
+that it writes a file to time a disk and removes it.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from mooncake.transfer.topology import list_rdma_devices
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 FILES = 65536
-"""Descriptors that a gateway with thousands of clients needs."""
+"""Number of descriptors that a gateway with thousands of clients needs."""
 SOON_DAYS = 30
 CONNECT_S = 3.0
 DISK_BYTES = 64 * 2**20
 SLOW_DISK = 200 * 2**20
 """Bytes a second below which reading a block may take longer than computing it."""
 UNSYNCHRONIZED = 5
-"""What adjtimex(2) returns of a clock that nothing keeps right."""
+"""The result of adjtimex(2) for a clock that nothing keeps right."""
 SYSFS = Path("/sys")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: str
@@ -69,7 +69,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(file: str | None, machine: str | None) -> list[Finding]:
-    """Look at this machine and, where `file` describes a cluster, at its part of it.
+    """Check this machine and, if `file` describes a cluster, its part of the cluster.
 
     Raises:
         ConfigError: the file describes no cluster, or this machine has no part in it.
@@ -91,7 +91,7 @@ def examine(file: str | None, machine: str | None) -> list[Finding]:
 
 
 def system() -> Iterator[Finding]:
-    """The machine and its programs."""
+    """Check the machine and its programs."""
     memory = machine_facts.available_bytes()
     free = "unknown" if memory is None else format_bytes(memory)
     yield Finding(
@@ -102,7 +102,7 @@ def system() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """The GPUs, and whether their driver answers."""
+    """Check the GPUs, and whether their driver answers."""
     number = machine_facts.num_gpus()
     if not number:
         yield Finding(name="gpu", state=OK, found="none: engines compute on the CPU")
@@ -121,7 +121,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def nics(sysfs: Path = SYSFS) -> Iterator[Finding]:
-    """RDMA devices, the state of their ports, and the GIDs that peers reach."""
+    """Check RDMA devices, the state of their ports, and the GIDs that peers reach."""
     devices = list_rdma_devices(sysfs)
     if not devices:
         yield Finding(name="rdma", state=OK, found="no device: KV moves by TCP between machines")
@@ -146,7 +146,7 @@ def nics(sysfs: Path = SYSFS) -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Limits of this user's processes."""
+    """Check the limits of this user's processes."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = files == resource.RLIM_INFINITY or files >= FILES
     yield Finding(
@@ -167,7 +167,7 @@ def limits() -> Iterator[Finding]:
 
 
 def huge_pages(sysfs: Path = SYSFS) -> Iterator[Finding]:
-    """Return whether memory comes in large pages where a process asks for them."""
+    """Check whether the kernel gives memory in large pages to processes that ask for them."""
     try:
         told = (sysfs / "kernel/mm/transparent_hugepage/enabled").read_text().strip()
     except OSError:
@@ -180,7 +180,7 @@ def huge_pages(sysfs: Path = SYSFS) -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Return whether something keeps the clock right: credentials and certificates expire by it."""
+    """Check whether something keeps the clock right: credentials and certificates expire by it."""
     found = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     bad = found == UNSYNCHRONIZED or found < 0
     yield Finding(
@@ -191,7 +191,9 @@ def clock() -> Iterator[Finding]:
 
 
 def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
-    """The machine's bundle: whose certificate it is, until when, and whether the key fits."""
+    """Check the machine's bundle: whose certificate it is, when it expires, and whether the key
+    fits.
+    """
     missing = [name for name in own.bundle if not (folder / name).is_file()]
     if missing:
         yield Finding(
@@ -223,7 +225,7 @@ def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
 
 
 def ports(own: Machine) -> Iterator[Finding]:
-    """Return whether this machine has the address that the file gives it."""
+    """Check whether this machine has the address that the file gives it."""
     try:
         machine_facts.check_port(own.address, 0, "address")
         yield Finding(name="address", state=OK, found=own.address)
@@ -234,7 +236,7 @@ def ports(own: Machine) -> Iterator[Finding]:
 
 
 def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
-    """Return whether each gateway's port can be reached, and who is there by what gateways say."""
+    """Check whether each gateway's port can be reached, and which members the gateways know."""
     for seed in cluster.seeds.split(","):
         host, _, port = seed.removeprefix("tcp://").rpartition(":")
         try:
@@ -272,7 +274,7 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
 
 
 def disks(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
-    """How fast the directories of this machine's pool are written and read."""
+    """Measure how fast the directories of this machine's pool are written and read."""
     for part in cluster.parts(own):
         if part.role != "kvstore":
             continue
@@ -316,11 +318,11 @@ def _disk(directory: Path) -> Finding:
 
 
 def write_bundle(target: Path, findings: list[Finding], file: str | None) -> None:
-    """Write what a person who helps needs to know, without any secret: not the files of keys, no
-    value of the environment, and settings that may hold secrets only as "(set)".
+    """Write what a helper needs to know, without any secret: no key files, no values of the
+    environment, and settings that may hold secrets only as "(set)".
 
     Raises:
-        ConfigError: it cannot be written, or is there already.
+        ConfigError: the file cannot be written, or exists already.
     """
     documents: dict[str, object] = {
         "doctor.json": msgspec.to_builtins(findings),

@@ -1,8 +1,9 @@
-"""What a process must know to join a cluster, sealed by the cluster's first process, and how a
-gateway asks that process for it over HTTP. Its workers tell the same to those that join by Ray's
-address (`ray_cluster`), and gateways by message (`seeds`).
+"""What a process must know to join a cluster, signed by the cluster's first process, and how a
+gateway asks that process for it over HTTP.
 
-Stateless. Nothing of Ray: a gateway that joins by URL needs neither Ray nor its token.
+The first process's workers tell the same to processes that join by Ray's address (`ray_cluster`),
+and gateways tell it by message (`seeds`). Stateless. Nothing here uses Ray: a gateway that joins by
+URL needs neither Ray nor its token.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ Result = TypeVar("Result")
 GATEWAY_ID = "gateway"
 """The id of the first gateway of a cluster."""
 SEAL = "cluster facts"
-"""What the seal on them is for."""
+"""The purpose that a signature of the facts names."""
 FACTS_PATH = "/v1/cluster/facts"
-"""At the health port of a cluster's first process, where it has no API."""
+"""The path at the health port of a cluster's first process, if that process has no API."""
 ASK_AGAIN_S = 0.5
-"""So often a cluster that is not up yet is asked for."""
+"""Seconds between two questions to a cluster that is not up yet."""
 
 
 class NotUp(Unreachable):
@@ -51,16 +52,19 @@ class ClusterFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     gateway_address: str
     worker: WorkerSettings
-    """Of any engine, without the secret: model, layout and limits are the same for all."""
+    """The settings of any engine, without the secret: model, layout and limits are the same for
+    all.
+    """
     scheduler: SchedulerConfig
-    """All gateways place requests alike."""
+    """The settings by which all gateways place requests alike."""
     names: list[str]
-    """Of the model in the API."""
+    """The names of the model in the API."""
 
 
 def encode_facts(facts: ClusterFacts) -> bytes:
-    """Return the facts without the secret, as gateways tell them by message. Where keys of disks
-    and weights are is each machine's own business: a command that prints them may hold a token.
+    """Return the facts without the secret, as gateways tell them by message. They do not say where
+    keys of disks and weights are: each machine has its own, and a command that prints a key may
+    hold a token.
     """
     worker = without_secret(facts.worker)
     options = msgspec.structs.replace(worker.options, weights_key=ModelOptions().weights_key)
@@ -78,11 +82,11 @@ def without_secret(settings: WorkerSettings) -> WorkerSettings:
 
 
 def decode_facts(found: bytes, trust: Trust) -> ClusterFacts:
-    """Return what was sealed. What a later release says besides is passed over.
+    """Return the facts that were sealed. Fields that only a later release knows are ignored.
 
     Raises:
-        Forbidden: it is of another cluster, or was altered.
-        ConfigError: it is of a release that says too little for this one.
+        Forbidden: they come from another cluster, or were altered.
+        ConfigError: the release that wrote them leaves out fields that this one needs.
     """
     try:
         data = unseal(found, trust, SEAL, CredentialRole.GATEWAY)
@@ -95,10 +99,10 @@ def decode_facts(found: bytes, trust: Trust) -> ClusterFacts:
 
 
 def read_facts(data: bytes) -> ClusterFacts:
-    """Return what `encode_facts` wrote. What a later release says besides is passed over.
+    """Return what `encode_facts` wrote. Fields that only a later release knows are ignored.
 
     Raises:
-        ConfigError: it is of a release that says too little for this one.
+        ConfigError: the release that wrote them leaves out fields that this one needs.
     """
     try:
         return msgspec.msgpack.decode(data, type=ClusterFacts)
@@ -110,8 +114,8 @@ def read_facts(data: bytes) -> ClusterFacts:
 
 
 def facts_routes(sealed: Callable[[], bytes | None], guard: Guard) -> Mapping[str, Route]:
-    """Return the route at which workers and gateways get the facts that `sealed` returns; None:
-    they are not known yet.
+    """Return the route at which workers and gateways get the facts that `sealed` returns. `sealed`
+    returns None while they are not known.
     """
 
     def act(_: object) -> Answer:
@@ -124,12 +128,12 @@ def facts_routes(sealed: Callable[[], bytes | None], guard: Guard) -> Mapping[st
 
 
 def facts_from(url: str, credential: Credential, ca_certs: str | None) -> ClusterFacts:
-    """Ask the first process of a cluster for its facts; the request is signed. `ca_certs`: the file
-    of those whose certificates count over HTTPS; None: as this machine does.
+    """Ask the first process of a cluster for its facts; the request is signed. `ca_certs`: a file
+    of trusted authorities for HTTPS; None: the authorities that this machine trusts.
 
     Raises:
         NotUp: nobody answers there, or the cluster is still starting.
-        Unauthorized, Forbidden: it refuses, or is of another cluster.
+        Unauthorized, Forbidden: the process refuses, or belongs to another cluster.
         ConfigError: the file is wrong.
     """
     try:
@@ -155,11 +159,11 @@ def facts_from(url: str, credential: Credential, ca_certs: str | None) -> Cluste
 def when_up(
     ask: Callable[[], Result], limit_s: float, stop: threading.Event | None = None
 ) -> Result:
-    """Return what `ask` does, called again while there is no cluster, for at most `limit_s` and
-    until `stop`.
+    """Return what `ask` returns. While there is no cluster it is called again, for at most
+    `limit_s` and until `stop`.
 
     Raises:
-        NotUp: there is none yet.
+        NotUp: there is no cluster yet.
     """
     end_s = time.monotonic() + limit_s
     stop = stop or threading.Event()

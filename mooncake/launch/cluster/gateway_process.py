@@ -1,6 +1,5 @@
-"""The gateway process' own part: HTTP API server, gateway machine and Conductor over one channel.
-
-The same for every layout; where the workers are is the caller's business.
+"""The gateway process: HTTP API server, gateway machine and Conductor over one channel. It is the
+same for every layout; the caller decides where the workers run.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from mooncake.telemetry.traces import Tracer
 
 logger = logging.getLogger(__name__)
 LAYOUT_DIGITS = 12
-"""Of a layout's fingerprint, in metrics: enough to see that two differ."""
+"""Digits of a layout's fingerprint in metrics: enough to see that two differ."""
 
 
 class GatewayProcess:
@@ -67,7 +66,9 @@ class GatewayProcess:
         peers: Sequence[str] = (),
         has_api: bool = True,
     ) -> None:
-        """`peers`: addresses of other gateways of the cluster; without an API only `attend`."""
+        """`peers`: addresses of other gateways of the cluster. Without an API, call only
+        `attend`.
+        """
         ids = ids or SystemIds()
         self._clock = clock or MonotonicClock()
         build = BuildInfo(
@@ -100,15 +101,17 @@ class GatewayProcess:
         self.backend.worker_lost_threadsafe(worker_id)
 
     def knows(self, worker_ids: Collection[str]) -> bool:
-        """Return whether all these workers have joined; in the loop's thread."""
+        """Return whether all these workers have joined. Call it in the loop's thread."""
         return {member.id for member in self.status().workers} >= set(worker_ids)
 
     def status(self) -> ClusterStatus:
-        """Return the cluster as it is seen now; in the loop's thread."""
+        """Return the cluster as this gateway sees it now. Call it in the loop's thread."""
         return self.gateway.status(self._clock.now())
 
     def end_calls(self) -> None:
-        """End what runs with an error now, rather than let it finish; in the loop's thread."""
+        """End all running calls with an error now, without letting them finish. Call it in the
+        loop's thread.
+        """
         if self._app is not None:
             self._app.state.api_server.fail_all(Unavailable("the server is shutting down"))
 
@@ -121,8 +124,8 @@ class GatewayProcess:
         ready: Callable[[str, int], None],
         vitals: Callable[[], Sequence[Vitals]],
     ) -> None:
-        """Serve HTTP on `listener` until `stop`, then drain. `ready` is told the address; `vitals`
-        says how the workers that this process starts are.
+        """Serve HTTP on `listener` until `stop`, then drain. `ready` is called with the address;
+        `vitals` returns the state of the workers that this process starts.
         """
         api_server = dataclasses.replace(api_config(config), gateway_id=self.gateway_id)
         with contextlib.ExitStack() as opened:
@@ -146,15 +149,16 @@ class GatewayProcess:
                     following.cancel()
 
     async def attend(self, stop: asyncio.Event) -> None:
-        """Know workers and other gateways until `stop`, without an API server: nothing is asked
-        here. Says goodbye, so that workers that leave then wait for no answer of this one.
+        """Know workers and other gateways until `stop`, without an API server, so that no request
+        comes here. At the end it says goodbye: workers that leave afterwards then wait for no
+        answer from it.
         """
         with self._driven():
             await stop.wait()
             self.gateway.say_goodbye()
 
     def _tracer(self, config: ServeConfig, opened: contextlib.ExitStack) -> Tracer | None:
-        """Return what traces calls, if anything is to; `opened` ends it."""
+        """Return the tracer of calls, or None if none is configured. `opened` closes it."""
         if config.otlp_traces_endpoint is None:
             return None
         from mooncake.telemetry.otlp import OtlpTraces
@@ -211,8 +215,8 @@ class GatewayProcess:
 
 
 def _cache_infos(plan: ServePlan) -> list[CacheInfo]:
-    """Return what is told of the KVCache of engines: nothing where they join with settings of their
-    own, or find out on their GPU how many blocks they have.
+    """Return the KVCache figures of engines. There are none if engines join with their own
+    settings, or find out on their GPU how many blocks they have.
     """
     if not plan.num_engines or plan.options.measure_pages:
         return []
@@ -227,7 +231,7 @@ def _cache_infos(plan: ServePlan) -> list[CacheInfo]:
 
 
 def check_traces(config: ServeConfig) -> None:
-    """Raise ConfigError when traces are to be sent, and the packages for it are missing or their
+    """Raise ConfigError when traces are to be sent and their packages are missing or their
     variables (`OTEL_…`) are wrong.
     """
     if config.otlp_traces_endpoint is None:
@@ -267,5 +271,7 @@ def _tls(config: ServeConfig) -> TlsConfig | None:
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return the API's listening socket: a taken port shows before anything is started."""
+    """Return the API's listening socket. It is opened first, so that a taken port shows before
+    anything starts.
+    """
     return bind(api_config(config))

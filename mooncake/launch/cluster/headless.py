@@ -1,7 +1,7 @@
 """The health port of a process that looks after workers and has no API (`--headless`).
 
-Owns the port. The event loop says how it is, the supervisor's thread how the workers are looked
-after.
+Owns the port. The event loop reports its own state; the supervisor's thread reports how the workers
+are watched.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class HeadlessPort:
         series: Callable[[], bytes],
         routes: Mapping[str, Route],
     ) -> None:
-        """`workers` says how those who look after the workers are, `series` are the gateway's;
-        `routes` are answered besides.
+        """`workers` returns the state of what watches the workers. `series` are the gateway's
+        metrics. `routes` are answered too.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -58,7 +58,7 @@ class HeadlessPort:
         _log.info("health at %s", self._server.url)
 
     def parts(self) -> list[Vitals]:
-        """Return how the event loop and the workers' supervisor are."""
+        """Return the states of the event loop and of the workers' supervisor."""
         return [self._health.vitals(), *self._workers()]
 
     def metrics(self) -> bytes:
@@ -80,5 +80,7 @@ class HeadlessPort:
         return answer
 
     def _on_stuck(self, why: str) -> None:
-        """Workers that this process looks after serve on, so it does not end by itself."""
+        """Only log: the workers that this process watches serve on, so it does not end by
+        itself.
+        """
         _log.critical("%s is not live: %s; it is to be started again", self._name, why)

@@ -1,9 +1,9 @@
-"""A gateway that looks after no worker: `mooncake serve --role gateway`.
+"""A gateway that starts no worker: `mooncake serve --role gateway`.
 
-One that joins learns where the cluster is and how it places requests from another gateway, or from
-the cluster's first process by HTTP. One whose address others join decides it by its own settings.
-From then on it needs only the workers and the other gateways, and takes no part in Ray. Owns no
-worker.
+A gateway that joins learns where the cluster is and how it places requests: from another gateway,
+or by HTTP from the cluster's first process. A gateway whose address others join decides this by its
+own settings. From then on it needs only the workers and the other gateways, and does not use Ray.
+Owns no worker.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.telemetry.health import Vitals
 
 MAX_ALONE = 30
-"""Looks in a row that find no worker and no other gateway."""
+"""Number of looks in a row that may find no worker and no other gateway."""
 
 
 class JoinedCluster:
     """The cluster behind a gateway that joins it (see `serve.Workers`)."""
 
     def __init__(self, config: ServeConfig) -> None:
-        """Ask for the facts of the cluster at `config.join`, unless `config` decides them; `config`
-        and `plan` are complete then.
+        """Ask the cluster at `config.join` for its facts, unless `config` decides them. `config`
+        and `plan` are complete afterwards.
 
         Raises:
             MooncakeError: there is no cluster, or its model is not here.
@@ -85,7 +85,7 @@ class JoinedCluster:
         self._num_alone = 0
 
     def _ask(self, config: ServeConfig) -> ClusterFacts:
-        """Ask for the facts, with a credential that is this gateway's from then on."""
+        """Ask for the facts, with the credential that this gateway uses from then on."""
         address = str(config.join)
         secret = kept_secret(address) if config.cluster_secret is None else config.cluster_secret
         self._credential = credential = own_credential(secret, CredentialRole.GATEWAY)
@@ -95,10 +95,11 @@ class JoinedCluster:
         return when_up(ask, config.join_timeout)
 
     def open(self) -> GatewayProcess:
-        """Return the gateway, which meets workers and other gateways once it is driven.
+        """Return the gateway. It finds workers and other gateways once it is driven.
 
         Raises:
-            ConfigError: the address cannot be bound, or not be joined by this credential.
+            ConfigError: the address cannot be bound, or this credential does not allow others to
+                join it.
         """
         config, port = self.config, self.config.join_port
         if port and self._credential.listening_seed is None:
@@ -126,7 +127,9 @@ class JoinedCluster:
         return []
 
     def stop(self) -> None:
-        """Announce the end: workers and other gateways then wait for no heartbeat of this one."""
+        """Announce the end: workers and other gateways then wait for no heartbeat of this
+        gateway.
+        """
         self._following.close()
         self._addresses.close()
         if self._gateway_process is not None:
@@ -136,8 +139,9 @@ class JoinedCluster:
         pass  # it waits for none
 
     def gone(self) -> str:
-        """Say so when no worker and no other gateway has been known for long: a supervisor can then
-        start this gateway again, and it joins the cluster that took the place.
+        """Return a reason once no worker and no other gateway has been known for long. A supervisor
+        can then start this gateway again, and it joins the cluster that has taken the place of the
+        old one.
         """
         assert self._gateway_process is not None
         if self.config.is_seed:

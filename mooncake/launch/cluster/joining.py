@@ -1,5 +1,5 @@
-"""One worker that joins a running cluster: its settings, made of what the cluster says and of its
-own machine, and what it waits for. Stateless. Whether Ray starts it is its caller's business.
+"""One worker that joins a running cluster: what it waits for, and its settings, made from what the
+cluster says and from its own machine. Stateless. The caller decides whether Ray starts it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def await_stages(
     """Wait until the machines that compute a worker's stages are up.
 
     Raises:
-        NotUp: one is not.
-        Forbidden: one is not of this cluster.
+        NotUp: a machine is not up.
+        Forbidden: a machine belongs to another cluster.
     """
     far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
 
@@ -42,7 +42,9 @@ def await_stages(
 
 
 def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> WorkerSettings:
-    """Return the settings of a worker that joins: the cluster's model and limits, our machine."""
+    """Return the settings of a worker that joins: model and limits come from the cluster, the rest
+    from this machine.
+    """
     assert config.role is not None
     template = facts.worker
     model = config.model or template.model

@@ -1,5 +1,5 @@
-"""Where a process of `mooncake serve` writes its log. On a terminal that shows warnings, and a file
-has the rest.
+"""Writes the log of a process of `mooncake serve`. A terminal shows warnings only, and a file has
+the rest.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from mooncake.telemetry.log import configure_logging
 
 DEFAULT_LEVEL = "info"
 KEPT = 10
-"""The newest files of earlier starts that have ended; a start removes older ones."""
+"""Number of log files of ended starts that are kept; a start removes older ones."""
 
 
 def stays_calm(config: ServeConfig) -> bool:
-    """Return whether a start keeps its terminal calm: somebody looks at it, and asked for nothing
-    of the log.
+    """Return whether a start shows only warnings: a person watches the terminal and has not asked
+    for a log.
     """
     has_wish = config.log_level or config.log_file or config.access_log
     return not has_wish and config.log_format == "text" and sys.stderr.isatty()
 
 
 def new_log_file() -> str | None:
-    """Return the path of an empty file for this process, and remove the oldest beside it; None:
-    there is no room for one.
+    """Return the path of an empty file for this process, and remove the oldest files beside it.
+    None: there is no room for a file.
     """
     folder = cache_dir() / "logs"
     path = folder / f"serve-{os.getpid()}.log"
@@ -46,14 +46,14 @@ def new_log_file() -> str | None:
 
 
 def _is_used(path: Path) -> bool:
-    """Return whether the process of a log file may still write to it."""
+    """Return whether the process that owns a log file may still write to it."""
     pid = path.stem.rpartition("-")[2]
     return pid.isdigit() and Path(f"/proc/{pid}").exists()
 
 
 def start_log(name: str, level: str | None, form: str, file: str | None) -> None:
-    """Write the log of this process, under its name. The folder of `file` is made: the first
-    process of a cluster names a file, and others have it on their own machines.
+    """Write the log of this process under its name. The folder of `file` is made: the cluster's
+    first process names a file, and other processes have it on their own machines.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,7 +1,8 @@
-"""One worker in this process, without Ray: started and started again by what runs the command, be
-it systemd, a kubelet, `mooncake up` or a person.
+"""Runs one worker in this process, without Ray. What runs the command starts it again: systemd, a
+kubelet, `mooncake up` or a person.
 
-Owns signals and the order of ending. What the worker is made of is `joining`'s, and a lone pool's.
+Owns signals and the order of ending. `joining` makes the worker's settings, or `pool` those of a
+pool node.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from mooncake.transfer.regions import Progress
 
 
 def serve_worker(config: ServeConfig) -> int:
-    """Be one worker of the cluster at `config.seeds` until a signal; returns the exit code. The
-    first signal has it leave once others do its work, a second one at once.
+    """Be one worker of the cluster at `config.seeds` until a signal; return the exit code. On the
+    first signal the worker leaves once others do its work; on the second it leaves at once.
 
     Raises:
-        MooncakeError: no gateway answers, or the worker cannot start, or was given up.
+        MooncakeError: no gateway answers, the worker cannot start, or the cluster gave it up.
     """
     assert config.role is not None
     assert config.cluster_secret is not None
@@ -78,11 +79,12 @@ def run_worker(
     progress: Progress,
     started: Callable[[process.Worker], None],
 ) -> None:
-    """Be the worker until a signal. It then leaves for `shutdown_timeout` at most: an engine serves
-    until others have taken its place, a pool node hands its blocks on. A second signal ends it now.
+    """Be the worker until a signal. Then it leaves, which takes `shutdown_timeout` at most: an
+    engine serves until others have taken its place, and a pool node hands its blocks on. A second
+    signal ends it now.
 
     Raises:
-        MooncakeError: it cannot start, or the cluster gave it up.
+        MooncakeError: the worker cannot start, or the cluster gave it up.
     """
     end_with_vital_threads()
     limits_s: list[float] = []

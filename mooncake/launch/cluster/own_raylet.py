@@ -1,7 +1,7 @@
-"""Ray's processes of a machine that joins a cluster, where it has none of that cluster yet.
+"""Starts Ray's processes on a machine that joins a cluster, if none of that cluster run there yet.
 
-Ray attaches a process only to a *raylet* of its own machine. This module starts one, as `ray start`
-does for a person, and ends it with the process that joined. Imports no ray.
+Ray attaches a process only to a *raylet* of its own machine. This module starts one with `ray
+start`, and ends it with the process that joined. Imports no ray.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import private_dir
 
 START_S = 60.0
-"""`ray start` has as long to say that it runs."""
+"""`ray start` may take this long to report that it runs."""
 STOP_S = 10.0
 POLL_S = 0.05
 STARTED = "Ray runtime started"
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Ray insists on one; nothing of ours is ever put there."""
+"""Ray insists on an object store; we never put anything there."""
 SHOWN_LINES = 3
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ class OwnRaylet:
     """The raylet of this machine, started for one process that joins."""
 
     def __init__(self, address: str, bind_host: str) -> None:
-        """Start it for the cluster at `address`; `bind_host` is this machine's address there.
+        """Start the raylet for the cluster at `address`. `bind_host` is this machine's address
+        there.
 
         Raises:
             ConfigError: others cannot reach `bind_host`, or Ray does not start.
@@ -90,7 +91,7 @@ class OwnRaylet:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End it."""
+        """End the raylet."""
         self._process.terminate()
         try:
             self._process.wait(STOP_S)

@@ -1,9 +1,9 @@
-"""A pool standing alone: one node and, unless it joins another's, the registry of the pool, in this
-process, without Ray and without engines. For machines with DRAM and disks to spare, and for clients
-that are no workers of ours.
+"""A pool without engines, in this process and without Ray: one node and, unless it joins another
+pool, that pool's registry. For machines with DRAM and disks to spare, and for clients that are not
+our workers.
 
 Owns the order of starting and stopping. The registry is the gateway's own machine: it keeps the
-membership table, announces lost members, and answers clients where blocks are.
+membership table, announces lost members, and tells clients where blocks are.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ DEFAULT_ADMIN_PORT = 8100
 
 
 class Registry:
-    """Who belongs to the pool, in a thread of its own. `close` it after all that use it."""
+    """Knows the members of the pool, in its own thread. `close` it after all that use it."""
 
     def __init__(self, config: ServeConfig, plan: ServePlan, secret: str) -> None:
-        """Raises ConfigError when `join_port` is taken, or `bind_host` is not ours."""
+        """Start it. Raises ConfigError when `join_port` is taken, or `bind_host` is not an address
+        of this machine.
+        """
         machine_facts.check_port(config.bind_host, config.join_port, "bind-host", "join-port")
         ids = SystemIds()
         credential = own_credential(secret, CredentialRole.GATEWAY, name="registry")
@@ -70,7 +72,7 @@ class Registry:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; nodes and clients that are left go on without."""
+        """End it. Nodes and clients that remain go on without it."""
         self._following.close()
         self._driver.stop()
         self._thread.join()
@@ -87,7 +89,7 @@ def serve_alone(config: ServeConfig) -> int:
     """Be a pool node until SIGINT or SIGTERM, then drain and return the exit code.
 
     Raises:
-        MooncakeError: it cannot be started; nothing is left running.
+        MooncakeError: the node cannot be started; nothing is left running.
     """
     assert config.cluster_secret is not None
     if config.admin_port is None:
@@ -136,7 +138,7 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
 
 
 def _fate(worker: process.Worker | None) -> str:
-    """Say what became of a node's blocks, if it drained."""
+    """Return what became of a node's blocks, if it drained."""
     if worker is None or not isinstance(worker.machine, KvNode):
         return ""
     drain = worker.machine.state().drain

@@ -1,8 +1,8 @@
-"""Workers as Ray actors: placed, watched, started again. The only module that imports ray.
+"""Runs workers as Ray actors: places, watches and restarts them. The only module that imports ray.
 
-Ray carries neither tokens nor KV, nor the cluster secret: who reads its store or relays its
-connections does not learn it. An actor is a process with `process.run` in it. A death shows twice,
-at once by the process' descriptor on this machine, a little later by its failed Ray call.
+Ray carries neither tokens nor KV nor the cluster secret: nobody who reads its store or relays its
+connections learns the secret. An actor is a process that runs `process.run`. A death shows twice:
+at once by the process' descriptor on this machine, and a little later by the failed Ray call.
 """
 
 from __future__ import annotations
@@ -64,30 +64,30 @@ _groups: Any = importlib.import_module("ray.util.placement_group")
 
 NAMESPACE = "mooncake"
 CONNECT_S = 10.0
-"""Ray must answer within so long."""
+"""Ray must answer within this time."""
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 POLL_S = 0.2
 START_POLL_S = 0.05
-"""The same while workers start."""
+"""The wait in each step while workers start."""
 PLACE_S = 10.0
-"""So long Ray may take to set a worker's GPUs aside."""
+"""Ray may take this long to reserve a worker's GPUs."""
 HERE_SHARE = 0.001
-"""Of the resource that stands for one machine: a bundle that asks for it lies there."""
+"""Share of the resource that stands for one machine: a bundle that asks for it is placed there."""
 STOP_S = 10.0
 """A worker that has not stopped by itself after this long is killed."""
 SAVE_S = 5.0
-"""Of that, so long a pool node may take to write to its disks what is worth it."""
+"""Part of that time in which a pool node may write to its disks what is worth keeping."""
 MAX_EARLY_DEATHS = 3
-"""Deaths in a row before a worker was ready that are taken as a fault no restart can cure."""
+"""After this many deaths in a row before a worker was ready, restarts are considered useless."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
-    """How far an actor's process is."""
+    """The state of an actor's process."""
 
     pid: int
     boot_id: str
-    """Of the machine it runs on."""
+    """The boot id of the machine that it runs on."""
     what: str
     done: int
     whole: int
@@ -95,7 +95,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerActor:
-    """The process of one worker. `run` blocks in one thread, the others answer beside it."""
+    """The process of one worker. `run` blocks in one thread; the other methods answer beside it."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -103,19 +103,19 @@ class WorkerActor:
         self._worker: process.Worker | None = None
         self._lock = threading.Lock()
         self._drain_s: float | None = None
-        """Set once it is to stop."""
+        """Set once the worker is to stop."""
         self._is_pool = False
         self._facts = b""
 
     def __repr__(self) -> str:
-        """Ray puts this before each line of the log."""
+        """Return what Ray puts before each line of the log."""
         return self._worker_id
 
     def run(self, encoded: bytes, secret_file: str) -> str | None:
-        """Be a worker until `stop`; return None, or why it cannot start. A fault ends all.
+        """Be a worker until `stop`; return None, or why it cannot start. A fault ends the process.
 
-        `secret_file`: where the supervisor's machine has the cluster secret; other machines have it
-        in the environment of their Ray.
+        `secret_file`: the file of the cluster secret on the supervisor's machine. Other machines
+        have the secret in the environment of their Ray.
         """
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
         self._is_pool = settings.role is Role.KVSTORE
@@ -146,13 +146,12 @@ class WorkerActor:
         return None
 
     def state(self) -> bytes:
-        """Return a `State`."""
         ready = self._worker is not None
         state = State(os.getpid(), machine_facts.boot_id(), *self._state, ready)
         return msgspec.msgpack.encode(state)
 
     def stop(self, drain_s: float, waits: bool) -> None:
-        """End `run`, once what runs here has ended or `drain_s` have gone by. `waits`: see
+        """End `run`, once what runs here has ended or `drain_s` have passed. `waits`: see
         `process.Worker.leave`.
         """
         with self._lock:
@@ -161,7 +160,7 @@ class WorkerActor:
                 self._worker.leave(SAVE_S if self._is_pool else drain_s, waits=waits)
 
     def tell(self, facts: bytes) -> None:
-        """Keep what a process must know that joins the cluster, sealed."""
+        """Keep the sealed facts that a joining process must know."""
         self._facts = facts
 
     def facts(self) -> bytes:
@@ -181,43 +180,43 @@ class WorkerActor:
 
 
 class FactsActor:
-    """Says what a process must know that joins a cluster whose first process starts no worker:
-    workers say it otherwise. Started anew with each change, so that a new start of its process
-    forgets nothing.
+    """Tells joining processes the facts of a cluster whose first process starts no worker;
+    otherwise its workers tell them. It is started anew at each change, so that it does not forget
+    them when Ray restarts its process.
     """
 
     def __init__(self, facts: bytes) -> None:
         self._facts = facts
 
     def facts(self) -> bytes:
-        """Return the facts, sealed."""
+        """Return the sealed facts."""
         return self._facts
 
 
 @dataclasses.dataclass
 class _Entry:
-    """One worker as its supervisor knows it."""
+    """What the supervisor knows about one worker."""
 
     settings: WorkerSettings
     actor: Any
     run: Any
     """The Ray call that lasts as long as the worker."""
     gpus: PlacementGroup | None = None
-    """What is set aside for all its ranks, and stays so while it starts again."""
+    """The GPUs reserved for all its ranks; they stay reserved while it starts again."""
     state_call: Any = None
     state: State | None = None
     pidfd: int | None = None
     lost: bool = False
-    """Its death has been told, and nothing has been heard of it since."""
+    """True if its death was reported and it has not been heard of since."""
     early_deaths: int = 0
     retry_at_s: float | None = None
 
 
 def _secret_here(file: Path) -> tuple[str, Path | None]:
-    """Return the cluster secret for a worker on this machine, and the file that has it, if any.
+    """Return the cluster secret for a worker on this machine, and the file that holds it, if any.
 
     Raises:
-        ConfigError: it was not given here.
+        ConfigError: no secret was given here.
     """
     given = os.environ.get(SECRET_FILE)
     if file.exists() or given:
@@ -238,7 +237,7 @@ def _own_address() -> str:
 
 
 def connect(address: str | None, bind_host: str, *, forks: ForkServer | None = None) -> None:
-    """Start Ray on this machine, or attach to the cluster at `address`. `forks`: starts the Python
+    """Start Ray on this machine, or attach to the cluster at `address`. `forks` starts the Python
     processes of a Ray that is started here.
 
     Ray's processes end with the *thread* that started them, so it must outlive them.
@@ -279,10 +278,11 @@ def connect(address: str | None, bind_host: str, *, forks: ForkServer | None = N
 
 
 def disconnect(forks: ForkServer | None = None) -> None:
-    """Leave Ray; one that `connect` started has ended with all its processes on return, and what
-    `forks` forked.
+    """Leave Ray. If `connect` started Ray, it has ended on return with all its processes and with
+    what `forks` forked.
 
-    Ray's agents outlive its own shutdown by minutes, so what is left of our descendants is killed.
+    Ray's agents outlive its own shutdown by minutes, so remaining descendants of this process are
+    killed.
     """
     if not ray.is_initialized():
         return
@@ -303,8 +303,8 @@ def read_facts(trust: Trust) -> ClusterFacts:
 
     Raises:
         NotUp: no `mooncake serve` answers in this Ray cluster.
-        Forbidden: it has another secret.
-        ConfigError: it is of a release that says too little for this one.
+        Forbidden: the cluster has another secret.
+        ConfigError: the release that wrote the facts leaves out fields that this one needs.
     """
     refusal: MooncakeError = NotUp(
         "no server in this Ray cluster, or none that answers yet; start `mooncake serve` there "
@@ -319,7 +319,7 @@ def read_facts(trust: Trust) -> ClusterFacts:
 
 
 def _told() -> Iterator[bytes]:
-    """Yield what the named actors of this Ray cluster say, as their answers come."""
+    """Yield the facts that the named actors of this Ray cluster tell, as their answers come."""
     names: Any = ray.util.list_named_actors
     calls = []
     for name in names():
@@ -337,11 +337,11 @@ def _told() -> Iterator[bytes]:
 
 
 def cluster_secret(address: str, given: str | None) -> str:
-    """Return the secret of the cluster at `address`: the one given, or what its first process keeps
-    on this machine for its own user.
+    """Return the secret of the cluster at `address`: the one given, or the one that its first
+    process keeps on this machine for its own user.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no secret.
     """
     if given is not None:
         return given
@@ -351,8 +351,8 @@ def cluster_secret(address: str, given: str | None) -> str:
 
 
 def reach(address: str) -> None:
-    """Raise ConfigError when `address` refuses connections, or one of us speaks TLS and the other
-    does not, or does not trust the other.
+    """Raise ConfigError when `address` refuses connections, when only one of the two sides speaks
+    TLS, or when one does not trust the other.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -396,7 +396,7 @@ def _client_tls(files: tuple[str, str, str]) -> ssl.SSLContext:
 
 
 def _speaks(connection: socket.socket) -> bool:
-    """Return whether the other side sends anything: Ray speaks first, in clear or once TLS is
+    """Return whether the other side sends anything. Ray speaks first, in clear or once TLS is
     agreed on. A server that asks for a client's certificate refuses it here, not in the handshake.
     """
     try:
@@ -406,10 +406,10 @@ def _speaks(connection: socket.socket) -> bool:
 
 
 class Supervisor:
-    """Starts worker processes, tells of each death at once, starts them again, ends them all.
+    """Starts worker processes, reports each death at once, restarts workers and ends them all.
 
-    All in the thread that called `connect`, but for `give_up` and `tell`. `lost` is told a worker's
-    id.
+    Everything runs in the thread that called `connect`, except `give_up` and `tell`. `lost` is
+    called with a worker's id.
     """
 
     def __init__(
@@ -421,8 +421,8 @@ class Supervisor:
         forks: ForkServer | None = None,
         own_ray: bool = False,
     ) -> None:
-        """`drain_s`: so long engines may finish at the end what they have; those that `wait` serve
-        until others have taken their place. `forks`: starts the processes of this machine.
+        """`drain_s`: how long engines may finish their requests at the end; those that `wait` serve
+        until others have taken their place. `forks` starts the processes of this machine.
         `own_ray`: `connect` starts Ray here.
         """
         self._forks = forks
@@ -433,14 +433,16 @@ class Supervisor:
         self._secret_file = ""
         self._facts = b""
         self._facts_actor: Any = None
-        """Where there is no worker."""
+        """The actor that tells the facts if there is no worker."""
         self._facts_lock = threading.Lock()
         self._entries: list[_Entry] = []
         self._poll = select.poll()
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         self._have_started = False
-        """All workers were ready once: from now on one that refuses to start costs only itself."""
+        """All workers were ready once. From then on a worker that refuses to start does not end the
+        others.
+        """
 
     def start(
         self,
@@ -450,11 +452,11 @@ class Supervisor:
         here_only: bool,
         secret_file: Path,
     ) -> dict[str, int]:
-        """Start the workers and return their pids when all are ready. Those of this machine read
-        the cluster secret in `secret_file`, also when they are started again.
+        """Start the workers and return their pids when all are ready. Workers of this machine read
+        the cluster secret in `secret_file`, also after a restart.
 
         Raises:
-            MooncakeError: one cannot start, or `give_up` was called.
+            MooncakeError: a worker cannot start, or `give_up` was called.
         """
         self._secret_file = str(secret_file)
         for each in settings:
@@ -481,9 +483,9 @@ class Supervisor:
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
 
     def tell(self, facts: bytes) -> None:
-        """Have the workers, or an actor for it where there is none, answer with `facts` to
-        processes that join by Ray's address; from any thread. Without a first call before `start`
-        nobody finds them.
+        """Have the workers answer with `facts` to processes that join by Ray's address; if there is
+        no worker, an actor answers. From any thread. If it is not called before `start`, nobody can
+        join.
         """
         with self._facts_lock:
             self._facts = facts
@@ -493,7 +495,7 @@ class Supervisor:
                 self._start_facts_actor()
 
     def _start_facts_actor(self) -> None:
-        """Start the actor that answers where there is no worker, in place of an earlier one."""
+        """Start the actor that answers if there is no worker. It replaces an earlier one."""
         before = self._facts_actor
         node = ray.get_runtime_context().get_node_id()
         actor: Any = ray.remote(FactsActor)
@@ -516,12 +518,12 @@ class Supervisor:
         self._hurry.set()
 
     def watch(self) -> None:
-        """Look after the workers until `give_up`."""
+        """Watch the workers until `give_up`."""
         while not self._stopping.is_set():
             self._step()
 
     def stop(self) -> None:
-        """End all workers, those that have not begun to serve at once."""
+        """End all workers. Workers that have not begun to serve end at once."""
         self._stopping.set()
         runs = []
         for entry in self._entries:
@@ -540,8 +542,8 @@ class Supervisor:
             ray.kill(self._facts_actor, no_restart=True)
 
     def _launch(self, settings: WorkerSettings, *, here_only: bool) -> _Entry:
-        """Start a worker: one actor, whose process starts that of each further rank. What Ray
-        starts again after a death is that actor, so no rank comes back without the others.
+        """Start a worker as one actor, whose process starts that of each further rank. Ray restarts
+        this actor after a death, so no rank comes back without the others.
         """
         strategy: Any = "SPREAD"
         gpus: PlacementGroup | None = None
@@ -574,13 +576,13 @@ class Supervisor:
         return _Entry(settings, actor, self._run(actor, settings), gpus=gpus)
 
     def _run(self, actor: Any, settings: WorkerSettings) -> Any:
-        """Have an actor that has just started be a worker; return the call."""
+        """Make an actor that has just started be a worker; return the call."""
         if self._facts:
             actor.tell.remote(self._facts)
         return _call_run(actor, settings, self._secret_file)
 
     def _step(self) -> None:
-        """Wait a moment; deal with what has happened."""
+        """Wait a moment and handle what has happened."""
         wait_s = POLL_S if self._have_started else START_POLL_S
         died = {descriptor for descriptor, _ in self._poll.poll(wait_s * 1000)}
         if self._stopping.is_set():
@@ -602,7 +604,9 @@ class Supervisor:
             self._ask_state(entry)
 
     def _on_end(self, entry: _Entry) -> None:
-        """The Ray call of a worker ended: it refused to start, or its process died."""
+        """Handle the end of a worker's Ray call: the worker refused to start, or its process
+        died.
+        """
         worker_id = entry.settings.worker_id
         try:
             refusal = ray.get(entry.run)
@@ -631,7 +635,7 @@ class Supervisor:
             self._lost(entry.settings.worker_id)
 
     def _ask_state(self, entry: _Entry) -> None:
-        """Keep one question about its state open until the worker is ready."""
+        """Keep one open question about the worker's state until it is ready."""
         if entry.retry_at_s is not None or (entry.state and entry.state.ready):
             return
         if entry.state_call is None:
@@ -667,10 +671,10 @@ class Supervisor:
 
 
 def _set_aside(settings: WorkerSettings, *, here_only: bool) -> PlacementGroup:
-    """Set the GPUs of all ranks of a worker aside: one bundle, so they are of one node.
+    """Reserve the GPUs of all ranks of a worker in one bundle, so that they are on one node.
 
     Raises:
-        MooncakeError: no node has so many that are free.
+        MooncakeError: no node has that many free GPUs.
     """
     bundle: dict[str, float] = {"GPU": settings.num_gpus}
     known: Any = ray.nodes

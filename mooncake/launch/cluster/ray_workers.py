@@ -1,6 +1,6 @@
 """The workers of `mooncake serve` on Ray, and the one worker of `mooncake serve --role … --join`.
 
-Owns the supervisor; Ray itself is `ray_cluster`'s.
+Owns the supervisor; `ray_cluster` owns Ray itself.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RayWorkers:
         credential: Credential,
         forks: ForkServer | None = None,
     ) -> None:
-        """`credential`: of the gateway, made of `secret`; both follow the file of the secret.
-        `forks`: starts the processes of this machine; ended at `stop`.
+        """`credential` is the gateway's, made from `secret`; both follow the file of the secret.
+        `forks` starts the processes of this machine and is ended at `stop`.
         """
         self._forks = forks
         self._config = config
@@ -64,9 +64,11 @@ class RayWorkers:
         self._thread: threading.Thread | None = None
         self._join_address: str | None = None
         self._secret_files: list[Path] = []
-        """Where processes of this user find the secret: by Ray's address, and by the gateway's."""
+        """The files in which processes of this user find the secret: by Ray's address, and by the
+        gateway's.
+        """
         self._sealed: bytes | None = None
-        """What those who join are told."""
+        """The facts that joining processes are told."""
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -87,7 +89,9 @@ class RayWorkers:
             self._supervisor.hurry()
 
     def _run(self, gateway_process: GatewayProcess, show: report.Show) -> None:
-        """The supervisor's whole life, in one thread: Ray's processes end with it."""
+        """Run the supervisor's whole life in one thread, because Ray's processes end with their
+        thread.
+        """
         try:
             self._supervisor = supervisor = ray_cluster.Supervisor(
                 gateway_process.worker_lost,
@@ -158,7 +162,9 @@ class RayWorkers:
             write_private(file, secret)
 
     def gone(self) -> str:
-        """Return why nobody looks after the workers any more; otherwise they end with us."""
+        """Return why nobody watches the workers any more, or an empty text. If nobody does, they
+        end with this process.
+        """
         if self._stopping.is_set() or not self._started.done() or self._started.exception():
             return ""
         alive = self._thread is not None and self._thread.is_alive()
@@ -178,7 +184,7 @@ class RayWorkers:
 
 
 def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
-    """Run one more worker for a running cluster until a signal; returns the exit code. `forks`:
+    """Run one more worker for a running cluster until a signal; returns the exit code. `forks`
     starts its process.
 
     Raises:

@@ -1,4 +1,6 @@
-"""What `mooncake serve` shows: bars while workers start, then one table; the plan of a dry run."""
+"""Prints what `mooncake serve` shows: progress bars while workers start, then one table; for a dry
+run, the plan.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ from mooncake.launch.config.rank_plan import InstanceMemory, rank_rows
 from mooncake.launch.config.settings import ServeConfig
 
 Show = Callable[[str, str, int, int], None]
-"""Called with (worker id, what it is doing, how much is done, of how much); 0: not counted."""
+"""Called with (worker id, what it is doing, how much is done, of how much); a total of 0 is not
+counted.
+"""
 
 READY = "ready"
-"""What a worker is doing when it has been started."""
+"""The activity shown for a worker that has started."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,9 @@ class WorkerRow:
 
 
 class StartProgress:
-    """Bars, one a worker, that vanish when all are up. Use as a context; call the value to show."""
+    """Progress bars, one for each worker, that vanish when all are up. Use it as a context; call
+    the value to show progress.
+    """
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
@@ -143,8 +149,8 @@ def print_plan(
 
 
 def _rank_table(plan: ServePlan, role: Role) -> Table:
-    """Return the memory of each rank of an engine; KV is what is left of a GPU where one is
-    planned for.
+    """Return the memory of each rank of an engine. If a GPU is planned for, KV is what remains of
+    its memory.
     """
     node, memory = plan.gpu_node, plan.ranks[role]
     shape = memory.shape

@@ -1,6 +1,7 @@
-"""How a process that joins without Ray asks gateways, by message, what it must know.
+"""Asks gateways, by message, what a process must know that joins without Ray.
 
-Opens a channel for as long as it asks. Any gateway answers; the channel proves that it is one.
+It opens a channel for as long as it asks. Any gateway may answer; the channel proves that it is
+one.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 
 ANSWER_S = 10.0
-"""A gateway that is up answers within so long."""
+"""A running gateway answers within this time."""
 REMIND_S = 30.0
-"""So often a log line says who is waited for."""
+"""Seconds between two log lines about who is awaited."""
 
 _log = logging.getLogger(__name__)
 
 
 class Seeds:
-    """The gateways at a few addresses, asked on a channel of its own until `close`."""
+    """The gateways at a few addresses. They are asked on a separate channel until `close`."""
 
     def __init__(self, config: ServeConfig, credential: Credential) -> None:
-        """Raises ConfigError: gateways could not answer to `bind_host`."""
+        """Open the channel. Raises ConfigError if gateways could not answer to `bind_host`."""
         _check_way_back(config.seeds, config.bind_host)
         self.addresses = config.seeds
         self._meant = SeedAddresses(config.seeds)
@@ -42,13 +43,13 @@ class Seeds:
         self._own = WorkerRef(own_id, SystemIds().hex(8), self._channel.address)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the channel."""
         self._meant.close()
         self._channel.close()
 
     def ask(self, num_wanted: int = 1) -> list[ClusterTold]:
-        """Ask all of them, and return what is answered, also to earlier questions, once there are
-        `num_wanted` answers or `ASK_AGAIN_S` is over.
+        """Ask all of them. Return the answers, also to earlier questions, once there are
+        `num_wanted` or `ASK_AGAIN_S` has passed.
 
         Raises:
             Forbidden: some refuse to answer, and none answers.
@@ -76,12 +77,12 @@ class Seeds:
 
 
 def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
-    """Return what the first gateway at `config.seeds` says that answers, asked for `join_timeout`
-    and at least `ANSWER_S`.
+    """Return the answer of the first gateway at `config.seeds` that answers. It asks for
+    `join_timeout`, and for at least `ANSWER_S`.
 
     Raises:
         NotUp: none has answered.
-        ConfigError: gateways could not answer to `bind_host`, or are of another release.
+        ConfigError: gateways could not answer to `bind_host`, or they run another release.
         Forbidden: a gateway refuses.
     """
     named = " or ".join(config.seeds)
@@ -102,7 +103,7 @@ def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
 
 
 def _check_way_back(seeds: tuple[str, ...], bind_host: str) -> None:
-    """Raise ConfigError where no gateway can answer, because this machine is another one."""
+    """Raise ConfigError if no gateway could answer because it runs on another machine."""
     if not environment.is_loopback(bind_host):
         return
     for seed in seeds:

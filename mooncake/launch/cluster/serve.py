@@ -1,8 +1,8 @@
-"""`mooncake serve`: checks, then API server and workers together until a signal, then all of it
-down.
+"""`mooncake serve`: it checks everything, runs API server and workers until a signal, then ends
+them all.
 
-Owns the order of starting and stopping. What workers are made of and where they run is elsewhere.
-Pool nodes and workers that join start here too: what an API server imports waits until one opens.
+Owns the order of starting and stopping. Other modules know how workers are made and where they run.
+Pool nodes and joining workers start here too, so the API server's imports wait until one opens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mooncake.launch.cluster.gateway_process import GatewayProcess
 
     ApiServer = tuple[ServedModel, socket.socket]
-    """What is served, and where it listens."""
+    """The gateway that is served, and the socket where it listens."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,36 +58,38 @@ class Workers(Protocol):
     """The workers of one cluster, wherever they run."""
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
-        """Start all workers and return when they are ready; to be called in a thread.
+        """Start all workers and return when they are ready. Call it in a thread.
 
         Raises:
-            MooncakeError: one cannot start, or `stop` was called meanwhile.
+            MooncakeError: a worker cannot start, or `stop` was called meanwhile.
         """
 
     def stop(self) -> None:
-        """End all workers, also those only half started. Called once, after `start` was."""
+        """End all workers, also those that are still starting. Called once, after `start`."""
 
     def hurry(self) -> None:
-        """Have a `stop` that runs, or comes, wait for nobody."""
+        """Have the current or next `stop` wait for nobody."""
 
     def gone(self) -> str:
-        """Return why they cannot go on without a new start of this process; empty: they can. Asked
-        every `WATCH_S`, in the loop's thread.
+        """Return why the workers cannot go on unless this process starts again; empty: they can.
+        Called every `WATCH_S`, in the loop's thread.
         """
 
     def vitals(self) -> list[Vitals]:
-        """Return how what this process starts is, for its probes; from any thread."""
+        """Return the state of what this process starts, for its probes. From any thread."""
 
     def routes(self) -> Mapping[str, Route]:
-        """Return what the health port of a process without an API answers besides probes."""
+        """Return the routes that the health port of a process without an API answers besides
+        probes.
+        """
 
     @property
     def join_address(self) -> str | None:
-        """What `--join` takes, once started; None where the cluster cannot be joined."""
+        """The value for `--join`, once started; None if the cluster cannot be joined."""
 
 
 OWN_STEPS = ("ray", "engine")
-"""What workers of this process call themselves as they start, and Ray."""
+"""The names that this process' workers, and Ray, use for themselves as they start."""
 JOIN_POLL_S = 0.02
 WATCH_S = 1.0
 
@@ -110,11 +112,11 @@ def dry_run(config: ServeConfig) -> int:
 
 
 def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
-    """Serve until SIGINT or SIGTERM and return the exit code. `forks`: starts the processes of
-    workers on this machine.
+    """Serve until SIGINT or SIGTERM and return the exit code. `forks` starts the workers' processes
+    on this machine.
 
     Raises:
-        MooncakeError: it cannot be started; nothing is left running.
+        MooncakeError: the cluster cannot be started; nothing is left running.
     """
     machine_facts.check_system()
     if config.role == "gateway":
@@ -147,7 +149,7 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
 
 
 def _serve_joined(config: ServeConfig) -> int:
-    """Be a gateway that looks after no worker."""
+    """Be a gateway that starts no worker."""
     if config.joins_by_ray:
         environment.prepare_ray(
             config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
@@ -174,8 +176,9 @@ def _run(
     phases: StartPhases,
     meanwhile: contextlib.ExitStack,
 ) -> int:
-    """Take the port, open the API server in front of the workers, serve; no port without an API
-    server. `meanwhile`: what only the start of the workers needs, closed after it.
+    """Take the port, open the API server in front of the workers, and serve. Without an API server
+    there is no port. `meanwhile` is closed once the workers have started; only their start needs
+    it.
     """
     phases.begin("opening the API server")
     with importing():
@@ -238,7 +241,7 @@ def _join(config: ServeConfig, forks: ForkServer | None) -> int:
 
 
 class _Serving:
-    """One run: API server open first, workers started behind it, a signal ends both."""
+    """One run: the API server opens first, workers start behind it, and a signal ends both."""
 
     def __init__(
         self,
@@ -261,7 +264,7 @@ class _Serving:
         self._url = ""
 
     async def run(self) -> int:
-        """Serve until a signal; raises what went wrong otherwise."""
+        """Serve until a signal. Raises what went wrong otherwise."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -284,7 +287,7 @@ class _Serving:
         return 0
 
     async def _until_gone(self) -> None:
-        """Return when told to stop; raises Unavailable when the workers have gone meanwhile."""
+        """Return when told to stop. Raises Unavailable when the workers are gone before that."""
         while not self._stop.is_set():
             if why := self._workers.gone():
                 raise Unavailable(why)
@@ -313,7 +316,7 @@ class _Serving:
         )
 
     async def _until_stopped(self, starting: asyncio.Future[list[report.WorkerRow]]) -> None:
-        """Wait for the workers, tell that they serve, wait for the signal."""
+        """Wait for the workers, report that they serve, then wait for the signal."""
         stopped = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
@@ -347,8 +350,8 @@ class _Serving:
         self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _has_met(self, rows: list[report.WorkerRow]) -> bool:
-        """Return whether the workers are known here and, where there is an API server, it is open
-        and they are all it needs.
+        """Return whether the workers are known here. If there is an API server, it must also be
+        open and need no other workers.
         """
         if not self._gateway_process.knows([row.worker_id for row in rows]):
             return False
@@ -377,7 +380,7 @@ class _Serving:
         self._say(f"serving {self._config.names[0]} on {self._url}/v1 - Ctrl-C stops")
 
     def _say(self, text: str) -> None:
-        """Print a line for people, or log it where machines read all lines."""
+        """Print a line for people, or log it if machines read all lines."""
         if self._console.quiet:
             _log.info(text)
         else:
@@ -394,7 +397,7 @@ class _Serving:
 def _in_thread(
     loop: asyncio.AbstractEventLoop, work: Callable[[], Result]
 ) -> asyncio.Future[Result]:
-    """Run `work` in a thread that does not hold up the end of the process."""
+    """Run `work` in a thread that does not delay the end of the process."""
     future: asyncio.Future[Result] = loop.create_future()
 
     def succeed(result: Result) -> None:

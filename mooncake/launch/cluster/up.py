@@ -1,8 +1,8 @@
-"""`mooncake up`: the processes of one machine of a cluster, started, started again when they end,
-and ended with this one.
+"""`mooncake up` starts the processes of one machine of a cluster, restarts those that end, and ends
+all with itself.
 
-Owns its children. They find those of other machines by themselves, so its end costs no machine but
-its own.
+Owns its children. They find those of other machines by themselves, so its end affects only its own
+machine.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from mooncake.launch.host.credentials import read_secret
 
 POLL_S = 0.2
 WELL_S = 60.0
-"""A process that has run for so long is started again at once, one that ends sooner later and
-later.
+"""A process that ran for this long is restarted at once. One that ends sooner is restarted after a
+wait that grows each time.
 """
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 END_S = 15.0
-"""A process gets so long to end beyond its own limit."""
+"""Time that a process gets to end, beyond its own limit."""
 REMIND_S = 60.0
 SILENCE_S = 10.0
-"""Gateways that have not answered for so long are not there."""
+"""Gateways that have not answered for this long count as missing."""
 CANNOT = 2
-"""The exit code of a process that can never start as it is told."""
+"""The exit code of a process that can never start with its settings."""
 _CHILD = (
     "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG
     "from mooncake.cli.main import program; program()"
@@ -69,7 +69,8 @@ class _Child:
 
 
 def own_machine(cluster: ClusterFile, name: str | None) -> Machine:
-    """Return the machine that this one is: of this name, of its host name, or of an address of it.
+    """Return the entry for this machine: the one with the given name, with its host name, or with
+    one of its addresses.
 
     Raises:
         ConfigError: the file names no such machine.
@@ -91,7 +92,7 @@ def own_machine(cluster: ClusterFile, name: str | None) -> Machine:
 
 
 def machine_credential(machine: Machine, folder: Path) -> Credential:
-    """Return what proves the machine itself: a credential of one of its processes.
+    """Return what proves the machine: the credential of one of its processes.
 
     Raises:
         ConfigError: it cannot be read, or is damaged.
@@ -101,8 +102,8 @@ def machine_credential(machine: Machine, folder: Path) -> Credential:
 
 
 def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, ServeConfig, ServePlan]]:
-    """Return what each process of a machine will do, having looked whether all fit together there.
-    Run beside the file.
+    """Return what each process of a machine will do, and check that all fit there together. Call it
+    in the folder of the file.
 
     Raises:
         ConfigError: a setting is wrong, a file is missing, or the machine is too small.
@@ -202,10 +203,11 @@ class Up:
         self._said_s = self._answered_s = float("-inf")
 
     def run(self, seeds: Seeds, limit_s: float) -> int:
-        """Look after the processes; return the exit code. `limit_s`: so long each may take to end.
+        """Start and watch the processes; return the exit code. `limit_s`: how long each may take to
+        end.
 
         Raises:
-            MooncakeError: one cannot start as the file tells it.
+            MooncakeError: a process can never start with the settings in the file.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
@@ -223,7 +225,7 @@ class Up:
         self._num_signals += 1
 
     def _answers(self, seeds: Seeds) -> list[ClusterTold]:
-        """Return what gateways say. That one refuses ends no process here."""
+        """Return the gateways' answers. A gateway that refuses ends no process here."""
         try:
             return seeds.ask(len(seeds.addresses))
         except MooncakeError as error:
@@ -233,7 +235,7 @@ class Up:
             return []
 
     def _look_at(self, child: _Child) -> None:
-        """Start a process that does not run, at once or a while after it ended."""
+        """Start a process that does not run: at once, or a while after it ended."""
         now_s, name = time.monotonic(), child.part.name
         if child.process is not None:
             code = child.process.poll()
@@ -258,7 +260,9 @@ class Up:
             )  # fmt: skip
 
     def _tell(self, answers: Sequence[ClusterTold]) -> None:
-        """Say, when it has changed and now and then, who of the cluster is not there yet."""
+        """Print which members of the cluster are still missing, when that has changed and now and
+        then.
+        """
         now_s = time.monotonic()
         if answers:
             self._answered_s = now_s
@@ -291,7 +295,7 @@ class Up:
                 yield f"{machine.name} ({machine.address}): {what}"
 
     def _end(self, limit_s: float) -> None:
-        """Have all processes leave, and kill those that do not; a second signal hurries them."""
+        """Ask all processes to leave, and kill those that do not. A second signal hurries them."""
         running = [child.process for child in self._children if child.process is not None]
         num_sent, end_s = 0, time.monotonic() + limit_s + END_S
         while any(process.poll() is None for process in running):
@@ -310,11 +314,11 @@ def _fate(code: int) -> str:
 
 
 def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool = False) -> int:
-    """Be one machine of the cluster that a file describes, until a signal; returns the exit code.
-    `dry_run`: only look, and say what would be started.
+    """Be one machine of the cluster that a file describes, until a signal; return the exit code.
+    `dry_run`: only check, and print what would be started.
 
     Raises:
-        MooncakeError: this machine has no part in it, or cannot be what the file says.
+        MooncakeError: this machine is not in the file, or cannot run what the file says.
     """
     machine_facts.check_system()
     path = Path(file)

@@ -1,4 +1,4 @@
-"""Which workers a plan asks for, as the settings each is started with."""
+"""Makes the settings of each worker that a plan asks for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
 
 GPU_SHARES = 10_000
-"""Ray counts resources in so small shares."""
+"""Ray counts resources in shares this small."""
 
 
 def cluster_workers(
@@ -39,8 +39,8 @@ def cluster_workers(
 ) -> list[WorkerSettings]:
     """Return the settings of all workers of this machine.
 
-    With several kvstore workers the others are dealt out among them: each pool and its engines
-    count as one node, as they would on machines of their own.
+    If there are several kvstore workers, the others are divided among them: each pool and its
+    engines count as one node, as if they had a machine of their own.
     """
     counts = {
         Role.KVSTORE: plan.num_kvstores,
@@ -96,7 +96,7 @@ def cluster_workers(
 
 
 def own_facts(config: ServeConfig, plan: ServePlan, address: str) -> ClusterFacts:
-    """Return what those who join the gateway at `address` must know, where this process decides
+    """Return what processes that join the gateway at `address` must know, if this process decides
     it.
     """
     engine = dataclasses.replace(plan, num_prefills=0, num_decodes=1, num_kvstores=0)
@@ -111,7 +111,7 @@ def own_facts(config: ServeConfig, plan: ServePlan, address: str) -> ClusterFact
 def _expert_group(
     plan: ServePlan, role: Role, index: int, gateway_address: str
 ) -> ExpertGroup | None:
-    """Return the workers with which the `index`-th of a role shares its experts, if any do."""
+    """Return the workers with which the `index`-th worker of a role shares its experts, if any."""
     if role is Role.KVSTORE or plan.ranks[role].shape.dp == 1:
         return None
     size = plan.ranks[role].shape.dp
@@ -125,8 +125,8 @@ def _expert_group(
 
 
 def _gpus_of(plan: ServePlan, role: Role) -> float:
-    """Return the GPUs that a worker takes: one a rank, while there are enough on this machine, else
-    the share that is left to each engine.
+    """Return the GPUs that a worker takes: one for each rank while this machine has enough,
+    otherwise the share that each engine gets.
     """
     if role is Role.KVSTORE or plan.options.device != "cuda":
         return 0.0
@@ -137,8 +137,8 @@ def _gpus_of(plan: ServePlan, role: Role) -> float:
 
 
 def _own_pool(plan: ServePlan, worker_id: str) -> KvStoreConfig:
-    """Return the pool's settings of one worker: of several on one machine, each has directories of
-    its own below those named.
+    """Return the pool settings of one worker. If several run on one machine, each has its own
+    directories below those named.
     """
     if plan.num_kvstores < 2:
         return plan.kvstore
@@ -164,7 +164,7 @@ def health_settings(config: ServeConfig, place: int = 0) -> HealthSettings:
 
 
 def _admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
-    """Return the HTTP server of a pool node; users' API keys are none of its."""
+    """Return the settings of a pool node's HTTP server, which does not know users' API keys."""
     if config.admin_port is None:
         return None
     port = config.admin_port + index if config.admin_port else 0
@@ -174,7 +174,7 @@ def _admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None
 
 
 def _tls_files(config: ServeConfig, port: str) -> TlsFiles | None:
-    """Return the files of the `admin` or `health` port's HTTPS, as they are on its machine."""
+    """Return the files of HTTPS for the `admin` or `health` port, by their paths on its machine."""
     names = ("certfile", "keyfile", "ca_certs")
     certfile, keyfile, ca_certs = (getattr(config, f"{port}_ssl_{name}") for name in names)
     if certfile is None:
@@ -183,19 +183,21 @@ def _tls_files(config: ServeConfig, port: str) -> TlsFiles | None:
 
 
 def _instance_settings(config: ServeConfig, device: str) -> InstanceConfig:
-    """Return how an engine on `device` works in its cluster."""
+    """Return the settings with which an engine on `device` works in its cluster."""
     usual = device == "cpu" and not ListenAddress(config.bind_host).is_loopback
     wanted = {"auto": usual, "on": True, "off": False}
     return InstanceConfig(push_checksums=wanted[config.push_checksums])
 
 
 def _ssd_key(config: ServeConfig) -> KeySource | None:
-    """Return where a pool node finds the keys of its blocks on SSD; None: they are plain."""
+    """Return where a pool node finds the keys of its blocks on SSD; None: the blocks are not
+    encrypted.
+    """
     if not config.ssd_encryption:
         return None
     return key_source("ssd-key", config.ssd_key_file, config.ssd_key_command)
 
 
 def _rdma_settings(config: ServeConfig) -> RdmaSettings:
-    """Return how a worker uses RDMA; what is not set is found on its machine."""
+    """Return the settings by which a worker uses RDMA. What is not set is found on its machine."""
     return RdmaSettings(near=dict(config.rdma_near), **values_of(config, RdmaSettings))

@@ -1,1 +1,1 @@
-"""Settings: where they are declared, read, resolved."""
+"""Declares, reads and resolves settings."""

@@ -1,5 +1,5 @@
-"""Settings of `mooncake bench`; flags are those of `vllm bench`, defaults those of what they set in
-`mooncake.bench`.
+"""Settings of `mooncake bench`. Its flags are those of `vllm bench`; its defaults come from the
+fields of `mooncake.bench` that they set.
 """
 
 from __future__ import annotations

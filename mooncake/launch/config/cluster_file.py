@@ -1,6 +1,7 @@
-"""The file that says once what a cluster over several machines is: `mooncake up FILE` on each.
+"""Reads the file that describes a cluster of several machines: `mooncake up FILE` runs on each of
+them.
 
-Reads the file and says what runs on which machine, as settings of `mooncake serve`. Starts nothing.
+It says what runs on which machine, as settings of `mooncake serve`. Starts nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from mooncake.launch.host.environment import is_loopback
 ROLES = ("gateway", "prefill", "decode", "kvstore")
 """All roles, in the order in which they are named and started."""
 JOIN_PORT = 6400
-"""The first gateway of a machine is joined here, the second one port further."""
+"""The port at which others join the first gateway of a machine; a second gateway has the next
+port.
+"""
 API_PORT = 8000
 JOIN_TIMEOUT_S = 24 * 3600
 CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
@@ -32,7 +35,7 @@ CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 CREDENTIALS = {
     f"{kind.value}.credential": kind for kind in (CredentialRole.GATEWAY, CredentialRole.WORKER)
 }
-"""Files of what its gateways and its workers prove themselves with."""
+"""Credential files of its gateways and of its workers."""
 SECRET, SAFE = "secret", "authority"
 """The cluster's secret, and the folder of what no machine may have, beside those of the machines.
 """
@@ -57,7 +60,9 @@ _OF_GATEWAYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine: where others reach it, and how many of each role run there."""
+    """One machine: the address where others reach it, and how many processes of each role run
+    there.
+    """
 
     name: str
     address: str
@@ -65,13 +70,13 @@ class Machine:
 
     @property
     def credentials(self) -> dict[str, CredentialRole]:
-        """The files of what its processes prove themselves with, and as what."""
+        """The credential files of its processes, and the roles that each file proves."""
         kinds = {_kind(role) for role, number in self.counts.items() if number}
         return {file: kind for file, kind in CREDENTIALS.items() if kind in kinds}
 
     @property
     def bundle(self) -> tuple[str, ...]:
-        """All files that it needs beside that of the cluster."""
+        """All files that it needs besides the cluster's file."""
         return (*self.credentials, CERTIFICATE, KEY, AUTHORITY)
 
 
@@ -103,7 +108,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    """What the file says."""
+    """The contents of the file."""
 
     path: Path
     model: str
@@ -113,7 +118,7 @@ class ClusterFile:
 
     @property
     def seeds(self) -> str:
-        """What each process joins."""
+        """The addresses that each process joins."""
         return ",".join(
             f"{options.DIRECT}{bracketed(machine.address)}:{JOIN_PORT + index}"
             for machine in self.machines
@@ -121,7 +126,7 @@ class ClusterFile:
         )
 
     def members(self, machine: Machine) -> dict[str, int]:
-        """Return how many workers of each role the gateways know of a machine, and its gateways by
+        """Return how many workers of each role the gateways know on a machine, and its gateways by
         their ids.
         """
         wanted = {
@@ -134,7 +139,7 @@ class ClusterFile:
         return wanted
 
     def missing(self, told: Iterable[Iterable[tuple[Role, str]]]) -> dict[str, int]:
-        """Return how many of each kind no gateway knows, by the members that each has told."""
+        """Return how many of each kind no gateway knows, by the members that each has reported."""
         here: Counter[str] = Counter()
         for members in told:
             here |= Counter(
@@ -146,7 +151,7 @@ class ClusterFile:
         return dict(wanted - here)
 
     def parts(self, machine: Machine) -> list[Part]:
-        """Return the processes of a machine; files they name are beside the cluster's."""
+        """Return the processes of a machine. Files that they name lie beside the cluster's file."""
         tls = {"certfile": CERTIFICATE, "keyfile": KEY}
         parts = []
         for role in ROLES:
@@ -175,7 +180,7 @@ class ClusterFile:
 
 
 def read_cluster_file(path: str) -> ClusterFile:
-    """Return what a file of a cluster says.
+    """Return the contents of a cluster's file.
 
     Raises:
         ConfigError: it cannot be read, a key is unknown, or it describes no cluster.

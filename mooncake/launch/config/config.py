@@ -23,7 +23,7 @@ from mooncake.launch.host.environment import is_loopback
 Settings = TypeVar("Settings")
 
 WILDCARDS = ("0.0.0.0", "::", "*")
-"""Addresses to listen at, and none to connect to."""
+"""Addresses that one can listen at but not connect to."""
 
 NODES = "start a process on each machine: `mooncake serve --role decode --join HOST:PORT`"
 REFUSED = {
@@ -80,7 +80,7 @@ REFUSED = {
     "disaggregation-mode": "prefill and decode are built in: use --prefill N --decode N",
     "enable-hierarchical-cache": "the pool is built in: --kvstore N, --kvstore-dram-bytes, --ssd",
 }
-"""Flags that people bring from vLLM and SGLang, each with what to do here instead."""
+"""Flags of vLLM and SGLang that do not exist here, each with what to use instead."""
 
 
 HEALTH = tuple(name for name in options.options_of(ServeConfig) if name.startswith("health_"))
@@ -130,7 +130,7 @@ def read_settings(
 def _written(
     kind: type, given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return all settings that are given somewhere, unread."""
+    """Return all settings that are given anywhere, as written."""
     from_environment: dict[str, object] = {}
     for name, (option, _) in options.options_of(kind).items():
         found = next((environ[each] for each in option.variables if environ.get(each)), None)
@@ -186,10 +186,10 @@ def read_file(path: str, kind: type = ServeConfig) -> dict[str, object]:
 
 
 def read_yaml(path: str, flag_name: str) -> Any:
-    """Return what the YAML file of the flag `flag_name` holds.
+    """Return the contents of the YAML file of the flag `flag_name`.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML.
+        ConfigError: the file cannot be read, or is not YAML.
     """
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -209,7 +209,7 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def unknown_setting(written: str, kind: type = ServeConfig) -> str:
-    """Return the sentence for a setting that does not exist, with the nearest that does."""
+    """Return the sentence for a setting that does not exist. It names the nearest one that does."""
     name = flag(written.lstrip("-").split("=")[0])
     if kind is ServeConfig and name in REFUSED:
         return f"{name} is not a setting of this server: {REFUSED[name]}"
@@ -332,7 +332,9 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
 
 
 def _check_gateway(config: ServeConfig, written: Mapping[str, object]) -> None:
-    """Refuse what is not for one gateway to decide: all of a cluster place requests alike."""
+    """Refuse settings that one gateway may not decide: all gateways of a cluster place requests
+    alike.
+    """
     for name in HEALTH:
         if name in written:
             raise ConfigError(

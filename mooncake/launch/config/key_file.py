@@ -1,5 +1,5 @@
-"""Reads `--api-keys-file`: a YAML list of keys, each with its name, tenant, classes and limits;
-again when it changes. A server that runs keeps the keys it has when new ones cannot be read.
+"""Reads `--api-keys-file`, a YAML list of keys with their names, tenants, classes and limits, and
+reads it again when it changes. A running server keeps its keys when new ones cannot be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 class KeyFile:
-    """A file of keys that may be written anew at any time. Owns how it looked when last read."""
+    """A file of keys that may be rewritten at any time. Remembers what the file looked like when it
+    was last read.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -57,7 +59,7 @@ class KeyFile:
         return keys
 
     def _look(self) -> tuple[int, ...]:
-        """Return what changes with the file, or with the link that leads to it."""
+        """Return what changes when the file, or the link that leads to it, changes."""
         try:
             found = os.stat(self._path)
         except OSError:
@@ -68,7 +70,7 @@ class KeyFile:
 async def follow(
     file: KeyFile, asked: asyncio.Event, use: Callable[[tuple[ApiKey, ...]], None]
 ) -> None:
-    """Give `use` the keys whenever they change, and when `asked`; until cancelled."""
+    """Call `use` with the keys whenever they change, and when `asked`, until cancelled."""
     while True:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
@@ -83,7 +85,7 @@ def read_keys(path: str) -> tuple[ApiKey, ...]:
     """Return the keys in the file at `path`.
 
     Raises:
-        ConfigError: it cannot be read, or an entry is not right; the message says where. It never
+        ConfigError: the file cannot be read, or an entry is wrong; the message says where and never
             repeats a key.
     """
     try:

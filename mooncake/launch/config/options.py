@@ -1,4 +1,4 @@
-"""How one setting is written and read: its kind, its help, its checks. Knows no particular setting.
+"""Describes how one setting is written, read, checked and explained. Knows no particular setting.
 
 Command line and configuration file are read alike, so both accept and refuse the same values.
 """
@@ -22,9 +22,9 @@ _COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
 _PLACE = re.compile(r"^(anywhere|cpu:[0-9]+|gpu:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])$")
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 DIRECT = "tcp://"
-"""Before the address of a channel that is joined without Ray."""
+"""Prefix of the address of a channel that is joined without Ray."""
 BY_URL = ("http://", "https://")
-"""Before the address of a cluster's first process, of which a gateway asks what it must know."""
+"""Prefix of the address of a cluster's first process, which a gateway asks what it must know."""
 _WORDS = {
     "true": True, "yes": True, "on": True, "1": True,
     "false": False, "no": False, "off": False, "0": False,
@@ -33,40 +33,40 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What is known of a setting besides its name and default."""
+    """What describes a setting besides its name and default."""
 
     read: Callable[[str, object], Any]
     """(name, value as written) -> value; raises ConfigError."""
     text: str
-    """Its help; empty: taken for compatibility and not shown."""
+    """Its help text; empty: accepted for compatibility and not shown."""
     group: str
     metavar: str = ""
     short: str = ""
     switch: bool = False
-    """A truth: `--name` and `--no-name` on the command line."""
+    """True for a truth value: `--name` and `--no-name` on the command line."""
     repeat: bool = False
-    """May be given several times."""
+    """True if it may be given several times."""
     many: str = ""
     """"*" or "+": the flag takes several words, as argparse's nargs."""
     positional: bool = False
     required: bool = False
     env: str = ""
-    """The environment variable that it may come from."""
+    """The environment variable that may give it."""
     other_env: str = ""
-    """Another one, for where that is not set."""
+    """Another variable, used if that one is not set."""
     secret: bool = False
-    """Never shown."""
+    """True if its value is never shown."""
     owner: tuple[type, str, float] | None = None
     """The struct and field that it sets, and how many of its units are one of the field's."""
 
     @property
     def variables(self) -> list[str]:
-        """The environment variables that it may come from; the first that is set counts."""
+        """The environment variables that may give it; the first that is set counts."""
         return [name for name in (self.env, self.other_env) if name]
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may have; none: it is no choice."""
+        """The words that are allowed; empty if the setting is not a choice."""
         return self.read.choices if isinstance(self.read, OneOf) else ()
 
 
@@ -78,7 +78,9 @@ def setting(
     text: str,
     **more: Any,
 ) -> Any:
-    """Return a dataclass field that carries its `Option`; `more` are further fields of it."""
+    """Return a dataclass field that carries its `Option`; `more` holds further fields of the
+    `Option`.
+    """
     option = Option(read=read, group=group, metavar=metavar, text=text, **more)
     return dataclasses.field(default=default, repr=not option.secret, metadata={"option": option})
 
@@ -124,7 +126,9 @@ def values_of(settings: object, owner: type) -> dict[str, Any]:
 
 
 def shared_values(settings: object, kind: type) -> dict[str, Any]:
-    """Return what `settings` give for the settings of the dataclass `kind` that they share."""
+    """Return the values in `settings` for the settings that they share with the dataclass
+    `kind`.
+    """
     names = options_of(kind).keys() & options_of(type(settings)).keys()
     values = {name: getattr(settings, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
@@ -150,7 +154,7 @@ def options_of(kind: type) -> dict[str, tuple[Option, Any]]:
 
 
 def flag(name: str) -> str:
-    """Return a setting's name as it stands on the command line and in files."""
+    """Return a setting's name as it is written on the command line and in files."""
     return name.replace("_", "-")
 
 
@@ -214,7 +218,7 @@ class SomeOf(OneOf):
 
 
 def count(minimum: int, maximum: int = 2**62) -> Callable[[str, object], int]:
-    """Read a whole number in a range; `32k` is 32,000 and `32K` is 32,768, as vLLM has it."""
+    """Read a whole number in a range; `32k` is 32,000 and `32K` is 32,768, as in vLLM."""
 
     def read(name: str, value: object) -> int:
         match = _COUNT.match(str(value).strip()) if not isinstance(value, bool) else None
@@ -286,7 +290,7 @@ ROLE_SETTINGS = (
     "decode-context-parallel-size",
     "data-parallel-size",
 )
-"""What one role's engines may have of their own."""
+"""Settings that may differ for one role's engines."""
 
 
 def role_settings(name: str, value: object) -> tuple[tuple[str, int], ...]:
@@ -431,8 +435,8 @@ def _place_and_key(name: str, written: str) -> str:
 
 
 def joinable(name: str, value: object) -> str:
-    """Read "HOST:PORT", or "http://", "https://" or "tcp://HOST:PORT"; of the last several with
-    commas, each of which begins so when it is returned, and may end in "#" and a public key.
+    """Read "HOST:PORT", or "http://", "https://" or "tcp://HOST:PORT". Several of the last kind may
+    be given with commas; each is returned with its "tcp://" and may end in "#" and a public key.
     """
     written = str(value)
     if written.startswith(DIRECT):

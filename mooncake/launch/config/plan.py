@@ -1,6 +1,7 @@
-"""What a configuration means for one model on one machine: sizes, limits, memory.
+"""Works out what a configuration means for one model on one machine: sizes, limits, memory.
 
-Pure but for reading the small files of a checkpoint; needs no torch, so mistakes show at once.
+Pure, except that it reads the small files of a checkpoint. It needs no torch, so mistakes show at
+once.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from mooncake.sim.world.cost_model import HardwareFigures
 
 DEFAULT_KV_BYTES = 2**30
 GAP_SHARE = 0.8
-"""Steps are planned for this part of the limit of gaps: predictions err by 10 to 15 %."""
+"""Steps are planned for this share of the gap limit, because predictions err by 10 to 15 %."""
 LOGGED_HASHING_BYTES = 8 * 2**30
 """Weights of this size take some seconds to hash."""
 
@@ -72,7 +73,7 @@ class ModelPlan:
     dtype: str
     max_model_len: int
     quantization: QuantFormat | None
-    """As the weights are stored."""
+    """The format in which the weights are stored."""
     revision: str
     """Names the weights; part of every block key. Empty in a dry run."""
 
@@ -94,33 +95,33 @@ class ServePlan:
     needs: RankNeeds
     steps: StepTokens
     ranks: dict[Role, InstanceMemory]
-    """Of an engine of prefill and of decode."""
+    """Number of ranks of a prefill engine and of a decode engine."""
     gpu_node: GpuNode | None
-    """The hardware planned for, where it is not this machine."""
+    """The hardware that is planned for, if it is not this machine."""
     stage_hosts: tuple[tuple[str, int], ...] = ()
     """Machines that compute the stages before the last one, first stage first, with their ports;
-    none: all ranks of an engine are on its worker's machine.
+    empty: all ranks of an engine are on its worker's machine.
     """
 
     @property
     def num_engines(self) -> int:
-        """Workers with a model."""
+        """Number of workers with a model."""
         return self.num_prefills + self.num_decodes
 
     @property
     def num_ranks(self) -> int:
-        """Of all workers with a model."""
+        """Number of ranks of all workers with a model."""
         return sum(number * self.ranks[role].shape.num_ranks for role, number in self.engines)
 
     @property
     def engines(self) -> list[tuple[Role, int]]:
-        """Roles with a model, each with how many of its workers run on this machine."""
+        """Roles with a model, and how many workers of each run on this machine."""
         counts = (Role.PREFILL, self.num_prefills), (Role.DECODE, self.num_decodes)
         return [(role, number) for role, number in counts if number]
 
     def engine_of(self, role: Role) -> EngineConfig:
-        """Return the limits of an engine of `role`, whose pages its ranks share out evenly; while
-        each stage computes a step, one more waits for the first.
+        """Return the limits of an engine of `role`. Its ranks share the pages evenly. While each
+        stage computes a step, one more step waits for the first stage.
         """
         shape = self.ranks[role].shape
         return dataclasses.replace(
@@ -144,8 +145,8 @@ class ServePlan:
         return dataclasses.replace(memory, stages=memory.stages[first:])
 
     def _kv(self, memory: InstanceMemory) -> int:
-        """Return the bytes of an engine's pages, with their copies: ranks on the host map the same
-        ones, unless each has a memory of its own.
+        """Return the bytes of an engine's pages with their copies. Ranks on the host map the same
+        pages, unless each has its own memory.
         """
         shape = memory.shape
         own = msgspec.structs.replace(self.options, shape=shape).own_memories
@@ -154,7 +155,7 @@ class ServePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Memory of all workers on this machine."""
+        """Memory of all workers on this machine, in bytes."""
         engines = sum(number * self.engine_bytes(role) for role, number in self.engines)
         return engines + self.num_kvstores * self.kvstore.dram_bytes
 
@@ -199,13 +200,14 @@ class ServePlan:
 
 
 def read_model(config: ServeConfig) -> ModelPlan:
-    """Read the headers of the checkpoint that `config` names and, unless this is a dry run, the
-    revision of its weights, for which files are hashed that were not hashed here before. A process
-    without engines believes what the checkpoint says of it, needs no weights then and no key.
+    """Read the headers of the checkpoint that `config` names. Unless this is a dry run, read the
+    revision of its weights too, which hashes files that were not hashed here before. A process
+    without engines takes the revision from the checkpoint, and then needs neither weights nor a
+    key.
 
     Raises:
-        CheckpointError: there is no checkpoint, or not one that can be served.
-        ConfigError: `max_model_len` is longer than the model can do, or a key is missing or wrong.
+        CheckpointError: there is no checkpoint, or it cannot be served.
+        ConfigError: `max_model_len` is longer than the model allows, or a key is missing or wrong.
     """
     path, max_model_len = config.model, config.max_model_len
     directory = Path(path)
@@ -252,7 +254,7 @@ def _weights_key(config: ServeConfig) -> KeySource:
 
 
 def _log_hashing(done: int, whole: int) -> None:
-    """Log every tenth of a hashing that takes more than a moment."""
+    """Log every tenth of the hashing if it takes more than a moment."""
     tenth = max(1, whole // 10)
     if whole > LOGGED_HASHING_BYTES and done // tenth > (done - PIECE_BYTES) // tenth:
         shown = f"{format_bytes(done)} of {format_bytes(whole)}"
@@ -260,7 +262,7 @@ def _log_hashing(done: int, whole: int) -> None:
 
 
 def make_plan(config: ServeConfig, cores: int) -> ServePlan:
-    """Return what `config` means here.
+    """Return the plan for `config` on this machine.
 
     Raises:
         CheckpointError, ConfigError: the model cannot be served, or not with these settings.
@@ -360,7 +362,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
 
 
 def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
-    """Return the shape of each role's engines. ConfigError: one cannot be."""
+    """Return the shape of each role's engines. Raises ConfigError when a shape is not possible."""
     shapes = {}
     for role, own in ((Role.PREFILL, config.prefill_set), (Role.DECODE, config.decode_set)):
         given = dict(own)
@@ -386,11 +388,11 @@ def _has_mtp(config: ServeConfig) -> bool:
 
 
 def _draft_bytes(config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Shape]) -> int:
-    """Return the memory of a head that makes drafts, its KV included, of an engine.
+    """Return the memory of an engine's head that makes drafts, including its KV.
 
     Raises:
-        CheckpointError: it is none of this model.
-        ConfigError: drafts cannot be made as is asked for.
+        CheckpointError: the head does not fit this model.
+        ConfigError: drafts cannot be made with these settings.
     """
     if _has_mtp(config):
         _check_mtp(model, shapes)
@@ -407,7 +409,7 @@ def _draft_bytes(config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Sh
 
 
 def _draft_model(config: ServeConfig) -> str | None:
-    """Return the directory of the head that makes drafts, if one does."""
+    """Return the directory of the head that makes drafts, if there is one."""
     speculation = config.speculative_config
     if speculation is None or speculation.method != EAGLE3:
         return None
@@ -415,7 +417,7 @@ def _draft_model(config: ServeConfig) -> str | None:
 
 
 def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
-    """Raise ConfigError where drafts cannot be made by an MTP layer."""
+    """Raise ConfigError if an MTP layer cannot make drafts."""
     if not model.spec.num_nextn_predict_layers:
         raise ConfigError(
             f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
@@ -430,7 +432,7 @@ def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
 
 
 def _gpu_node(config: ServeConfig) -> GpuNode | None:
-    """Return the hardware that a dry run names, if it does."""
+    """Return the hardware that a dry run names, if any."""
     if config.hardware is None:
         return None
     found = figures(config.hardware, HardwareFigures)
@@ -444,13 +446,13 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
 
 
 def _max_gap_s(config: ServeConfig) -> float | None:
-    """Return how long a step may take for the sake of a prompt while streams wait for theirs."""
+    """Return how long a step for a prompt may take while streams wait for their own steps."""
     return None if config.slo_tbt_ms is None else GAP_SHARE * config.slo_tbt_ms / 1e3
 
 
 def _gpus_here(config: ServeConfig, options: ModelOptions, num_ranks: int) -> GpuNode | None:
-    """Return this machine's GPUs, each as large as the part of it that a rank of `num_ranks` has;
-    None where there are none, or their memory is not known.
+    """Return this machine's GPUs, each as large as the part that one of `num_ranks` ranks has.
+    None: there are no GPUs, or their memory is not known.
     """
     num_gpus = machine_facts.num_gpus()
     if options.device == "cpu" or not num_gpus or config.max_num_batched_tokens is not None:
@@ -474,10 +476,11 @@ def _options(
     num_ranks: int,
     gpu_node: GpuNode | None,
 ) -> ModelOptions:
-    """Return how engines run the model; `num_ranks` is that of this worker's role, else decode's.
+    """Return the options with which engines run the model. `num_ranks` is that of this worker's
+    role, otherwise decode's.
 
     Raises:
-        ConfigError: more ranks than the GPUs can take.
+        ConfigError: there are more ranks than the GPUs can take.
     """
     largest = max(shapes.values(), key=lambda shape: shape.tp)
     of_engines = all(shape.num_ranks == 1 for shape in shapes.values())
@@ -522,8 +525,8 @@ def _options(
 
 
 def _eplb(config: ServeConfig, spec: ModelSpec, shapes: Mapping[Role, Shape]) -> EplbConfig | None:
-    """Return how experts are placed anew, if they are. ConfigError: no ranks share any, or slots do
-    not divide among them.
+    """Return how experts are moved between ranks, or None. Raises ConfigError if no ranks share
+    experts, or if slots are not divisible among the ranks.
     """
     if not config.enable_eplb:
         if config.eplb_config is not None:
@@ -539,7 +542,7 @@ def _eplb(config: ServeConfig, spec: ModelSpec, shapes: Mapping[Role, Shape]) ->
 
 
 def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
-    """Raise ConfigError for shapes that can be planned, but not served yet."""
+    """Raise ConfigError for shapes that can be planned but not served yet."""
     can = "it can only be planned (--dry-run, or simulate --shape)"
     if config.all2all_backend != GATHERED:
         raise ConfigError(
@@ -580,8 +583,8 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
 
 
 def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tuple[str, int], ...]:
-    """Return the machines of the stages before the last. ConfigError: they do not go with the rest
-    of the settings.
+    """Return the machines of the stages before the last. Raises ConfigError if they do not fit the
+    other settings.
     """
     if not config.stage_hosts:
         return ()
@@ -621,11 +624,11 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
 
 
 def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int, int]:
-    """Return how many prefill, decode and kvstore workers there are: of each engine whose experts
-    are shared, as many as share them.
+    """Return how many prefill, decode and kvstore workers there are. An engine that shares its
+    experts counts once for each sharer.
 
     Raises:
-        ConfigError: one worker is to be started of several that share their experts.
+        ConfigError: `--role` would start only one of several workers that share their experts.
     """
     dp = {role.value: shape.dp for role, shape in shapes.items()}
     if config.role is not None:
@@ -663,7 +666,7 @@ def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
 
 
 def check_memory(plan: ServePlan, available: int | None) -> None:
-    """Raise ConfigError when the workers would not fit into the memory that is there."""
+    """Raise ConfigError if the workers do not fit into the available memory."""
     if plan.gpu_node is not None:
         for role, number in plan.engines:
             plan.gpu_node.check(plan.needs, plan.ranks[role], number)

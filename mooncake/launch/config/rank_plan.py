@@ -1,5 +1,5 @@
-"""The memory of each rank of an instance, computed from the model's shape alone, and what would fit
-where it does not.
+"""Computes the memory of each rank of an instance from the model's shape alone, and says what would
+fit if it does not fit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from mooncake.model.memory import (
 from mooncake.model.options import ModelOptions
 
 HOST_LIBRARY_BYTES = 400 * 2**20
-"""Of an engine's process: interpreter, tensor library, Ray."""
+"""Bytes of an engine's process: interpreter, tensor library, Ray."""
 GPU_LIBRARY_BYTES = 2**30
-"""On a GPU: the CUDA context and loaded kernels. Assumed, not measured."""
+"""Bytes on a GPU for the CUDA context and loaded kernels. Assumed, not measured."""
 GPU_COMMUNICATOR_BYTES = 2**28
-"""On a GPU: the channels of one NCCL communicator. Assumed, not measured."""
+"""Bytes on a GPU for the channels of one NCCL communicator. Assumed, not measured."""
 STEP_TOKENS = 8192, 4096, 2048
-"""Of a step, where none are asked for: the more rows an expert gets, the fuller are the 128 of a
-tile on a GPU. The CPU takes the last."""
+"""Tokens of a step to choose from if none are given. The more rows an expert gets, the fuller are
+the tiles of 128 on a GPU. The CPU takes the last one.
+"""
 _MOST_STAGES = 8
-"""Of which a shape that would fit is advised."""
+"""Largest number of stages in the advice for a shape that would fit."""
 _LEAST_CONTEXT = 1024
-"""A shorter --max-model-len is no advice."""
+"""The advice never names a --max-model-len below this."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class RankNeeds:
     step_sequences: int
     max_model_len: int
     draft_bytes: int = 0
-    """Of a head that makes drafts, beside the model."""
+    """Bytes of a head that makes drafts, besides the model."""
 
     @property
     def on_gpu(self) -> bool:
@@ -63,22 +64,24 @@ class RankNeeds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one rank, bytes; all ranks of a stage hold the same."""
+    """The memory of one rank, in bytes. All ranks of a stage hold the same."""
 
     layers: range
     weights: int
-    """Where the rank computes; routed experts in DRAM beside a GPU are `dram`."""
+    """Bytes where the rank computes. Routed experts in DRAM beside a GPU count as `dram`."""
     dram: int
     activations: int
-    """Of the largest step."""
+    """Bytes of the largest step."""
     communication: int
     libraries: int
     num_pages: int
-    """KV pages of this rank; below 0: the rest does not fit either."""
+    """KV pages of this rank. Below 0, even the rest does not fit."""
     block_bytes: int
-    """Of a page: of this rank's layers."""
+    """Bytes of one page with this rank's layers."""
     gpu_bytes: int | None = None
-    """What a GPU's memory and its utilization leave to a rank; None: not known here, or no GPU."""
+    """Bytes that a GPU's memory and its utilization leave to a rank. None: not known here, or no
+    GPU.
+    """
 
     @property
     def kv(self) -> int:
@@ -90,7 +93,7 @@ class RankMemory:
 
     @property
     def overhead(self) -> int:
-        """What is neither weights nor pages."""
+        """Memory that holds neither weights nor pages."""
         return self.activations + self.communication + self.libraries
 
 
@@ -100,22 +103,22 @@ class InstanceMemory:
 
     shape: Shape
     stages: tuple[RankMemory, ...]
-    """One of each stage's ranks, first stage first; all have as many pages."""
+    """One rank of each stage, first stage first. All have as many pages."""
 
     @property
     def num_pages(self) -> int:
-        """KV pages of each rank; below 0: the rest does not fit either."""
+        """KV pages of each rank. Below 0, even the rest does not fit."""
         return self.stages[0].num_pages
 
     def sum(self, of_rank: Callable[[RankMemory], int]) -> int:
-        """Return the bytes that `of_rank` says, of all ranks together."""
+        """Return the sum over all ranks of the bytes that `of_rank` returns."""
         return self.shape.tp * sum(of_rank(rank) for rank in self.stages)
 
 
 def instance_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> InstanceMemory:
     """Return the memory of the ranks of an instance that has `num_pages` pages.
 
-    Where KV is dealt out (`dcp`) each rank has its share of them, else all.
+    With `dcp` each rank holds its share of the pages, otherwise all of them.
     """
     stages = stage_layers(needs.spec.num_hidden_layers, shape.pp)
     ranks = tuple(_rank_memory(needs, shape, layers, num_pages) for layers in stages)
@@ -163,7 +166,7 @@ def _rank_memory(needs: RankNeeds, shape: Shape, layers: range, num_pages: int) 
 
 @dataclasses.dataclass(frozen=True)
 class StepTokens:
-    """The most tokens of a step, and why so many."""
+    """The largest number of tokens in a step, and the reason for it."""
 
     number: int
     why: str
@@ -172,8 +175,8 @@ class StepTokens:
 def step_tokens(
     given: int | None, node: GpuNode | None, needs: RankNeeds, shapes: Iterable[Shape], pages: int
 ) -> StepTokens:
-    """Return those `given`, else on a GPU the most beside which engines of all `shapes` have room
-    for `pages` of KV.
+    """Return the `given` number. If none is given, return on a GPU the largest number with which
+    engines of all `shapes` still have room for `pages` of KV.
 
     node: the GPUs; None: their memory is not known.
     """
@@ -195,17 +198,19 @@ def step_tokens(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuNode:
-    """The GPUs that a plan is for: `num_gpus` of `gpu_bytes` each, `utilization` of them used."""
+    """The GPUs that a plan is for: `num_gpus` of `gpu_bytes` each, of which the share `utilization`
+    is used.
+    """
 
     name: str
     num_gpus: int
     gpu_bytes: int
     utilization: float
     dram_bytes: int | None
-    """Of a node; None: not known."""
+    """DRAM of a node; None: not known."""
 
     def filled(self, needs: RankNeeds, shape: Shape) -> InstanceMemory:
-        """Return the memory of ranks with all pages that every GPU has room for."""
+        """Return the memory of ranks with as many pages as every GPU has room for."""
         ranks = [self._filled(rank) for rank in instance_memory(needs, shape, 0).stages]
         num_pages = min(rank.num_pages for rank in ranks)
         return InstanceMemory(
@@ -229,14 +234,16 @@ class GpuNode:
         return self.filled(needs, shape).num_pages * shape.dcp >= num_pages
 
     def check_ranks(self, needs: RankNeeds, shape: Shape) -> None:
-        """Raise ConfigError for more ranks of a stage than GPUs; says what would fit."""
+        """Raise ConfigError if a stage has more ranks than there are GPUs. The message says what
+        would fit.
+        """
         if shape.tp > self.num_gpus:
             cures = self._cures(needs, Shape(pp=shape.pp), 0)
             raise ConfigError(f"{_too_many(shape, self.num_gpus)}; {cures}")
 
     def check(self, needs: RankNeeds, memory: InstanceMemory, num_engines: int) -> None:
-        """Raise ConfigError where the pages do not fit, or no sequence of full length, or experts
-        not into DRAM; the message says what takes the room and what would fit.
+        """Raise ConfigError if the pages, or a sequence of full length, do not fit, or if the
+        experts do not fit into DRAM. The message says what takes the room and what would fit.
         """
         shape = memory.shape
         on_a_node = min(num_engines * shape.pp, self.num_gpus // shape.tp) * shape.tp
@@ -275,8 +282,9 @@ class GpuNode:
         return "this would: " + ", or ".join(cures)
 
     def _fitting_shape(self, needs: RankNeeds, present: Shape) -> Shape | None:
-        """Return the smallest shape, no smaller than `present`, that fits: of one node for each of
-        as few stages as may be, of each as few GPUs; where experts are shared, among as many ranks.
+        """Return the smallest shape, no smaller than `present`, that fits. It uses as few stages as
+        possible, one node for each, and as few GPUs in each. Shared experts are shared among as
+        many ranks.
         """
         ep = present.ep
         able = cuts(needs.spec, needs.quantization, self.num_gpus, whole_experts=ep > 1)
@@ -299,8 +307,8 @@ class GpuNode:
 def check_gpus(
     spec: ModelSpec, quantization: QuantFormat | None, shape: Shape, num_gpus: int
 ) -> None:
-    """Raise ConfigError for more ranks of a stage than this machine's GPUs; says how many can
-    be.
+    """Raise ConfigError if a stage has more ranks than this machine has GPUs. The message says how
+    many are possible.
     """
     if shape.tp > num_gpus:
         able = said_of_cuts(cuts(spec, quantization, num_gpus))
@@ -313,12 +321,12 @@ def _too_many(shape: Shape, num_gpus: int) -> str:
 
 
 def _sharing(tp: int, ep: int) -> Shape:
-    """Return the shape of `tp` ranks, the experts shared among `ep` in all."""
+    """Return the shape of `tp` ranks in which `ep` ranks in all share the experts."""
     return Shape(tp=tp, dp=ep // tp, ep=ep) if ep > 1 else Shape(tp=tp)
 
 
 def check_dram(num_ranks: int, each: int, dram_bytes: int | None, where: str) -> None:
-    """Raise ConfigError where the routed experts of `num_ranks` ranks do not fit into DRAM."""
+    """Raise ConfigError if the routed experts of `num_ranks` ranks do not fit into DRAM."""
     needed = num_ranks * (each + HOST_LIBRARY_BYTES)
     if each and dram_bytes is not None and needed > dram_bytes:
         raise ConfigError(
@@ -330,13 +338,13 @@ def check_dram(num_ranks: int, each: int, dram_bytes: int | None, where: str) ->
 
 
 _INT4_IGNORED = (r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*")
-"""Kimi-K2-Thinking's: only routed experts are INT4."""
+"""The layers that Kimi-K2-Thinking leaves out: only routed experts are INT4."""
 
 
 def rank_rows(memory: InstanceMemory, layout: KvLayout) -> list[tuple[str, ...]]:
-    """Return one row a rank for a table: rank, its layers where there are stages, weights, KV, its
-    tokens, activations, communication, libraries, all together, of what, and experts in DRAM where
-    there are.
+    """Return one row for each rank, for a table: rank, its layers if there are stages, weights, KV,
+    its tokens, activations, communication, libraries, the sum, the total available, and experts in
+    DRAM if there are any.
     """
     shape = memory.shape
     tokens = max(0, memory.num_pages) * layout.block_tokens

@@ -1,6 +1,6 @@
-"""What `mooncake serve` can be told: every setting with its kind, group and help. Reads nothing.
+"""All settings of `mooncake serve`, each with its kind, group and help. Reads nothing.
 
-Names are those of the flags; where vLLM has the same setting it has the same name here.
+Names are those of the flags. A setting that vLLM has too has the same name here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """All settings, resolved; frozen from then on."""
+    """All settings after they were resolved. They never change afterwards."""
 
     # fmt: off
     model: str = setting("", text, MODEL, "MODEL", "directory of a checkpoint, or k2-demo: the "
@@ -367,7 +367,7 @@ class ServeConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names the model answers to; the first is the one reported."""
+        """Names that the model answers to; the first one is reported."""
         return self.served_model_name or (Path(self.model).resolve().name,)
 
     @property
@@ -377,26 +377,26 @@ class ServeConfig:
 
     @property
     def seeds(self) -> tuple[str, ...]:
-        """Addresses of the gateways of which any one is joined without Ray."""
+        """Addresses of gateways; the process joins any one of them without Ray."""
         if self.join is None or not self.join.startswith(options.DIRECT):
             return ()
         return tuple(self.join.split(","))
 
     @property
     def is_seed(self) -> bool:
-        """True if this is a gateway that decides how its cluster works: it stands alone, or its own
-        address is one of those that are joined. Others ask it.
+        """True if this is a gateway that decides how its cluster works: it stands alone, or others
+        join by its own address. Others ask it.
         """
         own = f"{options.DIRECT}{options.bracketed(self.bind_host)}:{self.join_port}"
         return self.role == "gateway" and (self.join is None or own in self.seeds)
 
     @property
     def joins_by_url(self) -> bool:
-        """True if a gateway asks the cluster's first process by HTTP what it must know."""
+        """True if this gateway asks the cluster's first process by HTTP what it must know."""
         return self.join is not None and self.join.startswith(options.BY_URL)
 
     def shown(self) -> dict[str, Any]:
-        """Return all settings for a person, secrets hidden."""
+        """Return all settings in a form for people, with secrets hidden."""
         values = dataclasses.asdict(self) | {"served_model_name": self.names}
         for name, (option, _) in options.options_of(ServeConfig).items():
             if option.secret:

@@ -1,5 +1,5 @@
-"""What comes with the package: figures and examples, `configs/` of the repository, which a wheel
-holds as `mooncake/configs/`; and the demonstration model, `mooncake/k2-demo/`.
+"""Finds what comes with the package: figures and examples (`configs/` of the repository,
+`mooncake/configs/` in a wheel) and the demonstration model in `mooncake/k2-demo/`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def configs() -> Path:
 
 
 def checkpoint(model: str) -> Path:
-    """Return the directory of a checkpoint: `model`, or the shipped one where that is its name and
-    no directory here.
+    """Return the directory of a checkpoint: `model`, or the shipped one if that is its name and no
+    such directory exists here.
     """
     given = Path(model)
     if model == DEMO and not given.exists():
@@ -40,7 +40,7 @@ def checkpoint(model: str) -> Path:
 
 def shape_of(model: str) -> Path | None:
     """Return the directory with the shipped `config.json` of a model of this name, without weights,
-    where `model` itself is not there: enough for a plan. None: there is none.
+    if `model` itself does not exist. That is enough for a plan. None: there is none.
     """
     found = configs() / FOLDERS[ModelFigures] / Path(model).name
     return found if not Path(model).exists() and (found / "config.json").is_file() else None
@@ -50,7 +50,7 @@ def figures(name: str, kind: type[Figures]) -> Figures:
     """Return the figures of a model or of hardware, by name or as a JSON file.
 
     Raises:
-        ConfigError: there are none of that name, or the file is malformed.
+        ConfigError: no figures have that name, or the file is malformed.
     """
     folder = configs() / FOLDERS[kind]
     path = Path(name) if name.endswith(".json") else folder / f"{name}.json"

@@ -1,5 +1,5 @@
-"""Settings of `mooncake simulate`, `plan` and `trace`. Defaults are those of what they set in
-`mooncake.sim` and `mooncake.scheduler`.
+"""Settings of `mooncake simulate`, `plan` and `trace`. Defaults come from the fields of
+`mooncake.sim` and `mooncake.scheduler` that they set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRACE_HELP = (
 
 
 def _shape(_name: str, value: object) -> str:
-    """Read a shape, as "tp8-dcp8"."""
+    """Read a shape, such as "tp8-dcp8"."""
     return str(Shape.parse(str(value)))
 
 

@@ -1,4 +1,4 @@
-"""Settings of `mooncake train`. Defaults are those of what they set in `mooncake.train`."""
+"""Settings of `mooncake train`. Defaults come from the fields of `mooncake.train` that they set."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ class Train:
     # fmt: on
 
     def run(self) -> TrainConfig:
-        """Return the run that is wanted."""
+        """Return the run that these settings describe."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
         return TrainConfig(**{**given, "tasks": dict(self.tasks)})

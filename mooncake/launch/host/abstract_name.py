@@ -1,5 +1,5 @@
-"""Who is at the other end of a Unix socket, and who holds a nameless address of this machine: any
-user may bind one, and so take it before its owner comes.
+"""Finds out who is at the other end of a Unix socket, and who holds an abstract address of this
+machine: any user may bind such an address, and so take it before its owner does.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _ANSWER_S = 1.0
 
 
 def credentials_of(sock: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end; of an address, those that listen."""
+    """Return the process and the user at the other end; for an address, those that listen."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, user, _ = _PEER.unpack(found)
     return pid, user
 
 
 def foreign_holder(address: str, kind: socket.SocketKind) -> str | None:
-    """Return, in words, who holds an address that is no process of this user's; None: it is one, or
-    nobody holds it any more.
+    """Return, in words, who holds an address if that is not a process of this user. None: it is
+    one, or nobody holds the address any more.
     """
     with socket.socket(socket.AF_UNIX, kind) as sock:
         sock.settimeout(_ANSWER_S)

@@ -1,4 +1,4 @@
-"""Which build of the package this is: its version, and its git revision where that is known."""
+"""Tells which build of the package this is: its version, and its git revision if that is known."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ DISTRIBUTION = "mooncake-serve"
 
 @functools.cache
 def revision() -> str:
-    """Return the git revision of the package, as it was when this was first asked: a checkout may
-    move on while a process runs. Empty: it is not known.
+    """Return the git revision of the package at the time of the first call: a checkout may change
+    while a process runs. Empty: it is not known.
     """
     return revision_of(Path(mooncake.__file__).parents[1])
 
 
 def revision_of(top: Path) -> str:
-    """Return the git revision of what runs, as `revision` does.
+    """Return the git revision of the running package, as `revision` does.
 
-    It is the one that pip was given, or that of the checkout at `top`, read without running git, or
-    the one that an image was built with, in a file beside its Python.
+    It is the revision that pip was given, or that of the checkout at `top`, read without running
+    git, or the one that an image was built with, in a file beside its Python.
     """
     try:
         told = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
@@ -43,7 +43,7 @@ def revision_of(top: Path) -> str:
 
 
 def _head(git: Path) -> str:
-    """Return the commit of a checkout. Raises OSError: it is none."""
+    """Return the commit of a checkout. Raises OSError if it is not a checkout."""
     if git.is_file():  # of a worktree: "gitdir: PATH"
         git = git.parent / git.read_text().partition(":")[2].strip()
     head = (git / "HEAD").read_text().strip()

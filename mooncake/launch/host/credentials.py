@@ -1,7 +1,7 @@
 """Secrets of this machine's processes: private files, signed facts and signed HTTP requests.
 
-The cluster secret never travels: what is signed with a credential proves it, and names its purpose,
-so that it proves nothing elsewhere.
+The cluster secret never travels: a signature with a credential proves it. A signature names its
+purpose, so that it proves nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from mooncake.identity import (
 from mooncake.identity.credential import SIGNATURE_BYTES
 
 SCHEME = "Mooncake"
-"""Of `WWW-Authenticate: Mooncake CHALLENGE`, and of `Authorization: Mooncake CHALLENGE NONCE
-CERTIFICATE SIGNATURE`.
+"""The scheme of `WWW-Authenticate: Mooncake CHALLENGE` and of `Authorization: Mooncake CHALLENGE
+NONCE CERTIFICATE SIGNATURE`.
 """
 SIGNED_S = 60.0
-"""A challenge may be answered for so long, by the server's clock; each signature counts once."""
+"""A challenge may be answered for this long, by the server's clock. Each signature is valid
+once.
+"""
 MAX_NONCES = 1024
-"""Signed requests of one credential that are remembered; more within `SIGNED_S` are refused, and
-hold up nobody else.
+"""Signed requests that are remembered for one credential. Within `SIGNED_S`, further requests of
+this credential are refused; others are not affected.
 """
 
 _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<H")
-"""Of a certificate, before what was sealed."""
+"""Length of a certificate, before the sealed data."""
 
 
 def seal(data: bytes, credential: Credential, purpose: str) -> bytes:
@@ -64,10 +66,10 @@ def unseal(
     role: CredentialRole,
     unix_time: Callable[[], float] = time.time,
 ) -> bytes:
-    """Return what one who may act in `role` has sealed.
+    """Return what a process that may act in `role` has sealed.
 
     Raises:
-        MooncakeError: it was sealed by another cluster, in another role, or was altered.
+        MooncakeError: the data was sealed by another cluster or in another role, or it was altered.
     """
     if len(sealed) < _LENGTH.size:
         raise ProtocolError("nothing that was sealed")
@@ -86,7 +88,9 @@ def _for(purpose: str, data: bytes) -> bytes:
 
 
 def sign_request(credential: Credential, method: str, path: str, challenge: str) -> str:
-    """Return the `Authorization` of one HTTP request that answers the server's `challenge`."""
+    """Return the `Authorization` header of one HTTP request, which answers the server's
+    `challenge`.
+    """
     nonce = secrets.token_hex(16)
     signature = credential.sign(_request(method, path, challenge, nonce))
     shown = " ".join(_word(each) for each in (credential.signed, signature))
@@ -102,7 +106,7 @@ def _word(data: bytes) -> str:
 
 
 class RequestVerifier:
-    """Checks signatures of requests, each of which counts once. Threads may share it."""
+    """Checks signatures of requests. Each signature is valid once. Threads may share it."""
 
     def __init__(
         self,
@@ -110,9 +114,7 @@ class RequestVerifier:
         now: Callable[[], float],
         unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """`now` returns seconds of a clock that only goes forward; credentials expire by
-        `unix_time`.
-        """
+        """`now` returns the seconds of a monotonic clock; credentials expire by `unix_time`."""
         self._trust = trust
         self._boot = secrets.token_bytes(32)
         self._now = now
@@ -122,9 +124,9 @@ class RequestVerifier:
         """Key of a signer -> nonce -> when it may be forgotten."""
 
     def challenge(self) -> str:
-        """Return what a signature must answer: the time, and a proof that this verifier named it.
-
-        Signatures cannot be collected for later: no other process knows the challenges to come.
+        """Return what a signature must answer: the time, and a proof that it comes from this
+        verifier. Nobody can collect signatures for later, because no other process knows future
+        challenges.
         """
         return self._challenge_at(str(int(self._now())))
 
@@ -132,8 +134,8 @@ class RequestVerifier:
         return f"{at_s}-{hmac.new(self._boot, at_s.encode(), hashlib.sha256).hexdigest()}"
 
     def signer(self, authorization: str, method: str, path: str) -> Certificate | None:
-        """Return who signed the request as an answer to a recent challenge, for the first time;
-        None: no one of this cluster did.
+        """Return who signed the request as an answer to a recent challenge. None: nobody of this
+        cluster did, or the signature was used before.
         """
         scheme, _, rest = authorization.partition(" ")
         words = rest.split(" ")
@@ -161,7 +163,7 @@ class RequestVerifier:
             return signer
 
     def _forget(self, now_s: float) -> None:
-        """Forget the nonces whose challenges count no more: no credential is known for longer."""
+        """Forget the nonces whose challenges have expired: no credential is known for longer."""
         for key, used in list(self._used.items()):
             left = {nonce: end_s for nonce, end_s in used.items() if end_s >= now_s}
             self._used[key] = left
@@ -170,7 +172,7 @@ class RequestVerifier:
 
 
 def private_dir() -> Path:
-    """Return the folder of this user's running processes, mode 0700; it is made where missing.
+    """Return the folder of this user's running processes, mode 0700. It is made if it is missing.
 
     It is short, because Ray's sockets lie below it and a Unix socket's path has 107 bytes at most.
 
@@ -198,7 +200,7 @@ def write_private(path: Path, content: str) -> None:
 
 
 def _make_whole(path: Path, content: str) -> None:
-    """Make a private file at once, unless another process has just done so."""
+    """Make a private file in one step, unless another process has just done so."""
     new = path.with_name(f"{path.name}.{os.getpid()}")
     write_private(new, content)
     with contextlib.suppress(FileExistsError):
@@ -207,14 +209,14 @@ def _make_whole(path: Path, content: str) -> None:
 
 
 def secret_file(address: str) -> Path:
-    """Return where the first process of the cluster at `address` keeps its secret for others of
-    this user on this machine.
+    """Return the path at which the first process of the cluster at `address` keeps its secret for
+    other processes of this user on this machine.
     """
     return private_dir() / f"{address.replace('/', '_')}.secret"
 
 
 def kept_secret(address: str) -> str:
-    """Return what `secret_file` holds.
+    """Return the secret in `secret_file`.
 
     Raises:
         ConfigError: there is none.
@@ -229,10 +231,11 @@ def kept_secret(address: str) -> str:
 
 
 def check_mode(path: Path, named: str) -> None:
-    """Look at who else may read or change a file of secrets that the flag `named` gives.
+    """Check who else may read or change a file of secrets that the flag `named` gives. A file that
+    others may read is logged.
 
     Raises:
-        ConfigError: every user of this machine may change it. One that they may read is logged.
+        ConfigError: every user of this machine may change the file.
     """
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & stat.S_IWOTH:
@@ -269,7 +272,7 @@ def read_secret(path: Path, named: str = "cluster-secret-file") -> str:
 
 
 def keep_ray_token_private() -> None:
-    """Make Ray's token file, where there is no token yet, and take it from other users.
+    """Make Ray's token file if there is no token yet, and keep other users from reading it.
 
     Ray itself makes it as readable as any other file.
 

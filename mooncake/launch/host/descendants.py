@@ -1,4 +1,4 @@
-"""The processes that descend from one, by descriptor: a pid used again is never hit."""
+"""Ends the descendants of a process by descriptor, so that a reused pid is never hit."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Descendants:
 
     @property
     def pids(self) -> list[int]:
-        """Those of the snapshot that are still there."""
+        """Processes of the snapshot that still run."""
         return [self._descriptors[descriptor] for descriptor in self._alive(0.0)]
 
     def end(self, timeout_s: float) -> None:
-        """Return when all have ended; those that have not after `timeout_s` are killed."""
+        """Return when all have ended. Those that have not after `timeout_s` are killed."""
         for descriptor in self._alive(timeout_s):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

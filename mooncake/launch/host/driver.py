@@ -1,7 +1,7 @@
 """The loop that drives one machine in real life: wait for events or the next timer, hand them over.
 
-Owns the thread it runs in and nothing else. The simulator has its own loop; decisions never know
-which of the two drives them.
+Owns the thread it runs in and nothing else. The simulator has its own loop; decision code does not
+know which of the two drives it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class EventSource(Protocol):
-    """What a loop hears from elsewhere; a `PolledChannel` is one."""
+    """A source of events for a loop; a `PolledChannel` is one."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when an event has come."""
@@ -37,7 +37,9 @@ class EventSource(Protocol):
 
 
 class FencedOff(MooncakeError):
-    """The cluster gave this worker up (it paused too long): peers reclaimed what it held."""
+    """The cluster gave this worker up because it paused too long. Peers have reclaimed what it
+    held.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,8 @@ class _Call:
 class Driver:
     """Drives `machine` until `stop`; a fault in the machine ends the loop and is raised.
 
-    A machine that raised may have lost what it held, so it is never driven on: its process ends, a
-    fresh one takes its place and everybody is told.
+    A machine that raised may have lost what it held, so it is never driven again: its process ends,
+    a new one takes its place, and all peers are told.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Driver:
         self._ended = False
 
     def run(self) -> None:
-        """Drive until `stop`. To be called once.
+        """Drive until `stop`. Call it once.
 
         Raises:
             Exception: whatever the machine raised; it has been logged with its trace.
@@ -116,8 +118,8 @@ class Driver:
     def call(self, work: Callable[[Any, float], Any]) -> Future[Any]:
         """Run `work(machine, now)` between two events, in the loop's thread.
 
-        A fault in `work` is the caller's and comes back in the future. When the loop has ended, or
-        ends before it gets there, the future is cancelled.
+        A fault in `work` belongs to the caller and is set in the future. If the loop has ended, or
+        ends before the work runs, the future is cancelled.
         """
         call = _Call(work, Future())
         with self._lock:

@@ -1,6 +1,6 @@
-"""A process' side of enrolment: it draws keys, asks the signer, and keeps what comes in files.
+"""A process' side of enrolment: it draws keys, asks the signer, and keeps the answer in files.
 
-Stateless; the files are for this user alone and are replaced whole.
+Stateless; only this user can read the files, and each is replaced in one step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Enrolment:
-    """Who asks whom, and where the answer is kept."""
+    """The signer to ask, the process that asks, and the folder that keeps the answer."""
 
     signer: str
     """URL, http://HOST:PORT."""
@@ -46,7 +46,8 @@ class Enrolment:
 
 
 def enrol(wanted: Enrolment, limit_s: float = 0.0) -> Credential:
-    """Ask, again for `limit_s` while nobody answers, and write the files; return the credential.
+    """Ask the signer, write the files and return the credential. While nobody answers it asks
+    again, for `limit_s`.
 
     Raises:
         Unavailable: no signer answers.

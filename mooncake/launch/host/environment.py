@@ -1,10 +1,10 @@
-"""Environment variables that must stand before a process starts or torch is imported.
+"""Environment variables that must be set before a process starts or torch is imported.
 
-OpenMP threads wait asleep: several workers share few cores and spinning costs more than waking. The
-heap is kept: glibc otherwise gives large buffers back after each step, and page faults then take a
-good part of a prefill on CPU. Threads share two heaps: each would otherwise keep one that is as
-large as the largest request it worked for. The heap asks for huge pages: reading weights from small
-ones takes a sixth longer. Nothing looks anything up on a network.
+OpenMP threads sleep while they wait: several workers share few cores, and spinning costs more than
+waking. The heap keeps its memory: glibc otherwise returns large buffers after each step, and page
+faults then take much of a prefill on CPU. Threads share two heaps: otherwise each thread keeps a
+heap as large as its largest request. The heap asks for huge pages: reading weights from small pages
+takes a sixth longer. No library looks anything up on a network.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ QUIET = {
     "RAY_AUTH_MODE": "token",
     "RAY_DEDUP_LOGS": "0",
 }
-"""For every process of ours, Ray's own included."""
+"""Variables for every process of ours, Ray's own included."""
 
 EARLY = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""What still helps when a process has started, if torch was not imported yet."""
+"""Variables that still help after a process has started, if torch was not imported yet."""
 
 OWN_SIGNALS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
-"""For processes that signals end in good order: Ray would print stacks on SIGTERM."""
+"""Variables for processes that handle signals themselves: Ray would print stacks on SIGTERM."""
 
 RAY_AGENTS = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
-"""Ray's agents see the end of its raylet by a pipe, not by their parent: that may be ours."""
+"""Ray's agents detect the end of their raylet by a pipe, not by their parent, which may be our
+process.
+"""
 
 BARE_LINES = {"RAY_DISABLE_WORKER_LOG_PREFIX": "1"}
-"""Has Ray print what workers log as it is, for machines to read. To be set before ray is imported.
+"""Has Ray print workers' log lines unchanged, for machines to read. Set it before ray is
+imported.
 """
 
 LOOPBACK_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Keeps Ray's own sockets on 127.0.0.1, as on systems where it only ever runs on one machine. To be
-set before ray is imported."""
+"""Keeps Ray's own sockets on 127.0.0.1, as on systems where Ray only runs on one machine. Set it
+before ray is imported.
+"""
 
 COMPUTE = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -50,7 +54,7 @@ COMPUTE = {
     "MALLOC_TOP_PAD_": str(256 * 2**20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""For processes that run the model."""
+"""Variables for processes that run the model."""
 
 SEEN_GPUS = "CUDA_VISIBLE_DEVICES"
 """The GPUs a process may see, by number or name; unset: all."""
@@ -62,12 +66,14 @@ def variables() -> Mapping[str, str]:
 
 
 def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what `environ` lacks of `wanted`; what is set already stays as it is."""
+    """Return the variables of `wanted` that `environ` lacks. Variables that are set stay as they
+    are.
+    """
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def with_ray(bind_host: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` with what must stand in a process before it imports ray."""
+    """Return `environ` with the variables that must be set before a process imports ray."""
     wanted = {
         **QUIET, **OWN_SIGNALS, **RAY_AGENTS, **(LOOPBACK_RAY if is_loopback(bind_host) else {}),
     }  # fmt: skip
@@ -75,15 +81,17 @@ def with_ray(bind_host: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepare_ray(bind_host: str, environ: Mapping[str, str], *, bare_lines: bool = False) -> None:
-    """Set what must stand in this process before ray is imported, on top of `environ`.
-    `bare_lines`: lines of workers' logs are printed without what Ray puts before them.
+    """Set in this process, on top of `environ`, the variables that must be set before ray is
+    imported.
+
+    `bare_lines`: workers' log lines are printed without Ray's prefix.
     """
     os.environ.update(with_ray(bind_host, environ) | (BARE_LINES if bare_lines else {}))
 
 
 def cache_dir() -> Path:
-    """Return the folder for files that can be computed again: `$XDG_CACHE_HOME/mooncake`, else
-    `~/.cache/mooncake`, else (a user without a home) one that is not there.
+    """Return the folder for files that can be computed again: `$XDG_CACHE_HOME/mooncake`, otherwise
+    `~/.cache/mooncake`. For a user without a home it is a folder that does not exist.
     """
     default = f"{os.environ.get('HOME', '/nonexistent')}/.cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or default) / "mooncake"
@@ -107,7 +115,9 @@ RAY_TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 def with_ray_tls(
     environ: Mapping[str, str], certfile: str | None, keyfile: str | None, ca_certs: str | None
 ) -> dict[str, str]:
-    """Return `environ` with what has Ray speak TLS with these files in PEM; None: as it is."""
+    """Return `environ` with the variables that have Ray use TLS with these PEM files. None:
+    unchanged.
+    """
     if certfile is None or ca_certs is None:
         return dict(environ)
     paths = [str(Path(path).absolute()) for path in (certfile, keyfile or certfile, ca_certs)]
@@ -115,10 +125,10 @@ def with_ray_tls(
 
 
 def ray_tls(environ: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the files of `RAY_TLS_FILES`; None: Ray speaks in clear.
+    """Return the files of `RAY_TLS_FILES`; None: Ray does not use TLS.
 
     Raises:
-        ConfigError: one is not there.
+        ConfigError: a file is missing.
     """
     if environ.get(RAY_TLS, "0").lower() not in ("1", "true"):
         return None
@@ -130,11 +140,12 @@ def ray_tls(environ: Mapping[str, str]) -> tuple[str, str, str] | None:
 
 
 def check_ray_tls(host: str, environ: Mapping[str, str], *, without_tls: bool) -> None:
-    """Refuse a Ray that would speak in clear with other machines.
+    """Refuse a Ray that would talk to other machines without TLS. `without_tls`: the operator
+    allows that.
 
     Raises:
-        ConfigError: `host` is not this machine alone, and TLS is not set up, or its files are not
-            there. `without_tls`: the operator wants it so.
+        ConfigError: other machines can reach `host`, and TLS is not set up or its files are
+            missing.
     """
     if ray_tls(environ) is None and not (without_tls or is_loopback(host.strip("[]"))):
         raise ConfigError(
@@ -146,7 +157,7 @@ def check_ray_tls(host: str, environ: Mapping[str, str], *, without_tls: bool) -
 
 
 def restart_with(environ: Mapping[str, str]) -> None:
-    """Replace this process by itself with the settings of a computing process, if it lacks any.
+    """Start this process anew with the settings of a computing process, if it lacks any.
 
     glibc reads its settings when a process starts, so they cannot be set later. Returns when there
     is nothing to set.

@@ -1,7 +1,7 @@
-"""Lists of what the files of a checkpoint must be, as `sha256sum` prints them: made and compared.
+"""Makes and compares lists of the digests of a checkpoint's files, in the format of `sha256sum`.
 
-Stateless. Files of a download tool (`.cache`), marks that begin with `.complete`, and what a
-checkpoint says of its own weights (`weights-digests.json`) do not count.
+Stateless. It ignores files of a download tool (`.cache`), marks that begin with `.complete`, and
+the checkpoint's own list (`weights-digests.json`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _NAMED = 5
 
 
 def digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Return the SHA-256 of each file below `folder` by its path there; if given, of `names` alone.
+    """Return the SHA-256 of each file below `folder` by its path there, or only of `names` if
+    given.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -38,7 +39,9 @@ def digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, st
 
 
 def files_of(folder: Path) -> set[str]:
-    """Return the paths of all files below `folder`. CheckpointError: there is no such folder."""
+    """Return the paths of all files below `folder`. Raises CheckpointError when there is no such
+    folder.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such directory")
     found = (each.relative_to(folder) for each in folder.rglob("*") if not each.is_dir())
@@ -51,10 +54,11 @@ def files_of(folder: Path) -> set[str]:
 
 
 def read_list(file: Path) -> dict[str, str]:
-    """Return the digests in a list, by their files.
+    """Return the digests in a list, by file.
 
     Raises:
-        ConfigError: it cannot be read, a line is none of `sha256sum`, or a path leaves the folder.
+        ConfigError: the list cannot be read, a line is not in `sha256sum`'s format, or a path
+            leaves the folder.
     """
     try:
         lines = file.read_text().splitlines()
@@ -78,11 +82,11 @@ def read_list(file: Path) -> dict[str, str]:
 
 
 def check(folder: Path, wanted: Mapping[str, str], *, weights: bool = True) -> int:
-    """Compare all files below `folder` with a list; return how many there are. Without `weights`
-    the list's files of weights may be away.
+    """Compare all files below `folder` with a list and return how many there are. Without
+    `weights`, the list's files of weights may be missing.
 
     Raises:
-        CheckpointError: a file is missing, is not listed, or holds something else.
+        CheckpointError: a file is missing, is not listed, or has other contents.
     """
     there = files_of(folder)
     needed = {name for name in wanted if weights or not name.endswith(WEIGHTS)}

@@ -1,8 +1,8 @@
-"""`python -I -S fork_client.py SOCKET WORDS`: has a fork server start `python WORDS` over this
-process' files, or becomes that itself where the server has gone.
+"""`python -I -S fork_client.py SOCKET WORDS`: asks a fork server to start `python WORDS` with this
+process' files. If the server is gone, this process runs it itself.
 
-It stays as long as what was forked, and each ends with the other. Run as a script, without imports
-of ours: it starts in 20 ms.
+It runs as long as the forked process, and each ends with the other. It is run as a script without
+our imports, so it starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def main() -> None:
-    """Ask the fork server; where it refuses, start as any process does."""
+    """Ask the fork server. If it refuses, start as any process does."""
     path, *words = sys.argv[1:]
     if not _forked(path, words):
         print(
@@ -26,8 +26,8 @@ def main() -> None:
 
 
 def _forked(path: str, words: list[str]) -> bool:
-    """Return whether a fork of the server was what this process was to be; returns when that has
-    ended.
+    """Return whether the fork server ran this process' command in a fork; returns when that fork
+    has ended.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         try:

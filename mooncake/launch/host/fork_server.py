@@ -1,8 +1,8 @@
-"""A process that has imported what workers need, and forks: a worker then starts without the
-seconds that its imports take, and shares their memory with the others.
+"""A process that has imported what workers need, and forks. A forked worker saves the seconds that
+its imports take, and shares their memory with the others.
 
-`fork_client.py` asks for a fork, and each of the two ends with the other. Threads would not
-survive a fork, so the server has none; should an import start one, it refuses, and workers start as
+`fork_client.py` asks for a fork, and each of the two ends with the other. Threads do not survive a
+fork, so the server has none. If an import starts a thread, the server refuses, and workers start as
 any process does. It ends with its parent.
 """
 
@@ -28,15 +28,15 @@ from types import MappingProxyType
 
 CLIENT = Path(__file__).with_name("fork_client.py")
 CLIENT_S = 10.0
-"""A client that has not said what it wants by then is sent away."""
+"""A client that has not said by then what it wants is refused."""
 SETTLED_BY_IMPORT = ("RAY_JOB_ID", "RAY_AUTH_MODE", "RAY_USE_TLS")
-"""Variables that Ray reads when it is imported: a client with other ones is not served."""
+"""Variables that Ray reads when it is imported. A client whose values differ is refused."""
 _MAIN = "from mooncake.launch.host.fork_server import main; main()"
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a client wants to be: a script with its words, in an environment, over its files."""
+    """What a client wants to run: a script with its arguments, an environment and open files."""
 
     words: list[str]
     environ: dict[str, str]
@@ -59,12 +59,12 @@ class ForkServer:
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start the server at the socket `path`. It imports `early` now, in `environ`, and `late`
-        with the first client, in the client's environment. What starts by `executable` has
-        `variables` besides its own.
+        when the first client comes, in the client's environment. Processes started by `executable`
+        get `variables` in addition to their own.
         """
         self._path = path
         self.executable = path.with_suffix(".sh")
-        """What may stand for Python's executable to have scripts forked."""
+        """A command to use instead of Python's executable, so that scripts are forked."""
         sets = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
         self.executable.write_text("\n".join(["#!/bin/sh", *sets, f'exec {self.command} "$@"\n']))
         self.executable.chmod(0o700)
@@ -86,21 +86,21 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The server's process id."""
         return self._process.pid
 
     @property
     def command(self) -> str:
-        """What stands before the script of a Python process, in a shell, to have it forked."""
+        """The shell words to put before a Python script so that it is forked."""
         words = [sys.executable, "-I", "-S", str(CLIENT), str(self._path)]
         return shlex.join(words)
 
     def ended(self) -> bool:
-        """Return whether it has ended: clients then start as any process does."""
+        """True if the server has ended; clients then start as any process does."""
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the server; what it has forked runs on."""
+        """End the server. Processes that it has forked run on."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.kill()
@@ -116,7 +116,7 @@ class ForkServer:
 
 
 def main() -> None:
-    """Be the server until standard input ends; in a fork: be what its client wants."""
+    """Be the server until standard input ends. In a fork, be what its client wants."""
     number, early, late = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     command = _serve(socket.socket(fileno=int(number)), early.split(","), late.split(","))
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -> Command | None:
-    """Fork for each client; return its command in the fork, and None at the end of the server."""
+    """Fork for each client. Return its command in the fork, and None at the end of the server."""
     own_pid = os.getpid()
     gc.disable()  # nothing that is imported is garbage
     _import(early)
@@ -160,7 +160,7 @@ def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -
 
 
 def num_threads() -> int:
-    """Return how many threads this process has, those of libraries too."""
+    """Return how many threads this process has, including those of libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -170,7 +170,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _differs(environ: Mapping[str, str]) -> bool:
-    """Return whether modules imported in `environ` would not be those that are imported here."""
+    """Return whether imports in `environ` could give other modules than the imports here."""
     known = {name: environ[name] for name in SETTLED_BY_IMPORT if name in environ}
     return any(os.environ.get(name) != value for name, value in known.items())
 
@@ -179,8 +179,8 @@ def _received(connection: socket.socket) -> Command:
     """Return what a client wants.
 
     Raises:
-        OSError: it has left, or says nothing.
-        ValueError: it says what no client of ours says.
+        OSError: the client has left, or says nothing.
+        ValueError: the message is not from one of our clients.
     """
     connection.settimeout(CLIENT_S)
     _, files, _, _ = socket.recv_fds(connection, 1, 3)

@@ -1,6 +1,7 @@
-"""Who may call a route of a worker's HTTP server: holders of a token, or of a credential who sign.
+"""Decides who may call a route of a worker's HTTP server: holders of a token, and holders of a
+credential who sign the request.
 
-Owns the verifier of signatures. What a route does is the caller's business.
+Owns the verifier of signatures. The caller decides what a route does.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
 
 
 class Guard:
-    """Lets in who has proven himself. Threads may share it."""
+    """Lets callers in that have proven themselves. Threads may share it."""
 
     def __init__(self, trust: Trust, token_digests: Sequence[bytes] = ()) -> None:
-        """`token_digests`: SHA-256 of each token that counts as `Authorization: Bearer TOKEN`."""
+        """`token_digests`: SHA-256 of each token that is accepted as `Authorization: Bearer
+        TOKEN`.
+        """
         self.verifier = RequestVerifier(trust, time.monotonic)
         self._token_digests = token_digests
 
     def route(self, method: str, act: Callable[[Request], Answer], *roles: CredentialRole) -> Route:
-        """Return a route for holders of a token, and of credentials of `roles`, who sign."""
+        """Return a route that is open to holders of a token, and to signed requests by credentials
+        of `roles`.
+        """
 
         def answer(request: Request) -> Answer:
             return self._refusal(request, roles) or act(request)
@@ -35,7 +40,7 @@ class Guard:
         return Route(method, answer)
 
     def _refusal(self, request: Request, roles: Sequence[CredentialRole]) -> Answer | None:
-        """Return the answer to one who may not ask this; None: he may."""
+        """Return the answer to a caller that may not ask this; None: it may."""
         signer = self.verifier.signer(request.authorization, request.method, request.path)
         if signer is None and not self._has_token(request.authorization):
             if request.authorization:  # the first request of a signer comes without any

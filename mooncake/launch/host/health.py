@@ -1,7 +1,7 @@
-"""How a worker of this process is, asked from any thread; the port on which probes hear it; the
+"""The health of a worker in this process, for any thread; the port that answers probes; and the
 watchdog that ends a process whose loop no longer turns.
 
-Owns no worker: it asks the loop that drives one, and knows when no answer comes.
+Owns no worker. It asks the loop that drives one, and notices when no answer comes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from mooncake.launch.host.http_server import (
 from mooncake.telemetry.health import Probe, Status, Vitals, judge
 
 ANSWER_S = 0.5
-"""Who asks waits so long for a loop that is busy, then answers from what it last said."""
+"""A question waits this long for a busy loop. After that it is answered from the loop's last
+report.
+"""
 LOOK_S = 1.0
 """Time between two looks of a watchdog. The time between two looks counts as no more than twice
 this: a process that was stopped meanwhile is not stuck."""
@@ -41,27 +43,27 @@ PROBE_PATHS = {
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a loop says of itself when it is asked."""
+    """What a loop reports about itself when it is asked."""
 
     joined: bool
     draining: bool
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the health port of a process listens."""
+    """The address of a process' health port."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0: any free one."""
+    """The port; 0: any free one."""
     tls: TlsFiles | None = None
-    """On the machine of the process; None: plain HTTP."""
+    """Files on the machine of the process; None: plain HTTP."""
 
 
 class Health:
-    """How one worker is. All methods may be called from any thread."""
+    """The state of one worker. All methods may be called from any thread."""
 
     def __init__(self, limit_s: float, clock: Clock | None = None) -> None:
-        """`limit_s`: a loop that has not turned for so long is taken for stuck."""
+        """`limit_s`: a loop that has not turned for this long counts as stuck."""
         self._limit_s = limit_s
         self._clock = clock or MonotonicClock()
         self._lock = threading.Lock()
@@ -75,13 +77,15 @@ class Health:
         self._stuck_s = 0.0
 
     def starting(self, what: str, num_done: int = 0, num_whole: int = 0) -> None:
-        """Say what the start is doing now; of 0 it is not counted."""
+        """Report what the start is doing now; a total of 0 means that it is not counted."""
         with self._lock:
             self._ask, self._asked = None, None
             self._starting = (what, num_done, num_whole)
 
     def watch(self, ask: Callable[[], Future[Facts]]) -> None:
-        """Take it for started. `ask` has the loop say how it is; a loop that has ended cancels."""
+        """Count it as started. `ask` returns the loop's report; its future is cancelled if the loop
+        has ended.
+        """
         with self._lock:
             self._starting = ("", 0, 0)
             self._facts = Facts(joined=False, draining=False)
@@ -89,7 +93,7 @@ class Health:
             self._looked_s, self._stuck_s = self._clock.now(), 0.0
 
     def fail(self, why: str) -> None:
-        """Say that it cannot go on: the process is about to end, or should be."""
+        """Report that it cannot go on: the process is about to end, or should be ended."""
         with self._lock:
             self._failure = why
 
@@ -99,7 +103,7 @@ class Health:
         return bool(self._failure)
 
     def vitals(self) -> Vitals:
-        """Return how it is now; waits for an answer for at most `ANSWER_S`."""
+        """Return its state now. Waits at most `ANSWER_S` for an answer."""
         with self._lock:
             if self._ask is not None and not self._failure:
                 self._look(self._ask)
@@ -132,8 +136,8 @@ class Health:
 
 
 class Watchdog:
-    """A thread that looks at `parts` every `LOOK_S` and calls `stuck(why)` when the loop of one has
-    not turned for its limit. Without it time counts only while probes ask.
+    """A thread that looks at `parts` every `LOOK_S`. It calls `stuck(why)` when the loop of a part
+    has not turned for its limit. Without a watchdog, time counts only while probes ask.
     """
 
     def __init__(self, parts: Callable[[], Sequence[Vitals]], stuck: Callable[[str], None]) -> None:
@@ -144,7 +148,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._closed.set()
         self._thread.join()
 
@@ -158,7 +162,7 @@ class Watchdog:
 
 
 def probe_routes(parts: Callable[[], Sequence[Vitals]]) -> dict[str, Route]:
-    """Return the routes that answer probes; a process is as well as the worst of its `parts`."""
+    """Return the routes that answer probes. A process has the state of the worst of its `parts`."""
 
     def route(probe: Probe) -> Route:
         def act(_: object) -> Answer:
@@ -172,7 +176,7 @@ def probe_routes(parts: Callable[[], Sequence[Vitals]]) -> dict[str, Route]:
 
 
 def metrics_route(metrics: Callable[[], bytes]) -> dict[str, Route]:
-    """Return the route of Prometheus' text."""
+    """Return the route of metrics in Prometheus' text format."""
     return {"/metrics": Route("GET", lambda _: Answer(HTTPStatus.OK, PROMETHEUS, metrics()))}
 
 
@@ -182,7 +186,8 @@ def open_health_port(
     metrics: Callable[[], bytes],
     more: Mapping[str, Route] | None = None,
 ) -> HttpServer:
-    """Open the health port of a process: probes and metrics without a credential, and `more`.
+    """Open the health port of a process. It serves probes and metrics without a credential, and
+    `more`.
 
     Raises:
         ConfigError: the address cannot be bound, or a file of `tls` is wrong.

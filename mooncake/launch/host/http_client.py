@@ -24,7 +24,7 @@ from mooncake.launch.host.credentials import SCHEME
 
 TIMEOUT_S = 600.0
 REFUSALS: dict[int, type[MooncakeError]] = {401: Unauthorized, 403: Forbidden, 503: Unavailable}
-"""HTTP statuses after which callers do different things; others are plain errors."""
+"""HTTP statuses to which callers react differently; others are plain errors."""
 
 
 class Client:
@@ -38,9 +38,11 @@ class Client:
         tls: ssl.SSLContext | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`sign` returns the `Authorization` for a method, a path and the server's challenge, in
-        place of a key. `tls` checks the server's certificate; None: as this machine does. A server
-        that says nothing for `timeout_s` is taken for one that cannot be reached.
+        """Create a client.
+
+        `sign` returns the `Authorization` header for a method, a path and the server's challenge;
+        it replaces a key. `tls` checks the server's certificate; None: as this machine does. A
+        server that sends nothing for `timeout_s` counts as unreachable.
         """
         self._timeout_s = timeout_s
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
@@ -64,9 +66,9 @@ class Client:
 
         Raises:
             Unreachable: no server answers.
-            Unauthorized, Forbidden: it refuses the key or the credential.
-            Unavailable: it answered that it cannot now.
-            MooncakeError: it answered with another error, or not with JSON.
+            Unauthorized, Forbidden: the server refuses the key or the credential.
+            Unavailable: the server answered that it cannot do this now.
+            MooncakeError: the server answered with another error, or not with JSON.
         """
         connection, response = self._ask("GET", path, None)
         try:

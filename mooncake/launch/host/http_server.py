@@ -1,7 +1,7 @@
 """A small HTTP server of a worker's process: a table of routes, a bounded number of connections.
 
 Owns a listening socket and threads. Standard library only, so that workers carry no web framework.
-What is answered is the routes' business.
+The routes decide what is answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ IDLE_S = 10.0
 """Time after which an idle connection is closed."""
 MAX_BODY_BYTES = 65_536
 MAX_CONNECTIONS = 64
-"""Each with a thread. Of more the oldest are told to end; twice as many are refused."""
+"""Connections, each with a thread. When there are more, the oldest are told to end; more than twice
+as many are refused.
+"""
 
 JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,12 +39,12 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     certfile: str
     keyfile: str | None = None
-    """None: the key is in `certfile`."""
+    """The file of the key; None: the key is in `certfile`."""
     ca_certs: str | None = None
     """Authorities of the clients that are let in; None: clients need no certificate."""
 
     def context(self) -> ssl.SSLContext:
-        """Return what a server wraps its connections with.
+        """Return the context with which a server wraps its connections.
 
         Raises:
             ConfigError: a file is missing or wrong.
@@ -62,20 +64,20 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a route sees of a request."""
+    """The parts of a request that a route sees."""
 
     method: str
     path: str
-    """Without the query."""
+    """The path without the query."""
     authorization: str
     client: str = ""
-    """The address that it came from."""
+    """The address from which it came."""
     body: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a route answers."""
+    """The answer of a route."""
 
     status: HTTPStatus
     content_type: str
@@ -85,7 +87,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How one path is answered: to which method, by what."""
+    """A path's method and the function that answers it."""
 
     method: str
     act: Callable[[Request], Answer]
@@ -102,8 +104,8 @@ class HttpServer:
         flag: str,
         tls: TlsFiles | None = None,
     ) -> None:
-        """Start to listen; port 0 is any free one. `flag` is the setting that names the port; with
-        `tls` it speaks HTTPS alone.
+        """Start to listen; port 0 means any free port. `flag` is the setting that names the port.
+        With `tls` the server speaks only HTTPS.
 
         Raises:
             ConfigError: the address cannot be bound, or a file of `tls` is wrong.
@@ -124,7 +126,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which it listens."""
         return url_of(self.host, self.port, self.scheme)
 
     def close(self) -> None:
@@ -153,7 +155,7 @@ def document(status: HTTPStatus, content: dict[str, Any]) -> Answer:
 
 
 def error(status: HTTPStatus, message: str, **headers: str) -> Answer:
-    """Return the answer that says what went wrong."""
+    """Return an answer that says what went wrong."""
     body = {"error": {"message": message, "code": status.value}}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return dataclasses.replace(document(status, body), headers=named)
@@ -178,13 +180,17 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), handler)
 
     def server_bind(self) -> None:
-        """Bind, and look up no name of this machine, as the standard library's server does."""
+        """Bind without looking up a name of this machine, which the standard library's server
+        does.
+        """
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept; the thread that answers shakes hands, so that no client delays the others."""
+        """Accept a connection. The thread that answers makes the handshake, so that no client
+        delays the others.
+        """
         accepted, address = super().get_request()
         if self._tls is None:
             return accepted, address
@@ -192,7 +198,7 @@ class _Server(ThreadingHTTPServer):
         return wrapped, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; strangers who hold connections do not keep probes out."""
+        """Answer in a thread. Strangers that hold connections do not keep probes out."""
         with self._lock:
             self._open[request] = None
             excess = len(self._open) - MAX_CONNECTIONS

@@ -1,4 +1,4 @@
-"""What imports much holds back the garbage collector meanwhile."""
+"""Keeps the garbage collector off during large imports."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Collect nothing meanwhile: modules are no garbage, and to look through them again and again
-    takes an eighth of the time of their import.
+    """Stop garbage collection during imports: modules are no garbage, and scanning them again and
+    again takes an eighth of the time of their import.
     """
     was_enabled = gc.isenabled()
     gc.disable()

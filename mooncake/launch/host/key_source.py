@@ -16,13 +16,13 @@ from mooncake.crypto.keys import KeyRing, KeySource
 from mooncake.launch.host.credentials import read_secret
 
 COMMAND_S = 30.0
-"""A command that prints keys may take so long."""
+"""A command that prints keys may take this long."""
 _SHOWN = 300
-"""Characters of what it said that an error repeats."""
+"""Characters of its output that an error repeats."""
 
 
 def key_source(name: str, file: str | None, command: str | None) -> KeySource:
-    """Return where the keys called `name` are. A relative path is one of this process.
+    """Return where the keys called `name` are. A relative path is resolved in this process.
 
     Raises:
         ConfigError: both a file and a command are given.
@@ -34,10 +34,11 @@ def key_source(name: str, file: str | None, command: str | None) -> KeySource:
 
 
 def read_keys(source: KeySource) -> KeyRing | None:
-    """Return the keys that are there for this process, None where none are given.
+    """Return the keys of this process; None if none are given.
 
     Raises:
-        ConfigError: they cannot be read, or are no keys; never repeats what was read.
+        ConfigError: the keys cannot be read, or are malformed; the message never repeats what was
+            read.
     """
     if source.file is not None:
         named = f"{source.name}-file"
@@ -50,7 +51,9 @@ def read_keys(source: KeySource) -> KeyRing | None:
 
 
 def needed_keys(source: KeySource, why: str) -> KeyRing:
-    """Return the keys that are there for this process; ConfigError says `why` they are needed."""
+    """Return the keys of this process. If there are none, raise a ConfigError that says `why` they
+    are needed.
+    """
     keys = read_keys(source)
     if keys is None:
         raise ConfigError(f"{source.name}: {why}; give {source.cure}")
@@ -58,7 +61,9 @@ def needed_keys(source: KeySource, why: str) -> KeyRing:
 
 
 def _output(command: str, named: str) -> str:
-    """Return what a command prints. It ends with all that it started when its time is over."""
+    """Return what a command prints. When its time is over, the command ends with all that it
+    started.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:

@@ -11,7 +11,7 @@ from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
 
 LABELS = ["worker", "protocol", "nic", "peer"]
 LATENCY_LABELS = LABELS[:-1]
-"""Of the histogram, which has many series: it is of all peers together."""
+"""Labels of the latency histogram. It has many series, so it sums over all peers."""
 COUNTS: dict[str, tuple[str, Callable[[LinkSnapshot], float]]] = {
     "bytes": ("bytes moved over a link", lambda link: link.num_bytes),
     "busy_seconds": (

@@ -1,5 +1,6 @@
-"""What this machine has: memory, cores, names. Reads /proc and cgroup files and asks
-the GPUs' driver, decides nothing."""
+"""Reads what this machine has: memory, cores, names. It reads /proc and cgroup files and asks the
+GPUs' driver; it decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from mooncake.base import ConfigError, Unavailable
 from mooncake.launch.host.environment import SEEN_GPUS
 
 FOREIGN_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
-"""Distributions on PyPI that install a top-level package `mooncake` too."""
+"""Distributions on PyPI that also install a top-level package `mooncake`."""
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""The control group of this container, if it sees only its own; the machine's has no limits."""
+"""The control group of this container, if the container sees only its own; the machine's has no
+limits.
+"""
 
 
 def available_bytes() -> int | None:
-    """Return how much memory new processes can take, or None where the system does not say."""
+    """Return how much memory new processes can use, or None if the system does not say."""
     found = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -37,7 +40,7 @@ def available_bytes() -> int | None:
 
 
 def _cgroup_left() -> int | None:
-    """Return what the control group (a container's limit) leaves, or None without a limit."""
+    """Return how much the control group (a container's limit) leaves, or None without a limit."""
     root = CONTROL_GROUP
     try:
         limit = (root / "memory.max").read_text().strip()
@@ -52,8 +55,8 @@ def _cgroup_left() -> int | None:
 
 
 def num_cores(group: Path = CONTROL_GROUP) -> int:
-    """Return how many cores this process may use: those it may run on, or as many as the time that
-    its control group (a container's limit) has, rounded up.
+    """Return how many cores this process may use: those it may run on, or the CPU time that its
+    control group (a container's limit) allows, rounded up, if that is less.
     """
     cores = len(os.sched_getaffinity(0))
     try:
@@ -69,10 +72,10 @@ def host_name() -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return the address of this machine that a peer at "tcp://HOST:PORT#KEY" can answer to. Asks
-    the routing table; nothing is sent.
+    """Return the address of this machine to which a peer at "tcp://HOST:PORT#KEY" can answer. It
+    asks the routing table and sends nothing.
 
-    Raises Unavailable when there is no way to the peer.
+    Raises Unavailable when there is no route to the peer.
     """
     place = address.removeprefix("tcp://").partition("#")[0]
     host, _, port = place.rpartition(":")
@@ -88,7 +91,7 @@ def address_towards(address: str) -> str:
 
 
 def boot_id() -> str:
-    """Return a name for this boot of this machine: equal exactly for processes that can share
+    """Return a name for this boot of this machine. It is equal exactly for processes that can share
     memory.
     """
     try:
@@ -104,7 +107,9 @@ def boot_id() -> str:
 
 
 def num_gpus() -> int:
-    """Return how many NVIDIA GPUs processes started here see: known without the tensor library."""
+    """Return how many NVIDIA GPUs a process started here sees, without loading the tensor
+    library.
+    """
     there = sum(name.name[6:].isdigit() for name in Path("/dev").glob("nvidia*"))
     allowed = os.environ.get(SEEN_GPUS)
     if allowed is None:
@@ -113,7 +118,9 @@ def num_gpus() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU that the driver names; None: it does not say."""
+    """Return the memory of the smallest GPU that the driver names; None: the driver does not
+    say.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -126,7 +133,7 @@ def gpu_bytes() -> int | None:
 
 
 def check_system() -> None:
-    """Raise ConfigError where this software cannot run at all."""
+    """Raise ConfigError if this software cannot run here at all."""
     if platform.system() != "Linux":
         raise ConfigError(f"mooncake runs on Linux, not on {platform.system()}")
     for name in FOREIGN_PACKAGES:
@@ -141,8 +148,8 @@ def check_system() -> None:
 
 
 def check_port(host: str, port: int, host_flag: str = "host", port_flag: str = "port") -> None:
-    """Raise ConfigError when `host`:`port` cannot be listened on now (0 is always free); it names
-    the flags that they were given by.
+    """Raise ConfigError when `host`:`port` cannot be listened on now (0 is always free). The
+    message names the flags that gave them.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,4 +1,6 @@
-"""Follows the file of the cluster secret: what it says counts within seconds, without a restart."""
+"""Follows the file of the cluster secret: a new secret is used within seconds, without a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from mooncake.launch.host.credentials import read_secret
 from mooncake.telemetry.audit import audit
 
 LOOK_S = 2.0
-"""How often the file is read. What it says counts once two looks have found it: a file that is
-being written may end anywhere.
+"""Seconds between two reads of the file. New contents are used once two reads agree, because a file
+that is being written may be incomplete.
 """
 
 SECRET_FILE = "MOONCAKE_CLUSTER_SECRET_FILE"
@@ -23,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 class SecretFollower:
-    """Reads a file again and again, in a thread of its own, until closed."""
+    """Reads a file again and again, in its own thread, until closed."""
 
     def __init__(
         self, file: Path | str | None, use: Callable[[str], None], look_s: float = LOOK_S
     ) -> None:
-        """`use` is given what the file says whenever that has changed; it may raise MooncakeError,
+        """Call `use` with the contents whenever they have changed. `use` may raise MooncakeError,
         which is logged. Without a file there is nothing to follow.
         """
         self._use = use

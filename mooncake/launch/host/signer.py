@@ -1,7 +1,8 @@
-"""The signer of a cluster: it alone knows the cluster secret and the authority's key, and gives
-each process a credential of its role and a certificate of its address.
+"""The signer of a cluster. Only it knows the cluster secret and the authority's key. It gives each
+process a credential for its role and a certificate for its address.
 
-Owns an HTTP server. Files are read at each question, so that a new secret or token counts at once.
+Owns an HTTP server. It reads its files at each question, so that a new secret or token is used at
+once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mooncake.telemetry.audit import audit
 from mooncake.telemetry.health import Vitals
 
 PATH = "/v1/enrol/"
-"""A process asks at this and its place."""
+"""The path at which a process asks, followed by its place."""
 BYTES = "application/octet-stream"
 PLACES: Mapping[str, CredentialRole] = {
     "gateway": CredentialRole.GATEWAY,
@@ -44,26 +45,30 @@ PLACES: Mapping[str, CredentialRole] = {
     "kvstore": CredentialRole.WORKER,
     "head": CredentialRole.WORKER,
 }
-"""What each kind of process may do. The head is Ray's, and needs a certificate alone."""
+"""What each kind of process may do. The head is Ray's and needs only a certificate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignerSettings:
-    """Where a signer listens, and what it signs with."""
+    """The address of a signer, and the files that it signs with."""
 
     host: str
     port: int
     secret_file: str
     tokens: str
-    """A folder: the token of each place is in the file of its name. There are only these places."""
+    """A folder with one file for each place, which holds the place's token. Only these places
+    exist.
+    """
     authority: str | None
     """A folder with `ca.pem` and `ca-key.pem`; None: no certificates for TLS."""
     name_prefix: str
-    """Before the place: the host name in a certificate. Empty: only addresses."""
+    """Text before the place in the host name of a certificate. Empty: certificates hold only
+    addresses.
+    """
     lifetime_s: float
-    """Of a credential."""
+    """How long a credential is valid."""
     certificate_days: float | None
-    """None: as long as the authority's."""
+    """How long a certificate is valid; None: as long as the authority's."""
 
 
 class Signer:
@@ -73,7 +78,7 @@ class Signer:
         """Start to listen.
 
         Raises:
-            ConfigError: a secret, token or authority is missing, or the address cannot be used.
+            ConfigError: a secret, token or authority is missing, or the address cannot be bound.
         """
         self._settings = settings
         read_secret(Path(settings.secret_file))
@@ -138,7 +143,7 @@ class Signer:
 
 
 def _plain(address: str) -> str:
-    """Return an address of IPv4 as such, also where it came by a socket of IPv6."""
+    """Return an IPv4 address as such, also if it came by an IPv6 socket."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return str(mapped or found)

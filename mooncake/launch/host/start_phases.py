@@ -1,5 +1,5 @@
-"""How long the phases of a start take: each process logs its own, and `benchmarks startup` reads
-them there.
+"""Measures how long the phases of a start take. Each process logs its own, and `benchmarks startup`
+reads them in the log.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class StartPhases:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
-        """`first` has run since `began_s` by the clock, and counts all CPU so far; None: it begins
-        now.
+        """`first` has run since `began_s` by the clock, and counts all CPU time so far. None: it
+        begins now.
         """
         self._clock, self._cpu_clock = clock, cpu_clock
         self._ended: list[Phase] = []
@@ -45,14 +45,14 @@ class StartPhases:
         self._began_cpu_s = cpu_clock() if began_s is None else 0.0
 
     def begin(self, name: str) -> None:
-        """End the running phase and begin `name`, unless that is the one that runs."""
+        """End the running phase and begin `name`, unless `name` is running already."""
         if name != self._name:
             now_s, cpu_s = self._clock(), self._cpu_clock()
             self._ended.append(Phase(self._name, now_s - self._began_s, cpu_s - self._began_cpu_s))
             self._name, self._began_s, self._began_cpu_s = name, now_s, cpu_s
 
     def ended(self) -> list[Phase]:
-        """Return the phases that have ended; those of one name as one."""
+        """Return the phases that have ended; phases of one name are added up."""
         found: dict[str, Phase] = {}
         for name, wall_s, cpu_s in self._ended:
             before = found.get(name, Phase(name, 0.0, 0.0))
@@ -60,14 +60,14 @@ class StartPhases:
         return list(found.values())
 
     def text(self) -> str:
-        """Return the line that a log says of them."""
+        """Return the log line about the phases."""
         phases = self.ended()
         each = ", ".join(f"{name} {wall:.2f} s ({cpu:.2f} CPU)" for name, wall, cpu in phases)
         return f"{_BEFORE}{sum(phase.wall_s for phase in phases):.2f} s: {each}"
 
 
 def phases_said(line: str) -> list[Phase]:
-    """Return the phases in a line of a log; none: it says nothing of them."""
+    """Return the phases in a log line; empty if the line says nothing about them."""
     _, found, said = line.partition(_BEFORE)
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""Ends a process of ours when a thread that it cannot do without has failed."""
+"""Ends a process when a thread that it cannot work without has failed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _log = logging.getLogger(__name__)
 
 
 def end_with_vital_threads() -> None:
-    """From now on, end this process when an exception leaves a `VitalThread`: requests that wait
-    for it go on elsewhere, or end with a reason, which they never would while the process stays.
-    For processes that are ours alone.
+    """From now on, end this process when an exception leaves a `VitalThread`. Requests that wait
+    for the thread then go on elsewhere, or end with a reason; otherwise they would wait for ever.
+    Use it only in processes that are ours alone.
     """
     others = threading.excepthook
 

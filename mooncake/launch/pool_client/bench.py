@@ -23,13 +23,13 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of all calls of one kind."""
 
     gigabytes_per_s: float
-    """In 1e9 bytes a second, while a call was under way."""
+    """Rate in 1e9 bytes a second while a call was under way."""
     p50_s: float
     p99_s: float
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured with calls of `batch` blocks each."""
+    """The figures measured with calls of `batch` blocks each."""
 
     block_bytes: int
     batch: int
@@ -100,7 +100,7 @@ def measure(
 
 
 class _Bench:
-    """Measures rounds with one session: blocks are put from the first half of its memory and got
+    """Measures rounds with one session. Blocks are put from the first half of its memory and read
     into the second.
     """
 
@@ -142,7 +142,7 @@ class _Bench:
         self.num_wrong += found - int(right[:found].sum())
 
     def way(self, calls_s: Sequence[float]) -> Way:
-        """Return the figures of calls that took so long."""
+        """Return the figures of calls with these durations."""
         num_bytes = len(calls_s) * self._sent.nbytes
         return Way(
             gigabytes_per_s=num_bytes / sum(calls_s) / 1e9,

@@ -1,4 +1,4 @@
-"""Blocking calls on a pool, for programs and operators: a pool client in a thread of its own.
+"""Blocking calls on a pool, for programs and operators: a pool client in its own thread.
 
 Wires `kvstore.client.failover` to real messages and transfers. Each command of `mooncake pool` is
 a call or two of these.
@@ -65,17 +65,17 @@ from mooncake.transfer.tcp.backend import TcpSettings
 CONNECT_POLL_S = 0.02
 _ROLES = (CredentialRole.POOL_CLIENT, CredentialRole.OPERATOR)
 _TRANSFER_ROLES = (*_ROLES, CredentialRole.WORKER)
-"""Who knows the cluster secret moves bytes as workers do: by all protocols."""
+"""Roles with the cluster secret: its holder moves bytes as workers do, by all protocols."""
 _Answer = TypeVar("_Answer")
 STATS_PATH = "/v1/pool/stats"
 
 
 class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the pool is, what it wants of clients, and this client's limits."""
+    """Where the pool is, what it requires of clients, and this client's limits."""
 
     gateway_address: str
     cluster_secret: str
-    """Or the text of a credential of a pool client."""
+    """The cluster secret, or the text of a pool client's credential."""
     layout: KvLayout
     node_id: str = ""
     """The machine whose pool node is used first, as its workers name it."""
@@ -85,19 +85,21 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The address of this machine at which the pool's answers arrive."""
     transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))
     transfer_protection: str = AUTO
-    """Pool nodes whose memory has less are refused."""
+    """Pool nodes whose memory has a weaker protection are refused."""
     rdma: RdmaSettings = RdmaSettings()
     num_places: int = 16
-    """Blocks of memory that `put` and `get` copy through: the most that one transfer carries."""
+    """Number of blocks of memory that `put` and `get` copy through: the most that one transfer
+    carries.
+    """
     timeout_s: float = 10.0
-    """Time within which a call ends, with all the nodes it turns to."""
+    """Time limit of a call, with all the nodes that it uses."""
 
     def __repr__(self) -> str:
-        """Return the place of the pool alone: one of the settings is a secret."""
+        """Return only the place of the pool: one of the settings is a secret."""
         return f"PoolSessionConfig(gateway_address={self.gateway_address!r})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Return the same for rich, which would go through all fields."""
+        """Return the same for rich, which would otherwise print all fields."""
         return [("gateway_address", self.gateway_address)]
 
 
@@ -107,10 +109,10 @@ def locate(
     tls: ssl.SSLContext | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> PoolSessionConfig:
-    """Ask the HTTP API server of a pool node for its address and block layout; return settings for
-    a session, which listens at this machine's address on the way to that node. The request is
-    signed: the server at `url` does not learn the secret. A server that says nothing for
-    `timeout_s` does not answer.
+    """Ask the HTTP API server of a pool node for its address and block layout. Return settings for
+    a session that listens at the address by which this machine reaches that node. The request is
+    signed, so the server at `url` does not learn the secret. A server that sends nothing for
+    `timeout_s` counts as not answering.
 
     Raises:
         Unreachable: no server answers at `url`.
@@ -138,8 +140,8 @@ def locate(
 
 
 def _protocols(config: PoolSessionConfig) -> list[str]:
-    """Return the protocols of a session. Memory is lent piece by piece over TCP only: a pool node
-    lets a credential's holder in by no other.
+    """Return the protocols of a session. A pool node lends memory in pieces only over TCP, so a
+    session with a credential uses no other protocol.
     """
     if not config.cluster_secret.startswith(PREFIX):
         return config.transfer_protocols
@@ -151,13 +153,16 @@ def _protocols(config: PoolSessionConfig) -> list[str]:
 class PoolSession:
     """One connection to a pool. All threads may call it, also at the same time.
 
-    Its own node is used as long as it answers. When that fails, also in the middle of a call,
-    blocks are put to another node and got from others that hold them; so is what the own node has
-    not of a run. All calls raise MooncakeError (TransferError, Unavailable) when no node is left.
+    It uses its own node as long as that answers. When the node fails, even in the middle of a call,
+    blocks are put to another node and read from others that hold them. Blocks of a run that its own
+    node lacks are read from others too. All calls raise MooncakeError (TransferError, Unavailable)
+    when no node is left.
     """
 
     def __init__(self, config: PoolSessionConfig) -> None:
-        """Raises ConfigError when `bind_host` cannot be bound or a protocol is unknown."""
+        """Start the session. Raises ConfigError when `bind_host` cannot be bound or a protocol is
+        unknown.
+        """
         self._config = config
         ids, protocols = SystemIds(), _protocols(config)
         credential = own_credential(config.cluster_secret, *_ROLES, name="pool client")
@@ -220,26 +225,26 @@ class PoolSession:
 
     @property
     def nodes(self) -> list[str]:
-        """Addresses of the nodes that calls turn to, the first one first."""
+        """Addresses of the nodes that calls use, the preferred one first."""
         asked = self._driver.call(lambda client, _: client.nodes)
         known: list[str] = asked.result()
         return known
 
     @property
     def memory(self) -> memoryview:
-        """The registered memory that blocks go from and come to: `num_places` blocks. `put` and
-        `get` use all of it; who uses `put_from` and `get_into` must not call them meanwhile.
+        """The registered memory that blocks are copied through: `num_places` blocks. `put` and
+        `get` use all of it; do not call them while you use it with `put_from` and `get_into`.
         """
         return self._region.buffer
 
     def register(
         self, *pieces: memoryview | DeviceMemory, layer_stride: int | None = None
     ) -> BlockMemory:
-        """Register memory of the caller's own, so that blocks go from and come to it directly. It
-        must stay where it is until `unregister`; `at` of what is returned names places in it.
+        """Register the caller's own memory, so that blocks are written from and read into it
+        directly. It must not move until `unregister`. `at` of the result names places in it.
 
         Args:
-            pieces: writable host memory (of a tensor: `memoryview(t.view(torch.uint8).numpy())`)
+            pieces: writable host memory (for a tensor: `memoryview(t.view(torch.uint8).numpy())`)
                 or a device's, one piece for all layers or one for each.
             layer_stride: bytes between the slices of a block in one piece; None: blocks lie packed.
 
@@ -260,8 +265,8 @@ class PoolSession:
             raise
 
     def unregister(self, memory: BlockMemory) -> None:
-        """Withdraw memory that was registered: calls that still use it fail, and when this returns
-        nothing touches it any more.
+        """Withdraw registered memory. Calls that still use it fail, and on return nothing touches
+        it any more.
         """
         for region in memory.regions:
             self._transfer.unregister(region)
@@ -274,8 +279,8 @@ class PoolSession:
     def put_from(
         self, keys: Sequence[BlockKey], offsets: Where, tenant: str = ""
     ) -> list[BlockKey]:
-        """Store blocks, a run of one chain, that lie at `offsets` in `memory` or at places in what
-        was registered; return those that were written. Nothing is copied on the way.
+        """Store blocks, a run of one chain, from `offsets` in `memory` or from places in registered
+        memory. Return those that were written. Nothing is copied on the way.
         """
         names = dict(zip(self._named(keys), keys, strict=True))
         tenant = self._tenant_of(tenant)
@@ -283,16 +288,16 @@ class PoolSession:
         return [names[name] for name in written]
 
     def get_into(self, keys: Sequence[BlockKey], offsets: Where) -> int:
-        """Bring a run of blocks to `offsets` in `memory` or to places in what was registered;
-        return how many came, from the first on. Nothing is copied on the way.
+        """Read a run of blocks into `offsets` in `memory` or into places in registered memory.
+        Return how many came, counted from the first. Nothing is copied on the way.
         """
         return self._call(lambda client: client.get_into(self._named(keys), offsets))
 
     def put(self, blocks: dict[BlockKey, bytes], tenant: str = "") -> list[BlockKey]:
-        """Store blocks, a run of one chain; return those that were written. The others were there
-        already, or there was no room. What this session asks next sees them, others a moment
-        later. All lie at one node: when that is lost meanwhile, they are put to another one from
-        the first on. Raises ValueError for data of the wrong size.
+        """Store blocks, a run of one chain; return those that were written. The others were stored
+        already, or there was no room. The next calls of this session see them, other sessions a
+        moment later. All of them are on one node; if that is lost meanwhile, all are put to another
+        one. Raises ValueError for data of the wrong size.
         """
         for key, data in blocks.items():
             if len(data) != self._block_bytes:
@@ -326,7 +331,7 @@ class PoolSession:
         return work()
 
     def get(self, keys: Sequence[BlockKey]) -> list[bytes]:
-        """Return the bytes of a run of blocks, as far as it is there from the first on."""
+        """Return the bytes of a run of blocks, up to the first block that is missing."""
         found: list[bytes] = []
         for batch in self._batches(list(keys)):
             with self._memory_lock:
@@ -338,11 +343,11 @@ class PoolSession:
         return found
 
     def put_value(self, name: str, data: bytes, tenant: str = "") -> bool:
-        """Store a value of any size; False when there is one of that name. Tensors of any type and
-        shape are the value `safetensors.torch.save(tensors)`.
+        """Store a value of any size. Return False when a value has that name already. To store
+        tensors of any type and shape, use the value `safetensors.torch.save(tensors)`.
 
         Raises:
-            Unavailable: there is no room for it.
+            Unavailable: there is no room for the value.
             ValueError: blocks of this pool are too small for values.
         """
         layout, tenant = self._config.layout, self._tenant_of(tenant)
@@ -391,7 +396,7 @@ class PoolSession:
         )
 
     def get_value(self, name: str, tenant: str = "") -> bytes | None:
-        """Return the value of that name; None when it is not there, or not all of it is."""
+        """Return the value of that name; None when it is missing or not complete."""
         layout, tenant = self._config.layout, self._tenant_of(tenant)
         found = self.get([values.head_key(layout, name, tenant)])
         head = values.ValueHead.unpack(found[0]) if found else None
@@ -401,8 +406,8 @@ class PoolSession:
         return data if head.is_of(data) else None
 
     def value_keys(self, name: str, tenant: str = "") -> list[BlockKey]:
-        """Return the keys of the blocks of a value that is stored, its head first; none: it is not
-        there.
+        """Return the keys of the blocks of a stored value, its head first; empty: it is not
+        stored.
         """
         layout, tenant = self._config.layout, self._tenant_of(tenant)
         key = values.head_key(layout, name, tenant)
@@ -411,8 +416,8 @@ class PoolSession:
         return [] if head is None else [key, *head.keys(layout, tenant)]
 
     def remove_value(self, name: str, tenant: str = "") -> bool:
-        """Take a value out of the pool for good; return False when it was not there, or is left, as
-        `remove` explains.
+        """Remove a value from the pool for good. Return False when it was not stored, or remains,
+        as `remove` explains.
         """
         keys = self.value_keys(name, tenant)
         if not keys or not all(self.remove(keys[:1])):
@@ -425,38 +430,38 @@ class PoolSession:
         return self._call(lambda client: client.exists(self._named(keys)))
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading blocks of a run the pool holds, on all its nodes together. A
-        hint: it holds nothing, and `get_into` says what came.
+        """Return how many leading blocks of a run the pool holds, on all its nodes together. This
+        is a hint: it does not keep the blocks, and only `get_into` tells what came.
         """
         return self._call(lambda client: client.match(self._named(keys)))
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Take blocks out of all nodes and tiers for good: no node finds them again, not after a
-        restart nor when it was away meanwhile. Readers finish what they read. Of each block, False
-        means that it was not there, or is left: a hard pin is on it, or a disk could not erase it.
-
-        Raises Unavailable when a node, or every gateway, does not answer: a block may be left.
+        """Remove blocks from all nodes and tiers for good. No node finds them again, neither after
+        a restart nor after an absence. Readers finish what they read. For each block, False means
+        that it was not stored, or that it remains: it has a hard pin, or a disk could not erase it.
+        Raises Unavailable when a node, or every gateway, does not answer: a block may remain.
         """
         return self._call(lambda client: client.broadcast.remove(self._named(keys)))
 
     def pin(self, keys: Sequence[BlockKey], *, hard: bool = False) -> PinnedAt:
-        """Keep blocks in the DRAM of all nodes that have them there, also after this session's end,
-        until `unpin` or the end of the node: hard-pinned blocks are never evicted, soft-pinned ones
-        after all others. What is on SSD only, one node brings up. Of each block, False means that
-        it is not in the pool, or there is no room for it or for more hard pins.
+        """Keep blocks in the DRAM of all nodes that have them there, also after this session ends,
+        until `unpin` or the end of the node. Hard-pinned blocks are never evicted, soft-pinned ones
+        after all others. One node brings up blocks that are on SSD only. For each block, False
+        means that it is not in the pool, or that there is no room for it or for more hard pins.
         """
         pin = LastingPin.HARD if hard else LastingPin.SOFT
         return self._call(lambda client: client.broadcast.pin(self._named(keys), pin))
 
     def unpin(self, keys: Sequence[BlockKey], epochs: Sequence[str] = ()) -> PinnedAt:
-        """Undo `pin` on all nodes; with the epochs that `pin` returned, only those boots' pins."""
+        """Undo `pin` on all nodes. With the epochs that `pin` returned, undo only the pins of those
+        boots.
+        """
         names = self._named(keys)
         return self._call(lambda client: client.broadcast.pin(names, LastingPin.NONE, epochs))
 
     def replicas(self, keys: Sequence[BlockKey]) -> list[list[Replica]]:
-        """Return all copies of each block: node, tier, bytes, pins; they may go at any moment.
-
-        Raises Unavailable when a node, or every gateway, does not answer.
+        """Return all copies of each block: node, tier, bytes, pins. A copy may disappear at any
+        moment. Raises Unavailable when a node, or every gateway, does not answer.
         """
         return self._call(lambda client: client.broadcast.describe(self._named(keys)))
 
@@ -465,9 +470,9 @@ class PoolSession:
         return self._call(lambda client: client.broadcast.stat_all())
 
     def replicate(self, keys: Sequence[BlockKey], num_nodes: int, tenant: str = "") -> int:
-        """Copy a run until it lies whole on `num_nodes` nodes; return how many do: fewer when there
-        are no more nodes with room, 0 when none has all of it. Copies that are not read are dropped
-        before their originals, unless they are pinned.
+        """Copy a run until `num_nodes` nodes hold all of it, and return how many do. That is fewer
+        when no more nodes have room, and 0 when none has all of it. Copies that are not read are
+        dropped before their originals, unless they are pinned.
         """
         names, tenant = self._named(keys), self._tenant_of(tenant)
         return self._call(lambda client: client.replicate(names, num_nodes, tenant))
@@ -477,7 +482,9 @@ class PoolSession:
         return self._call(lambda client: client.stat())
 
     def drain(self) -> PoolState:
-        """Have the own node take nothing more; it may be ended once `stat` shows `drained`."""
+        """Have the session's own node accept nothing more. It may be ended once `stat` shows
+        `drained`.
+        """
         return self._call(lambda client: client.drain())
 
     def links(self) -> Sequence[LinkSnapshot]:
@@ -485,7 +492,7 @@ class PoolSession:
         return self._transfer.links()
 
     def close(self) -> None:
-        """Leave the cluster. To be called once."""
+        """Leave the cluster. Call it once."""
         self._driver.stop()
         self._thread.join()
         self._channel.send(self._config.gateway_address, PeerLost(worker=self._ref))
@@ -517,14 +524,16 @@ class PoolSession:
         return result
 
     def _named(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Return the keys under which the pool has blocks of this session: a credential of one
-        tenant reaches keys of its own only, which follow from those given.
+        """Return the keys under which the pool stores blocks of this session. A credential of one
+        tenant reaches only its own keys, which are derived from those given.
         """
         tenant = self._tenant
         return list(keys) if tenant is None else [tenant_key(key, tenant) for key in keys]
 
     def _tenant_of(self, tenant: str) -> str:
-        """Return whose blocks are meant. Raises Forbidden: another's than the credential's."""
+        """Return the tenant whose blocks are meant. Raises Forbidden if it is not the credential's
+        tenant.
+        """
         if self._tenant is None or tenant in ("", self._tenant):
             return tenant or self._tenant or ""
         raise Forbidden(

@@ -85,7 +85,7 @@ def replica_document(keys: Sequence[BlockKey], replicas: list[list[Replica]]) ->
 
 
 def replica_text(replicas: list[list[Replica]]) -> str:
-    """Return where the blocks of one value are, a line for each node and tier."""
+    """Return where the blocks of one value are, with a line for each node and tier."""
     found = [one for each in replicas for one in each]
     places = dict.fromkeys((one.store.worker_id, one.copy.tier) for one in found)
     lines = []

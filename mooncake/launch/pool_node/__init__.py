@@ -1,1 +1,1 @@
-"""One pool node that runs without engines: its disks, HTTP API, metrics and name on its machine."""
+"""Runs one pool node without engines: its disks, HTTP API, metrics and name on its machine."""

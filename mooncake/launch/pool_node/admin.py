@@ -30,25 +30,25 @@ from mooncake.launch.host.http_server import (
 from mooncake.launch.pool_node import metrics as pool_metrics
 
 ANSWER_S = 5.0
-"""A node whose driver does not answer within this time is not well."""
+"""A node whose driver does not answer within this time counts as unhealthy."""
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the API listens, and the tokens it accepts besides requests signed with a
+    """The address of the API, and the tokens that it accepts besides requests signed with a
     credential. It travels to the node's process, so it holds no secret.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0: any free one."""
+    """The port; 0: any free one."""
     token_digests: list[bytes] = []
     """SHA-256 of each token accepted as `Authorization: Bearer TOKEN`."""
     tls: TlsFiles | None = None
-    """On the machine of the node."""
+    """Files on the machine of the node."""
 
 
 class PoolAdmin:
-    """The API server of one node. It must be closed before the driver's memory is freed."""
+    """The API server of one node. Close it before the driver's memory is freed."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PoolAdmin:
 
 
 def _answering(act: Callable[[], Answer]) -> Callable[[Request], Answer]:
-    """Return what answers by `act`, or says that the node does not."""
+    """Return a route that answers with `act`, or with an error if the node does not answer."""
 
     def answer(_: Request) -> Answer:
         try:
@@ -116,5 +116,5 @@ def _answering(act: Callable[[], Answer]) -> Callable[[Request], Answer]:
 
 
 def begin_drain(driver: Driver) -> None:
-    """Have the node that `driver` drives take nothing more; return once it does."""
+    """Have the node that `driver` drives accept nothing more. Returns once it does so."""
     driver.call(lambda node, now: node.handle(Drain(), now)).result(ANSWER_S)

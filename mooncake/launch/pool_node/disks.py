@@ -21,11 +21,10 @@ def open_disks(
 ) -> FileDisks:
     """Open the directories of `config.ssd`. Without any, the result still hashes blocks.
 
-    key_source: of the keys that blocks are encrypted with; None: they are plain.
+    key_source: where the keys for blocks are; None: blocks are not encrypted.
 
     Raises:
-        ConfigError: a directory cannot be used: it is missing, not writable, too small, or in use;
-            or there is no key.
+        ConfigError: a directory is missing, not writable, too small, or in use; or there is no key.
     """
     check_disks(config, make=True)
     keys = _keys(config, key_source)
@@ -35,8 +34,8 @@ def open_disks(
 def check_disks(
     config: KvStoreConfig, key_source: KeySource | None = None, *, make: bool = False
 ) -> None:
-    """Raise ConfigError where a directory of `config.ssd` cannot be used, or the key of its blocks
-    is missing; `make` directories that are not there.
+    """Raise ConfigError if a directory of `config.ssd` cannot be used, or if the key of its blocks
+    is missing. With `make`, missing directories are made.
     """
     for disk in config.ssd:
         _check(disk, make=make)

@@ -1,4 +1,4 @@
-"""A pool node's state as Prometheus families and as JSON."""
+"""Shows a pool node's state as Prometheus families and as JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantUse], float]]] = {
 
 
 def figures(state: PoolState) -> dict[str, float]:
-    """Return the `GAUGES` of a node."""
+    """Return the values of `GAUGES` for a node."""
     load, drain = state.load, state.drain or DrainProgress(over=False)
     return {
         "dram_blocks": load.num_total_blocks,

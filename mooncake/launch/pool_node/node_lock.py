@@ -17,7 +17,7 @@ from mooncake.launch.host.driver import Driver
 
 LOOK_S = 0.05
 WARN_AFTER_S = 5.0
-"""Time without an answer after which a warning is logged, and again every `REMIND_S`."""
+"""After this time without an answer a warning is logged, and again every `REMIND_S`."""
 REMIND_S = 60.0
 
 _log = logging.getLogger(__name__)
@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
     """Lock the name of a node of one pool until the socket is closed or the process has ended.
 
-    A pool takes a second node of one name for the first one started again, and gives the first up.
-    On one machine, where both have the same host name, starting a second one is a mistake.
+    If a second node has the same name, the pool assumes that the first was restarted, and gives the
+    first up. On one machine both have the same host name, so starting a second one there is a
+    mistake.
 
     Raises:
-        ConfigError: another process on this machine has locked the name, a node or a stranger.
+        ConfigError: another process on this machine has locked the name.
     """
     place = pool_address.removeprefix("tcp://").partition("#")[0]  # a key may follow it
     host, _, port = place.rpartition(":")
@@ -61,7 +62,7 @@ def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
 
 
 class JoinWatch:
-    """Logs that the node has joined, or that the pool does not answer. To be closed at the end."""
+    """Logs that the node has joined, or that the pool does not answer. Close it at the end."""
 
     def __init__(self, driver: Driver, worker_id: str, pool_address: str) -> None:
         self._driver = driver

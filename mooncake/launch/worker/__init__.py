@@ -1,1 +1,1 @@
-"""One worker in one process: the driver, the self-profile, in-process clusters."""
+"""Runs workers in a process: the driver, the self-profile, in-process clusters."""

@@ -1,4 +1,6 @@
-"""Which steps to time for the Conductor's cost model, and how well it fits what was timed."""
+"""Chooses the steps to time for the Conductor's cost model, and tells how well the model fits the
+times.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from mooncake.engine.cost import StepCostModel
 from mooncake.launch.worker.profile import Shape, fitting
 
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
-"""New tokens of a step of one prompt ..."""
+"""Numbers of new tokens in a step of one prompt."""
 PREFIXES = (0, 512, 2048, 8192, 32768)
-"""... after so many that are there."""
+"""Numbers of tokens that are cached before them."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Sequences of a decode step ..."""
+"""Numbers of sequences in a decode step."""
 CONTEXTS = (64, 512, 2048, 8192, 32768)
-"""... with so many tokens each."""
+"""Numbers of tokens that each of these sequences has."""
 ROLES = (Role.PREFILL, Role.DECODE)
 MIN_SAMPLES = 6
 
@@ -40,7 +42,9 @@ class Fit:
     samples: Sequence[CostSample]
     coefficients: tuple[float, ...]
     predicted_s: Sequence[float]
-    """Of each sample, by a model fitted to all the others: the error is not flattered."""
+    """Prediction for each sample by a model fitted to all the others, so that the error is
+    honest.
+    """
 
     @property
     def errors(self) -> list[float]:

@@ -1,4 +1,5 @@
-"""An engine without an API server: tokens in, tokens out, in this thread. For measuring it alone.
+"""An engine without an API server: tokens in, tokens out, in this thread. It serves to measure an
+engine alone.
 
 Needs neither the HTTP nor the cluster packages, so it runs on a machine that has only torch.
 """
@@ -46,7 +47,7 @@ class DirectEngine:
         """Load the model and make its pages; `progress(done, whole)` counts tensors.
 
         Raises:
-            MooncakeError: the model cannot be loaded, or not run as the plan has it.
+            MooncakeError: the model cannot be loaded, or cannot be run as planned.
         """
         source = open_model(str(plan.model.path), plan.model.dtype, plan.options)
         self._source: ModelSource | None = source
@@ -81,10 +82,10 @@ class DirectEngine:
 
     @classmethod
     def open(cls, model: str, **settings: object) -> DirectEngine:
-        """Make one of the checkpoint at `model`; settings are `mooncake serve`'s.
+        """Make an engine for the checkpoint at `model`; settings are those of `mooncake serve`.
 
         Raises:
-            MooncakeError: a setting is wrong, it does not fit, or the model cannot be loaded.
+            MooncakeError: a setting is wrong, the model does not fit, or it cannot be loaded.
         """
         config = resolve({"model": model, "colocated": True, **settings}, None, {})
         plan = make_plan(config, machine_facts.num_cores())
@@ -93,16 +94,18 @@ class DirectEngine:
 
     @property
     def num_pages(self) -> int:
-        """KV pages there are."""
+        """Number of KV pages."""
         return self._engine.config.num_blocks
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
     ) -> list[list[int]]:
-        """Return the continuation of each prompt under its sampling, as many at once as fit.
+        """Return the continuation of each prompt with its own sampling. As many prompts run at once
+        as fit.
 
         Raises:
-            MooncakeError: a prompt does not fit, or a step failed. The engine is of no use then.
+            MooncakeError: a prompt does not fit, or a step failed. The engine cannot be used
+                afterwards.
         """
         waiting = deque(self._sequences(prompts, sampling))
         everyone, left = list(waiting), len(waiting)
@@ -135,7 +138,7 @@ class DirectEngine:
         return sample
 
     def check_integrity(self) -> None:
-        """Raise where a page is neither free nor held, or another rank holds something else."""
+        """Raise if a page is neither free nor held, or if another rank disagrees."""
         self._engine.check_integrity()
         self._runner.check_integrity()
 

@@ -1,10 +1,10 @@
-"""How the workers that hold the routed experts together find each other: at a nameless socket of
-their machine, where only processes of the same user are heard, and each proves that it is of the
-cluster. Nothing listens on a network.
+"""Lets the workers that hold the routed experts together find each other. They meet at an abstract
+Unix socket of their machine, where only processes of the same user are accepted, and each proves
+that it belongs to the cluster. Nothing listens on a network.
 
-The first of them makes what they share, a file by which their ranks join one group, a link between
-each two and what each process can be ended by, and hands it out when all have come. Then the socket
-is gone: one that comes later, having been started again, waits for the first to come again too.
+The first worker makes what they share: a file by which their ranks join one group, a link between
+each two workers, and what each process can be ended by. It hands these out when all have come. Then
+the socket is gone. A worker that restarts later waits for the first one to come again too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mooncake.model.parallel.peers import Peers
 from mooncake.transfer.net.handshake import Credentials
 
 MEET_S = 300.0
-"""How long the others may take to come: they are started at once, or once more."""
+"""How long the others may take to come. They are started, or restarted, at the same time."""
 _AGAIN_S = 0.1
 _ANSWER_S = 10.0
 _MOST_BYTES = 1 << 16
@@ -41,7 +41,7 @@ def meet(group: ExpertGroup, credential: Credential, options: ModelOptions) -> P
     """Return the links to the others, once all have come.
 
     Raises:
-        InternalError: they did not come.
+        InternalError: the others did not come in time.
     """
     deadline_s = time.monotonic() + MEET_S
     try:
@@ -62,7 +62,7 @@ def _credentials(group: ExpertGroup, credential: Credential, number: int) -> Cre
 
 
 def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: float) -> Peers:
-    """Wait for all others and give each what is its."""
+    """Wait for all others and give each its part."""
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as opened:
         listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -99,7 +99,7 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
 
 
 def _come(group: ExpertGroup, credential: Credential, deadline_s: float) -> Peers:
-    """Go to the first worker, again and again until all have come there."""
+    """Try to reach the first worker until all have come there."""
     others = [number for number in range(group.size) if number != group.number]
     while time.monotonic() < deadline_s:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -138,7 +138,7 @@ def _come(group: ExpertGroup, credential: Credential, deadline_s: float) -> Peer
 
 
 def _address(name: str) -> str:
-    """Return the socket's: names are longer than the 107 bytes that there is room for."""
+    """Return the socket's address, shortened by a hash: there is room for only 107 bytes."""
     return f"\0mooncake-experts-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
@@ -207,5 +207,5 @@ def _accepted(sock: socket.socket, credentials: Credentials, group: ExpertGroup)
 
 
 def _gone(sock: socket.socket) -> bool:
-    """Return whether the other side has gone: it says nothing once it has proven itself."""
+    """Return whether the other side has gone. It sends nothing once it has proven itself."""
     return bool(select.select([sock], [], [], 0)[0])

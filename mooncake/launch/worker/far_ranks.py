@@ -1,5 +1,5 @@
-"""Ranks of an engine on other machines, as its lead has to do with them: one link each, to a host
-of ranks (`rank_host`), which starts a follower for it.
+"""The lead's side of an engine's ranks on other machines: one link for each, to a host of ranks
+(`rank_host`), which starts a follower for it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from mooncake.launch.worker.sealed_link import SealedLink
 from mooncake.transfer.net.handshake import HandshakeRefused
 
 HOSTS_NAME = "ranks"
-"""By which a host of ranks is asked for in the handshake."""
+"""The name of a host of ranks in the handshake."""
 
 
 class RankWanted(msgspec.Struct, frozen=True):
-    """What a lead says first."""
+    """The first message of a lead."""
 
     sent_s: float
-    """On its clock, by which its deadlines are."""
+    """Time of the lead's clock, by which its deadlines are."""
 
 
 @dataclass(frozen=True)
 class FarStages:
     """The machines that compute the stages before the last one.
 
-    hosts: (host, port) of each, first stage first. own_host: of this machine, where those ranks
-    find the others. credential: proves that they are of one cluster.
+    hosts: (host, port) of each, first stage first. own_host: the address of this machine at which
+    those ranks find the others. credential: proves that all belong to one cluster.
     """
 
     hosts: tuple[tuple[str, int], ...]
@@ -44,8 +44,8 @@ class FarStages:
         """Return once each of those machines has proven that it starts ranks for this cluster.
 
         Raises:
-            OSError: one does not listen.
-            Forbidden: one is not of this cluster.
+            OSError: a machine does not listen.
+            Forbidden: a machine belongs to another cluster.
         """
         for host, port in self.hosts:
             try:
@@ -56,7 +56,7 @@ class FarStages:
                 raise Forbidden(f"stage-hosts: {host}:{port}: {error.message}") from error
 
     def start(self, stage: int) -> tuple[socket.socket, FarRank]:
-        """Have the machine of a stage start a follower; return the socket that is its link.
+        """Have the machine of a stage start a follower; return the socket that is the link to it.
 
         Raises:
             ConfigError: no host of ranks of this cluster answers there.
@@ -78,7 +78,7 @@ class FarRank:
     """A follower on another machine: a `RankProcess`."""
 
     def __init__(self, link: SealedLink, local: socket.socket) -> None:
-        """Pass on what comes at `local` and at `link`, which this rank's host has."""
+        """Forward bytes between `local` and `link`, which leads to this rank's host."""
         self._link = link
         self._relay = threading.Thread(
             target=link.relay, args=(local,), name="far-rank", daemon=True
@@ -86,11 +86,13 @@ class FarRank:
         self._relay.start()
 
     def kill(self) -> None:
-        """Hang up: its host ends it."""
+        """Close the link; the host then ends the rank."""
         self._link.hang_up()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return 0 once the link is closed. subprocess.TimeoutExpired: it is not in time."""
+        """Return 0 once the link is closed. Raises subprocess.TimeoutExpired if that takes too
+        long.
+        """
         self._relay.join(timeout)
         if self._relay.is_alive():
             raise subprocess.TimeoutExpired("the link to a rank", timeout or 0.0)

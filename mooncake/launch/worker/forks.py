@@ -1,4 +1,4 @@
-"""The fork server of workers and of Ray's helpers: when there is one, and what it imports."""
+"""The fork server of workers and of Ray's helpers: when one is started, and what it imports."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from mooncake.launch.host.credentials import private_dir
 from mooncake.launch.host.fork_server import ForkServer
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""What Ray sets in processes that ask for no CPU, unless the user has set it: torch reads it when
-it is imported. Engines set their own number.
+"""Variables that Ray sets in processes that ask for no CPU, unless the user has set them. torch
+reads them when it is imported. Engines set their own number.
 """
 ENGINE = (
     "mooncake.launch.worker.process", "mooncake.launch.worker.page_hasher",
     "mooncake.model.opening",
 )  # fmt: skip
 RAY = ("mooncake.launch.cluster.ray_cluster", "ray.dashboard.agent", "ray.dashboard.dashboard")
-"""They import Ray, which reads the environment that it gives each worker as it is imported."""
+"""Modules that import Ray, which then reads the environment that it gives each worker."""
 FIRST_JOB = "01000000"
-"""How a Ray that is started for us calls what we do in it."""
+"""The name that a Ray started for us gives our job."""
 
 
 def forks_workers(config: ServeConfig) -> bool:
-    """Return whether engines start here as processes of Ray. Not where there is a GPU: weights for
-    one take longer than imports, and its driver must not be touched before a fork.
+    """Return whether engines start here as processes of Ray that are forked. They are not if there
+    is a GPU: loading weights for a GPU takes longer than imports, and its driver must not be
+    touched before a fork.
     """
     if config.colocated or machine_facts.num_gpus():
         return False
@@ -35,12 +36,12 @@ def forks_workers(config: ServeConfig) -> bool:
 
 
 def starts_ray(config: ServeConfig) -> bool:
-    """Return whether Ray is started by us, rather than found."""
+    """Return whether this process starts Ray, instead of attaching to one."""
     return config.role is None and config.ray_address is None
 
 
 def worker_forks(config: ServeConfig) -> ForkServer:
-    """Start the fork server of this process' workers, and of Ray's helpers where it starts Ray."""
+    """Start the fork server of this process' workers, and of Ray's helpers if it starts Ray."""
     environ = environment.with_ray_tls(
         environment.variables(),
         config.ray_ssl_certfile, config.ray_ssl_keyfile, config.ray_ssl_ca_certs,

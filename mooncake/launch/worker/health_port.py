@@ -1,7 +1,7 @@
 """The health port of a worker's process: open before the weights are read, and until the process
 ends.
 
-Owns the server, the watchdog, and what is known of the worker that is driven now.
+Owns the server, the watchdog, and what is known about the current worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WILDCARDS = ("0.0.0.0", "::")
 
 
 class Told(Protocol):
-    """A worker (`process.Worker`), as far as it is asked here."""
+    """A worker (`process.Worker`), as the health port sees it."""
 
     def tell(self, health: Health) -> None:
         """Have `health` ask it from now on."""
@@ -37,7 +37,7 @@ class Told(Protocol):
 
 
 class HealthPort:
-    """Probes and metrics of the worker in this process, in all its lives."""
+    """Probes and metrics of the worker in this process, through all its lives."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class HealthPort:
         limit_s: float,
         own_host: str,
     ) -> None:
-        """Open the port. A process whose loop has not turned for `limit_s` ends. `own_host` is this
-        machine's address, for the URL of a port that listens on all of its addresses.
+        """Open the port. The process ends when its loop has not turned for `limit_s`. `own_host` is
+        this machine's address, for the URL of a port that listens on all of its addresses.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -65,8 +65,8 @@ class HealthPort:
 
     @contextlib.contextmanager
     def of(self, worker: Told, role: Role) -> Iterator[None]:
-        """Speak of `worker`, which is driven in this block; a fault in it is told until the process
-        ends.
+        """Report about `worker`, which is driven inside this block. A fault in it is reported until
+        the process ends.
         """
         self._worker, self._role = worker, role
         worker.tell(self.health)
@@ -95,7 +95,9 @@ class HealthPort:
         self._server.close()
 
     def _end_process(self, why: str) -> None:
-        """End at once, with the stacks of all threads: peers then know, and another takes over."""
+        """End the process at once and print the stacks of all threads. Peers then notice, and
+        another worker takes over.
+        """
         _log.critical("%s: %s, so the process ends; stacks follow", self._worker_id, why)
         faulthandler.dump_traceback(sys.stderr)
         sys.stderr.flush()

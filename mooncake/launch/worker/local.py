@@ -63,7 +63,7 @@ class LocalCluster:
         self._healths: dict[str, Health] = {}
         self._watchdog: Watchdog | None = None
         self.broken = ""
-        """Why a worker cannot go on: its loop hangs, or its machine failed; empty: all can."""
+        """Why a worker cannot go on: its loop hangs, or its machine failed. Empty: all can."""
         self._num_boots = 0
         self._lock = threading.Lock()
         self._ending: set[str] = set()
@@ -75,14 +75,14 @@ class LocalCluster:
         return list(self._workers)
 
     def vitals(self) -> list[Vitals]:
-        """Return how each worker is, those that failed too; from any thread."""
+        """Return the state of each worker, including those that failed. From any thread."""
         return [health.vitals() for health in list(self._healths.values())]
 
     def start(self, settings: Sequence[WorkerSettings]) -> None:
         """Build the workers one after the other, then start a thread for each.
 
         Raises:
-            MooncakeError: one cannot be built; those built before it are closed.
+            MooncakeError: a worker cannot be built; those built before it are closed.
         """
         built: list[tuple[WorkerSettings, Worker]] = []
         try:
@@ -106,7 +106,7 @@ class LocalCluster:
             self._watchdog = Watchdog(self.vitals, self._on_stuck)
 
     def _on_stuck(self, why: str) -> None:
-        """A thread cannot be ended: the process has to be."""
+        """Mark the cluster as broken: a thread cannot be ended, so the process has to end."""
         _log.critical("a worker is not live: %s; this process is to be started again", why)
         self.broken = why
 

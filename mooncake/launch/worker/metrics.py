@@ -1,4 +1,4 @@
-"""A worker's own series in Prometheus' text: how it is, its load, its transfer links, its process.
+"""A worker's own series in Prometheus' text format: its state, load, transfer links and process.
 
 Reads the worker between two events of its driver. The series of a gateway about its workers are
 `telemetry.series`; these have names of their own, so that no sum counts anything twice.
@@ -29,11 +29,11 @@ HEALTH = {
 
 
 class EngineFigures(msgspec.Struct, frozen=True):
-    """What an engine's worker says of itself."""
+    """The figures that an engine's worker reports."""
 
     load: WorkerLoad
     step_stalled_s: float
-    """For how long its steps have made no progress."""
+    """How long its steps have made no progress, in seconds."""
 
 
 GAUGES: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
@@ -65,7 +65,7 @@ class HealthFamilies(Collector):
     """A Prometheus collector of what probes are told about one process."""
 
     def __init__(self, worker: str, role: Role, parts: Sequence[Vitals]) -> None:
-        """A process is as well as the worst of its `parts`."""
+        """A process has the state of the worst of its `parts`."""
         self._values = [worker, role.value]
         self._parts = parts
 

@@ -1,4 +1,4 @@
-"""Compiles the engines' native code beside the rest of a first start."""
+"""Compiles the engines' native code while the rest of a first start runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from mooncake.model.options import ModelOptions
 
 END_S = 10.0
 POLL_S = 0.05
-"""Compilers that are told to end have so long, and are told again so often: one may just begin."""
+"""Compilers that are told to end have this long; then they are told again, because a new one may
+just have begun.
+"""
 _MAIN = """\
 import signal, sys
 from pathlib import Path
@@ -33,10 +35,11 @@ build.why_not()
 
 @contextlib.contextmanager
 def compiled_meanwhile(options: ModelOptions, dtype: str) -> Iterator[None]:
-    """Compile what engines of `dtype` will load, unless it is kept from an earlier start.
+    """Compile what engines of `dtype` will load, unless an earlier start has left it.
 
-    A process of its own does, and ends with the context. Engines that come meanwhile wait for it
-    by the lock of the folder; what it cannot compile they try themselves, and say why it fails.
+    A separate process compiles, and ends with the context. Engines that start meanwhile wait for it
+    by the lock of the folder. What it cannot compile they try themselves, and they report why it
+    fails.
     """
     if options.cache_dir is None or options.device != "cpu" or dtype != "bfloat16":
         yield
@@ -58,7 +61,7 @@ def compiled_meanwhile(options: ModelOptions, dtype: str) -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have it and its compilers end; its passing files go with it."""
+    """End the process and its compilers. Its temporary files go with it."""
     for _ in range(round(END_S / POLL_S)):
         os.killpg(process.pid, signal.SIGTERM)  # not collected yet: its number is still its own
         with contextlib.suppress(subprocess.TimeoutExpired):

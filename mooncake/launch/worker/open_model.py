@@ -1,4 +1,6 @@
-"""From settings to a model that is not loaded yet, with the processes of its other ranks."""
+"""Makes a model that is not loaded yet from settings, and starts the processes of its other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ def open_model(
     peers: Peers | None = None,
     far: FarStages | None = None,
 ) -> ModelSource:
-    """Return the checkpoint at `path`, weights not loaded yet; of several ranks, the others load
-    in processes of their own from now on. `peers`: the instances with which it shares its experts,
-    whose links are the model's from now on. `far`: where stages are that are not on this machine.
+    """Return the checkpoint at `path`, with weights not loaded yet. If there are several ranks, the
+    others begin to load in their own processes. `peers`: the instances with which it shares its
+    experts; the model owns their links from now on. `far`: where the stages on other machines are.
     The first call imports torch.
 
     Raises:
-        CheckpointError: it cannot be read.
-        ConfigError: the options ask for what this machine does not have, or the key of encrypted
-            weights is not here.
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: this machine lacks what the options ask for, or the key of encrypted weights is
+            missing.
     """
     with importing():
         from mooncake.model.opening import ModelSource

@@ -1,4 +1,4 @@
-"""Hashes blocks in an engine's pages, in a few threads beside the machine's: see `Hasher`.
+"""Hashes blocks in an engine's pages, in a few threads besides the machine's own: see `Hasher`.
 
 Owns its threads. The machine decides which pages, and holds them meanwhile.
 """
@@ -71,8 +71,8 @@ class PageHasher:
                 self._events.put(Hashed(op_id, found))
 
     def checksum(self, page: int) -> int:
-        """Return the checksum of the block in a page, or the part of it that the layers here make.
-        Raises TransferError when a device fails.
+        """Return the checksum of the block in a page, or the part of it that this rank's layers
+        contribute. Raises TransferError when a device fails.
         """
         if self._pages is None:
             return self._blocks.checksum(self._array.offset(page))
@@ -94,7 +94,7 @@ class PageHasher:
         return self._events.receive()
 
     def close(self) -> None:
-        """End what runs and forget what waits. The machine must be driven no more."""
+        """End what runs and forget what waits. The machine must not be driven after this."""
         self._threads.shutdown(cancel_futures=True)
         self._pages = None
         self._events.close()

@@ -1,6 +1,7 @@
-"""One worker in this process: memory, model, machine and driver, put together from plain settings.
+"""Builds one worker in this process from plain settings: memory, model, machine and driver.
 
-The only place that knows how a role is wired; `local` and `ray_cluster` both start workers here.
+This is the only place that knows how a role is wired; `local` and `ray_cluster` both start workers
+here.
 """
 
 from __future__ import annotations
@@ -85,21 +86,21 @@ FIGURES_S = 2.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one worker is started with: plain values that travel to its process."""
+    """Everything that one worker is started with: plain values that travel to its process."""
 
     role: Role
     worker_id: str
     node_id: str
     host: str
-    """As shown to people."""
+    """The host as shown to people."""
     bind_host: str
     bind_ports: tuple[int, int] | None = None
-    """First and last of those that it listens on there; None: any free ones."""
+    """First and last port that it may listen on; None: any free ports."""
     gateway_address: str
     seeds: list[str] = []
     """Addresses at which gateways may be found at any time; Ray's workers need none."""
     cluster_secret: str
-    """Or the text of a worker's credential."""
+    """The cluster secret, or the text of a worker's credential."""
     transfer_protocols: list[str]
     transfer_protection: str = AUTO
     rdma: RdmaSettings = RdmaSettings()
@@ -111,11 +112,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     kvstore: KvStoreConfig
     ssd_key: KeySource | None = None
-    """Where the keys are that blocks on SSD are encrypted with; None: they are plain."""
+    """Where the keys for blocks on SSD are; None: blocks are not encrypted."""
     instance: InstanceConfig = InstanceConfig()
     num_threads: int
     num_gpus: float = 0.0
-    """GPUs of one node that all its ranks take; below 1: the share of one that engines share."""
+    """GPUs of one node that all its ranks take; below 1: its share of a GPU that engines share."""
     self_profile: bool
     log_level: str
     log_format: str
@@ -123,10 +124,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     audit_log: str | None = None
     options: ModelOptions
     health: HealthSettings = HealthSettings()
-    """Of a worker with a process of its own."""
+    """The health port of a worker with its own process."""
     stage_hosts: list[tuple[str, int]] = []
     """Machines that compute the stages before the last one, first stage first, with their ports;
-    none: this one does.
+    empty: this machine computes them.
     """
     expert_group: ExpertGroup | None = None
     """The workers with which an engine shares its experts."""
@@ -134,11 +135,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of a pool node: its HTTP API server."""
 
     def __repr__(self) -> str:
-        """Return the worker's name alone: one of the settings is a secret."""
+        """Return only the worker's name: one of the settings is a secret."""
         return f"WorkerSettings(worker_id={self.worker_id!r})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Return the same for rich, which would go through all fields."""
+        """Return the same for rich, which would otherwise print all fields."""
         return [("worker_id", self.worker_id)]
 
 
@@ -157,7 +158,7 @@ class WorkerPorts:
 
 
 def _facts(machine: Machine) -> Facts:
-    """Return what probes must know of a worker's machine."""
+    """Return what probes must know about a worker's machine."""
     if isinstance(machine, PrefillWorker | DecodeWorker):
         return Facts(joined=machine.instance.joined, draining=machine.instance.draining)
     assert isinstance(machine, KvNode)
@@ -165,7 +166,7 @@ def _facts(machine: Machine) -> Facts:
 
 
 def _figures(machine: Machine) -> EngineFigures | PoolState:
-    """Return what a worker's machine says of itself, for its metrics."""
+    """Return what a worker's machine reports about itself, for its metrics."""
     if isinstance(machine, PrefillWorker | DecodeWorker):
         engine = machine.instance.engine
         return EngineFigures(machine.instance.load(), engine.stalled_s)
@@ -174,7 +175,9 @@ def _figures(machine: Machine) -> EngineFigures | PoolState:
 
 
 class Worker:
-    """A worker that is ready to be driven. `close` frees what it took, after its driver ended."""
+    """A worker that is ready to be driven. `close` frees what it took; call it after its driver has
+    ended.
+    """
 
     def __init__(
         self,
@@ -184,7 +187,7 @@ class Worker:
         region: Region,
         pages: PageMemory | None = None,
     ) -> None:
-        """Own what lies in `region`; `pages` are its memory where it lies on a device."""
+        """Own what lies in `region`; `pages` is its memory if that lies on a device."""
         self.machine = machine
         self.ref = ref
         self._ports = ports
@@ -206,13 +209,13 @@ class Worker:
 
     @property
     def next_role(self) -> Role | None:
-        """What it was told to come back as, its driver having ended for that."""
+        """The role that it was told to come back in, after its driver ended for that."""
         machine = self.machine
         return machine.next_role if isinstance(machine, PrefillWorker | DecodeWorker) else None
 
     @property
     def admin_url(self) -> str:
-        """Where operators ask a pool node; empty when it has no API server."""
+        """The URL where operators ask a pool node; empty if it has no API server."""
         return self._admin.url if self._admin is not None else ""
 
     def open_admin(
@@ -230,12 +233,12 @@ class Worker:
         self._admin = PoolAdmin(settings, credential, self.driver, about, port.health, port.metrics)
 
     def tell(self, health: Health) -> None:
-        """Have `health` ask this worker from now on how it is."""
+        """Have `health` ask this worker for its state from now on."""
         health.watch(lambda: self.driver.call(lambda machine, _: _facts(machine)))
 
     def families(self) -> list[Collector]:
-        """Return its figures as Prometheus families; none when its driver does not answer, or has
-        ended. From any thread.
+        """Return its figures as Prometheus families. There are none when its driver does not answer
+        or has ended. From any thread.
         """
         asked = self.driver.call(lambda machine, _: _figures(machine))
         try:
@@ -252,10 +255,10 @@ class Worker:
         return [own, LinkFamilies(worker_id, self._ports.transfer.links())]
 
     def leave(self, limit_s: float, *, waits: bool = False) -> None:
-        """End the driver. For at most `limit_s` before that, an engine finishes what others do not
-        take over, and a pool node saves what is worth it and takes nothing new. An engine that
-        `waits` serves on until another one of its role has taken its place. Returns at once; from
-        any thread.
+        """End the driver. Before that, for at most `limit_s`, an engine finishes what others do not
+        take over, and a pool node accepts nothing new and saves what is worth it. An engine that
+        `waits` serves until another one of its role has taken its place. Returns at once; from any
+        thread.
         """
         if limit_s <= 0:
             self.driver.stop()
@@ -276,8 +279,8 @@ class Worker:
     def close(self) -> None:
         """Free model, disks, memory and sockets. The driver must have ended.
 
-        A hung step cannot be stopped and still uses model and memory: only the end of the process
-        frees them.
+        A step that hangs cannot be stopped and still uses model and memory; only the end of the
+        process frees them.
         """
         if self._admin is not None:
             self._admin.close()
@@ -312,8 +315,8 @@ def build(
     rank_transfer: TransferConfig | None = None,
 ) -> Worker:
     """Return the worker that `settings` describe, over the given ports. Engines need `model`.
-    `health_url`: of the port of its process. `rank_transfer`: of the transfer engines of ranks that
-    have memories of their own.
+    `health_url`: the URL of its process' health port. `rank_transfer`: the settings of the transfer
+    engines of ranks that have their own memories.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -435,7 +438,7 @@ def _build_engine(
 def _followers(
     settings: WorkerSettings, model: ModelSource, array: PageArray
 ) -> list[FollowerPages]:
-    """Return the pages of the other ranks, each in a memory of its own."""
+    """Return the pages of the other ranks, each in its own memory."""
     link, verify = model.lead, settings.instance.verify_fetches
     assert link is not None, "ranks have a lead"
     found = []
@@ -456,7 +459,9 @@ def _open(
     advertise_host: str | None,
     health_url: str,
 ) -> Worker:
-    """Return the worker over sockets of its own; a worker that cannot be built leaves none."""
+    """Return the worker over its own sockets. A worker that cannot be built leaves no sockets
+    open.
+    """
     with contextlib.ExitStack() as opened:
         channel = ZmqChannel(
             settings.bind_host, credential=credential, ports=settings.bind_ports,
@@ -495,14 +500,14 @@ def run(
 ) -> None:
     """Be the worker that `settings` describe until its driver is stopped.
 
-    A worker that was told to change its role ends, and a new one begins over the same weights.
-    `advertise_host` is what peers connect to where `bind_host` is a wildcard; `started` is given
-    each worker before it is driven. `secret_file`: of the cluster secret, followed as it changes.
-    When a machine fails, the health port stays open and says so
-    until the process has ended.
+    A worker that was told to change its role ends, and a new one begins with the same weights.
+    `advertise_host` is what peers connect to if `bind_host` is a wildcard. `started` is called with
+    each worker before it is driven. `secret_file` is the file of the cluster secret, which is
+    followed as it changes. When a machine fails, the health port stays open and says so until the
+    process has ended.
 
     Raises:
-        MooncakeError: it cannot start.
+        MooncakeError: the worker cannot start.
         Exception: its machine failed.
     """
     credential = own_credential(
@@ -586,7 +591,7 @@ def _be(
 
 
 def _about(settings: WorkerSettings) -> dict[str, Any]:
-    """Return what a client must know of a pool node besides the secret."""
+    """Return what a client must know about a pool node besides the secret."""
     return {
         "gateway_address": settings.gateway_address,
         "node_id": settings.node_id,

@@ -1,6 +1,6 @@
-"""The self-profile: a few steps of known size, timed at start, so that placement need not guess.
+"""The self-profile times a few steps of known size at start, so that placement need not guess.
 
-Uses the runner as the engine would, before the engine has it; leaves nothing behind but rubbish in
+It uses the runner as the engine will, before the engine gets it. It leaves only meaningless data in
 pages that no cache knows.
 """
 
@@ -59,13 +59,13 @@ def fitting(shapes: Iterable[Shape], config: EngineConfig) -> list[Shape]:
 def profile(
     runner: PolledRunner, shapes: Sequence[Shape], config: EngineConfig, clock: Clock
 ) -> list[CostSample]:
-    """Run `shapes` one after the other, then again; return how long each took at best.
+    """Run `shapes` one after the other, then again. Return the shorter time of each.
 
-    The first is run once more before, untimed: where there is no time for a second pass, what comes
-    after it has been paid for in part.
+    The first one is run once before, untimed. So if there is no time for a second pass, part of the
+    first-run cost is already paid.
 
     Raises:
-        InternalError: a step failed, or did not end.
+        InternalError: a step failed or did not end.
     """
     if not shapes:
         return []
@@ -121,14 +121,16 @@ def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
 
 
 def _tokens(index: int, count: int) -> list[int]:
-    """Return tokens that differ within a sequence and between them: equal ones would all be routed
-    to the same few experts, and a batch would look cheaper than it is.
+    """Return tokens that differ within a sequence and between sequences. Equal tokens would all be
+    routed to the same few experts, and a batch would look cheaper than it is.
     """
     return [1 + (37 * index + 31 * position) % NUM_TOKENS for position in range(count)]
 
 
 def _closing(last: StepPlan) -> StepPlan:
-    """Return a one-token step that ends what `last` began, but for the one sequence it needs."""
+    """Return a one-token step that ends what `last` began, except the one sequence that it
+    needs.
+    """
     start = last.starts[0]
     ended = [other.sequence_id for other in last.starts[1:]]
     slot = last.slots[0]

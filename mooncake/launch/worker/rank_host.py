@@ -1,7 +1,8 @@
-"""A machine that computes stages of engines which other machines lead: `mooncake ranks`.
+"""Lets a machine compute stages of engines that other machines lead: `mooncake ranks`.
 
 It listens for leads of the cluster. Each connection asks for one follower, a child of this process,
-and is its link; whichever of the two ends, the other does. Owns listener, children and links.
+and is the link to it. When one of the two ends, the other ends too. Owns listener, children and
+links.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class RankHost:
     """The ranks of other machines' engines that run on this one."""
 
     def __init__(self, host: str, port: int, credential: Credential) -> None:
-        """Listen at `host`, where these ranks listen, too. ConfigError: it cannot."""
+        """Listen at `host`, where these ranks listen too. Raises ConfigError if that is not
+        possible.
+        """
         self._host = host
         self._credential = credential
         try:
@@ -58,7 +61,7 @@ class RankHost:
             threading.Thread(target=self._serve, args=(sock, whence[0]), daemon=True).start()
 
     def _admit(self, sock: socket.socket, whence: str) -> None:
-        """Have a connection prove itself; of too many that do, hang up the oldest."""
+        """Have a connection prove itself. If too many are doing so, close the oldest."""
         with self._lock:
             self._unproven[sock] = whence
             if len(self._unproven) <= MAX_UNPROVEN:
@@ -72,12 +75,14 @@ class RankHost:
         )
 
     def close(self) -> None:
-        """Listen no more; ranks end with this process."""
+        """Stop listening. Ranks end with this process."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def finish(self, limit_s: float) -> None:
-        """After `run`: wait until all leads have gone, for `limit_s` at most."""
+        """Wait until all leads have gone, for `limit_s` at most, and return whether they have. Call
+        it after `run`.
+        """
         end_s = time.monotonic() + limit_s
         for _ in range(MAX_RANKS):
             if not self._places.acquire(timeout=max(0.0, end_s - time.monotonic())):
@@ -85,7 +90,9 @@ class RankHost:
                 return
 
     def _serve(self, sock: socket.socket, whence: str) -> None:
-        """Start a follower for who has connected, and be between the two until one has ended."""
+        """Start a follower for the lead that has connected, and relay between the two until one has
+        ended.
+        """
         try:
             with sock:
                 try:

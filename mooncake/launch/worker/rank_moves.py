@@ -1,5 +1,5 @@
-"""A follower's own memory of KV pages: its transfer engine, and the thread that moves pages as the
-lead says.
+"""A follower's own memory of KV pages: its transfer engine, and the thread that moves pages on the
+lead's orders.
 
 Owns all of them; the machine (`instance.rank_pages`) decides.
 """
@@ -80,7 +80,7 @@ class _Memory:
             os._exit(1)  # this rank can move nothing any more: the lead ends all
 
     def close(self) -> None:
-        """End all that moves; peers reach the memory no more."""
+        """End all that moves. Peers reach the memory no more."""
         self._following.close()
         self._driver.stop()
         self._thread.join()
@@ -95,8 +95,9 @@ class RankMoves:
     def __init__(
         self, send: Callable[[bytes], None], host: str | None = None, clock_ahead_s: float = 0.0
     ) -> None:
-        """`send` brings an answer to the lead, from any thread. On another machine than its lead's,
-        `host` is where peers reach this rank, and `clock_ahead_s` how far the clock here is ahead.
+        """`send` sends an answer to the lead, from any thread. If the lead is on another machine,
+        `host` is the address at which peers reach this rank, and `clock_ahead_s` is how far this
+        machine's clock is ahead.
         """
         self._host = host
         self._clock_ahead_s = clock_ahead_s
@@ -104,14 +105,14 @@ class RankMoves:
         self._memory: _Memory | None = None
 
     def close(self) -> None:
-        """End all that moves in the last memory, if there is one; peers reach it no more."""
+        """End all that moves in the last memory, if there is one. Peers reach it no more."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
 
     def open(self, pages: PageArray, transfer: bytes, device: DeviceMemory | None) -> memoryview:
-        """Return a memory for `pages`, after `close`, or an empty one where they lie in that of a
-        `device`; tell the lead where peers reach it, or why it cannot be.
+        """Return a memory for `pages`; an empty one if a `device` holds them. Tell the lead where
+        peers reach it, or why they cannot. Call `close` before.
 
         transfer: a `TransferConfig`; empty: no peer reaches the pages. Raises MooncakeError.
         """
@@ -130,7 +131,7 @@ class RankMoves:
         return memory.region.buffer if isinstance(memory.region, HostRegion) else memoryview(b"")
 
     def tell(self, word: RankWord) -> None:
-        """Do what the lead says; from any thread."""
+        """Carry out a message of the lead. From any thread."""
         assert self._memory is not None, "the lead knows where pages lie before it moves any"
         if isinstance(word, StartMove):
             deadline_s = word.deadline_s + self._clock_ahead_s
@@ -138,7 +139,9 @@ class RankMoves:
         self._memory.inbox.put(word)
 
     def reached(self, progress: Progress) -> None:
-        """This rank has computed so far, its device too; from one thread at a time."""
+        """Record how far this rank, including its device, has computed. From one thread at a
+        time.
+        """
         if self._memory is not None:
             machine = self._memory.machine
             machine.progress = progress
@@ -150,8 +153,9 @@ class RankMoves:
 
 
 def _credential(config: TransferConfig) -> tuple[Credential, Path | None]:
-    """Return what a rank proves, and the file that it follows: that of its own machine, where its
-    environment names one, since the lead's credential may expire; else what the lead has.
+    """Return what a rank proves itself with, and the file that it follows. If the environment of
+    its machine names a file, that one is used, since the lead's credential may expire; otherwise
+    the lead's credential.
     """
     named = os.environ.get(SECRET_FILE)
     file = Path(named) if named else None
@@ -159,7 +163,7 @@ def _credential(config: TransferConfig) -> tuple[Credential, Path | None]:
 
 
 def _on_this_machine(config: TransferConfig, host: str) -> TransferConfig:
-    """Return the transfer engine of a lead's config as it is on a rank's own machine."""
+    """Return a lead's transfer config, adapted to a rank's own machine."""
     listen = ListenAddress(host, ports=config.tcp.listen.ports)
     tcp = dataclasses.replace(config.tcp, listen=listen)
     return dataclasses.replace(config, host=machine_facts.boot_id(), tcp=tcp)

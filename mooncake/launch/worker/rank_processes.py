@@ -1,8 +1,9 @@
-"""The processes of an instance's followers: started by its lead on the lead's machine, and by hosts
-of ranks on others.
+"""The processes of an instance's followers. The lead starts those on its own machine; hosts of
+ranks start those on others.
 
-A follower inherits its link, one of a socket pair, and on its lead's machine the group's file. It
-has no cluster secret in its environment: one that has a memory of its own hears it from its lead.
+A follower inherits its link, one end of a socket pair, and on its lead's machine the group's file.
+It has no cluster secret in its environment: a follower with its own memory gets the secret from its
+lead.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ def start_ranks(
     peers: Peers | None = None,
     far: FarStages | None = None,
 ) -> Lead:
-    """Start the followers of an instance of several ranks; they begin to load. `peers`: with whom
-    they share experts. `far`: where the stages before the last are; None: here.
+    """Start the followers of an instance of several ranks; they begin to load. `peers`: the workers
+    with which they share experts. `far`: the machines of the stages before the last; None: this
+    one.
 
     Raises:
-        ConfigError: a machine of a stage starts none.
+        ConfigError: the machine of a stage starts none.
     """
     backend, shape = options.group_kind, options.shape
     memory = make_file(backend, shape.num_ranks)
@@ -100,7 +102,7 @@ def start_ranks(
 def _start(
     rank: int, options: ModelOptions, files: Sequence[int], far: FarStages | None
 ) -> tuple[socket.socket, RankProcess]:
-    """Start a follower where its stage is; return the socket that is our end of its link."""
+    """Start a follower on the machine of its stage; return our end of its link."""
     shape = options.shape
     stage = shape.stage_of(rank)
     if far is not None and stage < shape.pp - 1:
@@ -117,11 +119,11 @@ def _start(
 def start_follower(
     link: int, files: Sequence[int], weights_key: KeySource, far: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a follower, which hears from `link` what it is. It ends with this process.
+    """Start a follower, which is told by `link` what to be. It ends with this process.
 
-    files: descriptors of those by which its group and that of all ranks that share experts are
-    joined. far: on another machine than its lead's: the host where it listens, and how many
-    seconds this machine's clock is ahead of its lead's.
+    files: descriptors of the files by which it joins its group and the group of all ranks that
+    share experts. far: if the lead is on another machine, the host where the follower listens, and
+    how many seconds this machine's clock is ahead of the lead's.
     """
     descriptors = link, *files
     words = [",".join(map(str, descriptors)), *far]
@@ -137,15 +139,16 @@ def start_follower(
 
 @functools.cache
 def _parent() -> ThreadPoolExecutor:
-    """Return the thread that starts followers. The kernel ends them with the thread that started
-    them, so that has to live as long as this process.
+    """Return the thread that starts followers. The kernel ends followers with the thread that
+    started them, so this thread has to live as long as the process.
     """
     return ThreadPoolExecutor(1, "rank-parent")
 
 
 def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str, str]:
-    """Return the environment of a follower: ours, with our imports; of secrets, only the key of
-    encrypted weights, and the file of the cluster secret or credential, which it reads itself.
+    """Return the environment of a follower: ours, with our imports. Of secrets it has only the key
+    of encrypted weights, and the name of the file of the cluster secret or credential, which the
+    follower reads itself.
     """
     kept = {
         name: value

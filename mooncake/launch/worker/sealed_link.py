@@ -1,5 +1,6 @@
 """A byte stream between two machines of a cluster: both ends prove themselves, then all bytes are
-encrypted. `relay` joins it to a socket of this machine, so that neither end's owner knows of it.
+encrypted. `relay` joins it to a socket of this machine, so that the users of both ends need not
+know about it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ class SealedLink:
     """One end of the stream. One thread may send while another receives."""
 
     def __init__(self, sock: socket.socket, channel: Channel) -> None:
-        """Use `connect` or `accept`."""
+        """Wrap a proven connection. Use `connect` or `accept` instead."""
         self._socket = sock
         self._channel = channel
 
     @classmethod
     def connect(cls, address: tuple[str, int], credential: Credential, name: str) -> SealedLink:
-        """Return the link to who listens at `address` under `name`.
+        """Return the link to the process that listens at `address` under `name`.
 
         Raises:
             OSError: nobody listens there, or the listener did not answer.
-            HandshakeRefused: one side is not of the cluster.
-            ProtocolError: it does not speak this protocol.
+            HandshakeRefused: one side does not belong to the cluster.
+            ProtocolError: the listener does not speak this protocol.
         """
         until_s = time.monotonic() + PROVE_S
         sock = socket.create_connection(address, PROVE_S)
@@ -50,11 +51,11 @@ class SealedLink:
 
     @classmethod
     def accept(cls, sock: socket.socket, credential: Credential, name: str) -> SealedLink:
-        """Return the link to who has connected to `sock`, once it has proven itself.
+        """Return the link to the process that has connected to `sock`, once it has proven itself.
 
         Raises:
-            OSError: it did not in time.
-            Forbidden: it is not of the cluster.
+            OSError: it did not prove itself in time.
+            Forbidden: it does not belong to the cluster.
             ProtocolError: it does not speak this protocol.
         """
         until_s = time.monotonic() + PROVE_S
@@ -74,16 +75,16 @@ class SealedLink:
         return cls(sock, channel)
 
     def send(self, data: bytes) -> None:
-        """Send some bytes, at most 64 KiB. OSError: the other end has gone."""
+        """Send some bytes, at most 64 KiB. Raises OSError when the other end has gone."""
         sealed = b"".join(self._channel.sent.begin().seal([memoryview(data)]))
         send(self._socket, sealed)
 
     def receive(self) -> bytes:
-        """Return the next bytes that were sent; none: the other end has gone.
+        """Return the next bytes that were sent; empty: the other end has gone.
 
         Raises:
             OSError: the connection is broken.
-            ProtocolError: they were altered on their way.
+            ProtocolError: the bytes were altered on their way.
         """
         sealed = receive(self._socket, _MOST_BYTES + TAG_BYTES)
         if sealed is None:
@@ -94,7 +95,7 @@ class SealedLink:
         return bytes(data)
 
     def relay(self, local: socket.socket) -> None:
-        """Pass on what comes at either end, until one of them has gone; both are closed then."""
+        """Forward bytes in both directions until one end has gone; then close both."""
         outward = threading.Thread(target=self._send_all, args=(local,), daemon=True)
         outward.start()
         try:
@@ -109,11 +110,11 @@ class SealedLink:
             self._socket.close()
 
     def hang_up(self) -> None:
-        """Have both ends find that the other has gone; from any thread."""
+        """Shut the connection, so that both ends find the other gone. From any thread."""
         _shut(self._socket)
 
     def close(self) -> None:
-        """Hang up a link that nobody relays."""
+        """Close a link that nobody relays."""
         self.hang_up()
         self._socket.close()
 
