@@ -1,8 +1,9 @@
-"""The checksum of a block: by it all who move or keep the block find out that its bytes changed.
+"""The checksum of a block. With it, everything that moves or keeps a block can detect that its
+bytes changed.
 
 It is the sum of the slices' xxh3-64, each seeded with its layer, modulo 2^64. So memories that hold
-some layers of a block each find a part of its checksum, wherever the cuts are, and parts are added.
-Against accidents, not attackers. Pure.
+some layers of a block each compute a part of its checksum, wherever the cuts are, and the parts are
+added. It protects against accidents, not attackers. Pure.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _MODULUS = 1 << 64
 
 
 def checksum_of(data: memoryview | bytes, layout: KvLayout, first_layer: int = 0) -> int:
-    """Return the part of a block's checksum that its slices in `data` make, which lie there one
-    after the other from `first_layer` on; of all slices it is the checksum.
+    """Return the part of a block's checksum that its slices in `data` contribute. The slices lie
+    one after another, from `first_layer` on. With all slices the result is the checksum.
     """
     view, size, slice_sum = memoryview(data), layout.slice_bytes, xxhash.xxh3_64_intdigest
     starts = enumerate(range(0, len(view), size), first_layer)
@@ -26,5 +27,5 @@ def checksum_of(data: memoryview | bytes, layout: KvLayout, first_layer: int = 0
 
 
 def added(parts: Iterable[int]) -> int:
-    """Return the checksum of a block from parts that have every layer once."""
+    """Return the checksum of a block from parts that together have every layer once."""
     return sum(parts) % _MODULUS

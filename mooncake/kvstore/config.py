@@ -15,11 +15,13 @@ SHARES = {
 
 
 LEAST_CLIENT_BLOCKS = 16
-"""What one transfer of a client carries: its bounds are not smaller, however small the pool."""
+"""Blocks that one transfer of a client carries. A client's bounds are never smaller, however small
+the pool.
+"""
 
 
 class SsdConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One directory of the SSD tier; it is this node's alone."""
+    """One directory of the SSD tier. No other node uses it."""
 
     directory: str
     num_bytes: int
@@ -34,7 +36,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes in bytes, times in seconds. Raises ConfigError naming the key that is wrong."""
+    """Sizes are in bytes, times in seconds. Raises ConfigError, which names the wrong key."""
 
     dram_bytes: int = 1 << 30
     """Byte limit of the DRAM tier; the arena is the largest whole number of blocks within it."""
@@ -45,63 +47,69 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     evict_fraction: float = 0.05
     """Share of all blocks that such an eviction goes below the watermark."""
     quarantine_s: float = 30.0
-    """Memory granted to a writer that was lost is not used again before: a writer cut off but not
-    dead may go on writing until its transfers time out."""
+    """Memory granted to a lost writer is not reused before this time. A writer that is cut off but
+    alive may go on writing until its transfers time out.
+    """
     put_timeout_s: float = 60.0
-    """A grant open for longer, its writer alive, is counted as overdue, and taken from a pool
-    client: what it writes later is refused."""
+    """A grant that is open for longer, while its writer lives, counts as overdue. A pool client
+    loses it: what it writes later is refused.
+    """
     report_interval_s: float = 0.25
-    """Heartbeat and load report."""
+    """Seconds between two heartbeats with load reports."""
     doubt_interval_s: float = 5.0
-    """How often the gateway is asked whether workers that have held something for so long still
-    live: what a lost worker held is reclaimed even if the message of its loss was lost."""
+    """How often the gateway is asked about workers that have held something for this long. What a
+    lost worker held is reclaimed even if the message of its loss was lost.
+    """
     max_tickets_per_worker: int = 4_096
-    """Puts and pins one worker may have open; further ones are granted nothing."""
+    """Puts and pins that one worker may have open; further ones are granted nothing."""
     max_tickets_per_client: int = 1_024
-    """The same of all pool clients together that share a credential."""
+    """The same limit for all pool clients together that share a credential."""
     max_keys_per_client: int = 1 << 18
     """Blocks that these puts and pins may name in all, with those before them: 16 million tokens.
     The node remembers each name until the put or pin ends."""
     client_share: float = 0.5
-    """Share of the DRAM blocks that these may hold by puts and pins."""
+    """Share of the DRAM blocks that these clients may hold by puts and pins."""
     client_quota_share: float = 0.5
     """Share of the DRAM blocks, and of the SSD blocks, that the pool clients of one tenant may
     store when the tenant has no quota of its own."""
     checksums: bool = True
-    """Hash every block once it is whole, so that its readers, and disks, can tell damage."""
+    """Hash every block once it is complete, so that its readers and disks can detect damage."""
     ssd: list[SsdConfig] = []
-    """Directories of the SSD tier, each best on a disk of its own."""
+    """Directories of the SSD tier. Each should be on its own disk."""
     ssd_min_uses: int = 2
-    """Blocks asked for so often go down to SSD (the request that wrote them counts); 1: all."""
+    """Blocks asked for this often are written to SSD (the request that wrote them counts); 1: all
+    blocks.
+    """
     ssd_write_at: float = 0.7
-    """Share of the DRAM blocks in use above which blocks go down; 0: at once."""
+    """Share of the DRAM blocks in use above which blocks are written to SSD; 0: at once."""
     ssd_eviction: str = "lru"
     """Name of the policy of the SSD tier."""
     ssd_load_timeout_s: float = 2.0
-    """A reader is answered after so long with what has come up by then."""
+    """A reader is answered after this time with what has been loaded by then."""
     ssd_retry_s: float = 10.0
-    """A disk that failed or was full is not written to for so long."""
+    """A disk that failed or was full gets no writes for this long."""
     ssd_queue_bytes: int = 256 << 20
-    """Bytes that may be on their way down at once, and as many up."""
+    """Bytes that may be written to disks at a time, and as many that may be read."""
     ssd_threads: int = 4
     """Operations under way at once on each disk."""
     replicate_timeout_s: float = 10.0
-    """A copy of another node's blocks that has not come by then is given up."""
+    """The copy of another node's blocks is given up if it has not come by then."""
     replica_idle_s: float = 300.0
-    """Copies that were not read for so long are dropped."""
+    """Copies that were not read for this long are dropped."""
     drain_s: float = 30.0
-    """A node that drains has so long to copy to others what only it holds."""
+    """How long a draining node may copy the blocks that only it holds to other nodes."""
     drain_queue_bytes: int = 64 << 20
-    """Bytes of such blocks that may be on their way."""
+    """Bytes of such blocks that may be under way."""
     drain_bytes_per_s: int = 1 << 30
-    """How fast they may go: others use the network too."""
+    """Largest rate of these copies, because others use the network too."""
     hard_pin_share: float = 0.5
-    """Share of the DRAM blocks that may carry hard pins: the rest stays a cache."""
+    """Share of the DRAM blocks that may have hard pins; the rest remains a cache."""
     tenant_quota_bytes: dict[str, int] = {}
-    """Most bytes of DRAM a tenant may hold; a tenant at its quota evicts its own blocks. Not named:
-    no quota."""
+    """Most bytes of DRAM that a tenant may hold. A tenant at its quota evicts its own blocks.
+    Tenants that are not named have no quota.
+    """
     tenant_ssd_quota_bytes: dict[str, int] = {}
-    """The same of all disks together."""
+    """The same for all disks together."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -145,7 +153,7 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(LEAST_CLIENT_BLOCKS, int(num_blocks * self.client_quota_share))
 
     def num_blocks(self, layout: KvLayout) -> int:
-        """Return how many blocks fit `dram_bytes`; raises ConfigError when none does."""
+        """Return how many blocks fit into `dram_bytes`. Raises ConfigError when none does."""
         num_blocks = self.dram_bytes // layout.block_bytes
         if num_blocks == 0:
             raise ConfigError(

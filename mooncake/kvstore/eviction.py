@@ -1,4 +1,4 @@
-"""Which block is evicted first when room is short: one port, four policies.
+"""Decides which block is evicted first when room is short: one port, four policies.
 
 Pure; owned by one tier. A policy knows only the blocks that may be evicted, so it cannot choose one
 that is pinned or half written. It frees nothing itself.
@@ -19,13 +19,16 @@ NONE: Keys = frozenset()
 
 
 class EvictionPolicy(Protocol):
-    """Order among the blocks that may be evicted. Runs of keys are given head of the chain first.
+    """The order of the blocks that may be evicted. Runs of keys are passed with the head of the
+    chain first.
 
-    All calls are O(log n) a key or better, and deterministic.
+    All calls are O(log n) for each key or better, and deterministic.
     """
 
     def release(self, keys: Sequence[BlockKey]) -> None:
-        """Allow to evict these blocks from now on: they were just stored, or are not pinned now."""
+        """Allow these blocks to be evicted from now on: they were just stored, or are not pinned
+        any more.
+        """
 
     def hold(self, key: BlockKey) -> None:
         """Protect this block from eviction until it is released again; its history stays."""
@@ -34,16 +37,16 @@ class EvictionPolicy(Protocol):
         """Forget a block that is gone."""
 
     def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
-        """Note that a request wrote or read this run; keys never released here are skipped, and
-        those `counted` before are put in order only.
+        """Note that a request wrote or read this run. Keys never released here are skipped. Blocks
+        that were `counted` before only change their order.
         """
 
     def pop(self) -> BlockKey | None:
-        """Choose, forget and return the block to evict; None when none may be."""
+        """Choose, forget and return the block to evict; None when no block may be evicted."""
 
     def order(self) -> Iterator[BlockKey]:
-        """Yield the blocks that may be evicted, as they would go; to be used up, or left, before
-        the next call. The first costs as much as `pop`, all of them a sort.
+        """Yield the blocks that may be evicted, in the order of eviction. Use it up, or leave it,
+        before the next call. The first block costs as much as `pop`, all of them a sort.
         """
 
     def __len__(self) -> int:
@@ -51,11 +54,11 @@ class EvictionPolicy(Protocol):
 
 
 class LruPolicy:
-    """Evicts the run used longest ago, and of one run the tail before the head: a chain without its
-    head is worth nothing.
+    """Evicts the run used longest ago, and within a run the tail before the head: a chain without
+    its head is worth nothing.
 
-    A protected block keeps its place in the order. One that is protected when its turn comes is set
-    aside, and goes first once it is released.
+    A protected block keeps its place in the order. If it is protected when its turn comes, it is
+    set aside, and evicted first once it is released.
     """
 
     def __init__(self) -> None:
@@ -109,7 +112,7 @@ class LruPolicy:
 
 
 class _Usage:
-    """How a block was used while it has been stored, for a ranked policy."""
+    """The uses of a block since it was stored, for a ranked policy."""
 
     __slots__ = ("accesses", "depth", "last_access_no", "rank", "released", "rest")
 
@@ -125,11 +128,13 @@ class _Usage:
 
 
 Rank = tuple[float, ...]
-"""Lowest goes first."""
+"""The lowest rank is evicted first."""
 
 
 class RankedPolicy:
-    """Evicts the lowest rank, computed at each access, from a heap that may have old entries."""
+    """Evicts the lowest rank, which is computed at each access, from a heap that may have outdated
+    entries.
+    """
 
     def __init__(self, rank: Callable[[_Usage, float], Rank]) -> None:
         self._rank = rank
@@ -205,7 +210,9 @@ class RankedPolicy:
 
     @property
     def num_heap_entries(self) -> int:
-        """Entries kept, outdated ones included: at most twice the blocks that may go, plus 64."""
+        """Number of entries, including outdated ones: at most twice the blocks that may be evicted,
+        plus 64.
+        """
         return len(self._heap)
 
     def _push(self, key: BlockKey, usage: _Usage) -> None:
@@ -217,7 +224,7 @@ class RankedPolicy:
             self._drop_outdated()
 
     def _drop_outdated(self) -> None:
-        """Rebuild the heap from what counts; paid for by the pushes since the last time."""
+        """Rebuild the heap from the valid entries. The pushes since the last time pay for it."""
         seen: set[BlockKey] = set()
         kept: list[tuple[Rank, int, BlockKey]] = []
         for entry in self._heap:
@@ -238,8 +245,9 @@ def _length_rank(usage: _Usage, _floor: float) -> Rank:
 
 
 ATTENTION_SHARE = 1 / 400
-"""How much a block's compute grows with each block before it, relative to the first one: attention
-over about 25k tokens (400 blocks) costs Kimi-K2 as much as its active weights do."""
+"""How much a block's compute grows with each block before it, relative to the first block. For
+Kimi-K2, attention over about 25k tokens (400 blocks) costs as much as its active weights.
+"""
 
 
 def _cost_rank(usage: _Usage, floor: float) -> Rank:
@@ -249,20 +257,22 @@ def _cost_rank(usage: _Usage, floor: float) -> Rank:
 
 
 def lfu_policy() -> RankedPolicy:
-    """Return a policy that evicts what was used least often; among equals, longest ago."""
+    """Return a policy that evicts the least often used block; among equals, the one used longest
+    ago.
+    """
     return RankedPolicy(_lfu_rank)
 
 
 def length_aware_policy() -> RankedPolicy:
-    """Return a policy like LFU that, among equals, evicts what stands deepest in its request
+    """Return a policy like LFU that, among equals, evicts the block deepest in its request
     (Mooncake, FAST'25, table of cache policies).
     """
     return RankedPolicy(_length_rank)
 
 
 def cost_aware_policy() -> RankedPolicy:
-    """Return a policy that evicts what is cheapest to lose: the time to recompute from this block
-    to the end of the run it was last used in, times its uses, aged as in GreedyDual.
+    """Return a policy that evicts the block that is cheapest to lose: the time to recompute from
+    this block to the end of the run it was last used in, times its uses, aged as in GreedyDual.
     """
     return RankedPolicy(_cost_rank)
 
@@ -270,7 +280,7 @@ def cost_aware_policy() -> RankedPolicy:
 class LastPolicy:
     """Two policies of one kind: no block of the second is evicted while the first has one.
 
-    A block that changes sides is new to the other policy, which does not know its history.
+    A block that moves to the other policy is new there: that policy does not know its history.
     """
 
     def __init__(self, make_policy: Callable[[], EvictionPolicy]) -> None:
@@ -280,7 +290,7 @@ class LastPolicy:
         """Blocks of the second policy."""
 
     def set_last(self, key: BlockKey, last: bool) -> None:
-        """Move a block that is stored to the other side."""
+        """Move a stored block to the other policy."""
         if last == (key in self._last):
             return
         old, new = self._first, self._second

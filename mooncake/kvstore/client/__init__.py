@@ -1,1 +1,1 @@
-"""Reading and writing blocks of pool nodes, and clients that choose the node."""
+"""Reads and writes blocks of pool nodes; its clients choose the node."""

@@ -24,9 +24,8 @@ from mooncake.transfer.engine import (
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Registered memory that holds blocks, or some layers of them: slice `n` that lies here of the
-    block at `offset` begins `offset` bytes after the n-th of `layers`, which are (region, byte
-    offset).
+    """Registered memory that holds blocks, or some layers of them. The `n`-th slice of the block at
+    `offset` begins `offset` bytes after the n-th of `layers`, which are (region, byte offset).
     """
 
     layers: tuple[tuple[Region, int], ...]
@@ -43,8 +42,8 @@ class BlockMemory:
         cls, region: Region, layout: KvLayout, layer_stride: int, held: range | None = None
     ) -> BlockMemory:
         """Return memory where the slices of a block lie `layer_stride` bytes apart, such as an
-        engine's pages `[layers, pages, block_tokens, width]`: those of the layers `held`, or of
-        all. Raises ValueError when that is less than a slice.
+        engine's pages `[layers, pages, block_tokens, width]`. It has the layers `held`, or all.
+        Raises ValueError when the stride is smaller than a slice.
         """
         if layer_stride < layout.slice_bytes:
             raise ValueError(
@@ -56,7 +55,9 @@ class BlockMemory:
 
     @classmethod
     def layered(cls, regions: Sequence[Region], layout: KvLayout) -> BlockMemory:
-        """Return memory that is one region a layer. Raises ValueError for another number."""
+        """Return memory with one region for each layer. Raises ValueError when the number
+        differs.
+        """
         if len(regions) != layout.num_layers:
             raise ValueError(f"{len(regions)} regions for {layout.num_layers} layers")
         return cls(tuple((region, 0) for region in regions), layout)
@@ -80,8 +81,8 @@ class BlockMemory:
         return Places(self, tuple(offsets))
 
     def ops(self, offsets: Sequence[int], there: BlockPlaces) -> list[TransferOp]:
-        """Return the transfers between blocks here, at byte `offsets`, and blocks at a peer: one a
-        block where blocks are one piece on both sides, else one a slice.
+        """Return the transfers between blocks here, at byte `offsets`, and blocks at a peer: one
+        for each block if blocks are one piece on both sides, otherwise one for each slice.
         """
         size, stride = self.slice_bytes, there.layer_stride
         layers = self.layers
@@ -94,8 +95,8 @@ class BlockMemory:
         ]
 
     def checksum(self, offset: int) -> int:
-        """Return the checksum of a block, or the part of it that the layers here make. Reading a
-        device takes some 0.1 ms a MiB. Raises TransferError when it fails.
+        """Return the checksum of a block, or the part of it that the layers here contribute.
+        Reading a device takes about 0.1 ms for a MiB. Raises TransferError when it fails.
         """
         size, first, found = self.slice_bytes, self.first_layer, list[int]()
         for _, run in groupby(self.layers, key=lambda layer: layer[0].region_id):
@@ -123,7 +124,7 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class Places:
-    """Where some blocks lie, or are to lie, in memory that was registered."""
+    """Places of some blocks in registered memory."""
 
     memory: BlockMemory
     offsets: tuple[int, ...]
@@ -141,13 +142,13 @@ Ended = Callable[[TransferDone, float], None]
 
 class MemoryTransfers:
     """Moves blocks between registered memory of this process and peers: a `block_reader.ReadPort`.
-    Owns who is told of the end of each transfer.
+    Owns the callback for the end of each transfer.
     """
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
         self._ended: dict[int, Ended] = {}
-        """By number."""
+        """Callbacks by the number of their transfer."""
 
     def read(self, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended) -> int:
         return self._start(Op.READ, places, there, deadline_s, ended)
@@ -159,7 +160,7 @@ class MemoryTransfers:
         return self._start(Op.WRITE, places, there, deadline_s, ended)
 
     def on_done(self, done: TransferDone, now: float) -> None:
-        """Tell who waits for the end of a transfer."""
+        """Call the callback of a transfer that has ended."""
         ended = self._ended.pop(done.batch_id, None)
         if ended is not None:
             ended(done, now)
@@ -183,4 +184,4 @@ class MemoryTransfers:
 
 
 Where = Sequence[int] | Places
-"""Where blocks lie: byte offsets in a client's own memory, or places in registered memory."""
+"""The places of blocks: byte offsets in a client's own memory, or places in registered memory."""

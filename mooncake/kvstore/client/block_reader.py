@@ -1,9 +1,9 @@
-"""Reads runs of blocks from pool nodes into registered memory: `PinBlocks`, READ, verify, `Unpin`;
-again while the node has more of the run, which comes up from its disks in pieces.
+"""Reads runs of blocks from pool nodes into registered memory: `PinBlocks`, READ, verify, `Unpin`.
+It repeats this while the node has more of the run, which may come from its disks in pieces.
 
 A pure state machine that engines, clients of the pool and replicating nodes share. It owns tickets
-and batches of reads; memory and keys are the caller's. A read ends exactly once, when nothing
-writes to its memory any more, and what arrived before an error counts.
+and batches of reads; the caller owns memory and keys. A read ends exactly once, when nothing writes
+to its memory any more. What arrived before an error counts.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ VERIFY_BYTES_PER_TICK = 8 << 20
 
 @dataclass(frozen=True)
 class ReadResult:
-    """How a read ended."""
+    """The end of a read."""
 
     num_blocks: int
-    """Leading blocks of the run that lie in memory, as their checksums say where verified."""
+    """Number of leading blocks of the run that lie in memory; verified ones match their
+    checksums.
+    """
     checksums: list[int]
-    """That the node promised for each of them; 0: none."""
+    """The checksum that the node promised for each of them; 0: none."""
     error: MooncakeError | None
-    """Why no more came; None: all came, the node has no more, or a block arrived damaged."""
+    """The reason why no more came. None: all came, the node has no more, or a block arrived
+    damaged.
+    """
     num_bytes: int
     """Bytes of the transfers that succeeded."""
     seconds: float
@@ -51,7 +55,7 @@ class ReadResult:
     num_from_ssd: int = 0
     """How many of the blocks the node had to bring up from its disks."""
     protocol: str = ""
-    """What the last of them went by."""
+    """The protocol of the last transfer."""
 
 
 ReadDone = Callable[[TransferDone, float], None]
@@ -61,16 +65,17 @@ ReadDone = Callable[[TransferDone, float], None]
 class ReadPort(Protocol):
     """The memory that blocks are read into, and what moves them.
 
-    It alone knows what `places` are: one for each block, a sequence whose slices are places too.
+    Only the port knows what `places` are: a sequence with one place for each block, whose slices
+    are places too.
     """
 
     def read(self, places: Any, there: BlockPlaces, deadline_s: float, ended: ReadDone, /) -> int:
         """Begin to read the blocks `there` into `places`; return a number for `cancel`. `ended` is
-        called once, with how the transfers ended.
+        called once, with the end of the transfers.
         """
 
     def cancel(self, number: int) -> None:
-        """Ask a read to stop; its end still comes."""
+        """Ask a read to stop. It still ends through `ended`."""
 
     def checksum(self, places: Any, index: int) -> int:
         """Return the checksum of a block that was read. Raises TransferError when that fails."""
@@ -88,7 +93,7 @@ class _Stage(Enum):
 
 @dataclass(kw_only=True)
 class _Read:
-    """A read, and the piece of it that is under way."""
+    """A read, and its current piece."""
 
     number: int
     store: WorkerRef
@@ -110,7 +115,7 @@ class _Read:
     piece_from_ssd: int = 0
     """Blocks of this piece that came up from a disk."""
     num_from_ssd: int = 0
-    """The same of the blocks that have arrived."""
+    """The same count for the blocks that have arrived."""
     promised: list[int] = field(default_factory=list)
     """Checksum of each block of this piece; 0: none."""
     num_verified: int = 0
@@ -122,7 +127,7 @@ class _Read:
     protocol: str = ""
 
     def advance(self) -> None:
-        """Turn to the next piece: this one has arrived whole."""
+        """Go on to the next piece: all of this one has arrived."""
         before = [*self.head.keys, *self.keys[: self.num_blocks]]
         self.head = ChainHead(before, len(before))
         self.keys, self.places = self.keys[self.num_blocks :], self.places[self.num_blocks :]
@@ -136,7 +141,9 @@ class BlockReader:
     def __init__(
         self, reader: WorkerRef, channel: Channel, memory: ReadPort, *, verify: bool
     ) -> None:
-        """With `verify`, what arrives is compared with the checksums that nodes promise."""
+        """If `verify` is set, blocks that arrive are compared with the checksums that nodes
+        promise.
+        """
         self._reader = reader
         self._channel = channel
         self._memory = memory
@@ -146,7 +153,7 @@ class BlockReader:
         self._verifying: deque[int] = deque()
         self._last_ticket = 0
         self.num_corrupt = 0
-        """Blocks that arrived otherwise than promised."""
+        """Blocks that arrived with other contents than promised."""
 
     @property
     def num_open(self) -> int:
@@ -183,7 +190,7 @@ class BlockReader:
                 self._stop(ticket, now, TransferError("the read was cancelled"))
 
     def on_granted(self, message: PinGranted, now: float) -> None:
-        """Read what the node pinned; unpin it when the read is over already."""
+        """Read what the node pinned. If the read is over already, unpin it."""
         read = self._reads.get(message.ticket)
         if read is None or read.store.address != message.store.address:
             self._unpin(message.store, message.ticket)
@@ -202,7 +209,7 @@ class BlockReader:
         read.batch_id = self._memory.read(places, message.places, read.deadline_s, arrived)
 
     def _on_arrived(self, ticket: int, done: TransferDone, now: float) -> None:
-        """Look at what has arrived; the piece ends here if its transfer failed."""
+        """Check what has arrived. If its transfer failed, the piece ends here."""
         read = self._reads[ticket]
         if done.error is not None:
             self._end(ticket, 0, now, TransferError(done.error))
@@ -218,19 +225,19 @@ class BlockReader:
             self._end(ticket, read.num_blocks, now)
 
     def on_refused(self, ticket: int, error: MooncakeError, now: float) -> None:
-        """End a read that the node did not take."""
+        """End a read that the node refused."""
         read = self._reads.get(ticket)
         if read is not None and read.stage is _Stage.PINNING:
             self._end(ticket, 0, now, error)
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
-        """End what the lost node has not granted yet, and call off running transfers."""
+        """End the reads that the lost node has not granted yet, and cancel running transfers."""
         for ticket, read in list(self._reads.items()):
             if is_of(read.store, worker) and read.stage is not _Stage.VERIFYING:
                 self._stop(ticket, now, Unavailable("the pool node was lost"))
 
     def tick(self, now: float) -> float | None:
-        """Verify some of what arrived, give up nodes that do not answer; return when to come
+        """Verify some of what arrived, and give up nodes that do not answer. Return when to call
         again.
         """
         self._verify_some(now)
@@ -247,7 +254,9 @@ class BlockReader:
         return now if self._verifying else next_s
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a read waits to be verified in vain, or is forgotten there."""
+        """Raise AssertionError when a read waits for verification without cause, or is forgotten
+        there.
+        """
         verifying = [t for t, read in self._reads.items() if read.stage is _Stage.VERIFYING]
         assert sorted(self._verifying) == sorted(verifying)
 
@@ -306,8 +315,8 @@ class BlockReader:
         error: MooncakeError | None = None,
         corrupt: Sequence[BlockKey] = (),
     ) -> None:
-        """End a piece with so many leading blocks of it, and the read with it unless the piece is
-        whole, the node has more, and there is time.
+        """End a piece of which so many leading blocks came. The read ends too, unless the piece is
+        complete, the node has more, and there is time.
         """
         read = self._reads.pop(ticket)
         if read.stage is _Stage.VERIFYING:
@@ -328,7 +337,7 @@ class BlockReader:
 
 
 def is_of(store: WorkerRef, worker: WorkerRef) -> bool:
-    """Return whether `worker`, which was lost, is the node `store`, of which maybe only the address
-    is known.
+    """Return whether the lost `worker` is the node `store`, of which perhaps only the address is
+    known.
     """
     return store == worker or (not store.epoch and store.address == worker.address)

@@ -1,9 +1,9 @@
 """Writes blocks to pool nodes in two phases: `PutStart` asks for room, the caller fills what was
 granted, `PutEnd` makes the blocks readable.
 
-A pure state machine that engines and clients of the pool share. It owns tickets; how the bytes get
-to the node is the caller's. A ticket ends exactly once, when nothing writes to the granted memory
-any more, so that the node may trust it or use it again.
+A pure state machine that engines and clients of the pool share. It owns tickets; the caller moves
+the bytes to the node. A ticket ends exactly once, when nothing writes to the granted memory any
+more. The node may then trust the memory or reuse it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from mooncake.kvstore.client.block_reader import is_of
 from mooncake.rpc.channel import Channel
 
 ASK_AGAIN_S = 1.0
-"""Nodes answer at once: after this time the question, or the answer, is taken for lost. A node
-grants each ticket once, however often it is asked.
+"""Nodes answer at once. After this time the question or its answer counts as lost. A node grants
+each ticket once, however often it is asked.
 """
 
 
 @dataclass(kw_only=True)
 class BlockWrite:
-    """One put: what is to be written, and how."""
+    """One put: what to write, and how."""
 
     store: WorkerRef
     keys: Sequence[BlockKey]
     timeout_s: float
-    """The put is given up when the node has not answered so long after the next tick."""
+    """The put is given up when the node has not answered this long after the next tick."""
     fill: Callable[[Sequence[BlockKey], BlockPlaces, float], None]
-    """Called with (granted keys, where they are to lie, now) when the node gives room:
-    starts to write. Then `BlockWriter.end` must be called once nothing writes any more.
+    """Called with (granted keys, their places, now) when the node gives room; it starts to write.
+    Then `BlockWriter.end` must be called once nothing writes any more.
     """
     stop: Callable[[float], None]
     """Called with now when the node is lost while the blocks are written."""
@@ -53,7 +53,9 @@ class BlockWrite:
     answer_by_s: float | None = None
     ask_again_s: float = 0.0
     question: PutStart | None = None
-    """What was asked; asked again while no answer comes, for either may have been lost."""
+    """The question that was asked. It is asked again while no answer comes, because it or its
+    answer may be lost.
+    """
 
 
 class BlockWriter:
@@ -77,14 +79,14 @@ class BlockWriter:
         return self._last_ticket
 
     def report_use(self, store: WorkerRef, head: ChainHead) -> None:
-        """Tell a node that a chain is used of which nothing is to be written. The message may be
+        """Tell a node that a chain is used, when nothing of it is to be written. The message may be
         lost: nothing depends on it.
         """
         self._last_ticket += 1
         self._ask(store, self._last_ticket, [], "", head)
 
     def on_granted(self, message: PutGranted, now: float) -> None:
-        """Have the granted blocks filled; give them back when the put is over already."""
+        """Have the granted blocks filled. If the put is over already, give them back."""
         write = self._writes.get(message.ticket)
         if write is None or write.store.address != message.store.address:
             self._give_back(message.store, message.ticket, message.keys)
@@ -106,8 +108,8 @@ class BlockWriter:
         error: MooncakeError | None = None,
         checksums: Sequence[int] = (),
     ) -> None:
-        """End a put: `written` are whole at the node (with the checksum of each, or
-        none), all others that it granted are not. With an error none is.
+        """End a put. The blocks `written` are complete at the node, with the checksum of each or
+        none; all others that it granted are not. With an error no block is complete.
         """
         write = self._writes.pop(ticket)
         whole = set(written)
@@ -126,13 +128,13 @@ class BlockWriter:
         write.ended(error or written, now)
 
     def on_refused(self, ticket: int, error: MooncakeError, now: float) -> None:
-        """End a put that the node did not take."""
+        """End a put that the node refused."""
         write = self._writes.get(ticket)
         if write is not None and write.granted is None:
             self.end(ticket, [], now, error)
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
-        """End what the lost node has not granted yet, and stop what is being written."""
+        """End the puts that the lost node has not granted yet, and stop what is being written."""
         for ticket, write in list(self._writes.items()):
             if not is_of(write.store, worker):
                 continue
@@ -142,7 +144,9 @@ class BlockWriter:
                 write.stop(now)
 
     def tick(self, now: float) -> float | None:
-        """Ask again, and at last give up, nodes that do not answer; return when to come again."""
+        """Ask nodes that do not answer again, and give them up in the end. Return when to call
+        again.
+        """
         next_s: float | None = None
         for ticket, write in list(self._writes.items()):
             if write.granted is not None:

@@ -1,8 +1,7 @@
-"""Calls on the pool as a whole: each goes to all nodes there are, and its answer says what holds
-for all of them.
+"""Calls on the whole pool: each goes to all nodes, and its answer holds for all of them.
 
-Policies above `PoolClient`. A gateway says which nodes there are: while none answers, nothing can
-be said about all of them, and calls fail.
+Policies above `PoolClient`. A gateway says which nodes exist. While no gateway answers, nothing is
+known about all nodes, and calls fail.
 """
 
 from __future__ import annotations
@@ -33,29 +32,30 @@ from mooncake.kvstore.client.calls import Attempt, together
 from mooncake.kvstore.client.client import PoolClient, Question
 
 MAX_ROUNDS = 3
-"""Rounds of a removal: when a node is lost meanwhile, gateways are told again, and tell it later.
+"""Rounds of a removal. When a node is lost meanwhile, gateways are told again, and they tell the
+node later.
 """
 GATEWAY_SHARE = 0.25
 """Share of the time that a gateway has to name the nodes."""
 LOOK_SHARE = 0.5
-"""Share of the time left then that nodes have to say where blocks are that are to be pinned."""
+"""Share of the remaining time in which nodes have to say where the blocks to be pinned are."""
 
 Kind = TypeVar("Kind", bound=Answer)
 
 
 @dataclass(frozen=True)
 class PinnedAt:
-    """What became of a call to `Broadcast.pin`."""
+    """The result of `Broadcast.pin`."""
 
     epochs: list[str]
-    """The boots of nodes that did as they were asked for some block."""
+    """The boots of nodes that did what was asked for some block."""
     blocks: list[bool]
-    """Of each block, whether some node did as it was asked."""
+    """For each block, whether some node did what was asked."""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What one node has of a block in one tier."""
+    """One node's copy of a block in one tier."""
 
     store: WorkerRef
     copy: BlockCopy
@@ -63,27 +63,27 @@ class Replica:
 
 @dataclass(frozen=True)
 class _PinRun:
-    """Blocks that one node is to pin."""
+    """Blocks that one node has to pin."""
 
     store: WorkerRef
     keys: list[BlockKey]
     lift: bool = False
-    """They lie on SSD only, and are brought up first."""
+    """True if they lie on SSD only, and are brought up first."""
 
 
 class Broadcast:
-    """All such calls of one client; each ends within `timeout_s`."""
+    """All such calls of one client. Each ends within `timeout_s`."""
 
     def __init__(self, client: PoolClient, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
 
     async def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Take blocks out of all nodes for good; return of each whether it was somewhere and is not
-        any more. A hard pin anywhere protects what it is on.
+        """Remove blocks from all nodes for good. Return for each whether it was stored somewhere
+        and is not any more. A hard pin on any node protects its block.
 
-        Raises Unavailable when a node cannot be asked. The removal still reaches it: gateways tell
-        it when it is back.
+        Raises Unavailable when a node cannot be asked. The removal still reaches this node:
+        gateways tell it when it is back.
         """
         deadline_s = self._deadline_s()
         run = list(keys)
@@ -109,11 +109,11 @@ class Broadcast:
     async def pin(
         self, keys: Sequence[BlockKey], pin: LastingPin, epochs: Sequence[str] = ()
     ) -> PinnedAt:
-        """Pin blocks wherever they lie in DRAM, and what lies on SSD only at one node that brings
-        it up; or, with `LastingPin.NONE`, unpin them everywhere. `epochs` names the boots of nodes
-        that are meant, if not all.
+        """Pin blocks wherever they lie in DRAM. If a block lies on SSD only, one node brings it up
+        and pins it. With `LastingPin.NONE`, unpin them everywhere. `epochs` restricts the call to
+        these boots of nodes.
 
-        Raises Unavailable when a node that may matter does not answer.
+        Raises Unavailable when a node that may hold a block does not answer.
         """
         deadline_s = self._deadline_s()
         stores = await self._all_nodes(deadline_s)
@@ -152,7 +152,7 @@ class Broadcast:
         return PinnedAt(list(done_at), blocks)
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[list[Replica]]:
-        """Return all copies there are of each block. Raises Unavailable when a node is silent."""
+        """Return all copies of each block. Raises Unavailable when a node does not answer."""
         deadline_s = self._deadline_s()
         question = DescribeBlocks(asker=self._client.ref, ticket=0, keys=list(keys))
         stores = await self._all_nodes(deadline_s)
@@ -168,7 +168,7 @@ class Broadcast:
         return replicas
 
     async def stat_all(self) -> list[tuple[WorkerRef, PoolState | MooncakeError]]:
-        """Return how each node is doing, or why it does not say."""
+        """Return the figures of each node, or why it does not answer."""
         deadline_s = self._deadline_s()
         stores = await self._all_nodes(deadline_s)
         question = AskPool(asker=self._client.ref, ticket=0)
@@ -184,7 +184,7 @@ class Broadcast:
     async def _nodes(
         self, question: FindReplicas | ForgetBlocks, deadline_s: float
     ) -> list[WorkerRef]:
-        """Ask gateways, by a question that is answered so, which nodes there are."""
+        """Ask gateways which nodes exist. `question` must be one whose answer names them."""
         by_s = self._client.now + (deadline_s - self._client.now) * GATEWAY_SHARE
         answer = await self._client.ask_gateways(question, by_s)
         if isinstance(answer, MooncakeError):
@@ -209,8 +209,8 @@ class Broadcast:
 def _runs_to_pin(
     keys: Sequence[BlockKey], found: Sequence[tuple[WorkerRef, BlocksFound | MooncakeError]]
 ) -> list[_PinRun]:
-    """Return which node is to pin what: all that have a block in DRAM; else the first that has it
-    on SSD.
+    """Return which blocks each node has to pin: all nodes that have a block in DRAM, otherwise the
+    first that has it on SSD.
     """
     tiers = [
         (store, dict(zip(keys, answer.tiers, strict=True)))

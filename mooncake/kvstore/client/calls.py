@@ -1,5 +1,5 @@
-"""What pool clients' policies are written with: coroutines that await calls, driven by the machine
-that answers the calls. No event loop and no clock are in it.
+"""The building blocks of pool clients' policies: coroutines that await calls. The machine that
+answers the calls drives them. There is no event loop and no clock in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which node a call goes to, and how long it may take."""
+    """The node that a call goes to, and how long it may take."""
 
     store: WorkerRef
     deadline_s: float
@@ -25,15 +25,15 @@ class Attempt:
 
     @property
     def give_up_s(self) -> float:
-        """When the call is given up unless the node has answered."""
+        """When the call is given up if the node has not answered."""
         return min(self.deadline_s, self.answer_by_s)
 
 
 class Call(Generic[T]):
-    """One thing asked for; `await` it for its answer. To be awaited once."""
+    """One question; `await` it for its answer. Await it only once."""
 
     def __init__(self, begin: Callable[[Callable[[T], None]], None]) -> None:
-        """`begin` starts the call, and calls what it is given once, with the answer."""
+        """`begin` starts the call. It gets a callback, which it calls once, with the answer."""
         self.begin = begin
 
     def __await__(self) -> Generator[Call[Any], T, T]:
@@ -45,8 +45,8 @@ Policy: TypeAlias = Coroutine[Call[Any], Any, T]
 
 
 def run(policy: Policy[T], done: Callable[[T | MooncakeError], None]) -> None:
-    """Start a policy and carry it on with each answer; `done` gets what it returns or the
-    MooncakeError it raises. Other errors are raised here, or where an answer was given.
+    """Start a policy and continue it with each answer. `done` gets what it returns, or the
+    MooncakeError that it raises. Other errors are raised here, or where an answer was given.
     """
 
     def resume(answer: Any) -> None:

@@ -1,9 +1,9 @@
 """A client of the pool, as a machine: reads and writes blocks at pool nodes, and asks nodes and
-gateways questions. For programs that are no worker, such as another engine or an operator's tool.
+gateways questions. For programs that are not workers, such as another engine or an operator's tool.
 
 It joins the cluster in the role `client`, so that what it has pinned or reserved is reclaimed when
-it is lost. Which node a call goes to is decided above, in `failover`, `broadcast` and `replicate`.
-A call is answered exactly once, and only when nothing touches its memory any more.
+it is lost. `failover`, `broadcast` and `replicate` decide which node a call goes to. A call is
+answered exactly once, and only when nothing touches its memory any more.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class _Put:
 
 
 class PoolClient:
-    """All calls of one client. Blocks lie packed in its own memory, as in the pool's, and in memory
-    that was registered besides in the shape it has.
+    """All calls of one client. Blocks lie packed in the client's own memory, as in the pool's. They
+    may also lie in other registered memory, in the shape that it has.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PoolClient:
 
     @property
     def store(self) -> WorkerRef | None:
-        """The own node, once known."""
+        """The client's own node, once known."""
         return self._store or self._membership.kvstore
 
     @property
@@ -140,8 +140,8 @@ class PoolClient:
     # ------------------------------------------------------------------ calls
 
     def run(self, policy: Policy[T], done: Callable[[T | MooncakeError], None], now: float) -> None:
-        """Start a policy; `done` is called once, with its answer or why there is none. Raises
-        ValueError for places that there are not.
+        """Start a policy. `done` is called once, with its answer or with why there is none. Raises
+        ValueError for places that do not exist.
         """
         self.now = now
         run(policy, done)
@@ -157,21 +157,21 @@ class PoolClient:
     def request(
         self, at: Attempt, question: Question, kind: type[Kind]
     ) -> Call[Kind | MooncakeError]:
-        """Ask a node a question, whose ticket is filled in here; the answer is of that kind."""
+        """Ask a node a question, and fill its ticket in here. The answer is of the kind given."""
         return self._ask(at.store, [at.store.address], question, kind, at.give_up_s)
 
     def ask_gateways(
         self, question: FindReplicas | ForgetBlocks, deadline_s: float
     ) -> Call[ReplicasFound | MooncakeError]:
-        """Ask all gateways a question, whose ticket is filled in here; the first answer counts."""
+        """Ask all gateways a question, and fill its ticket in here. The first answer counts."""
         addresses = self._membership.gateway_addresses
         return self._ask(None, addresses, question, ReplicasFound, deadline_s)
 
     def read(
         self, at: Attempt, keys: Sequence[BlockKey], places: Places
     ) -> Call[int | MooncakeError]:
-        """Read a run of blocks into `places`, whose content is lost even when less comes. The
-        answer is the number of leading blocks that arrived, verified where the node gave checksums.
+        """Read a run of blocks into `places`, whose old content is lost even when fewer come. The
+        answer is the number of leading blocks that arrived, verified if the node gave checksums.
         """
 
         def begin(done: Callable[[int | MooncakeError], None]) -> None:
@@ -187,8 +187,8 @@ class PoolClient:
     def write(
         self, at: Attempt, keys: Sequence[BlockKey], places: Places, tenant: str = ""
     ) -> Call[list[BlockKey] | MooncakeError]:
-        """Write blocks, a run of one chain, which must not change before the answer: the keys of
-        those that were written. The others were there already, or there was no room.
+        """Write blocks, a run of one chain, which must not change before the answer. The answer is
+        the keys of those that were written. The others were stored already, or there was no room.
         """
 
         def begin(done: Callable[[list[BlockKey] | MooncakeError], None]) -> None:
@@ -206,14 +206,14 @@ class PoolClient:
         return Call(begin)
 
     def start_drain(self, store: WorkerRef) -> None:
-        """Have a node take nothing more; there is no answer."""
+        """Have a node accept nothing more. There is no answer."""
         self._channel.send(store.address, Drain())
 
     # ------------------------------------------------------------------ the machine
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
-        """Take an answer or the end of a transfer; unknown ones are ignored, and answers to an
-        earlier boot.
+        """Take an answer or the end of a transfer. Unknown ones are ignored, and so are answers to
+        an earlier boot.
         """
         self.now = now
         if isinstance(event, Answer) and event.asker != self.ref:
@@ -242,7 +242,7 @@ class PoolClient:
                 self._on_peer_lost(event.worker, now)
 
     def tick(self, now: float) -> float:
-        """Give up calls that are not answered, verify what arrived, report; return when to come
+        """Give up calls that are not answered, verify what arrived, and report. Return when to call
         again.
         """
         self.now = now
@@ -314,7 +314,7 @@ class PoolClient:
             request.done(event)
 
     def _on_refused(self, event: Refused, now: float) -> None:
-        """End the call whose message was not taken, with the reason that was given."""
+        """End the call whose message was refused, with the reason that was given."""
         self._membership.on_refused(event)
         error = Forbidden(event.reason)
         if event.message == "PinBlocks":
@@ -325,7 +325,7 @@ class PoolClient:
             request.done(error)
 
     def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
-        """Fail what the lost node had not answered yet, and call off running transfers."""
+        """Fail what the lost node had not answered yet, and cancel running transfers."""
         self._membership.on_peer_lost(worker)
         self._reader.on_peer_lost(worker, now)
         self._writer.on_peer_lost(worker, now)

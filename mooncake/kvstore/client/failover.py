@@ -1,9 +1,9 @@
-"""A client of all nodes of a pool, as a machine: it turns to its own node first, and to another one
-when that is lost, silent, or has not all of a run.
+"""A client of all nodes of a pool, as a machine. It uses its own node first, and another one when
+that is lost, does not answer, or lacks part of a run.
 
-Calls are coroutines that `FailoverClient.run` drives. What lies where is asked of a gateway, and of
-the nodes themselves while no gateway answers. Each call ends within `timeout_s`, all its attempts
-together, and what a transfer takes to be called off.
+Calls are coroutines that `FailoverClient.run` drives. It asks a gateway where blocks lie, or the
+nodes themselves while no gateway answers. Each call ends within `timeout_s` for all its attempts
+together, plus the time that a transfer takes to stop.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from mooncake.kvstore.client.nodes import GATEWAY_S, REFRESH_S, KnownNodes, Susp
 from mooncake.kvstore.client.replicate import replicate
 
 MAX_ATTEMPTS = 3
-"""Nodes that a call turns to in vain before it fails."""
+"""Nodes that a call tries in vain before it fails."""
 SILENT_NODE_S = 4.0
-"""A node that has not answered by then is left while there are others. It may bring blocks up from
-its disks first.
+"""If a node has not answered by then, another one is used, if there is one. The node may have to
+bring blocks up from its disks first.
 """
 
 T = TypeVar("T")
 
 
 class _Attempts:
-    """The nodes that one call has turned to, and those that it may turn to next."""
+    """The nodes that one call has tried, and those that it may try next."""
 
     def __init__(self, deadline_s: float, stores: list[WorkerRef]) -> None:
         self.deadline_s = deadline_s
         self.stores = stores
-        """Nodes to turn to, the first one first; those tried already are passed over."""
+        """Nodes to use, the first one first; those tried already are skipped."""
         self.tried: dict[str, MooncakeError | None] = {}
-        """Address -> why it failed; None: it has no more of the run."""
+        """Address -> why it failed; None: the node has no more of the run."""
         self.answered = False
         """True if some node has answered."""
         self.searched = False
         """True if gateways were asked since `stores` were all tried."""
 
     def next(self, now: float) -> Attempt | None:
-        """Return how to turn to the next node; None: there is none, or no time."""
+        """Return the attempt at the next node. None: there is no further node, or no time."""
         left = [ref for ref in self.stores if ref.address not in self.tried]
         if not left or self.are_over(now):
             return None
@@ -95,11 +95,11 @@ class FailoverClient:
         self._timeout_s = timeout_s
         self._nodes = KnownNodes(lambda: client.store)
         self._used = ""
-        """Address of the node that the last put or look went to."""
+        """Address of the node that the last put or look used."""
         self.broadcast = Broadcast(client, timeout_s)
         """Calls on all nodes."""
         self.num_moves = 0
-        """How often `put_from` and `exists` went to another node than the time before."""
+        """How often `put_from` and `exists` used another node than the time before."""
 
     @property
     def own_store(self) -> WorkerRef | None:
@@ -108,7 +108,7 @@ class FailoverClient:
 
     @property
     def nodes(self) -> list[str]:
-        """Addresses of the nodes that can be turned to, in that order."""
+        """Addresses of the nodes that calls use, in that order."""
         return [ref.address for ref in self._nodes.order()]
 
     def run(self, policy: Policy[T], done: Callable[[T | MooncakeError], None], now: float) -> None:
@@ -122,8 +122,8 @@ class FailoverClient:
     async def put_from(
         self, keys: Sequence[BlockKey], where: Where, tenant: str = ""
     ) -> list[BlockKey]:
-        """Write blocks, a run of one chain, which must not change meanwhile; return the keys of
-        those that were written. The others were there already, or there was no room.
+        """Write blocks, a run of one chain, which must not change meanwhile. Return the keys of
+        those that were written. The others were stored already, or there was no room.
         """
         places = self._client.places(keys, where)
         return await self._at_some_node(
@@ -131,8 +131,9 @@ class FailoverClient:
         )  # fmt: skip
 
     async def get_into(self, keys: Sequence[BlockKey], where: Where) -> int:
-        """Read a run of blocks to places whose content is lost even when less comes; return how
-        many leading blocks came. What one node does not give, others that hold it are asked for.
+        """Read a run of blocks into places, whose old content is lost even when fewer come. Return
+        how many leading blocks came. Blocks that one node does not give are read from others that
+        hold them.
         """
         places = self._client.places(keys, where)
         attempts = self._attempts()
@@ -157,8 +158,8 @@ class FailoverClient:
         return count
 
     async def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return in which tier blocks are at the node that puts go to now; holds nothing, and
-        promises nothing for later.
+        """Return in which tier blocks are at the node that puts go to now. It keeps no block, so
+        the answer may be outdated at once.
         """
         question = FindBlocks(asker=self._client.ref, ticket=0, keys=list(keys))
         found = await self._at_some_node(
@@ -168,8 +169,8 @@ class FailoverClient:
 
     async def match(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading blocks of a run the nodes hold together, as far as a gateway
-        knows; while none answers, what the node that puts go to says. Holds nothing, and promises
-        nothing for later.
+        knows. While no gateway answers, the node that puts go to is asked. It keeps no block, so
+        the answer may be outdated at once.
         """
         deadline_s, count = self._client.now + self._timeout_s, 0
         while count < len(keys):
@@ -184,18 +185,20 @@ class FailoverClient:
         return count
 
     async def stat(self) -> PoolState:
-        """Return how this client's own node is doing."""
+        """Return the figures of this client's own node."""
         return await self._ask_own(self._own_node())
 
     async def drain(self) -> PoolState:
-        """Have the own node take nothing more and save what is worth it; return how far it is."""
+        """Have the client's own node accept nothing more and save what is worth it; return its
+        progress.
+        """
         own = self._own_node()
         self._client.start_drain(own)
         return await self._ask_own(own)
 
     async def replicate(self, keys: Sequence[BlockKey], num_nodes: int, tenant: str = "") -> int:
-        """Have a run lie on so many nodes, as far as others of them take it; return on how many it
-        does.
+        """Copy a run until `num_nodes` nodes hold it, as far as other nodes accept it. Return how
+        many do.
         """
         deadline_s = self._client.now + self._timeout_s
         by_s = self._client.now + min(self._timeout_s / 4, GATEWAY_S)
@@ -219,7 +222,7 @@ class FailoverClient:
             self._nodes.find_own()
 
     def tick(self, now: float) -> float | None:
-        """Give up what takes too long, ask for the nodes there are; return when to come again."""
+        """Give up what takes too long, and ask which nodes exist. Return when to call again."""
         nodes = self._nodes
         if now >= nodes.refresh_s:
             nodes.refresh_s = now + (REFRESH_S if len(nodes) else GATEWAY_S)
@@ -233,7 +236,7 @@ class FailoverClient:
         return min(wakes)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a lost node would be turned to."""
+        """Raise AssertionError when a lost node would be used."""
         self._nodes.check_integrity()
         self._client.check_integrity()
 
@@ -258,11 +261,12 @@ class FailoverClient:
         return _Attempts(self._client.now + self._timeout_s, self._nodes.order())
 
     async def _next(self, attempts: _Attempts, keys: Sequence[BlockKey]) -> Attempt | None:
-        """Return how a call turns to the next node, for a run of blocks that it is to read or for
-        anything else; None: there is none left.
+        """Return a call's attempt at the next node, to read a run of blocks or for anything else.
+        None: no node is left.
 
         When all were tried, a gateway is asked for nodes that hold the next block. While none
-        answers, the call turns to nodes that are well, and before any node has answered it, to all.
+        answers, the call uses nodes that are not suspect; if no node has answered it yet, it uses
+        all.
         """
         now = self._client.now
         at = attempts.next(now)
@@ -284,7 +288,9 @@ class FailoverClient:
     async def _search(
         self, keys: Sequence[BlockKey], deadline_s: float
     ) -> ReplicasFound | MooncakeError:
-        """Ask gateways which nodes hold a run; one that has just been silent is not waited for."""
+        """Ask gateways which nodes hold a run. A gateway that did not answer a moment ago is not
+        waited for.
+        """
         if self._nodes.gateway_silent:
             return Unavailable("no gateway answers")
         now = self._client.now
@@ -296,13 +302,13 @@ class FailoverClient:
         return found
 
     async def _refresh(self) -> None:
-        """Ask gateways which nodes there are."""
+        """Ask gateways which nodes exist."""
         by_s = self._client.now + GATEWAY_S
         answer = await self._client.ask_gateways(self._find([]), by_s)
         self._nodes.learn(answer, self._client.now)
 
     async def _probe(self, suspect: Suspect) -> None:
-        """See whether a node answers again; no call waits for it."""
+        """Check whether a node answers again. No call waits for it."""
         at = Attempt(suspect.store, self._client.now + SILENT_NODE_S)
         question = FindBlocks(asker=self._client.ref, ticket=0, keys=[])
         answer = await self._client.request(at, question, BlocksFound)
@@ -318,7 +324,7 @@ class FailoverClient:
         return state
 
     def _own_node(self) -> WorkerRef:
-        """Return the own node, else the first there is."""
+        """Return the client's own node, otherwise the first node."""
         own = self._nodes.own or next(iter(self._nodes.order()), None)
         if own is None:
             raise Unavailable(

@@ -1,8 +1,8 @@
-"""Which pool nodes a client may turn to, and in which order: its own, the others, those that failed
-a moment ago.
+"""Knows which pool nodes a client may use, and in which order: its own, the others, then those that
+failed a moment ago.
 
-Pure state; it sends nothing. A gateway names the nodes, and while none answers, those of before
-count.
+Pure state; it sends nothing. A gateway names the nodes. While no gateway answers, the nodes named
+before are used.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.pool_messages import ReplicasFound
 
 SUSPECT_S = 5.0
-"""A node that failed comes after all others until it answers a question, which it is asked after so
-long, and again after twice as long.
+"""A node that failed is used after all others until it answers a question. The question is asked
+after this time, and each time again after twice as long.
 """
 MAX_SUSPECT_S = 60.0
 GATEWAY_S = 1.0
-"""A gateway that has not answered by then is done without."""
+"""If no gateway has answered by then, the call goes on without one."""
 REFRESH_S = 10.0
-"""How often gateways are asked for the nodes while nothing happens; without an answer every
-`GATEWAY_S`.
+"""Seconds between two questions to gateways for the nodes while nothing happens; without an answer
+it is `GATEWAY_S`.
 """
 DOUBT_S = 3.0
-"""A node that a gateway does not name is forgotten if it is not named then either: a gateway that
-was started again meets the nodes one after another.
+"""A node that a gateway does not name is forgotten if it is still not named after this time: a
+gateway that was restarted meets the nodes one after another.
 """
 MAX_FORGOTTEN = 256
-"""Lost nodes, and nodes that failed, that are remembered."""
+"""Number of lost nodes, and of nodes that failed, that are remembered."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Suspect:
 
     store: WorkerRef
     probe_s: float
-    """When it is asked whether it answers again."""
+    """When to ask whether it answers again."""
     pause_s: float = SUSPECT_S
 
     def postpone(self, now: float) -> None:
-        """Set the next probe, after twice the pause of before."""
+        """Set the next probe, after twice the last pause."""
         self.pause_s = min(2 * self.pause_s, MAX_SUSPECT_S)
         self.probe_s = now + self.pause_s
 
@@ -52,28 +52,30 @@ class KnownNodes:
     """The pool nodes that one client knows."""
 
     def __init__(self, told_own: Callable[[], WorkerRef | None]) -> None:
-        """`told_own` returns the own node as the client was told of it, once it was."""
+        """`told_own` returns the client's own node, once the client was told of it."""
         self._told_own = told_own
         self._known: dict[str, WorkerRef] = {}
-        """By id, in the order in which they are turned to."""
+        """Nodes by id, in the order in which they are used."""
         self._missing: set[str] = set()
         """Known nodes that gateways did not name last time."""
         self._own_id = ""
         self._lost: BoundedMap[str, None] = BoundedMap(MAX_FORGOTTEN)
         """Addresses of nodes that were lost."""
         self.suspects: BoundedMap[str, Suspect] = BoundedMap(MAX_FORGOTTEN)
-        """By address."""
+        """Suspects by address."""
         self.gateway_silent = False
         self.has_learnt = False
-        """True if a gateway has named the nodes, once."""
+        """True once a gateway has named the nodes."""
         self.refresh_s = float("-inf")
-        """When gateways are to be asked for the nodes."""
+        """When to ask gateways for the nodes again."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     def learn(self, answer: ReplicasFound | MooncakeError, now: float) -> None:
-        """Know the nodes that a gateway names in answer to the question for all."""
+        """Learn the nodes from a gateway's answer to the question for all. A known node that is not
+        named twice in a row is forgotten.
+        """
         self.gateway_silent = isinstance(answer, MooncakeError)
         if isinstance(answer, MooncakeError):
             self.refresh_s = min(self.refresh_s, now + GATEWAY_S)
@@ -99,14 +101,16 @@ class KnownNodes:
         self.find_own()
 
     def find_own(self) -> None:
-        """Remember the own node by its id, so that it is found again at another address."""
+        """Remember the client's own node by its id, so that it is found again at another
+        address.
+        """
         own = self._told_own()
         if own is not None:
             named = [ref.worker_id for ref in self._known.values() if ref.address == own.address]
             self._own_id = own.worker_id or (named or [self._own_id])[0]
 
     def forget(self, worker: WorkerRef, now: float) -> None:
-        """Turn to a lost node no more until a gateway names it again."""
+        """Do not use a lost node until a gateway names it again."""
         known = self._known.get(worker.worker_id)
         if known is not None and known.address == worker.address:
             if known.epoch != worker.epoch:
@@ -117,7 +121,7 @@ class KnownNodes:
         self.refresh_s = now
 
     def failed(self, store: WorkerRef, now: float) -> None:
-        """Turn to a node after all others until it answers again."""
+        """Use a node after all others until it answers again."""
         self.suspects.setdefault(store.address, Suspect(store, now + SUSPECT_S))
 
     def answered(self, store: WorkerRef) -> None:
@@ -126,11 +130,11 @@ class KnownNodes:
 
     @property
     def own(self) -> WorkerRef | None:
-        """The own node where it is now, once known."""
+        """The client's own node at its current address, once known."""
         return self._known.get(self._own_id) or self._told_own()
 
     def order(self) -> list[WorkerRef]:
-        """Return the nodes to turn to, the first one first."""
+        """Return the nodes in the order in which to use them."""
         stores = [ref for ref in (self.own, *self._known.values()) if ref is not None]
         unique = {ref.address: ref for ref in stores if ref.address not in self._lost}
         return sorted(unique.values(), key=self.is_suspect)
@@ -145,5 +149,5 @@ class KnownNodes:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a lost node would be turned to."""
+        """Raise AssertionError when a lost node would be used."""
         assert not any(ref.address in self._lost for ref in self._known.values())

@@ -1,5 +1,5 @@
-"""Has a run lie on so many nodes: nodes are asked which of them hold all of it, then as many of the
-others as are wanted still pull it from those, and one more for each that could not.
+"""Copies a run until a given number of nodes hold it. It asks the nodes which of them hold all of
+it. Then as many others as are missing pull it from those, and one more for each that could not.
 
 A policy above `PoolClient`. Bytes go from node to node.
 """
@@ -15,7 +15,9 @@ from mooncake.kvstore.client.calls import Attempt, together
 from mooncake.kvstore.client.client import PoolClient
 
 LOOK_SHARE = 0.25
-"""Share of the time that nodes have to say whether they hold the run; a silent one is left out."""
+"""Share of the time in which nodes have to say whether they hold the run. A node that does not
+answer is left out.
+"""
 
 
 async def replicate(
@@ -26,7 +28,7 @@ async def replicate(
     tenant: str,
     deadline_s: float,
 ) -> int:
-    """Return on how many of these nodes the run `keys` lies whole by `deadline_s`."""
+    """Return how many of these nodes hold all of the run `keys` by `deadline_s`."""
     by_s = client.now + (deadline_s - client.now) * LOOK_SHARE
     look = FindBlocks(asker=client.ref, ticket=0, keys=list(keys))
     found = await together(

@@ -1,8 +1,9 @@
-"""Values of any size stored by name, as blocks: the keys and the content of their blocks.
+"""Stores values of any size by name, as blocks: this module makes the keys and the content of their
+blocks.
 
-The key of a block of a value is made of the value's content, so that blocks of two values never
-mix. One more block, the head, has a key made of the value's name and is written last. Of two values
-of one name, the one whose head was written first is stored.
+A block's key is derived from the content of its value, so that blocks of two values never mix. One
+more block, the head, has a key derived from the value's name and is written last. If two values
+have the same name, the one whose head was written first is stored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ValueHead:
 
     @classmethod
     def unpack(cls, block: bytes) -> ValueHead | None:
-        """Return the head in a block; None when the block is no head."""
+        """Return the head in a block; None when the block holds no head."""
         magic, num_bytes, digest = _HEAD.unpack_from(block)
         return cls(num_bytes, digest) if magic == _MAGIC else None
 
@@ -46,7 +47,7 @@ class ValueHead:
         return len(data) == self.num_bytes and xxhash.xxh3_128_digest(data) == self.digest
 
     def keys(self, layout: KvLayout, tenant: str) -> list[BlockKey]:
-        """Return the keys of the blocks that hold the value, first one first."""
+        """Return the keys of the blocks that hold the value, in order."""
         count = -(-self.num_bytes // layout.block_bytes)
         root = chain_root(layout.fingerprint, tenant, f"value {self.digest.hex()}")
         return [_of_tenant(key, tenant) for key in extend_chain(root, range(count), 1)]
@@ -58,7 +59,7 @@ def head_key(layout: KvLayout, name: str, tenant: str) -> BlockKey:
 
 
 def _of_tenant(key: BlockKey, tenant: str) -> BlockKey:
-    """Return the key that a client of the tenant may name, too."""
+    """Return the key under which clients of the tenant may name it too."""
     return tenant_key(key, tenant) if tenant else key
 
 

@@ -1,7 +1,7 @@
 """Sets of holders by number, so that a block's holders cost it four bytes in an array.
 
-Pure; owned by the index. A set is a mask, one bit for each holder. Equal sets have one number
-(most of the time: see `strip_some`), which is given to another set once no key has it.
+Pure; owned by the index. A set is a mask with one bit for each holder. Equal sets share one number
+(most of the time: see `strip_some`). A number is reused once no key has it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from mooncake.kvstore.index.key_buckets import Numbers
 
 
 class HolderSets:
-    """Masks and the number of each; 0 is the empty set of keys that are not known."""
+    """Masks and their numbers; 0 is the empty set of unknown keys."""
 
     def __init__(self) -> None:
         self.masks: list[int] = [0]
-        """By number."""
+        """Masks by number."""
         self._numbers: dict[int, int] = {}
         self._counts: list[int] = [0]
-        """By number: keys that have it."""
+        """Number of keys that have each number."""
         self._free: list[int] = []
         self._num_idle = 0
         self._lost = 0
-        """Holders that are being taken out of all sets."""
+        """Holders that are being removed from all sets."""
         self._next = 1
 
     @property
@@ -38,7 +38,7 @@ class HolderSets:
         self, numbers: Numbers, changes: Numbers, meaning: Sequence[tuple[int, int]]
     ) -> Numbers:
         """Add and remove holders of keys with these numbers. `changes` has the number of each key's
-        change, `meaning` (holders that came, holders that went) by that number. Return the new
+        change, and `meaning` maps it to (holders that came, holders that went). Return the new
         numbers of the keys.
         """
         if not len(numbers):
@@ -63,11 +63,11 @@ class HolderSets:
         return self.change(numbers, np.zeros_like(numbers), [(0, 0)])
 
     def begin_strip(self, holders: int) -> None:
-        """Begin to take lost holders out of all sets with `strip_some`; no set gets them again."""
+        """Begin to remove lost holders from all sets with `strip_some`. No set gets them again."""
         self._lost, self._next = holders, 1
 
     def strip_some(self, count: int) -> bool:
-        """Take lost holders out of `count` more sets; return True after the last set. Sets that
+        """Remove lost holders from `count` more sets; return True after the last set. Sets that
         become equal keep their numbers.
         """
         stop = min(self._next + count, len(self.masks))
@@ -88,7 +88,9 @@ class HolderSets:
         return True
 
     def check_integrity(self, numbers: Counter[int]) -> None:
-        """Raise AssertionError unless the keys have these numbers, each so many."""
+        """Raise AssertionError unless the keys have these numbers, and each number has this many
+        keys.
+        """
         assert {n: count for n, count in enumerate(self._counts) if count} == numbers
         free = set(self._free)
         idle = 0

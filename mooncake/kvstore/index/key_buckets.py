@@ -1,9 +1,9 @@
 """A table of fixed size from block keys to numbers: two buckets for each key, three slots a bucket.
 
 Pure; owned by its `KeyTable`. A bucket is one line of the CPU's cache. Keys are hashes, so their
-first bits say where their home is; the other bucket is near it, in the same group, and is looked at
-only where a key of that home had to go there (cuckoo hashing: where both are full, a key makes
-another one go to its other bucket).
+first bits say which bucket is their home. The other bucket is near it, in the same group. It is
+read only if a key of that home had to go there. This is cuckoo hashing: if both buckets are full, a
+key moves another one to its other bucket.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 from mooncake.base import BlockKey
 
 Words = NDArray[np.uint64]
-"""Keys: [keys, 2], the first and the last eight bytes of each."""
+"""Keys as an array [keys, 2]: the first and the last eight bytes of each."""
 Numbers = NDArray[np.uint32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 SLOTS = 3
-"""Of a bucket: 3 first halves, 3 second halves, 3 numbers (0: the slot is free), and whether a key
-with this home is in its other bucket, or was once.
+"""Layout of a bucket: 3 first halves, 3 second halves, 3 numbers (0: the slot is free), and whether
+a key with this home is in its other bucket, or was once.
 """
 ROW_WORDS = 8
 ROW_NUMBERS = 2 * ROW_WORDS
 FIRST_NUMBER = 4 * SLOTS
 LEFT = ROW_NUMBERS - 1
 GROUP_BITS = 9
-"""Buckets with the same bits but for these are a group: no key leaves it."""
+"""Buckets that differ only in these bits form a group: no key leaves it."""
 MAX_TURNS = 50
-"""Rounds of keys making others go before those that are left are given back."""
+"""Rounds in which keys displace others, before the remaining ones are given back."""
 
 
 class Buckets:
@@ -50,7 +50,7 @@ class Buckets:
         self._words = raw[skip : skip + size + ROW_WORDS]
         self._numbers = self._words.view(np.uint32)
         self._rows = self._words.reshape(-1, ROW_WORDS)
-        """One more than there are buckets: so the place -1 has the number 0."""
+        """One row more than there are buckets, so that the place -1 has the number 0."""
         self._shift = np.uint64(64 - bits)
         self._in_group = np.uint64((1 << min(GROUP_BITS, bits)) - 1)
 
@@ -67,8 +67,8 @@ class Buckets:
         return bucket << (64 - self.bits)
 
     def find(self, words: Words) -> Ints:
-        """Return the place of each key's number, -1 where there is none; good until keys are put
-        in or taken out.
+        """Return the place of each key's number, -1 if there is none. Places are valid until keys
+        are added or removed.
         """
         buckets = self._home(words[:, 0])
         places, left = self._find_in(buckets, words)
@@ -79,7 +79,7 @@ class Buckets:
         return places
 
     def get_one(self, key: BlockKey) -> int:
-        """Return the number of a key, 0 where there is none."""
+        """Return the number of a key, 0 if it is not here."""
         low, high = unpack("=QQ", key)
         bucket = low >> 64 - self.bits
         number, left = self._get_in(bucket, low, high)
@@ -101,12 +101,12 @@ class Buckets:
         return self._numbers.take(places)
 
     def write(self, places: Ints, numbers: Numbers) -> None:
-        """Give the keys at these places other numbers; 0 takes a key out."""
+        """Give the keys at these places other numbers; 0 removes a key."""
         self._numbers[places] = numbers
         self.count -= len(numbers) - int(np.count_nonzero(numbers))
 
     def insert(self, words: Words, numbers: Numbers) -> tuple[Words, Numbers]:
-        """Put in keys that differ and are not here, where there is room. Return those left over."""
+        """Add keys that differ and are not here, if there is room. Return those left over."""
         kept = words[:0], numbers[:0]
         while len(words):
             low, high = words[:, 0], words[:, 1]
@@ -133,12 +133,11 @@ class Buckets:
     def take_over(
         self, old: Buckets, start: int, stop: int, renew: Callable[[Numbers], Numbers]
     ) -> tuple[Words, Numbers]:
-        """Take the keys of the buckets [start, stop) of a table of the same size or half of it;
-        `renew` makes their new numbers. Nothing may be in their groups here. Return those left
-        over.
+        """Take the keys of the buckets [start, stop) from a table of the same size or half of it.
+        `renew` makes their new numbers. Their groups here must be empty. Return the keys left over.
 
-        Keys at home keep their slots: of a bucket of old they go to one or two here, by their next
-        bit. The others are put in like new ones.
+        Keys at home keep their slots: the keys of an old bucket go to one or two buckets here, by
+        their next bit. The others are added like new ones.
         """
         rows = old._rows[start:stop]
         numbers = rows.view(np.uint32)[:, FIRST_NUMBER:LEFT]
@@ -161,8 +160,8 @@ class Buckets:
         return self.insert(words, rest)
 
     def make_room(self, words: Words, numbers: Numbers) -> tuple[Words, Numbers]:
-        """Put in keys that differ and are not here; where both buckets are full, others must go.
-        Return those for which no room was found: not always some of the new ones.
+        """Add keys that differ and are not here. If both buckets are full, other keys must leave.
+        Return the keys for which no room was found; these are not always new ones.
         """
         buckets = self._home(words[:, 0])
         for turn in range(MAX_TURNS):
@@ -185,8 +184,8 @@ class Buckets:
         return words, numbers
 
     def _claim(self, buckets: Ints, slots: Ints, numbers: Numbers) -> tuple[Bools, Numbers]:
-        """Write numbers to slots; of several that want one slot one gets it. Return which did, and
-        all the numbers from before.
+        """Write numbers to slots. If several want one slot, one of them gets it. Return which did,
+        and all the previous numbers.
         """
         places = buckets * ROW_NUMBERS + (FIRST_NUMBER + slots)
         before = self._numbers.take(places)
@@ -227,8 +226,8 @@ class Buckets:
         return buckets ^ (high & self._in_group | np.uint64(1)).astype(np.int64)
 
     def _find_in(self, buckets: Ints, words: Words) -> tuple[Ints, Bools]:
-        """Return the places of the numbers of keys in these buckets, -1 for keys that are not, and
-        whether keys have left the bucket.
+        """Return the places of the numbers of keys in these buckets, -1 for keys that are not
+        there, and whether keys have left the bucket.
         """
         rows = self._rows.take(buckets, axis=0)
         numbers = rows.view(np.uint32)
@@ -242,7 +241,7 @@ class Buckets:
         return places, numbers[:, LEFT] != 0
 
     def _free_slot(self, buckets: Ints) -> Ints:
-        """Return a free slot of each bucket, -1 where there is none."""
+        """Return a free slot of each bucket, -1 if it is full."""
         numbers = self._rows.take(buckets, axis=0).view(np.uint32)
         slots = np.full(len(buckets), -1)
         for slot in reversed(range(SLOTS)):

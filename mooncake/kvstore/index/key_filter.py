@@ -1,4 +1,6 @@
-"""A filter over a few thousand keys, by their first bits: which of many keys may be among them."""
+"""A filter over a few thousand keys, by their first bits. It tells which of many keys may be among
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ FILTER_BITS = 18
 
 
 class KeyFilter:
-    """Passes every key added, and about one in a hundred others."""
+    """Passes every key that was added, and about one in a hundred others."""
 
     def __init__(self) -> None:
         self._seen = np.zeros(1 << FILTER_BITS, np.bool_)

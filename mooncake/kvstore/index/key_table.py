@@ -1,8 +1,8 @@
-"""Block keys and a number for each, in arrays: the keys of a whole prompt are looked up at once.
+"""Maps block keys to numbers, in arrays: the keys of a whole prompt are looked up at once.
 
-Pure; owned by the index. A look-up in a dict of ten million keys waits for memory four times,
-one after another; here the waits of thousands of keys overlap, and a key costs half the memory.
-Whole keys are compared: a number that belongs to another key cannot be found.
+Pure; owned by the index. A look-up in a dict of ten million keys waits for memory four times, one
+after another. Here the waits of thousands of keys overlap, and a key costs half the memory. Whole
+keys are compared, so a look-up never returns another key's number.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mooncake.kvstore.index.key_filter import KeyFilter
 
 FIRST_BITS = 8
 MAX_LOAD = 0.5
-"""Share of the slots taken at which a table is moved over to another: beyond it, finding room for a
-key takes longer and longer.
+"""Share of used slots at which the keys move to another table. Beyond it, finding room for a key
+takes longer and longer.
 """
 GOOD_LOAD = 0.35
-"""Share of the slots of the other table that are taken at most after the move."""
+"""Largest share of used slots in the other table after the move."""
 MAX_HOMELESS = 512
 """Keys without a place in the table that may wait for one."""
 MOST_AT_ONCE = 4096
-"""Keys changed in one go: as many as caches hold, and never so many that a table overflows."""
+"""Keys changed at a time: as many as caches hold, and never so many that a table overflows."""
 MOVED_GROUPS = 4, 16
-"""Moved over before keys are changed, few or as many as can be: the latter are emptied twice as
-fast as the other table fills up.
+"""Groups that are moved before keys are changed: few, or as many as possible. The latter empties
+the old table twice as fast as the new one fills.
 """
 
 Change = Callable[[Ints, Numbers], Numbers]
@@ -40,21 +40,21 @@ Change = Callable[[Ints, Numbers], Numbers]
 
 
 class Owner(Protocol):
-    """Knows the meaning of the numbers."""
+    """Knows what the numbers mean."""
 
     @property
     def num_idle(self) -> int:
         """Keys that `renew` would forget."""
 
     def renew(self, numbers: Numbers) -> Numbers:
-        """Return the new numbers of keys that are moved over; 0: forget them."""
+        """Return the new numbers of keys that are moved to another table; 0: forget the key."""
 
 
 def words_of(keys: Sequence[BlockKey]) -> Words:
     """Return keys as an array of [keys, 2] words.
 
     Raises:
-        ValueError: they do not have `KEY_BYTES` bytes each.
+        ValueError: a key does not have `KEY_BYTES` bytes.
     """
     packed = keys.packed if isinstance(keys, KeyChain) else b"".join(keys)
     if len(packed) != KEY_BYTES * len(keys):
@@ -65,24 +65,25 @@ def words_of(keys: Sequence[BlockKey]) -> Words:
 class KeyTable:
     """Keys -> numbers above 0.
 
-    Grows by moving over to a larger table group by group with each `update`, so that none takes
-    long. A key is in the old table until its group has been moved, in the new one from then on.
+    It grows by moving its keys to a larger table, some groups with each `update`, so that no update
+    takes long. A key is in the old table until its group has been moved, and in the new one from
+    then on.
     """
 
     def __init__(self, owner: Owner, first_bits: int = FIRST_BITS) -> None:
-        """Begins with 2^`first_bits` buckets."""
+        """Begin with 2^`first_bits` buckets."""
         self._owner = owner
         self._table = Buckets(first_bits)
         self._old: Buckets | None = None
-        """What is being moved over to `_table`, first buckets first."""
+        """The table whose keys are being moved to `_table`, first buckets first."""
         self._num_moved = 0
-        """Of its buckets."""
+        """Number of its buckets that have been moved."""
         self._homeless: dict[BlockKey, int] = {}
-        """Keys whose buckets are full, until there are enough of them to make room for all at once.
-        Keys that are no hashes may stay here for ever, so they do not break the table.
+        """Keys whose buckets are full, until there are enough to make room for all of them at once.
+        Keys that are not hashes may stay here for ever, so that they do not break the table.
         """
         self._filter = KeyFilter()
-        """Of the homeless."""
+        """A filter over the homeless keys."""
         self._max_homeless = MAX_HOMELESS
 
     def __len__(self) -> int:
@@ -90,7 +91,7 @@ class KeyTable:
         return self._table.count + old + len(self._homeless)
 
     def get(self, words: Words) -> Numbers:
-        """Return the number of each key, 0 where there is none."""
+        """Return the number of each key, 0 if there is none."""
         if self._old is None:
             return self._read(self._table, words, self._table.find(words))
         found = np.zeros(len(words), np.uint32)
@@ -100,7 +101,7 @@ class KeyTable:
         return found
 
     def get_one(self, key: BlockKey) -> int:
-        """Return the number of a key, 0 where there is none: quicker than `get` for one."""
+        """Return the number of a key, 0 if there is none. For one key this is faster than `get`."""
         table = self._table
         if self._old is not None:
             first = int.from_bytes(key[: KEY_BYTES // 2], byteorder)
@@ -109,7 +110,7 @@ class KeyTable:
         return table.get_one(key) or self._homeless.get(key, 0)
 
     def update(self, words: Words, change: Change) -> None:
-        """Give keys, which must differ, the numbers that `change` makes of those they have."""
+        """Give keys, which must differ, the numbers that `change` makes from their current ones."""
         start = 0
         while start < len(words):
             few, many = MOVED_GROUPS
@@ -174,7 +175,9 @@ class KeyTable:
     # ------------------------------------------------------------ growth
 
     def _begin_move(self) -> None:
-        """Move over to a table with room, of the same size if no worker holds many of the keys."""
+        """Begin to move to a table with room. It has the same size if no worker holds many of the
+        keys.
+        """
         bits = self._table.bits
         if len(self) - self._owner.num_idle > GOOD_LOAD * self._table.num_slots:
             bits += 1
@@ -201,7 +204,7 @@ class KeyTable:
         yield from self._homeless.items()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a key is there twice, or where it would not be found."""
+        """Raise AssertionError when a key is stored twice, or where it would not be found."""
         keys: dict[BlockKey, int] = {}
         for key, number in self.items():
             assert key not in keys, "a key is there twice"

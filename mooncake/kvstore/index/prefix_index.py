@@ -1,5 +1,5 @@
-"""Which worker holds which block, and the longest prefix of a prompt that each holds: key ->
-replicas, fed by numbered `BlockEvents`.
+"""Knows which worker holds which block, and the longest prefix of a prompt that each holds. It maps
+keys to replicas and is fed by numbered `BlockEvents`.
 
 Pure; owned by the Conductor. It is a hint: each worker stays the authority on its own blocks. It
 sends no messages and holds no policy.
@@ -23,11 +23,11 @@ from mooncake.kvstore.index.recent_changes import RecentChanges
 from mooncake.kvstore.index.removed_keys import RemovedKeys
 
 MOST_RECENT = 4_096
-"""Keys (or kinds of changes) that may wait to be entered into the table, which takes about a
-millisecond for so many.
+"""Keys (or kinds of changes) that may wait to be entered into the table. Entering them takes about
+a millisecond.
 """
 MANY_CHANGED = 256
-"""Changed keys among those looked up from which on it is quicker to enter all changes first."""
+"""If more changed keys than this are looked up, it is faster to enter all changes first."""
 
 SWEEP_SETS = 2_048
 """Sets of holders that one `apply` clears of lost workers, in about a millisecond."""
@@ -58,8 +58,8 @@ class _Stream:
 class PrefixIndex:
     """The holders of every key as one bitmask a key; bit `slot` stands for one tier of one worker.
 
-    Losing a worker costs O(1): its bit counts no more from that moment, and each later `apply`
-    takes it out of some sets of holders. A slot is used again only after that.
+    Losing a worker costs O(1): its bit is ignored from that moment, and each later `apply` removes
+    it from some sets of holders. A slot is reused only after that.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class PrefixIndex:
         self._dead = 0
         self._sweeping = 0
         self.generation = 0
-        """Changes whenever slots change hands: what was derived from slots is stale then."""
+        """Changes whenever slots get other owners. What was derived from slots is then outdated."""
         self._folded: dict[int, int] = {}
         """Masks of all tiers -> with those of a worker in one bit."""
         self._folded_for = -1
@@ -83,7 +83,9 @@ class PrefixIndex:
     # ------------------------------------------------------------------ workers
 
     def add_worker(self, worker: WorkerRef, tier: Tier) -> None:
-        """Add a worker that holds nothing yet; forget another epoch of it. Repeats do nothing."""
+        """Add a worker that holds nothing yet. Another epoch of it is forgotten. Repeats do
+        nothing.
+        """
         tiers = self._streams.get(worker.worker_id)
         if tiers and next(iter(tiers.values())).worker.epoch != worker.epoch:
             self.remove_worker(worker.worker_id)
@@ -107,7 +109,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------ events
 
     def apply(self, events: BlockEvents) -> bool:
-        """Take in what a worker reports; return False when events before it were missed.
+        """Apply what a worker reports. Return False when events before it were missed.
 
         A gap is reported once; what did arrive is applied all the same, since a hint is better
         than none. Events of an unknown worker, of another epoch, or seen before are ignored. A key
@@ -139,7 +141,9 @@ class PrefixIndex:
         return whole
 
     def expect(self, worker: WorkerRef, numbers: Mapping[Tier, int]) -> None:
-        """Take in how many events a worker has sent of each tier: missing ones were lost."""
+        """Record how many events a worker has sent for each tier. Events that are missing were
+        lost.
+        """
         tiers = self._streams.get(worker.worker_id)
         if not tiers or next(iter(tiers.values())).worker.epoch != worker.epoch:
             return
@@ -179,7 +183,7 @@ class PrefixIndex:
         self.generation += 1
 
     def _sweep_some(self) -> None:
-        """Clear bits of lost workers out of some more sets, if there are any."""
+        """Clear bits of lost workers from some more sets, if there are any."""
         if not self._dead:
             return
         if not self._sweeping:
@@ -196,13 +200,15 @@ class PrefixIndex:
 
     @property
     def num_keys(self) -> int:
-        """Keys known; those of workers lost a moment ago are included until they are swept."""
+        """Number of known keys. Keys of workers lost a moment ago are included until they are
+        swept.
+        """
         self._enter()
         return len(self._table) - self._sets.num_idle
 
     @property
     def num_slots(self) -> int:
-        """Slots made so far: masks have at most so many bits."""
+        """Number of slots made so far: masks have at most this many bits."""
         return len(self._slots)
 
     def mask(self, key: BlockKey) -> int:
@@ -242,19 +248,21 @@ class PrefixIndex:
         }
 
     def prefix_match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """Return which workers hold which stretch of a chain; good until the next block event."""
+        """Return which workers hold which stretch of a chain. It is valid until the next block
+        event.
+        """
         return PrefixMatch(self, keys)
 
     def removed_end(self, keys: Sequence[BlockKey], first: int) -> int:
-        """Return where the keys of a chain, from the one with the number `first` on, end with one
-        that some worker removed lately; `first` if none of the first few was removed. Workers may
-        hold them still.
+        """Return where a stretch of recently removed keys ends that begins at the key with the
+        number `first`. Return `first` if none of the first few was removed. Workers may still hold
+        such keys.
         """
         return self._removed.end(keys, first)
 
     def live_runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
-        """Return (stop, workers) for runs of `keys` that the same workers hold, one bit each; 0 for
-        blocks that no worker holds.
+        """Return (stop, workers) for runs of `keys` that the same workers hold, with one bit for
+        each worker; 0 for blocks that no worker holds.
         """
         num_used = len(self._slots) - len(self._free_slots) - self._dead.bit_count()
         if num_used > len(self._streams):  # some worker reports several tiers
@@ -263,7 +271,7 @@ class PrefixIndex:
         return [(stop, mask & live) for stop, mask in self.runs(keys)]
 
     def slot_of(self, worker_id: str) -> int | None:
-        """Return the slot that stands for a worker: that of its first tier; None if unknown."""
+        """Return the slot that stands for a worker: the slot of its first tier; None if unknown."""
         tiers = self._streams.get(worker_id)
         return next(iter(tiers.values())).slot if tiers else None
 
@@ -275,7 +283,7 @@ class PrefixIndex:
         return stream.worker
 
     def replicas(self, key: BlockKey) -> list[Replica]:
-        """Return all copies of `key` held by workers known now, in slot order."""
+        """Return all copies of `key` that known workers hold, in slot order."""
         found = (self._slots[slot] for slot in slots_of(self.mask(key) & self._live))
         return [Replica(stream.worker, stream.tier) for stream in found if stream is not None]
 
@@ -289,7 +297,9 @@ class PrefixIndex:
         return {key for key, number in self._table.items() if self._sets.masks[number] & bit}
 
     def _primary_slot(self, slot: int) -> int:
-        """Return the slot that stands for the worker of a live `slot`: that of its first tier."""
+        """Return the slot that stands for the worker of a live `slot`: the slot of its first
+        tier.
+        """
         stream = self._slots[slot]
         if stream is None:
             raise KeyError(slot)

@@ -1,7 +1,7 @@
-"""Which workers hold which stretch of one chain, found by looking up all its keys at once.
+"""Tells which workers hold which stretch of one chain. All its keys are looked up at once.
 
-`PrefixIndex.prefix_match` makes one for each placement; it is true only until the next block event.
-Masks here hold live workers only, with all tiers of a worker in one bit.
+`PrefixIndex.prefix_match` makes one for each placement; it is valid only until the next block
+event. Masks here hold live workers only, with all tiers of a worker in one bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from mooncake.base import BlockKey
 
 LOOK_FIRST = 128
-"""Keys looked up before the rest: of most new prompts no worker has even these."""
+"""Keys looked up before the rest. For most new prompts no worker has even these."""
 
 
 class Masks(Protocol):
@@ -26,7 +26,7 @@ class Masks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of blocks that all have a holder, cut where the holders change."""
+    """A run of blocks that each have a holder, cut where the holders change."""
 
     origin: int
     stops: tuple[int, ...]
@@ -45,18 +45,18 @@ class Region:
 
 
 class PrefixMatch:
-    """The holders of a chain, which are looked up as far as they are asked for."""
+    """The holders of a chain, which are looked up as far as they are needed."""
 
     def __init__(self, masks: Masks, keys: Sequence[BlockKey]) -> None:
         self._source = masks
         self._keys = keys
         self._stops: list[int] = []
         self._masks: list[int] = []
-        """The holders of the keys up to each stop, of those that were looked up."""
+        """The holders of the keys up to each stop, as far as they were looked up."""
         self._regions: list[Region] = []
 
     def region(self, first: int) -> Region:
-        """Return the region with block `first`; an empty one where no worker holds it."""
+        """Return the region with block `first`; an empty one if no worker holds it."""
         for region in self._regions:
             if region.origin <= first < region.end or first == region.origin:
                 return region
@@ -88,7 +88,9 @@ class PrefixMatch:
         yield from reversed(ended)
 
     def run_of(self, first: int, bits: int) -> int:
-        """Return where the run from `first` of the workers in `bits`, taken as one, ends."""
+        """Return where the run ends that begins at `first` and that the workers in `bits` hold
+        together.
+        """
         region = self.region(first)
         stop = first
         if region.stops:
@@ -99,8 +101,8 @@ class PrefixMatch:
         return stop
 
     def holders(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield (stop, workers) for runs of keys that the same workers hold, up to the one with the
-        key number `count`; 0 for blocks that no worker holds.
+        """Yield (stop, workers) for runs of keys that the same workers hold, up to the key with the
+        number `count`; 0 for blocks that no worker holds.
         """
         self._look_up(count)
         for stop, mask in zip(self._stops, self._masks, strict=True):

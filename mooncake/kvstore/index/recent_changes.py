@@ -1,8 +1,8 @@
-"""The latest reports of workers: changes wait here until there are enough to enter them into the
-table of all keys at once.
+"""Keeps the latest reports of workers. Changes wait here until there are enough to enter them into
+the table of all keys at once.
 
-Pure; owned by the index. A change is a pair of masks, the holders that came and those that
-went; equal changes have one number.
+Pure; owned by the index. A change is a pair of masks: the holders that came and those that went.
+Equal changes share one number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_UNFILTERED = 8_192
 
 
 class RecentChanges:
-    """Block keys and the number of the change of each; 0 is no change."""
+    """Block keys and the number of the change of each; 0 means no change."""
 
     def __init__(self) -> None:
         self.changes: list[tuple[int, int]] = [(0, 0)]
@@ -35,7 +35,7 @@ class RecentChanges:
 
     @property
     def size(self) -> int:
-        """Keys that changed, or kinds of changes, whichever are more."""
+        """Number of keys that changed, or of kinds of changes, whichever is larger."""
         return max(len(self._of_keys), len(self.changes) - 1)
 
     def add(self, keys: Sequence[BlockKey], came: int, went: int) -> None:
@@ -90,7 +90,7 @@ class RecentChanges:
             self._unfiltered = []
 
     def _after(self, number: int, came: int, went: int) -> int:
-        """Return the number of one change and then another."""
+        """Return the number of the change that combines two changes, one after the other."""
         more, less = self.changes[number]
         return self._number(more & ~went | came, less & ~came | went)
 

@@ -1,5 +1,5 @@
-"""Block keys that were removed lately, in memory of a fixed size: it tells a block that is gone
-from one that never was.
+"""Remembers block keys that were removed lately, in memory of a fixed size. It tells a block that
+is gone from one that never existed.
 
 Pure; owned by the index. Each key has one place; a later key with the same place displaces it.
 """
@@ -25,8 +25,8 @@ _QUARTERS = struct.Struct("=4I")
 
 
 class RemovedKeys:
-    """A quarter of each key, at the place that another quarter names. A key that was not removed is
-    found by a chance of 1 in 2^31.
+    """Stores a quarter of each key, at the place that another quarter names. The chance that a key
+    which was not removed is found is 1 in 2^31.
     """
 
     def __init__(self, place_bits: int = PLACE_BITS) -> None:
@@ -41,9 +41,9 @@ class RemovedKeys:
             self._marks[places] = marks
 
     def end(self, keys: Sequence[BlockKey], first: int = 0) -> int:
-        """Return where the keys of a chain, from the one with the number `first` on, end with one
-        that is remembered; `first` if none of the first few is: chains lose their tails first, and
-        most prompts are new.
+        """Return where a stretch of remembered keys ends that begins at the key with the number
+        `first` of a chain. Return `first` if none of the first few is remembered: chains lose their
+        tails first, and most prompts are new.
         """
         if not any(map(self._has, keys[first : first + LOOK_FIRST])):
             return first
@@ -51,12 +51,14 @@ class RemovedKeys:
         return len(keys) - int((self._marks.take(places) == marks)[::-1].argmax())
 
     def _has(self, key: BlockKey) -> bool:
-        """Return whether one key is remembered: quicker than arrays of a few."""
+        """Return whether one key is remembered. This is faster than arrays of a few keys."""
         mark, _, place, _ = _QUARTERS.unpack(key)
         return bool(self._view[place & self._last] == mark | 1)
 
     def _parts(self, keys: Sequence[BlockKey]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Return the place of each key, and what is kept there: never 0, an empty place."""
+        """Return the place of each key, and the value kept there, which is never 0 (an empty
+        place).
+        """
         quarters = words_of(keys).view(np.uint32)
         return (quarters[:, 2] & np.uint32(self._last)).astype(np.int64), quarters[
             :, 0

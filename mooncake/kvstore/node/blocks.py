@@ -1,5 +1,5 @@
-"""The blocks of one node in all their tiers, and what concerns all of these at once: a use, a loss,
-a report to the gateways. Pure; owned by the node.
+"""The blocks of one node in all their tiers, and what concerns all tiers at once: a use, a loss, a
+report to the gateways. Pure; owned by the node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mooncake.transfer.engine import Pieces, Region, Transfer
 
 @dataclass(frozen=True, slots=True)
 class NodePorts:
-    """What the parts of one node work with."""
+    """The ports that the parts of one node use."""
 
     config: KvStoreConfig
     layout: KvLayout
@@ -38,7 +38,7 @@ class NodePorts:
     """The arena: the memory of the DRAM tier."""
     membership: Membership
     counters: Counter[str]
-    """By the names of `COUNTERS`."""
+    """Counters by the names of `COUNTERS`."""
 
     @property
     def worker(self) -> WorkerRef:
@@ -49,7 +49,7 @@ class NodeBlocks:
     """The tiers of one node, and all that moves blocks between them and to other nodes."""
 
     def __init__(self, ports: NodePorts, dram: DramTier, disks: Disks, peers: Peers) -> None:
-        """Starts to scan the disks."""
+        """Start to scan the disks."""
         config, counters = ports.config, ports.counters
         self._ports = ports
         self._membership = ports.membership
@@ -79,7 +79,9 @@ class NodeBlocks:
         """Blocks lent to the pool clients of each credential, by its key."""
 
     def places(self, keys: list[BlockKey], grant: int = 0) -> BlockPlaces:
-        """Return where blocks lie in the arena that DRAM knows; with a grant, to be written."""
+        """Return the places of blocks that DRAM knows, in the arena. With a grant, they may be
+        written.
+        """
         segment, region_id = self._ports.transfer.segment, self._ports.region.region_id
         return packed_places(self._ports.layout, segment, region_id, self.dram.offsets(keys), grant)
 
@@ -89,7 +91,7 @@ class NodeBlocks:
         return self._max_lent - self._num_lent[client] if client else self.dram.num_blocks
 
     def lend(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
-        """Let a peer touch blocks that it has been granted or has pinned. Workers need no loan."""
+        """Let a peer touch blocks that it was granted or has pinned. Workers need no loan."""
         borrower = client_key(peer)
         if borrower and keys:
             ports = self._ports
@@ -97,7 +99,7 @@ class NodeBlocks:
             ports.transfer.lend(borrower, ports.region, self._pieces(keys), write=write)
 
     def take_back(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
-        """End such a loan, before the memory of the blocks may be used for others."""
+        """End such a loan. Call it before the memory of the blocks is used for others."""
         borrower = client_key(peer)
         if borrower and keys:
             ports = self._ports
@@ -111,26 +113,26 @@ class NodeBlocks:
 
     @property
     def quiet(self) -> bool:
-        """Peers have nothing open, and nothing moves between the tiers."""
+        """True if peers have nothing open, and nothing moves between the tiers."""
         parts = (self.tiering, self.hashing, self.replicator)
         return self._peers.num_open == 0 and all(part.quiet for part in parts)
 
     @property
     def drained(self) -> bool:
-        """The node was told to drain, and its end would lose no block that other nodes, or its own
-        disks, could have taken.
+        """True if the node was told to drain, and its end would lose no block that other nodes, or
+        its own disks, could have taken.
         """
         return self.migration.over and self.quiet and self.tiering.drained
 
     def use(self, run: list[BlockKey], counted: Keys, user: WorkerRef, now: float) -> None:
-        """Count a request that wrote or asked for this run, but for blocks `counted` before."""
+        """Count a request that wrote or asked for this run, except for blocks `counted` before."""
         self.dram.use(run, counted)
         if not self.migration.is_home(user):  # a node that takes over blocks is no request
             self.tiering.used(run, counted)
         self.replicator.used(run, now)
 
     def stored(self, keys: list[BlockKey]) -> None:
-        """Report blocks that have become whole in DRAM."""
+        """Report blocks that have become complete in DRAM."""
         self._membership.send_blocks(keys, [])
         self.migration.add(keys)
 
@@ -160,7 +162,7 @@ class NodeBlocks:
             self.gone([key])
 
     def _lent(self) -> Counter[str]:
-        """Return what is lent to clients, counted anew."""
+        """Return what is lent to clients, counted again from the peers."""
         found: Counter[str] = Counter()
         for state in self._peers.states.values():
             if client := client_key(state.ref):

@@ -1,4 +1,6 @@
-"""What a pool node counts, by the names its load reports and /metrics show. Constants only."""
+"""The counters of a pool node, by the names that its load reports and /metrics show. Constants
+only.
+"""
 
 from __future__ import annotations
 

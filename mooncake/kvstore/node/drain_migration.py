@@ -1,10 +1,10 @@
-"""Drain migration: a node that drains hands to other nodes the blocks that only it holds, hottest
+"""Drain migration: a draining node hands the blocks that only it holds to other nodes, hottest
 first, at a bounded rate and for a bounded time.
 
 Pure; owned by the node. A gateway says which blocks lie on other nodes too, and which nodes stay.
-Those take over what they have room for, and read it from this node as from any pool node. Blocks
-that no node takes are left, on SSD if they are there. Until the migration is over the node serves
-its readers as before.
+Those nodes take over what they have room for, and read it from this node as from any pool node.
+Blocks that no node takes remain, on SSD if they are there. Until the migration is over, the node
+serves its readers as before.
 
 The state of a block (one table of legal moves, `TRANSITIONS`):
 
@@ -35,21 +35,21 @@ from mooncake.kvstore.storage.tiering import Tiering
 from mooncake.rpc.channel import Channel
 
 ORDER_BYTES = 16 << 20
-"""Blocks that one order names, at most."""
+"""Bytes of the blocks that one order names, at most."""
 QUESTION_BLOCKS = 512
 """Blocks that one question to a gateway names, at most."""
 ANSWER_S = 1.0
-"""A gateway that has not answered after so long is asked again, or another one."""
+"""A gateway that has not answered after this time is asked again, or another one is."""
 MAX_QUESTIONS = 3
-"""After so many questions in a row without an answer the migration ends."""
+"""The migration ends after this many questions in a row without an answer."""
 MAX_TRIES = 3
 """Orders that may name the same block."""
 GRACE_S = 2.0
-"""An answer to an order is awaited for so much longer than its receiver takes at most."""
+"""An answer to an order is awaited this much longer than its receiver takes at most."""
 
 
 class State(Enum):
-    """How far a block of the draining node is."""
+    """The state of a block on the draining node."""
 
     UNASKED = "unasked"
     """A gateway is still to be asked whether another node holds it."""
@@ -74,7 +74,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.ELSEWHERE: frozenset({State.UNASKED}),
     State.LEFT: frozenset(),
 }
-"""Legal moves of a block. One that was evicted is forgotten when its turn comes."""
+"""Legal moves of a block. A block that was evicted is forgotten when its turn comes."""
 
 _SAFE = (State.COPIED, State.ELSEWHERE)
 
@@ -113,7 +113,7 @@ class _Order:
 
 @dataclass(slots=True)
 class _Home:
-    """A node that stays, and how much room it has as far as is known."""
+    """A node that stays, and how much room it is known to have."""
 
     ref: WorkerRef
     num_free: int
@@ -122,7 +122,7 @@ class _Home:
 
 
 class DrainMigration:
-    """The blocks of one node on their way to others. Does nothing before `begin`."""
+    """The blocks of one draining node on their way to others. It does nothing before `begin`."""
 
     def __init__(
         self,
@@ -133,8 +133,10 @@ class DrainMigration:
         gateways: Callable[[], list[str]],
         more_comes: Callable[[], bool],
     ) -> None:
-        """`gateways` returns the addresses of the gateways that know this node, `more_comes`
-        whether blocks are being written that may still become whole.
+        """Create it.
+
+        `gateways` returns the addresses of the gateways that know this node. `more_comes` returns
+        whether blocks are being written that may still become complete.
         """
         self._config = config
         self._worker = worker
@@ -154,7 +156,7 @@ class DrainMigration:
         self._orders: dict[int, _Order] = {}
         self._homes: dict[str, _Home] = {}
         self._named: set[WorkerRef] = set()
-        """All nodes that a gateway has named, those that are gone included."""
+        """All nodes that a gateway has named, including those that are gone."""
         self._last_ticket = 0
         self._next_order_s = 0.0
         self._deadline_s: float | None = None
@@ -165,13 +167,13 @@ class DrainMigration:
         return self._deadline_s is not None
 
     def is_home(self, worker: WorkerRef) -> bool:
-        """Return whether this node takes over blocks: it reads them for no request then."""
+        """Return whether this node is taking over blocks. It then reads them for no request."""
         home = self._homes.get(worker.worker_id)
         return home is not None and home.ref == worker
 
     def begin(self, now: float) -> None:
-        """Begin with what is in DRAM: blocks used more than once before others, and of both the
-        hottest first; then what is on disks only, newest first.
+        """Begin with the blocks in DRAM: those used more than once first, and among both groups the
+        hottest first. Then come blocks that are only on disks, newest first.
         """
         if self.begun:
             return
@@ -182,12 +184,12 @@ class DrainMigration:
         self._go_on(now)
 
     def add(self, keys: list[BlockKey]) -> None:
-        """Take in blocks that became whole after the migration began."""
+        """Add blocks that became complete after the migration began."""
         if self.begun:
             self._add([key for key in keys if key not in self._blocks])
 
     def progress(self) -> DrainProgress | None:
-        """Return how far the migration is; None before it has begun."""
+        """Return the progress of the migration; None before it has begun."""
         if not self.begun:
             return None
         blocks = self._blocks.items()
@@ -201,8 +203,8 @@ class DrainMigration:
         )
 
     def tick(self, now: float) -> float | None:
-        """Give up questions and orders without an answer, send what is due; return when to be
-        called again.
+        """Give up questions and orders without an answer, and send what is due. Return when to call
+        again.
         """
         if not self.begun or self.over:
             return None
@@ -257,8 +259,8 @@ class DrainMigration:
         self._go_on(now)
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
-        """Begin anew with the blocks that a lost node had taken over, and with all those that other
-        nodes held: it may have been the one.
+        """Begin again with the blocks that a lost node had taken over, and with all those that
+        other nodes held: the lost node may have been the one.
         """
         if not self.begun or self.over or worker not in self._named:
             return
@@ -310,7 +312,9 @@ class DrainMigration:
         return self._max_ordered - self._num[State.ORDERED]
 
     def _order_next(self, now: float) -> bool:
-        """Have one node take over the next blocks of a kind; False when none may be sent now."""
+        """Order one node to take over the next blocks of a kind. Return False when no order may be
+        sent now.
+        """
         while self._sole and not self._is_here(self._sole[0]):
             key = self._sole.popleft()  # it was evicted
             self._num[self._blocks.pop(key).state] -= 1
@@ -394,7 +398,9 @@ class DrainMigration:
         self._unasked.extend([] if self.over else keys)
 
     def _move(self, key: BlockKey, state: State) -> None:
-        """Put a block into another state; InternalError when that is not one of `TRANSITIONS`."""
+        """Put a block into another state. Raises InternalError when the move is not one of
+        `TRANSITIONS`.
+        """
         block = self._blocks[key]
         if state not in TRANSITIONS[block.state]:
             raise InternalError(
@@ -405,7 +411,7 @@ class DrainMigration:
         block.state = state
 
     def _is_pinned(self, key: BlockKey) -> bool:
-        """Return whether a block has a soft or hard pin, which its copy elsewhere must have too."""
+        """Return whether a block has a soft or hard pin, which its copy must have too."""
         return self._dram.has(key) and self._dram.block(key).lasting_pin is not LastingPin.NONE
 
     def _is_here(self, key: BlockKey) -> bool:

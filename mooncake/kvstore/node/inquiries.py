@@ -1,5 +1,5 @@
-"""Questions and orders to a pool node besides reading and writing: which blocks it holds, how it is
-doing, promote these blocks, set the lasting pins of those.
+"""Answers questions and orders to a pool node besides reading and writing: which blocks it holds,
+what its figures are, promote these blocks, set the lasting pins of those.
 
 Pure; owned by the node.
 """
@@ -67,7 +67,7 @@ class Inquiries:
         )
 
     def state(self, asker: WorkerRef, ticket: int) -> PoolState:
-        """Return how the node is doing now."""
+        """Return the figures of the node now."""
         ssd = self._tiering.ssd
         return PoolState(
             asker=asker,

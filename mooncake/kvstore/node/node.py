@@ -62,7 +62,7 @@ class KvNode:
         are filled in here. `seeds`: see `Membership`.
 
         Raises:
-            ConfigError: the byte limit of DRAM holds no block.
+            ConfigError: the byte limit of DRAM is smaller than a block.
         """
         num_blocks = config.num_blocks(layout)
         hello = msgspec.structs.replace(
@@ -70,7 +70,7 @@ class KvNode:
         )
         self._config = config
         self.region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
-        """The arena (its owner may release it once the machine is driven no more)."""
+        """The arena (its owner may release it once the machine is not driven any more)."""
         transfer.guard(self.region)
         dram = DramTier(config, num_blocks, layout.block_bytes)
         self._membership = Membership(
@@ -92,11 +92,11 @@ class KvNode:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counts since start, by name; see `COUNTERS`."""
+        """Counters since the start, by name; see `COUNTERS`."""
         return dict(self._counters)
 
     def stores(self, key: BlockKey) -> bool:
-        """Return whether a whole block of that key lies in DRAM here."""
+        """Return whether a complete block of that key lies in DRAM here."""
         return self.blocks.dram.has(key)
 
     def may_be_written(self, grant: int) -> set[int]:
@@ -105,37 +105,37 @@ class KvNode:
 
     @property
     def joined(self) -> bool:
-        """Some gateway knows this node: until then no reader is sent to it."""
+        """True once some gateway knows this node. Until then no reader is sent to it."""
         return self._membership.welcomed
 
     @property
     def num_open(self) -> int:
-        """Puts and pins that peers have open."""
+        """Number of puts and pins that peers have open."""
         return self._peers.num_open
 
     @property
     def quiet(self) -> bool:
-        """Peers have nothing open, and nothing moves between the tiers."""
+        """True if peers have nothing open, and nothing moves between the tiers."""
         return self.blocks.quiet
 
     @property
     def draining(self) -> bool:
-        """It was told to drain and takes nothing new."""
+        """True if it was told to drain; it accepts nothing new."""
         return self.blocks.migration.begun
 
     @property
     def drained(self) -> bool:
-        """The process may be ended; see `NodeBlocks.drained`."""
+        """True if the process may be ended; see `NodeBlocks.drained`."""
         return self.blocks.drained
 
     def state(self) -> PoolState:
-        """Return how the node is doing, as `AskPool` is answered."""
+        """Return the figures of the node, as the answer to `AskPool`."""
         return self._inquiries.state(self._membership.worker, 0)
 
     # ------------------------------------------------------------------ the machine
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
-        """Take one message; unknown ones are ignored, and answers to an earlier boot."""
+        """Take one message. Unknown ones are ignored, and so are answers to an earlier boot."""
         if isinstance(event, Answer) and event.asker != self._membership.worker:
             return
         handler = self._handlers.get(type(event))
@@ -144,7 +144,9 @@ class KvNode:
             self._withdraw_if_drained()
 
     def tick(self, now: float) -> float | None:
-        """Use again what has rested, count overdue puts, evict to the watermark, report."""
+        """Reuse memory that has rested long enough, count overdue puts, evict to the watermark,
+        report.
+        """
         blocks = self.blocks
         times = [self._puts.tick(now)]
         times += [blocks.promotions.tick(now), blocks.replicator.tick(now)]
@@ -184,7 +186,7 @@ class KvNode:
         }
 
     def _on_drain(self, _message: Drain, now: float) -> None:
-        """Take no more blocks, hand those that only this node holds to others, and write those
+        """Accept no more blocks, hand those that only this node holds to others, and write those
         that are worth it to disks. Readers are served until that is over.
         """
         self.blocks.tiering.drain()
@@ -209,7 +211,9 @@ class KvNode:
         self._pins.reclaim(state, now)
 
     def _doubt_old_peers(self, now: float) -> float:
-        """Ask the gateways about peers that have held something for long; return when to again."""
+        """Ask the gateways about peers that have held something for long. Return when to ask
+        again.
+        """
         if now >= self._doubt_s:
             self._doubt_s = now + self._config.doubt_interval_s
             old_s = now - self._config.doubt_interval_s
@@ -220,8 +224,8 @@ class KvNode:
         return self._doubt_s
 
     def _answer_again(self, state: PeerState) -> None:
-        """Repeat to a living peer what it was granted long ago: it ends again what it has ended if
-        that message was lost, and keeps what it still uses.
+        """Send a living peer again what it was granted long ago. If the message that ended it was
+        lost, the peer ends it again; otherwise it keeps what it still uses.
         """
         known, state.old = state.old, {
             *(("put", ticket) for ticket in state.grants),

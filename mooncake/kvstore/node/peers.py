@@ -1,5 +1,5 @@
-"""What each boot of each worker has open at a pool node, which boots are lost, and which tickets
-have ended. Pure; owned by the node.
+"""Knows what each boot of each worker has open at a pool node, which boots are lost, and which
+tickets have ended. Pure; owned by the node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from mooncake.base.rights import client_key
 from mooncake.kvstore.config import KvStoreConfig
 
 MAX_REMEMBERED = 4_096
-"""Lost boots and ended tickets remembered, so that a late or repeated message finds nothing."""
+"""Number of lost boots and ended tickets that are remembered, so that a late or repeated message
+has no effect.
+"""
 
 Peer = tuple[str, str]
 """(worker id, epoch)"""
@@ -38,7 +40,7 @@ class Grant:
         self.pending = dict.fromkeys(granted)
         """Blocks that may still be written."""
         self.number = number
-        """By which they are written."""
+        """The number by which they are written."""
 
 
 class PeerState:
@@ -49,11 +51,13 @@ class PeerState:
     def __init__(self, ref: WorkerRef, since_s: float) -> None:
         self.ref = ref
         self.since_s = since_s
-        """It has had something open ever since."""
+        """Since when it has had something open without a break."""
         self.grants: dict[int, Grant] = {}
         self.pins: dict[int, list[BlockKey]] = {}
         self.waits: dict[int, int] = {}
-        """Pins that are answered once blocks have come from SSD: how many blocks each names."""
+        """Pins that are answered once blocks have come from SSD: the number of blocks that each
+        names.
+        """
         self.old: set[tuple[str, int]] = set()
         """(kind, ticket) of puts and pins that were open at the last look."""
 
@@ -63,7 +67,7 @@ class PeerState:
 
     @property
     def num_named(self) -> int:
-        """Blocks that are remembered for what is open."""
+        """Number of blocks that are remembered for what is open."""
         runs = [*(grant.run for grant in self.grants.values()), *self.pins.values()]
         return sum(map(len, runs)) + sum(self.waits.values())
 
@@ -81,16 +85,16 @@ class Peers:
 
     @property
     def num_open(self) -> int:
-        """Puts and pins that peers have open."""
+        """Number of puts and pins that peers have open."""
         return sum(state.num_open for state in self.states.values())
 
     @property
     def num_puts(self) -> int:
-        """Puts that peers have open."""
+        """Number of puts that peers have open."""
         return sum(len(state.grants) for state in self.states.values())
 
     def find(self, worker: WorkerRef) -> PeerState:
-        """Return what a peer has open; to open more, take `state_of`."""
+        """Return what a peer has open. Use `state_of` to open more."""
         return self.states.get(peer_of(worker)) or PeerState(worker, 0.0)
 
     def state_of(self, worker: WorkerRef, now: float) -> PeerState:
@@ -98,8 +102,8 @@ class Peers:
         return self.states.setdefault(peer_of(worker), PeerState(worker, now))
 
     def may_open(self, worker: WorkerRef, kind: str, ticket: int, num_keys: int) -> bool:
-        """Return whether a ticket that names so many blocks is new, from a live boot, and within
-        the bounds of that boot and of its credential.
+        """Return whether a ticket that names so many blocks is new, comes from a live boot, and
+        stays within the bounds of that boot and of its credential.
         """
         peer = peer_of(worker)
         if peer in self._lost or (peer, kind, ticket) in self._ended:
@@ -118,7 +122,7 @@ class Peers:
         )
 
     def remember_ended(self, worker: WorkerRef, kind: str, ticket: int) -> None:
-        """Never open a ticket again that ended, or was answered with nothing."""
+        """Never again open a ticket that ended, or that was granted nothing."""
         self._ended[peer_of(worker), kind, ticket] = None
 
     def drop_if_idle(self, worker: WorkerRef) -> None:
@@ -128,7 +132,7 @@ class Peers:
             del self.states[peer]
 
     def lose(self, worker: WorkerRef) -> PeerState:
-        """Ignore a boot from now on; return what it had open, for the caller to end."""
+        """Ignore a boot from now on. Return what it had open, for the caller to end."""
         state = self.find(worker)
         self.states.pop(peer_of(worker), None)
         self._lost[peer_of(worker)] = None

@@ -1,5 +1,5 @@
-"""Pins at one node: a reader is told where the blocks of a run lie, which then stay until it unpins
-them or is lost. Blocks that lie on a disk are loaded first.
+"""Pins at one node: a reader is told where the blocks of a run lie. The blocks then stay until the
+reader unpins them or is lost. Blocks on a disk are loaded first.
 
 Pure; owned by the node.
 """
@@ -23,7 +23,7 @@ class PinSessions:
         self._counters = ports.counters
 
     def on_pin(self, message: PinBlocks, now: float) -> None:
-        """Pin the leading blocks of a run, and answer with `PinGranted`, once they are loaded."""
+        """Pin the leading blocks of a run, once they are loaded, and answer with `PinGranted`."""
         reader, ticket = message.reader, message.ticket
         state = self._peers.find(reader)
         if ticket in state.waits:
@@ -44,7 +44,7 @@ class PinSessions:
             self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 
     def _on_loaded(self, message: PinBlocks, now: float, more: bool) -> None:
-        """Answer a reader for whose run as much has been loaded as will be for this answer."""
+        """Answer a reader: no more of its run will be loaded for this answer."""
         del self._peers.find(message.reader).waits[message.ticket]
         self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 
@@ -81,7 +81,9 @@ class PinSessions:
         self._ports.channel.send(reader.address, granted)
 
     def on_unpin(self, message: Unpin, now: float) -> None:
-        """End a pin, or the wait for one; hash blocks again that the reader says are corrupt."""
+        """End a pin, or the wait for one. Blocks that the reader reports as corrupt are hashed
+        again.
+        """
         state = self._peers.find(message.reader)
         if message.ticket in state.pins:
             run = state.pins.pop(message.ticket)
@@ -108,7 +110,7 @@ class PinSessions:
             self._blocks.promotions.cancel((peer_of(state.ref), ticket), now)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a reader waits for an answer that does not come."""
+        """Raise AssertionError when a reader waits for an answer that will not come."""
         for peer, state in self._peers.states.items():
             for ticket in state.waits:
                 assert (peer, ticket) in self._blocks.promotions, "waits in vain"

@@ -1,9 +1,9 @@
-"""Puts at one node: a writer is granted memory, writes to it, and says which blocks are whole.
+"""Puts at one node: a writer is granted memory, writes to it, and says which blocks are complete.
 
-Pure; owned by the node. No other worker learns of a block before its writer said that it is whole.
-A worker's grant ends by its `PutEnd` or by its loss, never by time: while it lives, what was
-granted to it may still be written. A pool client's grant ends by time, too. Memory that is taken
-back rests until nothing can be written to it by its grant any more.
+Pure; owned by the node. No other worker learns of a block before its writer has said that it is
+complete. A worker's grant ends by `PutEnd` or when the worker is lost, never by time: a live worker
+may still write to it. A pool client's grant also ends by time. Memory that is taken back rests
+until nothing can be written to it by its grant any more.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class PutSessions:
         self._peers = peers
         self._counters = ports.counters
         self._overdue_at: OrderedDict[Grant, tuple[float, WorkerRef, int]] = OrderedDict()
-        """When each open grant is overdue, its writer and ticket, the soonest first; those counted
-        have left.
+        """When each open grant becomes overdue, with its writer and ticket, the earliest first.
+        Grants that were counted have left.
         """
         self._resting: Resting[list[int]] = Resting(
             ports.transfer.fence, ports.config.quarantine_s, blocks.dram.reuse
         )
-        """Byte offsets."""
+        """Resting memory, as byte offsets."""
 
     def on_start(self, message: PutStart, now: float) -> None:
         """Grant memory for blocks that are not here, and answer with `PutGranted`."""
@@ -123,7 +123,7 @@ class PutSessions:
         self._peers.drop_if_idle(writer)
 
     def reclaim(self, state: PeerState, now: float) -> None:
-        """Take back the memory granted to a lost writer, for use once it is fenced."""
+        """Take back the memory granted to a lost writer. It is reused once it is fenced."""
         for grant in state.grants.values():
             self._overdue_at.pop(grant, None)
             self._reclaim(state.ref, grant, now)
@@ -150,8 +150,8 @@ class PutSessions:
         return {*pending, *(offset for some in self._resting.held_by(grant) for offset in some)}
 
     def tick(self, now: float) -> float | None:
-        """Count the puts that have been open for too long, take back those of pool clients, and use
-        again what has rested; return when to be called again.
+        """Count the puts that have been open for too long, take back those of pool clients, and
+        reuse memory that has rested. Return when to call again.
         """
         at_s: float | None = None
         while (found := next(iter(self._overdue_at.items()), None)) is not None:
@@ -168,5 +168,5 @@ class PutSessions:
         return min((time_s for time_s in (at_s, look_s) if time_s is not None), default=None)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a put is watched that is over."""
+        """Raise AssertionError when a put that is over is still watched."""
         assert all(grant.pending for grant in self._overdue_at), "a put that is over is watched"

@@ -1,4 +1,4 @@
-"""Blocks removed from one node for good: a request is answered once no later boot of the node can
+"""Removes blocks from one node for good. A request is answered once no later boot of the node can
 find them.
 
 Pure; owned by the node. Readers finish what they read; disks take their time to erase.
@@ -14,14 +14,14 @@ from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 
 MAX_REMOVALS = 4096
-"""Requests that may wait for disks; of more, the newest is told to come again."""
+"""Requests that may wait for disks. When there are more, the newest is told to try again."""
 MAX_REMOVED_KEYS = 1 << 20
-"""Blocks that all of these may name."""
+"""Blocks that all these requests may name together."""
 
 
 @dataclass(slots=True)
 class _Removal:
-    """One request, until disks hold no trace of its blocks that is about to go."""
+    """One request that waits until disks hold no trace of its blocks that can still be erased."""
 
     request: RemoveBlocks
     was_here: set[BlockKey] = field(default_factory=set)
@@ -30,7 +30,7 @@ class _Removal:
 
 
 class Removals:
-    """All removals of one node. A hard pin protects a block: it is left."""
+    """All removals of one node. A block with a hard pin is not removed."""
 
     def __init__(self, ports: NodePorts, blocks: NodeBlocks) -> None:
         self._ports = ports
@@ -39,8 +39,8 @@ class Removals:
         self._removals: list[_Removal] = []
 
     def on_remove(self, request: RemoveBlocks, now: float) -> None:
-        """Remove blocks, which no reader finds from now on. Refused, with nothing removed, while
-        too many requests wait for disks.
+        """Remove blocks; no reader finds them from now on. The request is refused, and nothing is
+        removed, while too many requests wait for disks.
         """
         num_keys = sum(len(each.request.keys) for each in self._removals) + len(request.keys)
         if len(self._removals) >= MAX_REMOVALS or (self._removals and num_keys > MAX_REMOVED_KEYS):
@@ -68,7 +68,7 @@ class Removals:
         self.settle()
 
     def on_scanned(self, erasing: list[BlockKey]) -> None:
-        """Take in that a disk was scanned, which now erases these blocks removed before."""
+        """Note that a disk was scanned; it now erases these blocks, which were removed before."""
         for removal in self._removals:
             found = set(erasing).intersection(removal.request.keys)
             removal.was_here |= found
@@ -76,7 +76,9 @@ class Removals:
         self.settle()
 
     def settle(self) -> None:
-        """Answer the requests that wait for no disk. One not yet scanned may hold any block."""
+        """Answer the requests that wait for no disk. A disk that is not scanned yet may hold any
+        block.
+        """
         for removal in self._removals:
             for key in [key for key in removal.fading if not self._tiering.is_fading(key)]:
                 removal.fading.discard(key)
@@ -101,7 +103,7 @@ class Removals:
         self._ports.channel.send(request.asker.address, answer)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a request waits for what does not come."""
+        """Raise AssertionError when a request waits for what will not come."""
         for removal in self._removals:
             assert removal.fading or self._tiering.ssd.num_closed, "nothing is waited for"
             assert all(map(self._tiering.is_fading, removal.fading))

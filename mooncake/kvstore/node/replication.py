@@ -1,8 +1,8 @@
-"""Copies of blocks of other pool nodes, pulled on request and dropped when they are not used; and
-blocks taken over from nodes that drain, which are this node's own from then on.
+"""Pulls copies of other pool nodes' blocks on request, and drops them when they are not used. It
+also takes blocks over from draining nodes; these are this node's own from then on.
 
-Pure; owned by the node. A copy is an ordinary block once it is whole: it has the checksum that its
-owner promised, and is hashed again here.
+Pure; owned by the node. A copy is an ordinary block once it is complete: it has the checksum that
+its owner promised, and is hashed again here.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from mooncake.rpc.channel import Channel
 from mooncake.transfer.engine import Transfer, TransferDone
 
 MAX_PULLS = 64
-"""Runs pulled at once; further orders are dropped, and may be sent again."""
+"""Runs pulled at a time. Further orders are dropped, and may be sent again."""
 
 _Order = Replicate | TakeOver
 Copied = Callable[[list[BlockKey], list[BlockKey]], None]
-"""(blocks that are whole now, blocks evicted to make room for copies or dropped as cold)"""
+"""Called with (blocks that are complete now, blocks evicted to make room for copies or dropped as
+cold).
+"""
 
 
 @dataclass(frozen=True)
 class ReplicatorPorts:
-    """What pulls go through."""
+    """The ports that pulls use."""
 
     channel: Channel
     transfer: Transfer
@@ -47,7 +49,7 @@ class _Pull:
     order: _Order
     keys: list[BlockKey]
     here: list[BlockKey]
-    """Blocks of the order that are here: the sender is answered with them."""
+    """Blocks of the order that are already here: they are in the answer to the sender."""
     is_full: bool
     """True if there was no room for the others."""
     unwanted: set[BlockKey] = field(default_factory=set)
@@ -55,7 +57,7 @@ class _Pull:
 
 
 class Replicator:
-    """All pulls of one node, and its blocks that are copies."""
+    """All pulls of one node, and those of its blocks that are copies."""
 
     def __init__(
         self,
@@ -71,23 +73,23 @@ class Replicator:
         self._channel, self._arena = ports.channel, ports.arena
         self._transfers = MemoryTransfers(ports.transfer)
         self._reader = BlockReader(worker, ports.channel, self._transfers, verify=False)
-        """Checksums are left to the node, which hashes copies like all other blocks."""
+        """It does not verify checksums: the node hashes copies like all other blocks."""
         self._worker = worker
         self._copied = copied
         self._counters = counters
         self._pulls: dict[int, _Pull] = {}
-        """By number of their read."""
+        """Pulls by the number of their read."""
         self._copies: OrderedDict[BlockKey, float] = OrderedDict()
         """Copy -> when it was used last; longest ago first."""
 
     @property
     def quiet(self) -> bool:
-        """Nothing is being pulled."""
+        """True if nothing is being pulled."""
         return not self._pulls
 
     def begin(self, order: Replicate, now: float, *, refused: bool) -> None:
-        """Pull the blocks of a run that are not known here, as far as there is room from its first
-        block on. `refused`: this node drains, and takes nothing.
+        """Pull the blocks of a run that are not known here, as far as there is room, from the first
+        on. `refused`: this node drains, so it takes nothing.
         """
         run = dict.fromkeys(self._wanted(order, now))
         here = [key for key in run if self._dram.has(key)]
@@ -103,10 +105,10 @@ class Replicator:
         self._pull(order, granted, here, now, is_full=is_full)
 
     def take_over(self, order: TakeOver, now: float, *, refused: bool) -> None:
-        """Pull the blocks of a node that drains, and answer it. `refused`: this one drains too.
+        """Pull the blocks of a draining node, and answer it. `refused`: this node drains too.
 
-        Blocks that were asked for more than once may push out such as were not; none push out what
-        has been asked for as often.
+        Blocks that were asked for more than once may push out blocks that were not. No block pushes
+        out one that has been asked for as often.
         """
         if refused:
             self._answer(order, [], is_full=True)
@@ -125,7 +127,9 @@ class Replicator:
         self._pull(order, granted, here, now, is_full=is_full)
 
     def _wanted(self, order: _Order, now: float) -> list[BlockKey]:
-        """Leave out blocks that are being removed from the pool: the owner may not know it yet."""
+        """Leave out blocks that are being removed from the pool; their owner may not know that
+        yet.
+        """
         tombstones = self._tiering.tombstones
         return [key for key in order.keys if not tombstones.is_fresh(key, now)]
 
@@ -143,7 +147,7 @@ class Replicator:
         *,
         is_full: bool,
     ) -> None:
-        """Begin to read the blocks that were granted memory; answer at once if none was."""
+        """Begin to read the blocks that were granted memory. Answer at once if no block was."""
         if not granted:
             self._answer(order, here, is_full=is_full)
             return
@@ -163,7 +167,7 @@ class Replicator:
         self._transfers.on_done(event, now)
 
     def _on_read(self, pull: _Pull, result: ReadResult, now: float) -> None:
-        """Make blocks that came readable, give the memory of the others back, and answer."""
+        """Make blocks that came readable, free the memory of the others, and answer."""
         [number] = [number for number, each in self._pulls.items() if each is pull]
         del self._pulls[number]
         came = dict(zip(pull.keys, result.checksums, strict=False))
@@ -181,7 +185,7 @@ class Replicator:
         self._answer(pull.order, pull.here, is_full=pull.is_full)
 
     def _own(self, pull: _Pull, keys: list[BlockKey], now: float) -> None:
-        """Keep blocks that became whole: as copies, or for good."""
+        """Keep blocks that became complete: as copies, or for good."""
         order = pull.order
         pull.here += keys
         if isinstance(order, Replicate):
@@ -195,7 +199,9 @@ class Replicator:
         self._counters["blocks_taken_over"] += len(keys)
 
     def _inherit(self, order: TakeOver, keys: Sequence[BlockKey]) -> None:
-        """Make these blocks in DRAM the node's own, pinned as they were at the node that drains."""
+        """Make these blocks in DRAM the node's own, with the pins that they had at the draining
+        node.
+        """
         self.evicted(keys)
         if order.reused:
             self._tiering.adopt(keys)
@@ -215,7 +221,7 @@ class Replicator:
         self._reader.on_peer_lost(worker, now)
 
     def used(self, keys: Sequence[BlockKey], now: float) -> None:
-        """Note that this run was read, for the copies in it."""
+        """Note that this run was read, because copies may be in it."""
         if not self._copies:
             return
         for key in reversed(keys):
@@ -224,12 +230,12 @@ class Replicator:
                 self._copies.move_to_end(key)
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Forget copies that are gone, or that are the node's own now."""
+        """Forget copies that are gone, or that are now the node's own."""
         for key in keys:
             self._copies.pop(key, None)
 
     def tick(self, now: float) -> float | None:
-        """Give up reads that take too long, drop cold copies; return when to be called again."""
+        """Give up reads that take too long, and drop cold copies. Return when to call again."""
         wake_s = self._reader.tick(now)
         idle_s = self._config.replica_idle_s
         cold: list[BlockKey] = []
@@ -262,7 +268,7 @@ class Replicator:
         return {key for pull in self._pulls.values() for key in pull.keys}
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a copy is not here, or a block is pulled twice."""
+        """Raise AssertionError when a copy is missing, or a block is pulled twice."""
         assert all(self._dram.has(key) for key in self._copies), "a copy that is not here"
         keys = [key for pull in self._pulls.values() for key in pull.keys]
         assert len(set(keys)) == len(keys), "a block is pulled twice"

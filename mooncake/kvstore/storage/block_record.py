@@ -1,7 +1,8 @@
-"""How blocks lie in a file: a page about the file, a header page for each slot, then the blocks.
+"""The format of a file of blocks: a page about the file, a header page for each slot, then the
+blocks.
 
-Pure bytes in, values out; no I/O. Integers are little-endian. A header names what follows and
-its hash, and has a hash itself: torn, damaged or foreign bytes do not pass for a block.
+Pure bytes in, values out; no I/O. Integers are little-endian. A header names what follows and its
+hash, and has its own hash. So torn, damaged or foreign bytes are not taken for a block.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import xxhash
 from mooncake.base import KEY_BYTES, BlockKey
 
 PAGE_BYTES = 4096
-"""Unit of direct I/O; headers take one page each."""
+"""Unit of direct I/O. Each header takes one page."""
 
 BLANK_PAGE = bytes(PAGE_BYTES)
 """The header of a slot that was never written, or erased."""
 
 MAX_TENANT_BYTES = 1024
 MAX_SEQUENCE_GAP = 2**48
-"""No two blocks of a disk have more writes between them: at a million a second nine years."""
+"""Two blocks of a disk never have more writes between them: at a million writes a second this is
+nine years.
+"""
 
 _BLOCK_MAGIC = b"MCKVBLK2"
 _FILE_MAGICS = {b"MCKVSEG2": False, b"MCKVSEC2": True}
-"""Of files of plain and of encrypted slots."""
+"""Magic numbers of files with plain and with encrypted slots."""
 _BLOCK = struct.Struct(f"<8s{KEY_BYTES}sQQQI")
 """magic, key, checksum, bytes, sequence number, bytes of the tenant's name"""
 _FILE = struct.Struct("<8sQQI")
@@ -35,26 +38,28 @@ _DIGEST = struct.Struct("<Q")
 
 
 MAX_HEADER_BYTES = _BLOCK.size + MAX_TENANT_BYTES + _DIGEST.size
-"""Of a block's header page; the rest of the page is zero."""
+"""Bytes of a block's header in its page; the rest of the page is zero."""
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot holds."""
+    """The contents of a slot."""
 
     key: BlockKey
     checksum: int
-    """Of the block's bytes, see `kvstore.block_checksum`."""
+    """The checksum of the block's bytes, see `kvstore.block_checksum`."""
     num_bytes: int
     sequence_no: int
-    """Grows with every write of this directory: of two blocks of one key the newer counts."""
+    """Grows with every write to this directory. If two blocks have one key, the newer one
+    counts.
+    """
     tenant: str
 
 
 class FileHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a file holds."""
+    """The contents of a file."""
 
     fingerprint: str
-    """Of the KV layout: model, weights, dtype, shape."""
+    """The fingerprint of the KV layout: model, weights, dtype, shape."""
     block_bytes: int
     num_slots: int
     is_encrypted: bool = False
@@ -66,7 +71,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def pack_block_header(page: memoryview, header: BlockHeader) -> None:
-    """Fill the page that tells of a block. The tenant's name must not be too long."""
+    """Fill the page that describes a block. The tenant's name must not be too long."""
     key, checksum, num_bytes, sequence_no, name = msgspec.structs.astuple(header)
     tenant = name.encode()
     if len(tenant) > MAX_TENANT_BYTES:
@@ -79,7 +84,7 @@ def pack_block_header(page: memoryview, header: BlockHeader) -> None:
 
 
 def unpack_block_header(page: memoryview) -> BlockHeader | None:
-    """Return what a page says, or None when it is not the header of a block."""
+    """Return the contents of a page, or None when it is not a block's header."""
     magic, key, checksum, num_bytes, sequence_no, tenant_bytes = _BLOCK.unpack_from(page)
     end = _BLOCK.size + tenant_bytes
     if magic != _BLOCK_MAGIC or tenant_bytes > MAX_TENANT_BYTES or not _is_sealed(page, end):
@@ -92,8 +97,9 @@ def unpack_block_header(page: memoryview) -> BlockHeader | None:
 
 
 def num_counted(numbers: Sequence[int]) -> int:
-    """Return how many of a disk's sequence numbers, in ascending order, were counted: those behind
-    a gap were not, but altered or forged. To count on from them would hide what is written later.
+    """Return how many of a disk's sequence numbers, in ascending order, were counted normally.
+    Numbers behind a gap were not: they were altered or forged. Counting on from them would hide
+    what is written later.
     """
     before = 0
     for index, number in enumerate(numbers):
@@ -112,7 +118,7 @@ def pack_file_header(header: FileHeader) -> bytes:
 
 
 def unpack_file_header(page: bytes | memoryview) -> FileHeader | None:
-    """Return what a page says, or None when it is not the header of a file."""
+    """Return the contents of a page, or None when it is not a file's header."""
     is_encrypted = _FILE_MAGICS.get(bytes(page[:8]))
     if is_encrypted is None:
         return None

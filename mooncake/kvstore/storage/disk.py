@@ -1,7 +1,8 @@
-"""The disk port of a pool node: whole blocks between the arena and slots of some disks, by key.
+"""The disk port of a pool node: it moves whole blocks between the arena and slots of some disks, by
+key.
 
-A disk is a byte limit cut into slots of one block. Every operation ends later, with exactly one
-event that the driver brings to the node. A block comes back from a disk with the bytes that were
+A disk has a byte limit and is cut into slots of one block. Every operation ends later, with exactly
+one event that the driver brings to the node. A disk returns a block with the bytes that were
 written, or not at all. `disk_files` implements the port with files, `sim.world.disk` with a model.
 """
 
@@ -18,13 +19,13 @@ from mooncake.transfer.engine import Region
 
 
 class Outcome(str, Enum):
-    """What became of one block of an operation."""
+    """The result of an operation for one block."""
 
     OK = "ok"
     CORRUPT = "corrupt"
-    """What lies there is not what was written: torn, damaged, or another block."""
+    """The slot does not hold what was written: it is torn, damaged, or another block."""
     FULL = "full"
-    """The file system has no room (below the byte limit)."""
+    """The file system has no room, although the byte limit is not reached."""
     FAILED = "failed"
     """The device or file system refused."""
 
@@ -37,11 +38,11 @@ class DiskBlock(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     tenant: str = ""
     checksum: int | None = None
-    """Of the block where it is known already; stored with it on the disk."""
+    """The checksum of the block if it is known already; it is stored on the disk too."""
 
 
 class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A block that an earlier boot left on a disk. Its bytes are looked at when it is read."""
+    """A block that an earlier boot left on a disk. Its bytes are checked when it is read."""
 
     key: BlockKey
     slot: int
@@ -50,37 +51,39 @@ class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DiskScanned(msgspec.Struct, frozen=True, kw_only=True):
-    """A disk is ready: what it holds, one block a key, the one written last coming last."""
+    """A disk is ready. The event lists what it holds, one block for each key, the one written last
+    coming last.
+    """
 
     disk: int
     found: list[FoundBlock]
     num_dropped: int = 0
-    """Slots that held something torn, damaged, outdated, or of another model."""
+    """Slots with contents that are torn, damaged, outdated, or of another model."""
 
 
 class DiskDone(msgspec.Struct, frozen=True, kw_only=True):
-    """How an operation ended, block by block. Nothing of it touches memory any more."""
+    """The end of an operation, block by block. Nothing of it touches memory any more."""
 
     op_id: int
     outcomes: list[Outcome]
     checksums: list[int]
-    """Of the blocks that are OK; 0 for the others."""
+    """Checksums of the blocks that are OK; 0 for the others."""
     seconds: float = 0.0
 
 
 class Disks(Protocol):
-    """The disks of one node. No two operations may be under way on one slot."""
+    """The disks of one node. A slot may have only one operation under way."""
 
     @property
     def num_slots(self) -> Sequence[int]:
-        """Blocks that each disk may hold."""
+        """Number of blocks that each disk may hold."""
 
     @property
     def can_hash(self) -> bool:
-        """`checksum` works here."""
+        """True if `checksum` works here."""
 
     def attach(self, arena: Region) -> None:
-        """Start: blocks lie in this region. One `DiskScanned` a disk follows, before which that
+        """Start: blocks lie in this region. One `DiskScanned` follows for each disk; before it the
         disk may not be used.
         """
 
@@ -88,12 +91,12 @@ class Disks(Protocol):
         """Copy blocks from the arena to slots of one disk; return the operation's id."""
 
     def read(self, disk: int, blocks: list[DiskBlock]) -> int:
-        """Copy blocks from slots to the arena, and verify them. A block that is not OK may have
-        left any bytes in its place.
+        """Copy blocks from slots to the arena, and verify them. The place of a block that is not OK
+        may hold any bytes.
         """
 
     def erase(self, disk: int, blocks: list[DiskBlock]) -> int:
-        """Make sure that these slots are found empty by the next boot, whatever is lost before."""
+        """Make sure that the next boot finds these slots empty, whatever is lost before."""
 
     def checksum(self, offsets: list[int]) -> int:
         """Compute the checksums of blocks in the arena; return the operation's id."""
@@ -109,7 +112,7 @@ class PolledDisks(Disks, Protocol):
         """Return what ended since the last call, without waiting."""
 
     def close(self) -> None:
-        """End what runs and give the disks free. The node must be driven no more."""
+        """End what runs and release the disks. The node must not be driven any more."""
 
 
 class NoDisks:
@@ -119,7 +122,7 @@ class NoDisks:
     can_hash = False
 
     def attach(self, arena: Region) -> None:
-        """Nothing to scan."""
+        """Do nothing: there is nothing to scan."""
 
     def write(self, disk: int, blocks: list[DiskBlock]) -> int:
         raise InternalError(f"no disk {disk} to write {len(blocks)} blocks to")

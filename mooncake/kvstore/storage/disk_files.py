@@ -1,9 +1,9 @@
-"""Adapter: the `Disks` port over files, with threads. It decides nothing: the node says what goes
-where, and this moves the bytes and verifies them.
+"""Adapter: the `Disks` port over files, with threads. It decides nothing: the node says which block
+goes where; this module moves and verifies the bytes.
 
 A directory holds segment files of many slots, preallocated as they are first needed and written
-with direct I/O where the file system allows. A directory is locked by its process. With keys, what
-lies in slots is encrypted (`record_cipher`), by the threads that move it.
+with direct I/O where the file system allows. A directory is locked by its process. With keys, the
+threads that move blocks also encrypt the slots (`record_cipher`).
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ from mooncake.kvstore.storage.segment_files import SegmentFiles
 from mooncake.transfer.engine import Region
 
 MAX_RUN_BLOCKS = 512
-"""Moved by one call, which takes no more than 1,024 pieces of memory."""
+"""Blocks moved by one call, which takes no more than 1,024 pieces of memory."""
 MAX_RUN_BYTES = 16 << 20
 SHARED_BYTES = 512 << 10
-"""Smaller blocks are encrypted by one thread at a time: several would mostly wait for Python's own
-lock, which each block gives up and takes again."""
+"""Smaller blocks are encrypted by one thread at a time. Several threads would mostly wait for
+Python's own lock, which each block releases and takes again.
+"""
 SCAN_PAGES = 256
 """Headers read by one call at the start."""
 
@@ -78,7 +79,8 @@ class FileDisks:
     ) -> None:
         """Lock and open the directories. Raises ConfigError when one cannot be used.
 
-        keys: blocks are encrypted with the first, and decrypted with any; None: they are plain.
+        keys: blocks are encrypted with the first, and decrypted with any; None: they are not
+        encrypted.
         """
         cipher = None if keys is None else RecordCipher(keys, layout.fingerprint)
         self._layout = layout
@@ -105,7 +107,7 @@ class FileDisks:
 
     @property
     def is_direct(self) -> bool:
-        """All directories that were written to allow direct I/O."""
+        """True if all directories that were written to allow direct I/O."""
         return all(disk.files.is_direct for disk in self._disks)
 
     def attach(self, arena: Region) -> None:
@@ -120,7 +122,7 @@ class FileDisks:
         return self._start(owner.threads, blocks, owner.write, urgent=False)
 
     def read(self, disk: int, blocks: list[DiskBlock]) -> int:
-        """As the port says; reads go before writes, for readers wait for them."""
+        """Read blocks as the port says. Reads run before writes, because readers wait for them."""
         owner = self._disks[disk]
         return self._start(owner.threads, blocks, owner.read, urgent=True)
 
@@ -148,8 +150,8 @@ class FileDisks:
         return self._events.receive()
 
     def close(self) -> None:
-        """End what runs, drop what waits, and unlock the directories. The node must be driven no
-        more. A second call does nothing.
+        """End what runs, drop what waits, and unlock the directories. The node must not be driven
+        any more. A second call does nothing.
         """
         for disk in self._disks:
             disk.close()
@@ -188,7 +190,7 @@ class FileDisks:
 
 
 class _Threads:
-    """Threads that do the jobs of one disk, urgent ones first."""
+    """Threads that run the jobs of one disk, urgent ones first."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._ready = threading.Condition()
@@ -229,7 +231,7 @@ class _Threads:
 
 
 class _FileDisk:
-    """One directory: blocks to and from its segment files."""
+    """One directory: it moves blocks to and from its segment files."""
 
     def __init__(
         self,
@@ -251,7 +253,9 @@ class _FileDisk:
         self._place_bytes = (
             self._padded_bytes if cipher is None else self._padded_bytes + PAGE_BYTES
         )
-        """What a block takes of a thread's own memory: encrypting it needs EXTRA_BYTES behind."""
+        """Bytes of a thread's own memory that a block takes: encrypting it needs EXTRA_BYTES behind
+        it.
+        """
         self._run_blocks = max(1, min(MAX_RUN_BLOCKS, MAX_RUN_BYTES // layout.block_bytes))
         self._lock_fd = _lock_directory(Path(config.directory))
         self._sequence_lock = threading.Lock()
@@ -280,8 +284,8 @@ class _FileDisk:
             )
 
     def attach(self, arena: memoryview) -> None:
-        """Move blocks straight between this arena and the files if both are page-aligned. What is
-        encrypted comes straight, too, and is decrypted where it lies.
+        """Move blocks directly between this arena and the files if both are page-aligned. Encrypted
+        blocks are read directly too, and decrypted in place.
         """
         self._arena = arena
         address = np.frombuffer(arena, np.uint8).__array_interface__["data"][0]
@@ -328,7 +332,7 @@ class _FileDisk:
         return DiskScanned(disk=number, found=found, num_dropped=num_dropped)
 
     def _tell_unusable(self, num_closed: int) -> None:
-        """Say what an operator may not have meant. It costs only what is computed anew."""
+        """Log what an operator may not have intended. It only costs computing blocks again."""
         if num_closed:
             _log.warning(
                 "%s: %d blocks are encrypted with a key that is not here: they are not used, and "
@@ -401,8 +405,8 @@ class _FileDisk:
     def _by_runs(
         self, blocks: list[DiskBlock], work: Callable[[list[DiskBlock]], list[int | None]]
     ) -> Ended:
-        """Do `work` on runs of blocks whose slots are neighbours in one file, however they are
-        ordered here. It returns checksums; None: the block is not what it should be.
+        """Call `work` on runs of blocks whose slots are neighbours in one file, whatever their
+        order here. It returns checksums; None: the block has wrong contents.
         """
         order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
         outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
@@ -420,7 +424,7 @@ class _FileDisk:
         return outcomes, checksums
 
     def _write_run(self, blocks: list[DiskBlock]) -> list[int | None]:
-        """Write the blocks, then their headers, without which no scan finds them."""
+        """Write the blocks, then their headers. Without a header no scan finds a block."""
         first, last = blocks[0].slot, self._next_sequence_no(len(blocks))
         headers, checksums = self._headers(len(blocks)), []
         for index, block in enumerate(blocks):
@@ -448,8 +452,8 @@ class _FileDisk:
         checksums: list[int],
         headers: memoryview,
     ) -> list[Opener]:
-        """Bring blocks to where they are written from. With a cipher, encrypt them and their
-        headers on the way, and return what decrypts them.
+        """Bring blocks to the memory that they are written from. With a cipher, encrypt them and
+        their headers on the way, and return their openers.
         """
         openers: list[Opener] = []
         for index, (block, place) in enumerate(zip(blocks, places, strict=True)):
@@ -467,7 +471,9 @@ class _FileDisk:
         return openers
 
     def _read_run(self, blocks: list[DiskBlock]) -> list[int | None]:
-        """Read a run of neighbours, with their headers if something in them is not known."""
+        """Read a run of neighbours. Their headers are read too if something in them is not
+        known.
+        """
         first, headers = blocks[0].slot, self._headers(len(blocks))
         openers = [self._opener(block) for block in blocks]
         is_known = [opener is not None or self._cipher is None for opener in openers]
@@ -483,12 +489,12 @@ class _FileDisk:
         ]
 
     def _opener(self, block: DiskBlock) -> Opener | None:
-        """Return what decrypts a block of which nothing in the header is needed."""
+        """Return the opener of a block if nothing in its header is needed."""
         known = self._cipher is not None and block.checksum is not None
         return self._openers.get(block.slot) if known else None
 
     def _places(self, blocks: list[DiskBlock], *, straight: bool) -> list[memoryview]:
-        """Return the memory that files are read to or written from: the blocks' own, or this
+        """Return the memory that files are read into or written from: the blocks' own, or this
         thread's.
         """
         if straight:
@@ -499,8 +505,8 @@ class _FileDisk:
     def _received(
         self, block: DiskBlock, place: memoryview, page: memoryview, opener: Opener | None
     ) -> int | None:
-        """Bring a block that was read to its own memory; return its checksum, or None when it is
-        not that block.
+        """Bring a block that was read to its own memory. Return its checksum, or None when it is
+        another block.
         """
         checksum, data = block.checksum, self._data(block)
         if checksum is None or (self._cipher is not None and opener is None):
@@ -523,10 +529,10 @@ class _FileDisk:
         return checksum if self._cipher.open(opener, place[: self._block_bytes], data) else None
 
     def _unpack(self, page: memoryview) -> tuple[BlockHeader | None, Opener | None]:
-        """Return what a header says, and what decrypts its block where it is encrypted.
+        """Return the contents of a header, and the opener of its block if it is encrypted.
 
         Raises:
-            OtherKey: it cannot be known.
+            OtherKey: the header was made with a key that is not here.
         """
         if self._cipher is None:
             return unpack_block_header(page), None
@@ -536,7 +542,7 @@ class _FileDisk:
         return self._arena[block.offset : block.offset + self._block_bytes]
 
     def _bounce(self) -> memoryview:
-        """Return this thread's aligned memory for a run of blocks that do not go straight."""
+        """Return this thread's aligned memory for a run of blocks that cannot be moved directly."""
         memory: memoryview | None = getattr(self._local, "memory", None)
         if memory is None:
             memory = memoryview(mmap.mmap(-1, self._run_blocks * self._place_bytes))

@@ -18,10 +18,10 @@ from mooncake.kvstore.storage.tenants import TenantEviction
 
 
 class UniformAllocator:
-    """Cuts an arena into pieces of one size: nothing can fragment, and every call is O(1).
+    """Cuts an arena into pieces of one size, so that nothing can fragment and every call is O(1).
 
     Untouched memory is handed out in order, and only when no returned piece is free. So the arena
-    is faulted in as it fills, and a chain written at once lies together.
+    becomes resident as it fills, and a chain written at once lies together.
     """
 
     def __init__(self, num_pieces: int, piece_bytes: int) -> None:
@@ -33,7 +33,7 @@ class UniformAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pieces that can still be had."""
+        """Number of pieces that can still be allocated."""
         return self._num_pieces - self._num_touched + len(self._returned)
 
     def allocate(self) -> int | None:
@@ -49,7 +49,7 @@ class UniformAllocator:
         return piece * self._piece_bytes
 
     def free(self, offset: int) -> None:
-        """Take a piece back; raises InternalError when it was not handed out."""
+        """Take a piece back. Raises InternalError when it was not handed out."""
         piece, rest = divmod(offset, self._piece_bytes)
         if rest or not 0 <= piece < self._num_pieces or not self._out[piece]:
             raise InternalError(f"offset {offset} of the pool's arena was not allocated")
@@ -58,8 +58,8 @@ class UniformAllocator:
 
 
 class DramBlock:
-    """One block: being written (not `whole`), stored, or `condemned`, which means that readers who
-    have pinned it still use it and no other reader finds it.
+    """One block: being written (not `whole`), stored, or `condemned`. A condemned block is still
+    used by readers that have pinned it, and no other reader finds it.
     """
 
     __slots__ = (
@@ -78,13 +78,13 @@ class DramBlock:
         self.uses = 0
         """Requests that wrote or asked for it while it was stored here."""
         self.expected = False
-        """`Tiering` loaded it ahead of its readers, none of which has come yet."""
+        """True if `Tiering` loaded it ahead of its readers, none of which has come yet."""
         self.from_ssd = False
-        """It came up from a disk, and no reader has ended its read of it since."""
+        """True if it came from a disk, and no reader has ended its read of it since."""
 
     @property
     def loose(self) -> bool:
-        """A whole block that may be evicted."""
+        """True if this is a complete block that may be evicted."""
         return not self.pins and self.lasting_pin is not LastingPin.HARD
 
 
@@ -125,12 +125,12 @@ class DramTier:
 
     @property
     def num_stored(self) -> int:
-        """Whole blocks, pinned or not."""
+        """Number of complete blocks, pinned or not."""
         return len(self._blocks) - self._num_writing - self._num_condemned
 
     @property
     def num_pinned(self) -> int:
-        """Blocks, stored or condemned, with at least one pin."""
+        """Number of blocks, stored or condemned, with at least one pin."""
         return self._num_pinned
 
     @property
@@ -138,16 +138,16 @@ class DramTier:
         return len(self._resting)
 
     def tenant_use(self) -> dict[str, tuple[int, int]]:
-        """Return each tenant with a quota: (blocks it has, most it may have)."""
+        """Return for each tenant with a quota: (blocks it has, most it may have)."""
         return self._eviction.use()
 
     def stored_keys(self) -> list[BlockKey]:
-        """Return the keys of all whole blocks, oldest put first."""
+        """Return the keys of all complete blocks, oldest put first."""
         return [key for key, block in self._blocks.items() if block.whole]
 
     def hottest_first(self) -> list[BlockKey]:
-        """Return the keys of all whole blocks: first those that have a pin, then the others in
-        reverse of the order in which they would be evicted.
+        """Return the keys of all complete blocks: first those that have a pin, then the others in
+        reverse order of eviction.
         """
         loose = list(self._eviction.order())
         going = set(loose)
@@ -155,7 +155,7 @@ class DramTier:
         return held + loose[::-1]
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether a whole block of that key is stored here."""
+        """Return whether a complete block of that key is stored here."""
         block = self._blocks.get(key)
         return block is not None and block.whole
 
@@ -199,7 +199,7 @@ class DramTier:
         return granted, evicted
 
     def commit(self, keys: Sequence[BlockKey], *, from_ssd: bool = False) -> None:
-        """Make blocks readable that were being written; head of the chain first."""
+        """Make blocks readable that were being written. The head of the chain comes first."""
         for key in keys:
             block = self._blocks[key]
             if block.whole:
@@ -210,8 +210,9 @@ class DramTier:
         self._eviction.release(keys)
 
     def abandon(self, key: BlockKey, *, rests: bool = False) -> int:
-        """Give up a block that is being written; return where it lay. Its memory is free now, or
-        `rests` until it is passed to `reuse`, because a lost worker may still write to it.
+        """Give up a block that is being written; return its offset. Its memory is free now. If it
+        `rests`, it is free only when it is passed to `reuse`, because a lost worker may still write
+        to it.
         """
         block = self._blocks.pop(key)
         if block.whole:
@@ -225,9 +226,8 @@ class DramTier:
         return block.offset
 
     def discard(self, key: BlockKey) -> bool:
-        """Give up a stored block that no reader has pinned; return False when it is not that.
-
-        A hard pin does not protect it here: its bytes are known to be worth nothing.
+        """Give up a stored block that no reader has pinned. Return False when there is no such
+        block. A hard pin does not protect it here: its bytes are known to be worthless.
         """
         block = self._blocks.get(key)
         if block is None or not block.whole or block.pins:
@@ -238,8 +238,8 @@ class DramTier:
         return True
 
     def condemn(self, key: BlockKey) -> bool:
-        """Give up a stored block: no reader finds it any more, and its memory is free once the
-        last pin is gone. Return False when it is not stored.
+        """Give up a stored block: no reader finds it any more, and its memory is free once the last
+        pin is gone. Return False when it is not stored.
         """
         block = self._blocks.get(key)
         if block is None or not block.whole:
@@ -293,7 +293,7 @@ class DramTier:
         self._eviction.release(loose)
 
     def num_from_ssd(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many stored blocks came up from a disk and have not been read since."""
+        """Return how many stored blocks were loaded from a disk and have not been read since."""
         return sum(self._blocks[key].from_ssd for key in keys)
 
     def end_read(self, keys: Sequence[BlockKey]) -> None:
@@ -302,8 +302,8 @@ class DramTier:
             self._blocks[key].from_ssd = False
 
     def set_lasting_pin(self, key: BlockKey, pin: LastingPin) -> bool:
-        """Set or clear the lasting pin of a stored block; return False when it is not stored, or
-        there are as many hard pins as there may be.
+        """Set or clear the lasting pin of a stored block. Return False when it is not stored, or
+        when no more hard pins are allowed.
         """
         block = self._blocks.get(key)
         if block is None or not block.whole:
@@ -335,7 +335,7 @@ class DramTier:
         return [self._blocks[key].offset for key in keys]
 
     def block(self, key: BlockKey) -> DramBlock:
-        """Return the record of a block that is known here; it is not for others to change."""
+        """Return the record of a block that is known here. Others must not change it."""
         return self._blocks[key]
 
     def find(self, key: BlockKey) -> DramBlock | None:
@@ -349,14 +349,14 @@ class DramTier:
             block.checksum = checksum
 
     def use(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
-        """Tell the eviction policy that a request used this run; keys not stored are skipped, and
-        those `counted` before are put in order only.
+        """Tell the eviction policy that a request used this run. Keys that are not stored are
+        skipped. Blocks that were `counted` before only change their order.
         """
         self._eviction.access(keys, counted)
 
     def count_uses(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> dict[BlockKey, int]:
-        """Count a request that used this run, and return how often each block of it has been used:
-        of those that are stored here, and without those `counted` before.
+        """Count a request that used this run. Return how often each of its blocks has been used;
+        blocks not stored here, and those `counted` before, are left out.
         """
         uses: dict[BlockKey, int] = {}
         for key in keys:
@@ -369,7 +369,9 @@ class DramTier:
         return uses
 
     def count_at_least(self, keys: Sequence[BlockKey], least: int) -> dict[BlockKey, int]:
-        """Take blocks that are known here for used at least so often; return how often they are."""
+        """Raise the use counts of blocks that are known here to at least this number; return the
+        counts.
+        """
         for key in keys:
             self._blocks[key].uses = max(self._blocks[key].uses, least)
         return {key: self._blocks[key].uses for key in keys}
@@ -397,7 +399,7 @@ class DramTier:
         evicted: list[BlockKey],
         may_evict: Callable[[BlockKey], bool] | None,
     ) -> int | None:
-        """Return the offset of a block for `tenant`, evicting if need be; None = no room."""
+        """Return the offset of a block for `tenant`, evicting if necessary; None = no room."""
         if self._eviction.is_full(key, tenant) and not self._evict(tenant, evicted, may_evict):
             return None
         limit = self.num_blocks if may_evict is None else self._high_blocks
@@ -433,7 +435,7 @@ class DramTier:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + writing + stored + condemned + quarantined = total,
-        all apart.
+        and none of them overlap.
         """
         held = [block.offset for block in self._blocks.values()]
         held += self._resting

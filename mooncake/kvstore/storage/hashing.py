@@ -1,4 +1,4 @@
-"""Checksums of blocks in DRAM: computed once a block is whole, and again when it is suspected.
+"""Computes checksums of blocks in DRAM: once a block is complete, and again when it is suspected.
 
 Pure; owned by the node. The bytes are hashed by the `Disks` adapter beside the node's work; a
 reader that comes before its block's checksum is known simply gets none.
@@ -14,35 +14,38 @@ from mooncake.kvstore.storage.disk import DiskDone, Disks
 from mooncake.kvstore.storage.dram import DramTier
 
 MAX_OP_BYTES = 16 << 20
-"""Hashed by one operation: about a millisecond."""
+"""Bytes hashed by one operation: about a millisecond."""
 
 
 class Hashing:
-    """Takes and compares checksums, one operation at a time; blocks are held meanwhile."""
+    """Computes and compares checksums, one operation at a time. Blocks are held meanwhile."""
 
     def __init__(
         self, dram: DramTier, disks: Disks | None, damaged: Callable[[BlockKey], None]
     ) -> None:
-        """Without `disks` nothing is hashed. `damaged` is called with each block whose bytes have
-        changed.
+        """Call `damaged` with each block whose bytes have changed. Without `disks` nothing is
+        hashed.
         """
         self._dram = dram
         self._disks = disks
         self._damaged = damaged
         self._queue: dict[BlockKey, None] = {}
         """Blocks in DRAM in the order in which they came, and some that have left it since: never
-        more than twice as many as DRAM has."""
+        more than twice as many as DRAM holds.
+        """
         self._op_blocks = max(1, MAX_OP_BYTES // dram.block_bytes)
         self._op_id: int | None = None
         self._keys: list[BlockKey] = []
 
     def stored(self, keys: Iterable[BlockKey]) -> None:
-        """Hash blocks that have become whole, unless their checksums are known."""
+        """Hash blocks that have become complete, unless their checksums are known."""
         if self._disks is not None:
             self._add(key for key in keys if self._dram.block(key).checksum is None)
 
     def suspect(self, keys: Iterable[BlockKey]) -> None:
-        """Hash blocks again that reached a reader damaged: was it the wire, or the memory?"""
+        """Hash blocks again that reached a reader damaged, to tell whether the wire or the memory
+        is at fault.
+        """
         if self._disks is not None:
             self._add(key for key in keys if self._dram.has(key))
 
@@ -67,7 +70,7 @@ class Hashing:
             self._op_id = self._disks.checksum(self._dram.offsets(self._keys))
 
     def on_done(self, event: DiskDone) -> bool:
-        """Take in the checksums found; return False when the operation is not one of these."""
+        """Record the checksums found. Return False when the operation is not one of these."""
         if event.op_id != self._op_id:
             return False
         keys, self._keys, self._op_id = self._keys, [], None
@@ -84,7 +87,7 @@ class Hashing:
 
     @property
     def quiet(self) -> bool:
-        """Nothing waits or is under way."""
+        """True if nothing waits or is under way."""
         return self._op_id is None and not self._queue
 
     def pins(self) -> Counter[BlockKey]:

@@ -1,7 +1,7 @@
 """Prefetching: runs are promoted from SSD before their readers come, one run after the other, piece
-by piece, and only into room that is free or taken by blocks that are worth less.
+by piece. They only take room that is free or held by blocks that are worth less.
 
-Pure; owned by the node. Readers that have come go first; `promotion` answers them.
+Pure; owned by the node. Readers that wait already come first; `promotion` answers them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from mooncake.kvstore.storage.tiering import Tiering
 MAX_RUNS = 256
 """Runs that may wait; further ones are ignored."""
 MAX_CLIENT_RUNS = 16
-"""The same of all pool clients that share a credential."""
+"""The same limit for all pool clients that share a credential."""
 
 Name = tuple[str, str, str, int]
 """(the key of a pool client, the reader's id, its epoch, ticket)"""
 
 
 class Prefetcher:
-    """All runs to prefetch on one node, in the order they were asked for."""
+    """All runs to prefetch on one node, in the order in which they were asked for."""
 
     def __init__(self, tiering: Tiering, promotions: Promotions, counters: Counter[str]) -> None:
         self._dram = tiering.dram
         self._promotions = promotions
         self._counters = counters
         self._runs: OrderedDict[Name, list[BlockKey]] = OrderedDict()
-        """The rest of each run, behind the piece that is under way."""
+        """The rest of each run, after the current piece."""
         self._piece: tuple[str, int] | None = None
-        """The name of the promotion under way; there is one at a time."""
+        """The name of the current promotion; there is one at a time."""
         self._num_pieces = 0
 
     def begin(self, message: Prefetch, now: float) -> None:
@@ -46,7 +46,7 @@ class Prefetcher:
             self._go_on(now)
 
     def stop(self, message: StopPrefetch) -> None:
-        """Promote no more of a run, whose reader does not come."""
+        """Promote no more of a run, because its reader will not come."""
         self._runs.pop(_name(message), None)
 
     def _go_on(self, now: float) -> None:

@@ -1,10 +1,10 @@
-"""Readers that wait until blocks have been promoted from SSD to DRAM. A run is promoted in pieces,
-head first: its reader is answered when a piece is in DRAM, or when time is up, and asks again for
-the next one.
+"""Serves readers that wait until blocks have been promoted from SSD to DRAM. A run is promoted in
+pieces, head first. Its reader is answered when a piece is in DRAM or when time is up, and asks
+again for the next piece.
 
 Pure; owned by the node. Promoted blocks stay pinned for their reader until the answer. A piece is
-half of what may be on its way up, so that the disks load the next one while the reader takes the
-first. A reader that finds the disks busy waits for its turn.
+half of what may be loading at a time, so that the disks load the next piece while the reader takes
+the first. A reader that finds the disks busy waits for its turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake.base import BlockKey
 from mooncake.kvstore.storage.tiering import Tiering
 
 PIECES = 2
-"""Pieces that may be on their way up at once."""
+"""Pieces that may be loading at a time."""
 
 Settled = Callable[[float, bool], None]
 """(now, whether more of the run can be had by asking again): called once, while the promoted blocks
@@ -27,7 +27,7 @@ are still pinned.
 
 @dataclass(slots=True)
 class _Wait:
-    """One run that is waited for."""
+    """One run that a reader waits for."""
 
     run: list[BlockKey]
     rest: Sequence[BlockKey]
@@ -35,7 +35,7 @@ class _Wait:
     pinned: list[BlockKey]
     """Blocks of the run that are in DRAM."""
     missing: dict[BlockKey, None]
-    """Blocks of the run that are on their way up, or wait for their turn."""
+    """Blocks of the run that are being loaded, or wait for their turn."""
     more: bool
     gently: bool
     deadline_s: float
@@ -43,7 +43,7 @@ class _Wait:
 
 
 class Promotions:
-    """All runs that are waited for, by a name that the caller chooses."""
+    """All runs that are waited for, by names that the caller chooses."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Promotions:
         self._waits: dict[Hashable, _Wait] = {}
         self._waiting_for: dict[BlockKey, dict[Hashable, None]] = {}
         self._queue: dict[Hashable, None] = {}
-        """Runs with blocks that are still to be asked for, in the order they came."""
+        """Runs with blocks that are still to be loaded, in the order in which they came."""
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._waits
@@ -74,11 +74,11 @@ class Promotions:
         *,
         gently: bool = False,
     ) -> bool | None:
-        """Promote the missing blocks of the first piece of a run. With `gently` as `Tiering.load`
-        does, and only while no reader waits.
+        """Promote the missing blocks of the first piece of a run. With `gently` it loads as
+        `Tiering.load` does, and only while no reader waits.
 
-        Returns None when the run is waited for: `settled` is called later. Otherwise it is not, and
-        the result says whether more than what is in DRAM can be had by asking again.
+        Returns None when blocks have to be loaded: `settled` is called later. Otherwise `settled`
+        is not called, and the result says whether asking again can give more than what is in DRAM.
         """
         keys = list(dict.fromkeys(keys))
         run, below = self._piece(keys)
@@ -98,14 +98,14 @@ class Promotions:
         return None
 
     def cancel(self, name: Hashable, now: float) -> None:
-        """Stop waiting for a run; blocks that are on their way come up all the same."""
+        """Stop waiting for a run. Blocks that are being loaded are still loaded."""
         wait = self._waits.get(name)
         if wait is not None:
             self._forget(name, wait)
             self._settle_whole(self._next_in_queue(), now)
 
     def on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
-        """Take in that some blocks were loaded and others are lost; runs end before a lost one."""
+        """Note that some blocks were loaded and others are lost. A run ends before a lost block."""
         touched: dict[Hashable, None] = {}
         for key in whole:
             for name in self._waiting_for.pop(key, {}):
@@ -124,7 +124,7 @@ class Promotions:
         self._settle_whole(self._next_in_queue(), now)
 
     def tick(self, now: float) -> float | None:
-        """Answer the runs whose time is up with what has come; return the next deadline."""
+        """Answer the runs whose time is up with what has come. Return the next deadline."""
         for name in [n for n, wait in self._waits.items() if wait.deadline_s <= now]:
             self._waits[name].more = False
             self._settle(name, now)
@@ -147,9 +147,9 @@ class Promotions:
         return run, below
 
     def _load(self, name: Hashable, wait: _Wait) -> None:
-        """Begin to load what a run misses and is not on its way, as far as the disks keep up. The
-        run ends before a block for which DRAM has no room: its reader first gives back what it got.
-        A reader that would get nothing waits for what others give back.
+        """Begin to load the missing blocks of a run that are not loading yet, as far as the disks
+        keep up. The run ends before a block for which DRAM has no room: its reader first gives back
+        what it got. A reader that would get nothing waits for what others give back.
         """
         wanted = [key for key in wait.missing if not self._tiering.is_loading(key)]
         loadable = next(
@@ -175,7 +175,7 @@ class Promotions:
         self._queue.pop(name, None)
 
     def _wait_for_memory(self, name: Hashable, wait: _Wait) -> None:
-        """Unpin all of a run behind its first block, for which DRAM has no room, and wait for what
+        """Unpin all of a run after its first block, for which DRAM has no room, and wait for what
         others have pinned.
         """
         num_pinned = len(wait.pinned)
@@ -190,7 +190,7 @@ class Promotions:
             self._queue.pop(name, None)
 
     def _next_in_queue(self) -> dict[Hashable, None]:
-        """Give waiting runs their turn, readers first; return the names of those that had one."""
+        """Give waiting runs their turn, readers first. Return the names of those that had one."""
         asked: dict[Hashable, None] = {}
         for name in sorted(self._queue, key=lambda name: self._waits[name].gently):
             if not self._room(self._waits[name]):
@@ -200,12 +200,14 @@ class Promotions:
         return asked
 
     def _room(self, wait: _Wait) -> int:
-        """Return how many blocks of a run may be loaded now: none, gently, while readers wait."""
+        """Return how many blocks of a run may be loaded now. A `gently` loaded run gets none while
+        readers wait.
+        """
         gives_way = wait.gently and any(not other.gently for other in self._waits.values())
         return 0 if gives_way else self._tiering.num_loadable
 
     def _go_ahead(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to load the next piece while the reader takes the one before; it is not pinned."""
+        """Begin to load the next piece while the reader takes the one before. It is not pinned."""
         _, below = self._piece(keys)
         _, evicted = self._tiering.load([key for key in below if self._tiering.can_load(key)])
         self._evicted(evicted)
@@ -255,7 +257,7 @@ class Promotions:
         return Counter(key for wait in self._waits.values() for key in wait.pinned)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a reader waits for what does not come."""
+        """Raise AssertionError when a reader waits for what will not come."""
         for name in self._queue:
             wait = self._waits[name]
             assert not (wait.pinned and self._room(wait)), "waits though it is its turn"

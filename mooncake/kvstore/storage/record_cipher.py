@@ -1,9 +1,10 @@
-"""Encrypts what lies in a slot: the block under its tenant's key, its header under one of the disk.
+"""Encrypts the contents of a slot: the block with its tenant's key, its header with a key of the
+disk.
 
-The header page is `block_record`'s, encrypted, behind a magic and the id of the operator's key that
-the others follow from. It hides key, tenant and checksum of the block, and holds the salt that the
-block's own key is made of: once a header is erased, the block can be decrypted no more. Pure but
-for random salts; knows no files.
+The header page is `block_record`'s, encrypted, behind a magic and the id of the operator's key from
+which the other keys are derived. It hides key, tenant and checksum of the block, and holds the salt
+from which the block's own key is derived. So once a header is erased, the block cannot be decrypted
+any more. Pure, except for random salts; knows no files.
 """
 
 from __future__ import annotations
@@ -35,47 +36,47 @@ _LEAD = struct.Struct(f"<8s{ID_BYTES}s")
 _BLOCK = struct.Struct(f"<{SALT_BYTES}s{TAG_BYTES}s")
 """salt and tag of the block"""
 HEADER_END = _LEAD.size + SALT_BYTES + MAX_HEADER_BYTES + _BLOCK.size + TAG_BYTES
-"""Of an encrypted header page; the rest of it is zero."""
+"""End of an encrypted header in its page; the rest of the page is zero."""
 _OPENER = struct.Struct(f"<{KEY_BYTES}s{TAG_BYTES}sQ")
 """key of the block's own, its tag, its checksum"""
 
 EXTRA_BYTES = TAG_BYTES
-"""Memory behind a block that encrypting it takes."""
+"""Memory needed behind a block to encrypt it."""
 
 
 class OtherKey(Exception):
-    """The record was made with a key that is not here."""
+    """The record was encrypted with a key that is not here."""
 
 
 class Opener(NamedTuple):
-    """What decrypts one block, as its header says it."""
+    """The secrets that decrypt one block, as its header holds them."""
 
     key: bytes
-    """Of this block alone."""
+    """The key of this block alone."""
     tag: bytes
     checksum: int
-    """Of the plain block: tells which block it is."""
+    """The checksum of the plain block: it tells which block it is."""
 
 
 class Openers:
-    """What decrypts each slot of a disk, kept in memory so that reads need no headers: 56 bytes a
-    slot. No two operations are under way on one slot.
+    """The opener of each slot of a disk, kept in memory so that reads need no headers: 56 bytes for
+    each slot. A slot has one operation under way at a time.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._known = bytearray(num_slots * _OPENER.size)
 
     def get(self, slot: int) -> Opener | None:
-        """Return what decrypts a slot; None: its header says it."""
+        """Return the opener of a slot; None: only its header has it."""
         opener = Opener._make(_OPENER.unpack_from(self._known, slot * _OPENER.size))
         return opener if any(opener.key) else None
 
     def put(self, slot: int, opener: Opener) -> None:
-        """Keep what decrypts a slot."""
+        """Keep the opener of a slot."""
         _OPENER.pack_into(self._known, slot * _OPENER.size, *opener)
 
     def forget(self, slot: int) -> None:
-        """Know nothing of a slot any more."""
+        """Forget the opener of a slot."""
         self._known[slot * _OPENER.size : (slot + 1) * _OPENER.size] = bytes(_OPENER.size)
 
 
@@ -83,7 +84,7 @@ class RecordCipher:
     """Encrypts and decrypts the slots of one disk. Threads may share it."""
 
     def __init__(self, keys: KeyRing, fingerprint: str) -> None:
-        """`fingerprint`: of the KV layout; records of another one do not decrypt."""
+        """`fingerprint` is that of the KV layout. Records of another layout do not decrypt."""
         self._keys = keys
         self._context = fingerprint.encode()
 
@@ -92,7 +93,7 @@ class RecordCipher:
     ) -> tuple[bytes, Opener]:
         """Fill `out` with the encrypted `block`, and EXTRA_BYTES more.
 
-        Returns (what its header must hold of it, what decrypts it).
+        Returns (what its header must hold about it, its opener).
         """
         salt = os.urandom(SALT_BYTES)
         key = record_key(_tenant_key(self._keys.first, tenant), salt)
@@ -108,10 +109,11 @@ class RecordCipher:
         page[_LEAD.size : HEADER_END] = seal(_header_key(key), plain, self._context)
 
     def open_header(self, page: memoryview) -> tuple[BlockHeader, Opener] | None:
-        """Return what a header page says, and what decrypts its block; None: it is no header.
+        """Return the contents of a header page and the opener of its block; None: it is not a
+        header.
 
         Raises:
-            OtherKey: it may be one, but its key is not here.
+            OtherKey: it may be a header, but its key is not here.
         """
         magic, key_id = _LEAD.unpack_from(page)
         if magic != _MAGIC:
@@ -131,8 +133,8 @@ class RecordCipher:
         return header, Opener(own, tag, header.checksum)
 
     def open(self, opener: Opener, block: memoryview, out: memoryview) -> bool:
-        """Decrypt `block` into `out`, which may be the same memory. Return False, with anything in
-        `out`, unless it is the block that the opener is of.
+        """Decrypt `block` into `out`, which may be the same memory. Return False if it is not the
+        block that the opener belongs to; `out` may then hold anything.
         """
         try:
             decrypt_into(opener.key, opener.tag, block, out, self._context)

@@ -1,8 +1,8 @@
 """Adapter: slots of one size in a few large files of one directory. Knows offsets and files, not
 what is in a slot. The threads of one `FileDisks` call it.
 
-The headers of a file lie together before its blocks: a page between two blocks of 64 KiB made
-writing and reading runs of them a sixth slower.
+The headers of a file lie together before its blocks: with a page between two blocks of 64 KiB,
+writing and reading runs was a sixth slower.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mooncake.kvstore.storage.block_record import (
 )
 
 SEGMENT_BYTES = 1 << 30
-"""Size of a file, about: room is taken from the file system in steps of this."""
+"""Approximate size of a file: room is taken from the file system in steps of this."""
 
 Vectored = Callable[[int, list[memoryview], int], int]
 """os.preadv or os.pwritev"""
 
 
 class SegmentFiles:
-    """All segment files of a directory. A file of another layout, or with a header that cannot be
-    read, is deleted: it is a cache, the directory is this node's, and nothing will ever ask for
-    those blocks here.
+    """All segment files of a directory. A file with another layout, or with an unreadable header,
+    is deleted: the files are a cache, the directory belongs to this node, and nothing will ever ask
+    for those blocks here.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class SegmentFiles:
         direct: bool,
         encrypted: bool = False,
     ) -> None:
-        """`encrypted`: what is in the slots; files that say otherwise are of no use."""
+        """`encrypted`: whether slots are encrypted. Files of the other kind cannot be used."""
         self.directory = directory
         self._padded_bytes = aligned(layout.block_bytes)
         self.slot_bytes = PAGE_BYTES + self._padded_bytes
-        """What a slot takes of the disk."""
+        """Bytes that a slot takes on the disk."""
         per_file = max(1, (min(SEGMENT_BYTES, num_bytes) - PAGE_BYTES) // self.slot_bytes)
         self._header = FileHeader(layout.fingerprint, layout.block_bytes, per_file, encrypted)
         self._file_bytes = PAGE_BYTES + per_file * self.slot_bytes
@@ -58,10 +58,11 @@ class SegmentFiles:
         self._fds: dict[int, int] = {}
         self._direct = direct
         self.num_foreign = 0
-        """Files found that hold something else, or nothing that can be read, and were deleted."""
+        """Files that were deleted because they hold something else, or nothing that can be read."""
         self.num_of_other_kind = 0
-        """Of these, files that are encrypted where ours are plain, or plain where ours are
-        encrypted."""
+        """Files among these that are encrypted while ours are plain, or plain while ours are
+        encrypted.
+        """
         try:
             self._open_existing()
         except OSError as error:
@@ -70,11 +71,11 @@ class SegmentFiles:
 
     @property
     def is_direct(self) -> bool:
-        """The file system allows direct I/O (known once a file is open)."""
+        """True if the file system allows direct I/O (known once a file is open)."""
         return self._direct
 
     def existing_slots(self) -> Iterator[range]:
-        """Yield the slots of each file that is there."""
+        """Yield the slots of each file that exists."""
         for number in sorted(self._fds):
             per_file = self._header.num_slots
             yield range(number * per_file, (number + 1) * per_file)
@@ -93,7 +94,7 @@ class SegmentFiles:
         return slot % self._header.num_slots == 0
 
     def make_room(self, slot: int) -> None:
-        """Create and preallocate the file of a slot, if it is not there. Raises OSError."""
+        """Create and preallocate the file of a slot, if it does not exist. Raises OSError."""
         number = slot // self._header.num_slots
         with self._lock:
             if number in self._fds:
@@ -110,18 +111,20 @@ class SegmentFiles:
             self._fds[number] = fd
 
     def headers(self, call: Vectored, slot: int, pages: memoryview) -> None:
-        """Read or write the headers from that of a slot on. Raises OSError, also when cut short."""
+        """Read or write the headers from that of a slot on. Raises OSError, also when the file ends
+        early.
+        """
         self._transfer(call, slot, self.header_offset(slot), [pages])
 
     def blocks(self, call: Vectored, slot: int, vectors: list[memoryview]) -> None:
         """Read or write the blocks from that of a slot on, each padded to whole pages. Raises
-        OSError, also when cut short.
+        OSError, also when the file ends early.
         """
         self._transfer(call, slot, self.block_offset(slot), vectors)
 
     def flush(self, slots: Iterable[int]) -> None:
-        """Have the device keep what was written to these slots: one flush for each file. Raises
-        OSError.
+        """Have the device keep what was written to these slots, with one flush for each file.
+        Raises OSError.
         """
         for number in {slot // self._header.num_slots for slot in slots}:
             os.fdatasync(self._fds[number])

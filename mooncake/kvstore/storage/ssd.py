@@ -1,4 +1,5 @@
-"""The SSD tier of one node: which block lies in which slot of which disk, and which goes first.
+"""The SSD tier of one node: which block lies in which slot of which disk, and which is evicted
+first.
 
 Pure bookkeeping; owned by the node's `Tiering`. It does no I/O and knows no arena.
 """
@@ -16,7 +17,7 @@ from mooncake.kvstore.storage.tenants import TenantEviction
 
 
 class SsdBlock:
-    """A block on its way to a disk, or there."""
+    """A block that is on a disk, or on its way there."""
 
     __slots__ = ("checksum", "disk", "is_fresh", "is_stored", "readers", "slot", "tenant")
 
@@ -28,12 +29,12 @@ class SsdBlock:
         self.readers = 0
         self.is_stored = False
         self.is_fresh = False
-        """Its slot was free before, so that its file may have had to grow."""
+        """True if its slot was free before, so that its file may have had to grow."""
 
 
 class _Disk:
-    """Slots of one disk. Lowest free slot first, so that a run lies together and files grow only
-    when they must.
+    """Slots of one disk. The lowest free slot is used first, so that a run lies together and files
+    grow only when they must.
     """
 
     def __init__(self, num_slots: int, policy: TenantEviction) -> None:
@@ -49,7 +50,7 @@ class _Disk:
         self.num_erasing = 0
 
     def may_take(self, now: float) -> bool:
-        """Return whether it takes blocks; slots that had no room long ago are tried again."""
+        """Return whether it takes blocks. Slots that had no room long ago are tried again."""
         if self.beyond and now >= self.beyond_until_s:
             self.free, self.beyond = self.free + self.beyond, []
             heapq.heapify(self.free)
@@ -74,9 +75,9 @@ class SsdTier:
         quotas: Mapping[str, int] = MappingProxyType({}),
         client_quota: Callable[[int], int] | None = None,
     ) -> None:
-        """`quotas`: tenant -> most blocks it may have on all disks together, shared out to them by
-        their sizes. `client_quota`: of so many slots, the most that pool clients of any other
-        tenant may have.
+        """`quotas`: tenant -> most blocks it may have on all disks together. Each disk gets a share
+        by its size. `client_quota`: the most blocks, out of so many slots, that pool clients of any
+        other tenant may have.
         """
         self._disks = [
             _Disk(number, TenantEviction(make_policy, share, client_quota and client_quota(number)))
@@ -94,7 +95,7 @@ class SsdTier:
         return sum(disk.num_slots for disk in self._disks)
 
     def tenant_use(self) -> dict[str, tuple[int, int]]:
-        """Return each tenant with a quota: (blocks it has on all disks, most it may have)."""
+        """Return for each tenant with a quota: (blocks it has on all disks, most it may have)."""
         total: dict[str, tuple[int, int]] = {}
         for disk in self._disks:
             for tenant, (used, quota) in disk.policy.use().items():
@@ -123,15 +124,15 @@ class SsdTier:
 
     @property
     def num_closed(self) -> int:
-        """Disks that have not been scanned."""
+        """Number of disks that have not been scanned."""
         return sum(not disk.is_open for disk in self._disks)
 
     def open_disk(
         self, number: int, found: Iterable[FoundBlock]
     ) -> tuple[list[BlockKey], list[tuple[BlockKey, int]]]:
-        """Use a disk that has been scanned. Returns (keys it holds, (key, slot) of what may not
-        stay, to be erased): a block that another disk has too is forgotten here, as is what is over
-        its tenant's quota.
+        """Use a disk that has been scanned. Returns (keys it holds, (key, slot) of what must be
+        erased). A block that another disk has too is forgotten here, and so are blocks over their
+        tenant's quota.
         """
         disk = self._disks[number]
         if disk.is_open:
@@ -166,7 +167,7 @@ class SsdTier:
         return list(kept), stale
 
     def pause(self, disk: int, until_s: float) -> None:
-        """Write nothing to a disk that failed, or is full, until then."""
+        """Write nothing to a disk that failed, or is full, until this time."""
         self._disks[disk].paused_until_s = until_s
 
     # ------------------------------------------------------------------ writing
@@ -174,10 +175,10 @@ class SsdTier:
     def reserve(
         self, blocks: Sequence[tuple[BlockKey, str, int | None]], now: float
     ) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Find slots, all on one disk, for blocks (key, tenant, checksum) not known here.
+        """Find slots, all on one disk, for blocks (key, tenant, checksum) that are not known here.
 
-        Returns (keys that have one now; keys evicted for them). Disks are filled evenly. A tenant
-        at its quota overwrites its own blocks only.
+        Returns (keys that have a slot now; keys evicted for them). Disks are filled evenly. A
+        tenant at its quota overwrites only its own blocks.
         """
         reserved: list[BlockKey] = []
         evicted: list[BlockKey] = []
@@ -209,8 +210,8 @@ class SsdTier:
         return any(disk.may_take(now) for disk in self._disks)
 
     def _choose(self, tenants: Sequence[str], now: float) -> int | None:
-        """Return the disk with most room that takes a block of the first of these tenants for whom
-        there is one.
+        """Return the disk with most room that takes a block of the first of these tenants for which
+        there is such a disk.
         """
         numbers = [n for n, disk in enumerate(self._disks) if disk.may_take(now)]
         numbers.sort(key=lambda n: (-self._disks[n].share_free, -self._disks[n].num_available))
@@ -237,7 +238,7 @@ class SsdTier:
 
     def no_room(self, key: BlockKey, until_s: float) -> None:
         """Give up a block whose write failed because the file system is full. Until `until_s` its
-        slot and those after it are not used, if they would make a file grow.
+        slot and later ones are not used, if they would make a file grow.
         """
         block = self._blocks[key]
         self.abandon(key)
@@ -259,7 +260,7 @@ class SsdTier:
         self._disks[block.disk].policy.hold(key)
 
     def release(self, keys: Sequence[BlockKey]) -> None:
-        """Undo one `hold` each; a use of the run, head first."""
+        """Undo one `hold` of each block; this counts as a use of the run, head first."""
         for key in reversed(keys):
             block = self._blocks[key]
             block.readers -= 1
@@ -267,8 +268,8 @@ class SsdTier:
                 self._disks[block.disk].policy.release([key])
 
     def touch(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
-        """Tell the eviction policies that a request used this run; keys not stored are skipped, and
-        those `counted` before are put in order only.
+        """Tell the eviction policies that a request used this run. Keys that are not stored are
+        skipped. Blocks that were `counted` before only change their order.
         """
         for disk in self._disks:
             disk.policy.access(keys, counted)
@@ -276,7 +277,7 @@ class SsdTier:
     # ------------------------------------------------------------------ giving up
 
     def condemn(self, key: BlockKey) -> tuple[int, int]:
-        """Forget a stored block that is not being read; its slot is not used before `erased`.
+        """Forget a stored block that is not being read. Its slot is not used before `erased`.
         Returns (disk, slot).
         """
         block = self._blocks.pop(key)
@@ -288,7 +289,9 @@ class SsdTier:
         return block.disk, block.slot
 
     def erased(self, disk: int, slot: int, *, well: bool) -> None:
-        """Free a condemned slot that is empty now; never use one again that cannot be written."""
+        """Free a condemned slot that is empty now. A slot that cannot be written is never used
+        again.
+        """
         owner = self._disks[disk]
         owner.num_erasing -= 1
         if well:
@@ -317,7 +320,7 @@ class SsdTier:
 
 
 def _shares(num_slots: Sequence[int], quotas: Mapping[str, int]) -> list[dict[str, int]]:
-    """Return each disk's part of every quota; nothing is lost by rounding."""
+    """Return each disk's part of every quota. Rounding loses nothing."""
     total, before, shares = max(1, sum(num_slots)), 0, []
     for number in num_slots:
         ends = (before + number, before)

@@ -1,6 +1,7 @@
-"""Whose blocks go when room is short: quotas of tenants over the eviction policy of a tier.
+"""Decides whose blocks are evicted when room is short: tenants' quotas on top of a tier's eviction
+policy.
 
-Pure; owned by one tier. Counts blocks, knows no memory.
+Pure; owned by one tier. It counts blocks and knows no memory.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from mooncake.kvstore.eviction import NONE, EvictionPolicy, Keys, LastPolicy
 
 
 class TenantEviction:
-    """One order over all blocks, and for each tenant with a quota one more over its own.
+    """One order over all blocks, and one more for each tenant with a quota over its own blocks.
 
-    A tenant at its quota makes room among its own blocks only, so it cannot push out others. Block
-    keys are salted by tenant, so no two tenants share a block. Of a tenant without a quota of its
-    own, the blocks that its pool clients store have one.
+    A tenant at its quota makes room only among its own blocks, so it cannot push out others. Block
+    keys are salted by tenant, so no two tenants share a block. If a tenant has no quota of its own,
+    the blocks that its pool clients store have one.
     """
 
     def __init__(
@@ -26,13 +27,13 @@ class TenantEviction:
         quotas: Mapping[str, int],
         client_quota: int | None = None,
     ) -> None:
-        """`quotas`: tenant -> most blocks it may have reserved or stored at once; `client_quota`:
-        the most of those that the pool clients of any other tenant store.
+        """`quotas`: tenant -> most blocks it may have reserved or stored at a time. `client_quota`:
+        the most blocks that the pool clients of any other tenant may store.
         """
         self._named = dict(quotas)
         self._client_quota = client_quota
         self._quotas = dict(quotas)
-        """Of the tenants named, and of those whose clients have blocks."""
+        """Quotas of the tenants named, and of those whose clients have blocks."""
         self._make_policy = make_policy
         self._all = LastPolicy(make_policy)
         self._own = {tenant: LastPolicy(make_policy) for tenant in quotas}
@@ -44,16 +45,16 @@ class TenantEviction:
         return len(self._all)
 
     def use(self) -> dict[str, tuple[int, int]]:
-        """Return each tenant with a quota: (blocks it has reserved or stored, most it may)."""
+        """Return for each tenant with a quota: (blocks it has reserved or stored, most it may)."""
         return {tenant: (used, self._quotas[tenant]) for tenant, used in self._used.items()}
 
     def is_full(self, key: BlockKey, tenant: str) -> bool:
-        """Return whether `tenant` has all the blocks that it may have of this one's kind."""
+        """Return whether `tenant` has as many blocks of this block's kind as it may have."""
         quota = self._quota(key, tenant)
         return quota is not None and self._used.get(tenant, 0) >= quota
 
     def _quota(self, key: BlockKey, tenant: str) -> int | None:
-        """Return the bound that counts for a block; None: none does."""
+        """Return the limit that applies to a block; None: there is none."""
         return self._named.get(tenant, self._client_quota if is_clients(key, tenant) else None)
 
     def admits(self, tenant: str) -> bool:
@@ -71,7 +72,7 @@ class TenantEviction:
             self._used[tenant] += 1
 
     def release(self, keys: Sequence[BlockKey]) -> None:
-        """Allow to evict these blocks; head of the chain first."""
+        """Allow these blocks to be evicted; the head of the chain comes first."""
         self._all.release(keys)
         for tenant, own_keys in self._by_tenant(keys).items():
             self._own[tenant].release(own_keys)
@@ -83,7 +84,7 @@ class TenantEviction:
             own.hold(key)
 
     def set_last(self, key: BlockKey, last: bool) -> None:
-        """Evict this block after all those that are not so set (or not any more)."""
+        """Evict this block after all those that are not marked so, or remove this mark."""
         self._all.set_last(key, last)
         if (own := self._policy_of(key)) is not None:
             own.set_last(key, last)
@@ -95,7 +96,7 @@ class TenantEviction:
             self._own[tenant].access(own_keys, counted)
 
     def forget(self, key: BlockKey) -> None:
-        """Forget a block that is gone, or was never finished; its tenant may have another."""
+        """Forget a block that is gone, or was never finished. Its tenant may have another one."""
         self._all.forget(key)
         if (own := self._policy_of(key)) is not None:
             own.forget(key)
@@ -105,15 +106,17 @@ class TenantEviction:
                 del self._used[tenant], self._quotas[tenant], self._own[tenant]
 
     def pop(self, tenant: str | None = None) -> BlockKey | None:
-        """Choose and forget the block to evict, of all or of one tenant that has a quota."""
+        """Choose and forget the block to evict, from all blocks or from those of a tenant with a
+        quota.
+        """
         key = self._all.pop() if tenant is None else self._own[tenant].pop()
         if key is not None:
             self.forget(key)
         return key
 
     def order(self, tenant: str | None = None) -> Iterator[BlockKey]:
-        """Yield the blocks that may be evicted as they would go, of all or of one tenant that has a
-        quota; see `EvictionPolicy.order`.
+        """Yield the blocks that may be evicted, in the order of eviction, from all blocks or from
+        those of a tenant with a quota; see `EvictionPolicy.order`.
         """
         return (self._all if tenant is None else self._own[tenant]).order()
 
@@ -122,7 +125,9 @@ class TenantEviction:
         return None if tenant is None else self._own[tenant]
 
     def _by_tenant(self, keys: Sequence[BlockKey]) -> dict[str, list[BlockKey]]:
-        """Return the keys charged to a tenant with a quota; one tenant a run, if all is well."""
+        """Return the keys charged to a tenant with a quota. All blocks of a run should have one
+        tenant.
+        """
         groups: dict[str, list[BlockKey]] = {}
         if self._tenants:
             for key in keys:
@@ -132,7 +137,7 @@ class TenantEviction:
         return groups
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a tenant's count is not that of its blocks."""
+        """Raise AssertionError when a tenant's count differs from its number of blocks."""
         counts = dict.fromkeys(self._quotas, 0)
         for tenant in self._tenants.values():
             counts[tenant] += 1

@@ -1,5 +1,5 @@
-"""Blocks on their way between DRAM and SSD: what is written down and when, what is loaded, what is
-lost.
+"""Moves blocks between DRAM and SSD: it decides what is written to disks and when, what is loaded,
+and what is lost.
 
 Pure; owned by the node. It decides, and keeps both tiers' records in step; the `Disks` port moves
 the bytes. `promotion` knows which readers wait for a block that is being loaded.
@@ -29,13 +29,13 @@ from mooncake.kvstore.storage.ssd import SsdTier
 from mooncake.kvstore.storage.traces import DiskTraces, Tombstones
 
 MAX_OP_BYTES = 16 << 20
-"""Blocks that lie together on a disk are moved by one operation, up to this size."""
+"""Largest size of an operation, which moves blocks that lie together on a disk."""
 
 MAX_REFUSALS = 16
-"""Groups of blocks without room on any disk that one call of `start_writes` passes over."""
+"""Groups of blocks without room on any disk that one call of `start_writes` skips."""
 
 REUSED = 2
-"""Uses, that of the writer included, from which on a block counts as used again."""
+"""Number of uses, including the writer's, from which on a block counts as used again."""
 
 MAX_TENANT_CHARACTERS = 256
 """Blocks of tenants with longer names stay in DRAM."""
@@ -50,7 +50,7 @@ class State(Enum):
     """What is being done to move a block between the tiers."""
 
     IDLE = "idle"
-    """Nothing, wherever it is: such a block has no record here."""
+    """Nothing is being done, wherever it is: such a block has no record here."""
     DUE = "due"
     """It is in DRAM, and waits for its turn to be written to a disk."""
     WRITING = "writing"
@@ -85,7 +85,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Blocks being written, which DRAM holds, in place of others."""
+    """Blocks being written, which DRAM keeps meanwhile, and the blocks that they replace."""
 
     disk: int
     keys: list[BlockKey]
@@ -94,7 +94,7 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Blocks being loaded, which their disk holds."""
+    """Blocks being loaded, which their disk keeps meanwhile."""
 
     keys: list[BlockKey]
 
@@ -110,9 +110,9 @@ class Tiering:
     """Moves blocks of one node between its two tiers.
 
     Blocks used at least `ssd_min_uses` times are written to a disk, those used longest ago first,
-    once more of the DRAM is in use than `ssd_write_at`: evicting them is free then. A block that is
-    evicted before its turn is lost. Blocks are loaded when a reader asks for them. A block that a
-    disk returns wrong or not at all is forgotten, and its slot erased.
+    once the share of DRAM in use exceeds `ssd_write_at`. Evicting them then loses nothing. A block
+    that is evicted before its turn is lost. Blocks are loaded when a reader asks for them. A block
+    that a disk returns damaged or not at all is forgotten, and its slot is erased.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class Tiering:
         self._num_writing = 0
         self._num_loading = 0
         self._num_refused = 0
-        """Due blocks in a row for which no disk had room."""
+        """Number of due blocks in a row for which no disk had room."""
         self._write_above = math.floor(dram.num_blocks * config.ssd_write_at)
         queue_blocks = config.ssd_queue_bytes // dram.block_bytes
         self._max_writing = max(1, min(queue_blocks, dram.num_blocks // 8))
         self.max_loading = max(1, queue_blocks)
-        """Blocks that may be on their way up at once."""
+        """Number of blocks that may be loading at a time."""
         self._op_blocks = max(1, MAX_OP_BYTES // dram.block_bytes)
 
     # ------------------------------------------------------------------ states
@@ -161,7 +161,7 @@ class Tiering:
         return State.IDLE if record is None else record.state
 
     def _move(self, key: BlockKey, state: State) -> _Record:
-        """Put a block into another state, and return its record (its last one when that is IDLE).
+        """Put a block into another state and return its record (the last one if the state is IDLE).
 
         Raises:
             InternalError: the move is not one of `TRANSITIONS`.
@@ -184,20 +184,20 @@ class Tiering:
     # ------------------------------------------------------------------ what happens in DRAM
 
     def used(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
-        """Count a request that wrote or asked for this run, for the blocks of it that are in DRAM,
-        unless its use of them was `counted` before.
+        """Count a request that wrote or asked for this run, for its blocks in DRAM, unless its use
+        of them was `counted` before.
         """
         self._write_later(self.dram.count_uses(keys, counted), keys)
         if self.ssd.num_slots:
             self.ssd.touch(keys, counted)
 
     def adopt(self, keys: Sequence[BlockKey]) -> None:
-        """Take blocks in DRAM for used often enough to be written: they were, on another node."""
+        """Count blocks in DRAM as used often enough to be written: they were, on another node."""
         least = max(self._config.ssd_min_uses, REUSED)
         self._write_later(self.dram.count_at_least(keys, least), keys)
 
     def _write_later(self, uses: Mapping[BlockKey, int], run: Sequence[BlockKey]) -> None:
-        """Have those of the blocks just used written that have been used often enough."""
+        """Mark the blocks just used that have been used often enough as due to be written."""
         if not self.ssd.num_slots:
             return
         least, last = self._config.ssd_min_uses, None
@@ -211,20 +211,20 @@ class Tiering:
             last.run = run
 
     def is_reused(self, key: BlockKey) -> bool:
-        """Return whether a block was asked for again after it was written, as far as is known."""
+        """Return whether a block is known to have been asked for again after it was written."""
         block = self.dram.find(key)
         written_for_it = self._config.ssd_min_uses >= REUSED and self.ssd.has(key)
         return written_for_it or (block is not None and block.uses >= REUSED)
 
     def is_one_off(self, key: BlockKey) -> bool:
-        """Return whether a block was never asked for again and no reader of it is expected: it may
-        be evicted for a block that was.
+        """Return whether a block was never asked for again and no reader of it is expected. It may
+        be evicted for a block that was asked for again.
         """
         block = self.dram.find(key)
         return not self.is_reused(key) and not (block is not None and block.expected)
 
     def evicted(self, keys: Iterable[BlockKey]) -> None:
-        """Forget blocks that DRAM has given up; a write that has begun goes on until `remove`."""
+        """Forget blocks that DRAM has given up. A write that has begun goes on until `remove`."""
         for key in keys:
             if key in self._due:
                 self._counters["ssd_blocks_too_late"] += 1
@@ -233,12 +233,16 @@ class Tiering:
     # ------------------------------------------------------------------ down
 
     def drain(self) -> None:
-        """Write all blocks that are due, however much room DRAM has: the node will end soon."""
+        """Write all blocks that are due, however much room DRAM has, because the node will end
+        soon.
+        """
         self._write_above = -1
 
     @property
     def drained(self) -> bool:
-        """Nothing is under way, and every block that was due has been written, or cannot be."""
+        """True if nothing is under way, and every block that was due has been written, or cannot
+        be.
+        """
         return self.quiet and self._num_refused >= len(self._due)
 
     def start_writes(self, now: float) -> None:
@@ -278,9 +282,9 @@ class Tiering:
             self._moves[self._disks.write(disk, self._blocks(keys))] = _Write(disk, keys, gone)
 
     def _is_stale(self, key: BlockKey) -> bool:
-        """Return whether a due block shall not be written (and forget that it was due): a disk
-        scanned late holds it, or its tenant may have nothing there, or has a name too long for a
-        header.
+        """Return whether a due block must not be written, and forget that it was due. A disk that
+        was scanned late holds it, or its tenant may have nothing there, or the tenant's name is too
+        long for a header.
         """
         tenant = self.dram.block(key).tenant
         unwanted = tenant in self._unwanted or len(tenant) > MAX_TENANT_CHARACTERS
@@ -327,26 +331,27 @@ class Tiering:
     # ------------------------------------------------------------------ up
 
     def is_loading(self, key: BlockKey) -> bool:
-        """Return whether a block is on its way up."""
+        """Return whether a block is being loaded."""
         state = self.state(key)
         return state is State.LOADING or state is State.LOADING_REMOVED
 
     @property
     def num_loadable(self) -> int:
-        """How many more blocks may be on their way up."""
+        """Number of further blocks that may be loading at a time."""
         return max(0, self.max_loading - self._num_loading)
 
     def can_load(self, key: BlockKey) -> bool:
-        """Return whether a block can be loaded: a disk holds it, and DRAM knows nothing of it."""
+        """Return whether a block can be loaded: a disk holds it, and DRAM does not know it."""
         return self.ssd.has(key) and not self.dram.is_known(key)
 
     def load(
         self, keys: Sequence[BlockKey], *, gently: bool = False
     ) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Begin to load blocks of one run that `can_load`; `Loaded` is told how that ends.
+        """Begin to load blocks of one run that `can_load`. The `Loaded` callback is told the
+        result.
 
-        With `gently`, only into room that is free or taken by one-off blocks. Returns (blocks that
-        are on their way now, from the first on; keys evicted for them).
+        With `gently`, only room that is free or held by one-off blocks is used. Returns (blocks
+        that are loading now, from the first on; keys evicted for them).
         """
         keys = keys[: self.num_loadable]
         if not keys:
@@ -388,7 +393,7 @@ class Tiering:
         self._loaded(whole, lost, now)
 
     def _neighbours(self, keys: list[BlockKey]) -> Iterator[list[BlockKey]]:
-        """Cut a run into pieces whose blocks lie one behind the other on one disk."""
+        """Cut a run into pieces whose blocks lie one after another on one disk."""
         piece: list[BlockKey] = []
         for key in keys:
             if piece and len(piece) < self._op_blocks:
@@ -405,7 +410,7 @@ class Tiering:
     # ------------------------------------------------------------------ disks
 
     def on_scanned(self, event: DiskScanned) -> list[BlockKey]:
-        """Take in what an earlier boot left on a disk. Blocks that may not stay are erased, so that
+        """Record what an earlier boot left on a disk. Blocks that may not stay are erased, so that
         the next boot does not find them either. Return those that were removed from the pool.
         """
         found, stale = self.ssd.open_disk(event.disk, event.found)
@@ -421,7 +426,7 @@ class Tiering:
         return removed
 
     def on_done(self, event: DiskDone, now: float) -> None:
-        """Finish an operation; events of other parts' operations are ignored."""
+        """Finish an operation. Events of other parts' operations are ignored."""
         match self._moves.pop(event.op_id, None):
             case _Write() as write:
                 self._write_ended(write, event, now)
@@ -437,10 +442,9 @@ class Tiering:
         return self.ssd.has(key) and self.state(key) is not State.LOADING_REMOVED
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block from its disk for good; one that is being moved, when that has ended.
-
-        Return whether a disk holds it, or would have. Until `is_fading` is false, another boot may
-        find the block.
+        """Remove a block from its disk for good. A block that is being moved is removed when the
+        move has ended. Return whether a disk holds it, or would have. Until `is_fading` is false,
+        another boot may find the block.
         """
         if self._drop(key):
             return True
@@ -453,12 +457,16 @@ class Tiering:
         return True
 
     def is_fading(self, key: BlockKey) -> bool:
-        """Return whether a trace of a block that was given up is on a disk, and about to go."""
+        """Return whether a disk still has a trace of a block that was given up, and will erase
+        it.
+        """
         removed = self.state(key) in (State.WRITING_REMOVED, State.LOADING_REMOVED)
         return removed or self.traces.is_going(key)
 
     def _drop(self, key: BlockKey) -> bool:
-        """Forget a block on a disk and erase it; return False while it is not there, or in use."""
+        """Forget a block on a disk and erase it. Return False while it is not on a disk, or in
+        use.
+        """
         if not self.ssd.has(key) or self.is_loading(key):
             return False
         self._erase(key)
@@ -486,7 +494,7 @@ class Tiering:
 
     @property
     def quiet(self) -> bool:
-        """No operation is under way."""
+        """True if no operation is under way."""
         return not self._moves
 
     def pins(self) -> Counter[BlockKey]:
@@ -502,7 +510,7 @@ class Tiering:
         return [key for move in moves for key in move.keys]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a block's state is not what tiers and operations say."""
+        """Raise AssertionError when a block's state contradicts tiers and operations."""
         self.ssd.check_integrity()
         writing, loading = self._moving(_Write), self._moving(_Load)
         assert (len(writing), len(loading)) == (self._num_writing, self._num_loading)

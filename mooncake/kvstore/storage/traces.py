@@ -1,5 +1,5 @@
-"""What remains of blocks that were given up: their keys, and copies on disks that are not erased
-yet. Copies of removed blocks are not made, and one that a disk still holds is not taken back.
+"""Keeps what remains of blocks that were given up: their keys, and copies on disks that are not
+erased yet. A removed block is not copied again, and a copy on a disk is not used again.
 
 Pure; owned by a node's `Tiering`.
 """
@@ -51,7 +51,9 @@ class DiskTraces:
         self._going.update(keys)
 
     def end(self, key: BlockKey, *, well: bool) -> None:
-        """Take one trace off the count. If the disk did not do it `well`, the block stays stuck."""
+        """Remove one trace from the count. If the disk did not do it `well`, the block stays
+        stuck.
+        """
         self._going[key] -= 1
         if not self._going[key]:
             del self._going[key]
@@ -63,11 +65,11 @@ class DiskTraces:
         self._stuck.add(key)
 
     def is_going(self, key: BlockKey) -> bool:
-        """Return whether some disk is still to erase or overwrite a trace of the block."""
+        """Return whether some disk has yet to erase or overwrite a trace of the block."""
         return key in self._going
 
     def is_stuck(self, key: BlockKey) -> bool:
-        """Return whether the next boot may find the block though nothing erases it any more."""
+        """Return whether the next boot may find the block although nothing erases it any more."""
         return key in self._stuck
 
     def going(self) -> Counter[BlockKey]:
