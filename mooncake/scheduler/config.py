@@ -22,7 +22,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ttft_slo_s: float | None = None
     """Refuse a request whose predicted time to first token is longer. None = no limit."""
     tbt_slo_s: float | None = None
-    """Refuse a request that would raise the predicted gap between tokens above this. None: no
+    """Refuse a request that would raise the predicted gap between tokens above this. None = no
     limit.
     """
     admission: str = "predicted"
@@ -44,9 +44,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     local-cache-aware). False = each node uses its own pool only, like an engine with a local cache.
     """
     max_inflight: int = 1024
-    """Permits: requests accepted and not yet ended."""
+    """Number of permits: requests that are accepted and have not ended."""
     max_queue: int = 256
-    """How many of these may wait for a worker after theirs was lost or full."""
+    """How many of these may wait for a worker after their worker was lost or full."""
     max_attempts: int = 3
     """Failed placements of one request before it fails."""
     read_ahead_bytes: int = 2 << 30
@@ -73,9 +73,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     were decoding on a worker that left.
     """
     require_transport: str | None = None
-    """Workers that move KV by anything else are not used. None: by whatever they share."""
+    """Workers that move KV by any other transport are not used. None: any transport that they
+    share.
+    """
     needs_prefill: bool = False
-    """The cluster is meant to have prefill workers: without one it is not ready, although decode
+    """The cluster should have prefill workers: without one it is not ready, although decode workers
     would run whole requests.
     """
     role_switching: bool = False

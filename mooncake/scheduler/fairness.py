@@ -3,12 +3,12 @@
 Pure. `Turns` is owned by the admission permits, `WorkerQueues` by the Conductor. Requests take
 turns by tokens, as in self-clocked fair queuing (Golestani, INFOCOM 1994): a request's turn ends as
 many tokens, divided by its weight, after its tenant's last one, or after the turn that is being
-served now, if that is later. So a flood of requests queues behind itself, unused turns cannot be
-saved up, and a premium flood leaves interactive requests their part: a tenant gets 16 tokens of
-premium for 4 of interactive. One that uses both has one share, which it divides. Batch requests
-are patient: behind all others, where capacity is idle. While they wait, the tokens of others earn
-them some (`BatchCredit`), for which the first goes in at once. Turns travel with the tasks: engines
-serve their queues in this order.
+served now, if that is later. So a flood of requests queues behind itself, and unused turns cannot
+be saved up. A premium flood leaves interactive requests their part: 16 tokens of premium are served
+for 4 of interactive. A tenant that uses both classes has one share, which it divides. Batch
+requests are patient: they come after all others and use idle capacity. While they wait, they earn
+credit from the tokens of others (`BatchCredit`); when it suffices, the first one is admitted at
+once. Turns travel with the tasks, so engines serve their queues in this order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake.base import Flow, Priority
 LATELY_S = 60.0
 """A tenant or class seen within this time counts as present, and capacity is kept free for it."""
 OVER_SHARE = 0.85
-"""The share of every limit for a tenant above its fair share while others are present."""
+"""The share of every limit that a tenant above its fair share may use while others are present."""
 BELOW_PREMIUM_SHARE = 0.9
 """The share of every limit for interactive requests while premium ones are present."""
 BATCH_SHARE = 0.7
@@ -34,7 +34,7 @@ RATE_WINDOW_S = 30.0
 PATIENT_TURN = 1e15
 """Turns of batch requests begin here, behind all others."""
 MAX_CREDIT_TOKENS = 32_768.0
-"""A batch request with a longer prompt goes in for as much."""
+"""A batch request with a longer prompt needs only this much credit."""
 
 Order = tuple[float, int]
 """(turn, class): smaller goes first."""
@@ -52,8 +52,8 @@ class QueuePosition:
 
 
 class BatchCredit:
-    """The tokens that batch work has earned while it waits: what others compute, by the weights of
-    the classes.
+    """The tokens that batch work earns while it waits: a part of what others compute, by the
+    weights of the classes.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class BatchCredit:
         self._tokens = min(MAX_CREDIT_TOKENS, self._tokens + earned)
 
     def spend(self, num_tokens: int) -> bool:
-        """Take the tokens of a batch request's prompt; False: there are not as many."""
+        """Take the tokens of a batch request's prompt. Return False when there are too few."""
         cost = min(MAX_CREDIT_TOKENS, num_tokens)
         if self._tokens < cost:
             return False
@@ -78,7 +78,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.clock = 0.0
-        """The latest turn that has been served, but for batch."""
+        """The latest turn that has been served, except turns of batch."""
         self._batch_clock = PATIENT_TURN
         self._credit = BatchCredit()
         self._next: dict[Flow, float] = {}
@@ -120,7 +120,7 @@ class Turns:
 
     def due(self, position: QueuePosition, num_tokens: int) -> QueuePosition | None:
         """Return the position of a batch request that need not be patient any more, because others
-        have computed enough while batch work waited; None: it has to be.
+        have computed enough while batch work waited. None: it must still wait.
         """
         if not position.is_patient or not self._credit.spend(num_tokens):
             return None
@@ -202,8 +202,8 @@ class Turns:
 
 
 class WorkerQueues:
-    """The prompts that wait to be computed at each worker, with their order: a new request does not
-    wait for all of them.
+    """The prompts that wait to be computed at each worker, with their order. A new request does not
+    have to wait for all of them.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""The membership table: which workers are alive. Answers hellos, watches heartbeats, fences lost
-epochs.
+"""The membership table knows which workers are alive. It answers hellos, watches heartbeats and
+fences lost epochs.
 
 Owned by the gateway. It sends messages about membership only and knows no requests.
 """
@@ -16,7 +16,9 @@ from mooncake.rpc.channel import Channel
 
 MAX_FENCED = 4096
 MAX_MEMBERS = 4096
-"""Of more workers and clients, a client that has said nothing since its hello gives way."""
+"""Number of workers and clients. When there are more, a client that has sent nothing since its
+hello is removed.
+"""
 REPEAT_S = 1.0
 """The same message is repeated to a worker at most this often."""
 
@@ -32,8 +34,8 @@ class Member:
     last_heard_s: float
     snapshot_asked_s: float
     is_ending: bool = False
-    """A worker with which it shares routed experts was lost: it will be too, through no fault of
-    what it does.
+    """A worker with which it shares routed experts was lost. So it will end too, through no fault
+    of a request on it.
     """
 
 
@@ -122,7 +124,7 @@ class MembershipTable:
         return [peer for peer in peers if not self.is_live(peer)]
 
     def declare_lost(self, worker: WorkerRef) -> None:
-        """Fence an epoch that is no member, and notify all members."""
+        """Fence an epoch that is not a member, and notify all members."""
         self.fence(worker)
         self.broadcast(PeerLost(worker=worker))
 
@@ -136,19 +138,19 @@ class MembershipTable:
 
     @property
     def is_full(self) -> bool:
-        """True if one more member is one too many."""
+        """Return whether there is no room for one more member."""
         return len(self._members) >= MAX_MEMBERS
 
     def oldest_silent_client(self) -> str | None:
-        """Return the client of the pool that joined first of those that have said nothing since."""
+        """Return the pool client that joined first among those that have sent nothing since."""
         for worker_id, member in self._members.items():
             if member.hello.role is Role.CLIENT and member.last_heard_s == member.joined_s:
                 return worker_id
         return None
 
     def foreign(self, hello: WorkerHello) -> str | None:
-        """Return with whom a worker cannot work together, because they understand no common version
-        of the protocol; None: it can with all.
+        """Return the members with whom a worker cannot work, because they understand no common
+        version of the protocol. None: it can work with all.
         """
         present = {"this gateway": OWN_RELEASE}
         present |= {name: member.hello.release for name, member in self._members.items()}
@@ -212,15 +214,17 @@ class MembershipTable:
             self.welcome(worker, now, send_snapshot=True)
 
     def remove(self, worker_id: str, now: float) -> Member | None:
-        """Remove a lost worker, fence its epoch and notify all others. None: it is no member."""
+        """Remove a lost worker, fence its epoch and notify all others. Returns None when it is not
+        a member.
+        """
         member = self.cut_off(worker_id, now)
         if member is not None:
             self.declare_lost(member.hello.worker)
         return member
 
     def cut_off(self, worker_id: str, now: float) -> Member | None:
-        """Remove a worker that is not heard here but may live: once it is heard, it can join
-        again in the same epoch. None: it is no member.
+        """Remove a worker that is not heard here but may live: once it is heard, it can join again
+        in the same epoch. Returns None when it is not a member.
         """
         member = self._members.pop(worker_id, None)
         if member is None:

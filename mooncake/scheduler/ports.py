@@ -1,4 +1,4 @@
-"""What the gateway needs from outside, in one value. Ports only."""
+"""Everything that the gateway needs from outside, in one value. Ports only."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ change would have to gain as much, so no worker is sent back for the loads it ca
 HORIZON = 10.0
 """A change is assumed to be useful for this many times `role_switch_after_s`."""
 QUEUE_S = 5.0
-"""Prompts that queue for this long are too many for the prefill pool, where there is no limit on
-the first token whose refusals would show it.
+"""If prompts queue for this long, the prefill pool has too many of them. Used where no limit on the
+first token exists, whose refusals would show it.
 """
 SLOWEST = 1.05
-"""The slowest tenth of gaps, which the limit applies to, relative to the mean gap."""
+"""The slowest tenth of gaps, to which the limit applies, relative to the mean gap."""
 IDLE_SHARE = 0.95
 """An idle worker's own gap counts as at most this share of the limit on gaps."""
 MOST = 2.0
@@ -64,7 +64,9 @@ class _Averages(NamedTuple):
     """Recent averages."""
 
     queue: float
-    """How long prompts queue, in shares of how long they may; 0 where a limit bounds the queue."""
+    """How long prompts queue, in shares of the time that they may queue; 0 if a limit bounds the
+    queue.
+    """
     busy: float
     """The share of prefill workers that have something to compute."""
     decode: float
@@ -74,7 +76,7 @@ class _Averages(NamedTuple):
 
     @property
     def refused(self) -> tuple[float, float]:
-        """The shares of requests refused because of prefill, and because of decode."""
+        """Return the shares of requests refused because of prefill, and because of decode."""
         offered = max(self.offered_per_s, 1e-9)
         prefill, decode = self.refused_prefill_per_s, self.refused_decode_per_s
         most = MOST_REFUSED / max(MOST_REFUSED, (prefill + decode) / offered)
@@ -200,13 +202,12 @@ class RoleBalance:
         self._observed_s = now
 
     def _queue_load(self, view: InstanceView) -> float:
-        """Return how long prompts queue here, as a share of how long they may."""
+        """Return how long prompts queue here, as a share of the time that they may queue."""
         return view.queued_s() / QUEUE_S if self._config.ttft_slo_s is None else 0.0
 
     def _decode_load(self, view: InstanceView) -> float:
-        """Return how full a decode worker's batch is: in memory, sequences, or gaps between tokens,
-        where an idle worker's own gap is no load. Requests that are still being prefilled do not
-        count.
+        """Return how full a decode worker's batch is: in memory, sequences, or gaps between tokens.
+        An idle worker's own gap is no load. Requests that are still being prefilled do not count.
         """
         hello, load = view.hello, view.load
         room = hello.num_blocks * hello.block_tokens

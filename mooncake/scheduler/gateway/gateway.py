@@ -1,5 +1,5 @@
-"""The gateway machine, which all requests of clients pass. It receives the workers' messages, keeps
-the membership table, and gives requests to the request manager.
+"""The gateway machine, through which all requests of clients pass. It receives the workers'
+messages, keeps the membership table, and gives requests to the request manager.
 
 Owns the membership table and the request manager (which owns the requests); the Conductor makes the
 choices. Text, HTTP and sockets may not go in.
@@ -78,10 +78,11 @@ class Gateway:
         has_clients: bool = True,
     ) -> None:
         """`peers`: addresses of other gateways of the cluster; one is enough to find them all.
-        `has_clients`: False where no request ever comes in, so that no worker waits to leave.
+        `has_clients`: False if no request ever comes in, so that no worker has to wait before it
+        leaves.
         """
         self.facts = b""
-        """What those who want to join are told; empty: nothing yet."""
+        """The facts that joining processes are told; empty: not known yet."""
         self._has_clients = has_clients
         self._config = config
         self._own = worker
@@ -120,7 +121,7 @@ class Gateway:
         self._request_manager.abort(request_id, now)
 
     def publish_blocks(self, publish: Callable[[Sequence[KvEvent]], None]) -> None:
-        """From now on publish which blocks of requests can be reused, and which no more."""
+        """From now on publish which blocks of requests can be reused, and which cannot any more."""
         self._feed = self._request_manager.feed = BlockFeed(self._conductor.replicas, publish)
 
     def drain(self, now: float) -> None:
@@ -179,7 +180,7 @@ class Gateway:
             self._on_removed(member, now, reason)
 
     def _on_unheard(self, worker_ids: Sequence[str], now: float, reason: str) -> None:
-        """Use these workers no more; they are lost when no other gateway hears them either."""
+        """Stop using these workers. They are lost when no other gateway hears them either."""
         cut_off = [self._membership.cut_off(worker_id, now) for worker_id in worker_ids]
         members = [member for member in cut_off if member is not None]
         self._losses.open(member.hello.worker for member in members)
@@ -189,8 +190,8 @@ class Gateway:
 
     def _agree_on_losses(self, now: float) -> float | None:
         """Declare the workers lost that no gateway hears. A gateway that hears no worker and no
-        other gateway may itself be cut off: it declares none lost while it knows other gateways.
-        Returns when to ask the others again, None if there is nothing to ask now.
+        other gateway may itself be cut off, so it declares none lost while it knows other gateways.
+        Returns when to ask the others again; None if there is nothing to ask now.
         """
         if self._losses.next_s is None:
             return None
@@ -201,7 +202,7 @@ class Gateway:
         return self._losses.next_s
 
     def _on_removed(self, member: Member, now: float, reason: str) -> None:
-        """Place the requests of a worker that was removed elsewhere."""
+        """Place the requests of a removed worker on other workers."""
         hello, worker_id = member.hello, member.hello.worker.worker_id
         level = logging.INFO if hello.role is Role.CLIENT else logging.WARNING  # they come and go
         logger.log(level, "worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
@@ -323,7 +324,7 @@ class Gateway:
                 self._agree_on_losses(now)
 
     def _answer(self, question: DoubtPeers, now: float) -> None:
-        """Tell another gateway which workers are heard here, once all had time to join."""
+        """Tell another gateway which workers are heard here, once all of them had time to join."""
         if self._started_s is None or now - self._started_s < self._config.heartbeat_timeout_s:
             return
         answer = PeersHeard(gateway=self._own, heard=[], unheard=[])
@@ -416,9 +417,8 @@ class Gateway:
             self._let_go(view, now)
 
     def _let_go(self, leaving: InstanceView, now: float) -> None:
-        """Have others take the place of an engine that wants to leave, once there are any. It may
-        go once no request here runs on it or goes on with its blocks, or where there are no
-        clients.
+        """Let other workers replace an engine that wants to leave, once there are any. It may leave
+        once no request here runs on it or continues with its blocks, or if there are no clients.
         """
         others = any(
             view.role is leaving.role and not view.draining for view in self._conductor.views

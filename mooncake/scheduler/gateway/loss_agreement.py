@@ -1,7 +1,8 @@
 """Agreement on losses: a worker that is silent at one gateway is lost only if no other gateway
 hears it. One bad link must not end a worker that serves everyone else.
 
-Owned by the gateway machine. Sends questions to other gateways; what is lost is carried out there.
+Owned by the gateway machine. It sends questions to other gateways; the gateway machine acts on the
+losses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class LossAgreement:
         self._open.pop(worker, None)
 
     def on_answer(self, answer: PeersHeard) -> None:
-        """Apply the answer of another gateway: one that hears a worker settles it."""
+        """Apply the answer of another gateway. If that gateway hears a worker, the question about
+        it is settled.
+        """
         for worker in answer.heard:
             self._open.pop(worker, None)
         for worker in answer.unheard:
@@ -43,7 +46,7 @@ class LossAgreement:
                 self._open[worker].add(answer.gateway.worker_id)
 
     def take_lost(self, gateways: list[WorkerRef], now: float) -> list[WorkerRef]:
-        """Return the workers that none of `gateways`, the live ones, hears; ask about the rest."""
+        """Return the workers that none of the live `gateways` hears, and ask about the rest."""
         ids = {gateway.worker_id for gateway in gateways}
         lost = [worker for worker, unheard_by in self._open.items() if ids <= unheard_by]
         for worker in lost:

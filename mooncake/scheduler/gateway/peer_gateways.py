@@ -1,8 +1,8 @@
-"""The other gateways of a cluster: they are sent the bookings made here, and theirs are booked
-here.
+"""The other gateways of a cluster: each is sent the bookings made here, and its bookings are
+entered here.
 
-Owned by the gateway machine. No single message is needed: bookings of others are hints (prefixes in
-flight, busy workers), corrected every second and dropped when their gateway is silent.
+Owned by the gateway machine. Any message may be lost: bookings of others are hints (prefixes in
+flight, busy workers). They are corrected every second and dropped when their gateway is silent.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Peer:
     former_epoch: str = ""
     silent: bool = False
     ask_bookings: bool = True
-    """It has bookings that are not known here."""
+    """True if it has bookings that are not known here."""
     send_bookings: bool = False
-    """It has asked for all bookings of this gateway."""
+    """True if it has asked for all bookings of this gateway."""
 
 
 class PeerGateways:
@@ -49,10 +49,11 @@ class PeerGateways:
         timeout_s: float,
         turns: Turns | None = None,
     ) -> None:
-        """`addresses` is read anew each time that it is used: what is in it may change. One that
-        ends in a key ("tcp://HOST:PORT#KEY") is of one process, and given up like one that others
-        have named; at another one a gateway may come back at any time. `turns` are kept in step
-        with those of the other gateways.
+        """`addresses` is read again at each use, because it may change.
+
+        An address that ends in a key ("tcp://HOST:PORT#KEY") belongs to one process. It is given up
+        like an address that others have named. At any other address a gateway may come back at any
+        time. `turns` are kept in step with those of the other gateways.
         """
         self._turns = turns or Turns()
         self._gateway = gateway
@@ -68,7 +69,7 @@ class PeerGateways:
         answered yet -> until when they are tried.
         """
         self._taken_up: set[str] = set()
-        """Those of `addresses` that were tried so."""
+        """Those of `addresses` that were tried in this way."""
         self._next_heartbeat_s = float("-inf")
         self._lost: list[WorkerRef] = []
         self._foreign: dict[str, Release] = {}
@@ -145,7 +146,7 @@ class PeerGateways:
         return is_new
 
     def on_goodbye(self, worker: WorkerRef) -> bool:
-        """Remove a gateway that leaves; False when it is not a live one."""
+        """Remove a gateway that leaves. Return False when it is not a live one."""
         peer = self._peers.get(worker.worker_id)
         if peer is None or peer.ref != worker or peer.silent:
             return False
@@ -190,7 +191,7 @@ class PeerGateways:
         return self._next_heartbeat_s
 
     def _take_up_processes(self, now: float) -> None:
-        """Have each of `addresses` that is of one process tried for a while, once."""
+        """Try each of `addresses` that belongs to one process, for a while and only once."""
         new = {each for each in self._addresses if "#" in each} - self._taken_up
         self._taken_up |= new
         known = self._known()
@@ -200,7 +201,7 @@ class PeerGateways:
         return {self._gateway.address, *(peer.ref.address for peer in self._peers.values())}
 
     def _unmet(self) -> list[str]:
-        """Return the addresses at which no gateway is known, and one may come at any time."""
+        """Return the addresses at which no gateway is known but one may appear at any time."""
         known = self._known()
         return [each for each in self._addresses if each not in known and "#" not in each]
 

@@ -1,5 +1,5 @@
-"""Answers to a draining pool node: which of its blocks are also stored elsewhere, and which nodes
-have room for the others. Pure; all answers are hints.
+"""Answers a draining pool node: which of its blocks are also stored elsewhere, and which nodes have
+room for the others. Pure; all answers are hints.
 """
 
 from __future__ import annotations

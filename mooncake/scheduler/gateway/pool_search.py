@@ -1,5 +1,5 @@
-"""Answers to clients of the pool whose own node is not enough: which nodes hold these blocks, and
-which other nodes there are. Pure; all answers are hints.
+"""Answers clients of the pool whose own node is not enough: which nodes hold these blocks, and
+which other nodes exist. Pure; all answers are hints.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def find_all(question: FindReplicas | ForgetBlocks, conductor: Conductor) -> Rep
 
 
 def find_replicas(question: FindReplicas, conductor: Conductor) -> ReplicasFound:
-    """Return the pool nodes that hold the longest part of the run, then others that take blocks, in
-    an order of the asker's own: the clients of a lost node spread over those that are left.
+    """Return the pool nodes that hold the longest part of the run, then others that take blocks.
+    The order of the others depends on the asker, so that the clients of a lost node spread over the
+    remaining nodes.
     """
     if question.every:
         return find_all(question, conductor)

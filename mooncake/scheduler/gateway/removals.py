@@ -1,5 +1,5 @@
-"""Blocks that were removed from the pool while some nodes were away: these nodes are told when they
-return, so that the blocks do not reappear from their disks. Pure; owned by the gateway.
+"""Remembers blocks that were removed from the pool while some nodes were away. These nodes are told
+when they return, so that the blocks do not reappear from their disks. Pure; owned by the gateway.
 """
 
 from __future__ import annotations

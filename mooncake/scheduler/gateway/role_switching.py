@@ -83,7 +83,9 @@ class RoleSwitching:
         )
 
     def start(self, change: RoleChange, now: float) -> bool:
-        """Start a role change; False when another is in progress or there is no such worker."""
+        """Start a role change. Return False when another is in progress or there is no such
+        worker.
+        """
         member = self._membership.get(change.worker_id)
         if self._current is not None or member is None or member.hello.role is change.role:
             return False

@@ -24,7 +24,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     cost_error_ratio: float | None
     """Mean relative error of its cost model; None before the first measured step."""
     health_url: str = ""
-    """Where probes ask its process; empty when it has no port of its own."""
+    """The URL at which probes ask its process; empty when it has no port of its own."""
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 0.0
     """Seconds since its last message; 0 for the gateway that reports."""
     num_inflight: int = 0
-    """Requests it has placed and not yet ended, as far as the reporting gateway knows."""
+    """Requests it has placed that have not ended, as far as the reporting gateway knows."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole cluster; `ready` when a new request would find all the workers it needs."""
+    """The whole cluster. `ready` is true when a new request would find all the workers it needs."""
 
     ready: bool
     draining: bool
@@ -105,8 +105,8 @@ def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatu
 
 
 def missing_roles(views: list[InstanceView], *, needs_prefill: bool) -> list[str]:
-    """Return the roles that a request needs and of which there is no worker. One that drains is
-    used while there is no other.
+    """Return the roles that a request needs and for which there is no worker. A draining worker
+    counts while there is no other.
     """
     needed = (Role.PREFILL, Role.DECODE) if needs_prefill else (Role.DECODE,)
     there = {view.role for view in views}

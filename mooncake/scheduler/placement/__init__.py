@@ -1,1 +1,1 @@
-"""Placement: the Conductor, the choices it makes, and what it knows of workers."""
+"""Placement: the Conductor, the choices that it makes, and what it knows about workers."""

@@ -22,8 +22,8 @@ JITTER = 0.25
 return together.
 """
 BATCH_AHEAD_S = 0.5
-"""Batch work goes to a prefill worker with at most this many seconds queued: enough that the worker
-never idles, little enough that other requests are hardly delayed.
+"""Batch work goes to a prefill worker with at most this many seconds queued. This is enough that
+the worker never idles, and so little that other requests are hardly delayed.
 """
 NOT_IDLE = "not_idle"
 NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
@@ -32,7 +32,7 @@ NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejection:
-    """A request that is not accepted, and why."""
+    """A request that is not accepted, and the reason."""
 
     status: int
     error_type: str
@@ -118,7 +118,7 @@ def check_limits(
 def check_room(
     config: SchedulerConfig, request: GenerateRequest, decode: DecodeOption
 ) -> Rejection | None:
-    """Return a rejection when decode has no room and a limit on gaps must be kept."""
+    """Return a rejection when decode has no room and there is a limit on gaps."""
     if not decode.full or config.tbt_limit_s(request) is None:
         return None
     return reject(
@@ -138,7 +138,7 @@ def check_idle(
     share: float,
 ) -> Rejection | None:
     """Return a rejection unless batch work would fill idle capacity: hardly any work waits at the
-    prefill worker, and decode has room and stays well within the limit on gaps of other requests.
+    prefill worker, and decode has room and stays well within other requests' limit on gaps.
     """
     limit_s = math.inf if config.tbt_slo_s is None else share * config.tbt_slo_s
     busy = prefill.queue_s > BATCH_AHEAD_S or tbt_s > limit_s

@@ -1,8 +1,9 @@
-"""What routers outside the cluster are told of its blocks: stored with their tokens when the first
-worker holds them in a kind of memory, removed when none does any more.
+"""Publishes block events for routers outside the cluster. A block is published as stored, with its
+tokens, when the first worker holds it in a kind of memory. It is published as removed when no
+worker does any more.
 
-Workers report keys, requests have tokens: this joins the two. Pure but for `publish`. After a loss
-or a snapshot all blocks are in doubt; they are looked at again some at a time, by `tick`.
+Workers report keys and requests have tokens; this module joins the two. Pure, except for `publish`.
+After a loss or a snapshot all blocks are in doubt: `tick` checks some of them at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mooncake.kvstore.index.prefix_index import Replica
 MAX_BLOCKS = 262_144
 """Blocks whose tokens are kept; the ones not used for longest are reported as removed."""
 DOUBTS_A_TICK = 2048
-"""Blocks in doubt that are looked at in one go: requests wait meanwhile."""
+"""Blocks in doubt that are checked at a time; requests wait meanwhile."""
 MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.SSD: "STORAGE"}
 _Place = tuple[BlockKey, Tier]
 
@@ -27,11 +28,11 @@ _Place = tuple[BlockKey, Tier]
 class _Known(NamedTuple):
     parent: BlockKey | None
     tokens: bytes
-    """Packed: a part of the request's own memory would keep all of it."""
+    """The tokens, packed. A view into the request's own memory would keep all of that memory."""
 
 
 class BlockFeed:
-    """The blocks of the requests that pass this gateway, and what was said of them."""
+    """The blocks of the requests that pass this gateway, and what was published about them."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class BlockFeed:
     def learn(
         self, keys: Sequence[BlockKey], tokens: Callable[[], memoryview[int]], block_tokens: int
     ) -> None:
-        """Take in the full blocks of a request. `tokens` returns those of prompt and output so far;
-        it is called only where a block is new.
+        """Learn the full blocks of a request. `tokens` returns the tokens of prompt and output so
+        far; it is called only if a block is new.
         """
         whole: memoryview[int] | None = None
         new = []
@@ -70,17 +71,17 @@ class BlockFeed:
         self._tell(new, gone)
 
     def on_blocks(self, events: BlockEvents) -> None:
-        """Look again at what a worker reports, after the Conductor has taken it in."""
+        """Check the blocks that a worker reports, after the Conductor has applied the report."""
         if events.snapshot:
             self.doubt_all()
         self._tell([*events.removed, *events.stored])
 
     def doubt_all(self) -> None:
-        """Look again at all blocks from the next tick on: a worker and what it held may be gone."""
+        """Check all blocks again from the next tick on: a worker and what it held may be gone."""
         self._doubted = dict.fromkeys(self._told)
 
     def tick(self, now: float) -> float | None:
-        """Look again at some blocks in doubt. Returns when to call again; None: none is left."""
+        """Check some blocks in doubt. Returns when to call again; None: no block is in doubt."""
         some = list(itertools.islice(self._doubted, DOUBTS_A_TICK))
         for key in some:
             del self._doubted[key]

@@ -1,8 +1,8 @@
 """The booking table: what each placed request uses of its workers until it ends.
 
-Owned by the Conductor. It holds the own placements and, where there are several gateways, the
-bookings they report: prefixes in flight, fetches in progress and loads of workers count the same,
-whichever gateway placed them. Facts only; no choices here.
+Owned by the Conductor. It holds this gateway's own placements and the bookings that other gateways
+report: prefixes in flight, fetches in progress and loads of workers count the same, whichever
+gateway placed them. Facts only; no choices here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class BookingTable:
         self.forecast.on_joined(request_id, now)
 
     def release(self, request_id: str) -> bool:
-        """Remove an own booking whose request or attempt has ended; False when there is none."""
+        """Remove an own booking whose request or attempt has ended. Return False when there is
+        none.
+        """
         known = self._release(request_id)
         if known:
             self._publish(BookingOver(request_id=request_id))

@@ -57,20 +57,22 @@ from mooncake.scheduler.placement.views import InstanceView
 
 OUTPUT_WINDOW = 512
 WHOLE_BLOCKS = 2
-"""A request that was decoding goes on without a prefill worker when the pools lack so little."""
+"""A request that was decoding continues without a prefill worker if the pools lack at most this
+many of its blocks.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a request goes, and the predictions made for it."""
+    """The workers of a request, and the predictions made for it."""
 
     prefill: WorkerRef | None
     """None when the decode worker does the whole request."""
     decode: WorkerRef
     sources: tuple[BlockSource, ...]
-    """The blocks that the worker that computes the prompt fetches."""
+    """The blocks that are fetched by the worker that computes the prompt."""
     predicted_ttft_s: float
     predicted_tbt_s: float
     num_cached_blocks: int
@@ -80,14 +82,14 @@ class Placement:
     num_replicate_blocks: int = 0
     """Leading blocks that the prefill worker also puts into the pool of its node."""
     prefix_ends: PrefixEnds
-    """Why the blocks that follow are not reused."""
+    """The reasons why the blocks that follow are not reused."""
     must_wait: bool = False
     """Decode has no room for the request now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How blocks are named in this cluster; set by the first worker."""
+    """The way in which blocks are named in this cluster; the first worker sets it."""
 
     fingerprint: str
     block_tokens: int
@@ -122,7 +124,7 @@ class Conductor:
 
     @property
     def layout(self) -> Layout | None:
-        """How blocks are named; None before the first worker joins."""
+        """The way in which blocks are named; None before the first worker joins."""
         return self._layout
 
     @property
@@ -148,8 +150,8 @@ class Conductor:
         return self._index.held_by(worker_id, tier)
 
     def num_fetchable(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading `keys` can be fetched: pool nodes, or engines that leave, hold
-        them, one or another.
+        """Return how many leading `keys` can be fetched: each is held by a pool node or by an
+        engine that is leaving.
         """
         return self._index.prefix_match(keys).run_of(0, self._pools.mask)
 
@@ -212,7 +214,7 @@ class Conductor:
         return worker_id in self._views and self._index.needs_snapshot(worker_id)
 
     def on_draining(self, worker_id: str) -> None:
-        """Place nothing more on this worker that others can do."""
+        """From now on place only work on this worker that no other worker can do."""
         view = self._views.get(worker_id)
         if view is not None:
             view.draining = True
@@ -246,7 +248,7 @@ class Conductor:
 
         `keys` name the full blocks of prompt and output so far. `exclude` is None for a new
         request. For a request that was accepted before, and has no limits any more, it names the
-        workers it failed on, which are used only when there is no other. Batch work before its
+        workers on which it failed; they are used only when there is no other. Batch work before its
         turn, new or not, is placed only where it fills idle capacity.
         """
         admit, exclude = exclude is None, exclude or ()
@@ -335,7 +337,7 @@ class Conductor:
     def _prefix_ends(
         self, keys: Sequence[BlockKey], query: PairQuery, num_planned: int
     ) -> PrefixEnds:
-        """Return what is known of the blocks after those that a placement counts on."""
+        """Return what is known about the blocks after those that a placement counts on."""
         stop = query.prefill.max_cached_blocks
         fetchable = held = num_planned
         if num_planned < stop:
@@ -401,8 +403,8 @@ class Conductor:
         ttft_s: float,
         now: float,
     ) -> Rejection | None:
-        """Return a rejection when the request would miss the share of its limits that it may use,
-        or is patient and would not fill idle capacity.
+        """Return a rejection when the request would exceed its share of the limits, or when it is
+        patient and would not fill idle capacity.
         """
         prefill, decode = pair
         tbt_s = self._admission_tbt_s(prefill, decode, query.decode, now)

@@ -37,7 +37,7 @@ class DecodeQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOption:
-    """One decode worker, and the consequences of joining it."""
+    """One decode worker, and the consequences of joining its batch."""
 
     view: InstanceView
     tbt_s: float
@@ -78,7 +78,7 @@ def evaluate(query: DecodeQuery, view: InstanceView) -> DecodeOption:
 def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> DecodeOption | None:
     """Return the best worker: one with room before one without, then the smallest score.
 
-    Where all are full it is the one that lacks the fewest blocks. Workers too small for the request
+    If all are full, it is the one that lacks the fewest blocks. Workers too small for the request
     even when empty are never chosen; None when there is no other.
     """
     options = [

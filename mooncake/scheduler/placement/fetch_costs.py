@@ -72,7 +72,7 @@ class FetchCosts:
         return self._local.latency_s + np.maximum(waiting_bytes, 1) / self._local.bytes_per_s
 
     def block_s(self, block_bytes: int) -> tuple[float, float]:
-        """Return the seconds to fetch a block from the own node's pool, and from another's."""
+        """Return the seconds to fetch a block from the own node's pool, and from another node's."""
         return block_bytes / self._local.bytes_per_s, block_bytes / self._remote.bytes_per_s
 
     def push_s_per_block(self, block_bytes: int) -> float:

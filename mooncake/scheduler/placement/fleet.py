@@ -35,7 +35,7 @@ class Column(IntEnum):
     PAIR = 4
     SQUARE = 5
     READ = 6
-    """The last coefficient: of each context token."""
+    """The last coefficient: the time for each context token."""
     CHUNK = 7
     """`max_batched_tokens`."""
     NUM_BLOCKS = 8
@@ -113,8 +113,8 @@ class Fleet:
         return self.columns
 
     def usable(self, exclude: Collection[str]) -> Bools:
-        """Return which workers may get work; excluded ones only when there is no other, and then
-        those that drain.
+        """Return which workers may get work. Excluded ones are used only when there is no other,
+        and draining ones only after those.
         """
         usable = np.asarray(self.refresh()[Column.USABLE] > 0)
         if not usable.any():

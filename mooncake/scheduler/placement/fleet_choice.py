@@ -33,7 +33,7 @@ from mooncake.scheduler.placement.prefill_choice import (
 from mooncake.scheduler.placement.views import InstanceView
 
 ROUNDING = 1e-9
-"""Relative; lower bounds are reduced by this, because they are summed in another order."""
+"""Relative amount by which lower bounds are reduced, because they are summed in another order."""
 FEW = 3
 """Groups of fewer members than this are evaluated one by one."""
 MAX_CODE_BITS = 40
@@ -139,9 +139,9 @@ class Candidates:
     members: Ints
     """Positions in the fleet of the workers to choose from, ascending."""
     own: Ints
-    """Of each member: the leading blocks it holds itself."""
+    """For each member: the leading blocks that it holds itself."""
     pool_slots: Ints
-    """Of each member: the pool of its node (see `Pools.slot_of_node`)."""
+    """For each member: the pool of its node (see `Pools.slot_of_node`)."""
     prefix_match: PrefixMatch
 
 
@@ -198,7 +198,7 @@ class FleetSearch:
         return self._option(candidates, at)
 
     def option(self, query: PrefillQuery, view: InstanceView) -> PrefillOption:
-        """Return the quickest way for one worker to compute the prompt."""
+        """Return the fastest way for one worker to compute the prompt."""
         return self._make(query, view, view.queued_s())
 
     def _option(self, candidates: Candidates, at: int) -> PrefillOption:
@@ -242,8 +242,9 @@ class FleetSearch:
         return np.array(rows, np.bool_).reshape(shape), np.array(lengths, np.float64)
 
     def _bounds(self, candidates: Candidates, held: Bools, lengths: Floats) -> Floats:
-        """Return a lower bound of each member's score: every block after its own costs the least of
-        a local fetch (of no more blocks than its pool holds), a remote fetch, and computing it.
+        """Return a lower bound of each member's score. Every block after its own costs at least the
+        cheapest of three: a local fetch (of no more blocks than its pool holds), a remote fetch,
+        and computing it.
         """
         query, columns = candidates.query, candidates.fleet.columns[:, candidates.members]
         limit = query.max_cached_blocks
@@ -383,7 +384,9 @@ def _prefill_s(columns: Floats, num_new: int, num_context: int, chunk_tokens: in
 
 
 def _codes(own: Ints, held: Bools) -> Ints | None:
-    """Return a number per member, equal for those that hold the same blocks; None: all do."""
+    """Return a number for each member, equal for members that hold the same blocks; None: all
+    do.
+    """
     if not len(held) and (own == own[0]).all():
         return None
     if len(held) <= MAX_CODE_BITS:

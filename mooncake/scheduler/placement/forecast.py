@@ -2,8 +2,9 @@
 compared with it.
 
 Pure; owned by the Conductor, one for all decode workers. Early rejection by the *current* load
-oscillates: while many prompts are being computed, decode looks idle and all requests are accepted;
-then they all arrive and none is (arXiv 2407.00079, section 7.3). So requests that will have arrived
+oscillates: while many prompts are being computed, decode looks idle and all requests are accepted.
+Then they all arrive, and no further request is accepted (arXiv 2407.00079, section 7.3). So
+requests that will have arrived
 by then are added, and those that will have ended are removed, each by its probability: output
 lengths are taken to be uniform up to twice the mean. Requests that have not arrived yet but will
 overtake a long prompt on the way to decode are expected at the recent rate; otherwise the forecast
@@ -22,8 +23,8 @@ from mooncake.scheduler.placement.views import InstanceView
 
 MIN_REMAINING = 0.05
 STAY_SHARES = (0.0, 0.25, 0.5)
-"""The moments of a request's stay (1 = the mean) that are examined. Later ones have less load: of a
-batch that is full now, half has left at 1.
+"""The moments of a request's stay (1 = the mean) that are examined. Later moments have less load:
+half of a batch that is full now has left at 1.
 """
 AVERAGE_WINDOW = 256
 """Placements over which the usual load of a decode worker is averaged."""
@@ -31,7 +32,7 @@ AVERAGE_WINDOW = 256
 
 @dataclass(slots=True)
 class _Stay:
-    """One request's time on a decode worker."""
+    """The time of one request on a decode worker."""
 
     worker_id: str
     num_tokens: int

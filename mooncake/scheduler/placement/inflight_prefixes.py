@@ -69,7 +69,7 @@ class _Stretch:
 
 
 class InflightPrefixes:
-    """Which worker is computing which prefix. A key implies all keys before it."""
+    """Knows which worker is computing which prefix. A key implies all keys before it."""
 
     def __init__(self) -> None:
         self._roots: dict[BlockKey, _Stretch] = {}

@@ -1,5 +1,5 @@
-"""The choice of the two workers of a request: one for the prompt and one for decoding, or one for
-both.
+"""The choice of the two workers of a request: one for the prompt and one for decoding, or one
+worker for both.
 
 Owned by the Conductor. Few workers are compared view by view, many by columns, with the same result
 (`tests/unit/scheduler/placement/test_fleet_choice.py`).
@@ -33,7 +33,7 @@ from mooncake.scheduler.placement.prefill_choice import (
 from mooncake.scheduler.placement.views import InstanceView
 
 COLUMNS_FROM = 8
-"""From this many workers of a role on, comparing them by columns is quicker."""
+"""With this many workers of a role or more, comparing them by columns is faster."""
 Pair = tuple[PrefillOption, DecodeOption]
 
 
@@ -50,7 +50,7 @@ class PairQuery:
     """Workers that are used only when there is no other."""
     tbt_slo_s: float | None
     max_whole_tokens: int
-    """With so many new tokens at most it may run on its decode worker alone."""
+    """With at most this many new tokens it may run on its decode worker alone."""
 
 
 class PairChoice:
@@ -72,8 +72,8 @@ class PairChoice:
         self._columns_from = columns_from
 
     def choose(self, query: PairQuery) -> Pair | None:
-        """Return the options for the prompt and for decoding (the same view = whole on decode);
-        None when the request is too large for all workers.
+        """Return the options for the prompt and for decoding; if both are the same view, the
+        request runs whole on decode. None when the request is too large for all workers.
         """
         if not len(self._prefills):
             return self._choose_whole(query)
@@ -107,7 +107,9 @@ class PairChoice:
         return self._search.choose(query.prefill, fleet, usable & fits, own, query.prefix_match)
 
     def _choose_whole(self, query: PairQuery) -> Pair | None:
-        """Return the decode worker that does the whole request soonest, workers with room first."""
+        """Return the decode worker that finishes the whole request first; workers with room come
+        first.
+        """
         pairs = [
             (self._search.option(query.prefill, view), evaluate(query.decode, view))
             for view in _usable(self._decodes, query.exclude)
@@ -127,8 +129,8 @@ class PairChoice:
 
 
 def _whole_is_better(whole: Pair, split: PrefillOption, query: PairQuery) -> bool:
-    """Return whether a request of few new tokens should run on its decode worker: it is sooner
-    there, there is room, and the batch that it delays stays within the limit on gaps.
+    """Return whether a request of few new tokens should run on its decode worker. That worker must
+    be faster and have room, and the batch that it delays must stay within the limit on gaps.
     """
     option, decode = whole
     if option.num_new_tokens > query.max_whole_tokens or decode.full:
@@ -138,8 +140,8 @@ def _whole_is_better(whole: Pair, split: PrefillOption, query: PairQuery) -> boo
 
 
 def _usable(fleet: Fleet, exclude: Collection[str]) -> list[InstanceView]:
-    """Return the workers that may get work; excluded ones only when there is no other, and then
-    those that drain.
+    """Return the workers that may get work. Excluded ones are used only when there is no other, and
+    draining ones only after those.
     """
     views = [view for view in fleet.views if not view.draining] or fleet.views
     return [view for view in views if view.worker_id not in exclude] or views

@@ -25,8 +25,8 @@ FEW = 8
 
 
 class Pools:
-    """The live kvstore workers and the engines that lend their blocks, by their bit in the masks of
-    the index.
+    """The live kvstore workers, and the engines that lend their blocks, by their bit in the masks
+    of the index.
     """
 
     def __init__(self, index: PrefixIndex, fetch: FetchCosts) -> None:
@@ -37,25 +37,25 @@ class Pools:
         self._by_slot: dict[int, InstanceView] = {}
         self._by_node: dict[str, list[int]] = {}
         self._order: Ints = np.zeros(0, np.int64)
-        """By slot: the rank of the pool among all pool ids."""
+        """The rank of each pool among all pool ids, by slot."""
         self._asked_bytes: Floats = np.zeros(0)
-        """By slot: bytes that are being fetched from there."""
+        """Bytes that are being fetched from each pool, by slot."""
         self._mask = self._node_mask = 0
         self._least_block_bytes = 0
 
     @property
     def num_nodes(self) -> int:
-        """How many pool nodes there are."""
+        """Number of pool nodes."""
         return sum(view.role is Role.KVSTORE for view in self._views.values())
 
     def add(self, view: InstanceView) -> None:
-        """Add a pool; one that is known changes nothing."""
+        """Add a pool. A known pool changes nothing."""
         if view.worker_id not in self._views:
             self._views[view.worker_id] = view
             self._generation = -1
 
     def remove(self, worker_id: str) -> None:
-        """Remove a pool; an unknown one changes nothing."""
+        """Remove a pool. An unknown pool changes nothing."""
         if self._views.pop(worker_id, None) is not None:
             self._generation = -1
 
@@ -90,7 +90,9 @@ class Pools:
         return self._fetch.local_fixed_s(self._asked_bytes[slots])
 
     def cheapest_block_s(self) -> tuple[float, float]:
-        """Return the least seconds per block from any pool: of the own node, and of another."""
+        """Return the least seconds for a block from any pool of the own node, and of another
+        node.
+        """
         return self._fetch.block_s(self._least_block_bytes)
 
     def run(self, slot: int, first: int, stop: int) -> StoreRun:
@@ -169,7 +171,7 @@ class PoolSources:
 
     def with_others(self, sources: Sequence[BlockSource]) -> list[BlockSource]:
         """Add to each source the other pools that hold its blocks, or most of them: the longest run
-        first, then the fewest bytes asked.
+        first, then the fewest bytes asked for.
         """
         found = []
         for source in sources:

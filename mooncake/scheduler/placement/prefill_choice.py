@@ -23,8 +23,8 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.views import InstanceView
 
 WORK_WEIGHT = 0.1
-"""This share of the work is added to the time, so that of two ways that are about equally quick the
-one that keeps the cluster less busy is chosen.
+"""This share of the work is added to the time. Of two ways that are about equally fast, the one
+that keeps the cluster less busy is then chosen.
 """
 MAX_RUNS = 8
 """A prefix is gathered from at most this many pools in turn."""
@@ -79,8 +79,8 @@ class PrefillQuery:
 
     @property
     def max_cached_blocks(self) -> int:
-        """The most blocks that can be reused: the last token is always computed, because its logits
-        are wanted.
+        """The most blocks that can be reused. The last token is always computed, because its logits
+        are needed.
         """
         return (self.num_tokens - 1) // self.block_tokens
 
@@ -100,9 +100,9 @@ class PrefillOption:
     queue_s: float
     fetch_s: float
     compute_s: float
-    """Of all chunks, in the slowest stage of a worker."""
+    """The time of all chunks, in the slowest stage of a worker."""
     tail_s: float
-    """Of the last chunk, in its other stages."""
+    """The time of the last chunk, in the worker's other stages."""
 
     @property
     def ttft_s(self) -> float:
@@ -128,7 +128,7 @@ class PrefillPolicy(Protocol):
 
 
 class OptionMaker:
-    """Called with (prompt, worker, its queue in seconds): returns the quickest way for this worker
+    """Called with (prompt, worker, its queue in seconds). Returns the fastest way for this worker
     to get the prefix.
     """
 
@@ -228,7 +228,7 @@ def make_policy(config: SchedulerConfig, ids: IdSource) -> PrefillPolicy:
 
 
 def option_maker(config: SchedulerConfig) -> OptionMaker:
-    """Return the maker of options: with fetches from other nodes, or from the own node only."""
+    """Return the maker of options, with fetches from other nodes or only from the own node."""
     if not config.fetch_remote or config.policy == "local-cache-aware":
         return OptionMaker(local_ways)
     return OptionMaker(partial(all_ways, threshold=config.kvcache_balancing_threshold))
@@ -237,22 +237,21 @@ def option_maker(config: SchedulerConfig) -> OptionMaker:
 Chain = tuple[StoreRun, ...]
 """Runs to fetch one after another; each begins where the one before stops."""
 Ways = Callable[[PrefillQuery, int, str], list[Chain]]
-"""(prompt, leading blocks a worker has itself, its node) -> what it may fetch after them: the
-alternatives that are weighed, nothing at all being the first.
+"""(prompt, leading blocks that a worker has itself, its node) -> what it may fetch after them: the
+alternatives to compare, the first of which is to fetch nothing.
 """
 
 
 def local_ways(query: PrefillQuery, own: int, node_id: str) -> list[Chain]:
-    """Return: use what the worker has, or also fetch from its own node's pool."""
+    """Return two ways: use what the worker has, or also fetch from its own node's pool."""
     return list(_parts(_local_chain(query, own, node_id)))
 
 
 def all_ways(query: PrefillQuery, own: int, node_id: str, threshold: float) -> list[Chain]:
-    """Return: recompute, or gather more or less of the prefix from the own node's pool and from
-    others.
+    """Return these ways: recompute, or gather more or less of the prefix from the own node's pool
+    and from others.
 
-    Other nodes are asked only where that makes a prefix longer than `threshold` times the local
-    one.
+    Other nodes are asked only if that makes the prefix longer than `threshold` times the local one.
     """
     local_chain = _local_chain(query, own, node_id)
     here = local_chain[-1].stop if local_chain else own

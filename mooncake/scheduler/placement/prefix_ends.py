@@ -1,7 +1,8 @@
-"""Why blocks of a prompt are not reused: what placement knew of each, compared with what was.
+"""Explains why blocks of a prompt are not reused: it compares what placement knew about each with
+what happened.
 
-Pure. Only keys of the request's own chain are asked for, which begin with its tenant and salt: so
-the reasons say nothing about what others cached.
+Pure. Only keys of the request's own chain are looked up. They depend on its tenant and salt, so the
+reasons reveal nothing about what others cached.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from mooncake.base.request import CacheHits, CacheMisses, CacheUse
 
 @dataclass(frozen=True, slots=True)
 class PrefixEnds:
-    """Where, along the blocks of a prompt, each thing that a placement knew of them ends; each
-    stretch begins where the one before ends, and nothing is known of what follows the last.
+    """Positions along the blocks of a prompt. Each field says where one stretch ends; it begins
+    where the one before ends. Nothing is known about the blocks after the last.
     """
 
     planned: int
-    """Blocks that it counted on."""
+    """End of the blocks that the placement counted on."""
     fetchable: int
-    """Then blocks that pools hold."""
+    """End of the blocks after those that pools hold."""
     held: int
-    """Then blocks that any worker holds."""
+    """End of the blocks after those that any worker holds."""
     removed: int
-    """Then blocks up to the last that was removed lately; no worker holds the first of them."""
+    """End of the blocks after those that were removed lately; no worker holds the first of them."""
 
     def use(
         self, num_tokens: int, block_tokens: int, num_cached_tokens: int, fetched: CacheHits | None
     ) -> CacheUse:
-        """Return what became of a prompt of `num_tokens`, in tokens, when its worker reused so many
-        of them, `fetched` blocks among these.
+        """Return what became of a prompt of `num_tokens`, in tokens, when its worker reused this
+        many of them, including `fetched` blocks.
         """
         stop = (num_tokens - 1) // block_tokens
         have = min(num_cached_tokens // block_tokens, stop)

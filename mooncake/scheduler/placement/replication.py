@@ -1,4 +1,4 @@
-"""Replication of hot blocks: they get more copies before many readers queue for one.
+"""Replicates hot blocks: they get more copies before many readers queue for one.
 
 Pure; owned by the Conductor. The heat of a block is a rate of uses that halves with time. A copy is
 made where a prompt with it is computed anyway: the prefill worker also puts the reused blocks into

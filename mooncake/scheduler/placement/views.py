@@ -1,4 +1,4 @@
-"""What is known of each worker: its hello, its last report, and what was assigned to it since.
+"""What is known about each worker: its hello, its last report, and what was assigned to it since.
 
 A report is always a little old. So a view keeps its own list of assignments: those that the last
 report cannot include yet are added to it, and those that it still counts but that have ended are
@@ -36,7 +36,7 @@ class Assignment:
 
 @dataclass(slots=True)
 class _EndedSince:
-    """What has ended since the last report but is still counted in it."""
+    """Work that has ended since the last report but is still counted in it."""
 
     num_prefill_tokens: int = 0
     num_sequences: int = 0
@@ -121,7 +121,7 @@ class InstanceView:
 
     @property
     def draining(self) -> bool:
-        """True if the worker wants to leave, and gets only what no other can do."""
+        """True if the worker wants to leave, and gets only work that no other can do."""
         return self._draining
 
     @draining.setter

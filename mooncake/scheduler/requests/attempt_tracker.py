@@ -1,7 +1,8 @@
-"""The attempts of requests: sends the tasks of a placement to its workers, and takes them back.
+"""Tracks the attempts of requests: it sends the tasks of a placement to its workers, and takes them
+back.
 
-Owned by the request manager. It knows which requests each worker has; where a request goes is the
-Conductor's decision.
+Owned by the request manager. It knows which requests each worker has; the Conductor decides where a
+request goes.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class AttemptTracker:
         """End an attempt. Its workers that are not lost are told to abort it, except those in
         `done` and a prefill worker whose decode worker has joined: these have finished with it.
 
-        `failed`: it did not come to its end. A task may have been lost on the way, or turned away
-        for a setting that it named, so settings are sent again.
+        `failed`: the attempt did not end normally. Its task may have been lost, or refused for a
+        setting that it named, so settings are sent again.
         """
         for worker in record.workers():
             self._on_worker.get(worker.worker_id, {}).pop(record.request_id, None)

@@ -78,7 +78,7 @@ class OutputDelivery:
             assert request_id in accepted, f"a token of {request_id}, which has ended, was kept"
 
     def _until_s(self, record: RequestRecord, now: float) -> float:
-        """Return until when the first token of a request may be held; `now`: not at all."""
+        """Return until when the first token of a request may be held; `now`: it is not held."""
         tbt_slo_s = self._config.tbt_limit_s(record.request)
         ttft_slo_s = self._config.ttft_limit_s(record.request)
         if tbt_slo_s is None or record.placement is None or record.placement.prefill is None:

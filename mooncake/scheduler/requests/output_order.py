@@ -1,8 +1,8 @@
-"""The order of one request's tokens, which come from two senders, over several attempts, and with
+"""Puts one request's tokens in order. They come from two senders, over several attempts, and with
 repeats.
 
-Pure; one per request, owned by its record. Only positions in the output count; workers are unknown
-here.
+Pure; one for each request, owned by its record. It looks only at positions in the output and does
+not know workers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The pending queue: accepted requests that are placed on no worker.
 
 Owned by the request manager. It holds requests whose worker was lost or full while no other had
-room (bound `max_queue`; one more fails with 503), and batch work until capacity is idle or it is
-due (bounded by the permits). They are retried in the order of their turns.
+room (at most `max_queue`; a further one fails with 503). It also holds batch work until capacity is
+idle or the work is due (bounded by the permits). They are retried in the order of their turns.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PendingQueue:
             self._num_bounded -= not _is_batch(entry[0])
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a request waits twice or the bound was passed."""
+        """Raise AssertionError when a request waits twice or the limit was exceeded."""
         assert sorted(self._entries.values()) == self._queue, "queue and entries disagree"
         assert self._records.keys() == self._entries.keys()
         self._read_ahead.check_integrity(self._entries)

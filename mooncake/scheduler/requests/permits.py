@@ -1,9 +1,10 @@
 """Admission permits: how many requests this gateway serves at a time, and whose turn is next.
 
 A tenant may hold at most `TENANT_RATIO` times the permits that are free (dynamic thresholds:
-Choudhury and Hahne, IEEE/ACM ToN 1998), so that one which is alone leaves some. Nothing that floods
-leave is enough for any number of tenants, and a permit is never taken back. Therefore a tenant
-without a request in a class is always admitted: above `max_inflight`, each (tenant, class) has one.
+Choudhury and Hahne, IEEE/ACM ToN 1998), so that a tenant which is alone leaves some. What floods
+leave cannot be enough for any number of tenants, and a permit is never taken back. Therefore a
+tenant without a request in a class is always admitted: above `max_inflight`, each (tenant, class)
+has one permit.
 
 Owned by the request manager. Whether the cluster can serve a request within its limits is the
 Conductor's decision.
@@ -24,8 +25,9 @@ TENANT_RATIO = 6
 
 
 class AdmissionPermits:
-    """At most `max_inflight` permits, and one more for each further (tenant, class): one for each
-    sequence, by request id so that none is released twice; and the turns of those that hold one.
+    """At most `max_inflight` permits, and one more for each further (tenant, class). Each sequence
+    holds one, by request id, so that none is released twice. It also keeps the turns of those that
+    hold one.
     """
 
     def __init__(self, max_inflight: int, turns: Turns | None = None) -> None:
@@ -36,8 +38,9 @@ class AdmissionPermits:
         self.turns = turns or Turns()
 
     def acquire(self, request: GenerateRequest, now: float) -> QueuePosition | Rejection:
-        """Take a permit; `confirm` or `cancel` must follow. Returns the request's queue position,
-        or a rejection when its tenant has one of its class already and may use no more.
+        """Take a permit; call `confirm` or `cancel` afterwards. Returns the request's queue
+        position, or a rejection when its tenant already has a request of this class and may hold no
+        more.
         """
         flow = request.flow
         self.turns.note_arrival(flow, now)
@@ -68,7 +71,7 @@ class AdmissionPermits:
             del self._held_by[request.flow]
 
     def confirm(self, request: GenerateRequest, queue_position: QueuePosition) -> None:
-        """Accept the request: its tenant's next turn begins after it."""
+        """Accept the request: its tenant's next turn comes after it."""
         self.turns.add(request.flow, queue_position, request.prompt_price)
 
     def release(self, request: GenerateRequest, num_output_tokens: int) -> None:

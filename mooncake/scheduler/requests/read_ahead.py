@@ -99,7 +99,7 @@ class ReadAhead:
         )
 
     def forget(self, request_id: str, *, gone: bool) -> None:
-        """Drop a request that was placed, or has ended (`gone`): then its loads are cancelled."""
+        """Drop a request that was placed or has ended; if it is `gone`, its loads are cancelled."""
         reading = self._readings.pop(request_id, None)
         if reading is None or not gone:
             return

@@ -48,19 +48,19 @@ class RequestRecord:
     attempt: int = 0
     """The number of the current placement, unique in its gateway."""
     num_attempts: int = 0
-    """How often it was placed."""
+    """Number of times it was placed."""
     num_paused: int = 0
-    """How many of these placements ended through no failure: it yielded, its worker changed its
-    role, its worker was full, or ended with one that it shared experts with.
+    """How many of these placements ended without a failure: the request yielded, its worker changed
+    its role or was full, or the worker ended with one that it shared experts with.
     """
     placement: Placement | None = None
-    """None while the request waits to be placed."""
+    """The current placement; None while the request waits to be placed."""
     decode_joined: bool = False
     """True if decode has sent tokens in this attempt; prefill is not needed any more then."""
     num_cached_tokens: int | None = None
     cache: CacheUse | None = None
     exclude: set[str] = field(default_factory=set)
-    """Workers that failed it or turned it away."""
+    """Workers on which it failed, or that refused it."""
     wait_until_s: float = 0.0
     """It fails when it cannot be placed again by this time."""
     retry_s: float = 0.0
@@ -107,11 +107,11 @@ class RequestRecord:
 
     @property
     def num_failed(self) -> int:
-        """Placements that failed, the current one included."""
+        """Number of placements that failed, including the current one."""
         return self.num_attempts - self.num_paused
 
     def begin_attempt(self, attempt: int, placement: Placement, now: float) -> None:
-        """Start an attempt; outputs that are still missing from the last one are not waited for."""
+        """Start an attempt. Outputs that are still missing from the last one are not waited for."""
         self.attempt = attempt
         self.num_attempts += 1
         self.placement = placement
@@ -122,8 +122,8 @@ class RequestRecord:
         self.move(RequestState.PREFILLING)
 
     def learn_cached(self, output: RequestOutput) -> None:
-        """Take what the first output of an attempt says of reuse; the first attempt that gives any
-        is what counts.
+        """Record what the first output of an attempt says about reuse. The first attempt that
+        reports anything counts.
         """
         if self.num_cached_tokens is not None or output.num_cached_tokens is None:
             return
@@ -199,15 +199,15 @@ class RequestRecord:
         )
 
     def finish_by_tokens(self) -> FinishInfo | None:
-        """Return how the request has ended if its last token ends it: the worker was lost after
-        that token, before it reported the end.
+        """Return how the request has ended if its last token ends it, in case the worker was lost
+        after that token and before it reported the end.
         """
         reason, stop_token_id = request_finish(self.request, self.order.tokens)
         return FinishInfo(reason=reason, stop_token_id=stop_token_id) if reason else None
 
     def block_keys(self, layout: Layout | None) -> KeyChain:
-        """Return the keys of all full blocks of prompt and output so far, under `layout`. Hashes
-        only the blocks that are new since the last call.
+        """Return the keys of all full blocks of prompt and output so far, under `layout`. Only
+        blocks that are new since the last call are hashed.
         """
         if layout is None:
             return KeyChain()

@@ -1,4 +1,4 @@
-"""The request manager: leads every accepted request from its permit to its one final event, even
+"""The request manager takes every accepted request from its permit to its one final event, even
 when workers fail.
 
 Owns the request records, permits, pending queue and deadlines; used by the gateway alone. The
@@ -9,9 +9,10 @@ in here.
                 │         │ ▲                        │
               refused   refused └── pending queue ◄──┘ worker lost, full, failed or stalled
 
-Pending are requests whose worker was lost or full, and batch work until capacity is idle, or others
-have computed so much that it is due. Batch work that fills idle capacity yields: where another
-request finds no room on decode, it goes back to the pending queue and keeps its tokens so far.
+A request is pending when its worker was lost or full. Batch work is pending until capacity is idle,
+or until others have computed so much that it is due. Batch work that fills idle capacity yields: if
+another request finds no room on decode, the batch request goes back to the pending queue and keeps
+its tokens so far.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ from mooncake.telemetry.events import (
 
 SCAN_STALLED_S = 1.0
 RETRY_FULL_S = 1.0
-"""A request goes back to a worker that has turned it away twice no sooner than after this time."""
+"""A worker that has refused a request twice is tried again for it after this time at the
+earliest.
+"""
 MAX_YIELDING = 8
 """At most this many batch requests yield to one new request."""
 
@@ -104,7 +107,7 @@ class RequestManager:
         self._next_scan_s = 0.0
         self.counters: Counter[str] = Counter()
         self.feed: BlockFeed | None = None
-        """Is told of the tokens of all requests, where somebody outside follows blocks."""
+        """Is told the tokens of all requests, if somebody outside follows blocks."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -157,15 +160,15 @@ class RequestManager:
             self._pending.add(record, now)
 
     def abort(self, request_id: str, now: float) -> None:
-        """End a request because its client asked for it; unknown and ended ones are ignored."""
+        """End a request because its client asked for it. Unknown and ended ones are ignored."""
         record = self._requests.get(request_id)
         if record is not None:
             self._finish(record, FinishReason.ABORT, now)
 
     def worker_lost(self, worker_id: str, now: float, *, blameless: bool = False) -> None:
         """Place again the requests that needed this worker. The membership table and the Conductor
-        have removed it already. `blameless`: it ended because another one did, so that this counts
-        as no failure of theirs.
+        have removed it already. `blameless`: the worker ended because another one did, so this does
+        not count as a failure of the requests.
         """
         for request_id in self._attempts.remove_worker(worker_id):
             record = self._requests.get(request_id)
@@ -174,9 +177,9 @@ class RequestManager:
                 self._requeue(record, f"worker {worker_id} was lost", now)
 
     def move_requests_from(self, worker_id: str, now: float, *, kept_only: bool = False) -> None:
-        """Place elsewhere the requests that need this live worker, which drains. `kept_only`: those
-        that it decodes, as far as their KV can be fetched (from pools, or this worker) and others
-        have room, so that a move is a short pause.
+        """Place the requests that need this live but draining worker on other workers. `kept_only`:
+        move only those that it decodes, if their KV can be fetched (from pools or this worker) and
+        others have room, so that a move is a short pause.
         """
         for request_id in self._attempts.requests_on(worker_id):
             record = self._requests.get(request_id)
@@ -189,8 +192,8 @@ class RequestManager:
                 return
 
     def is_needed(self, worker_id: str) -> bool:
-        """Return whether a request cannot continue without this worker, or goes on with blocks from
-        it.
+        """Return whether a request cannot continue without this worker, or continues with blocks
+        from it.
         """
         return any(
             record.needs(worker_id) or record.goes_on_from(worker_id)
@@ -198,8 +201,8 @@ class RequestManager:
         )
 
     def _is_kept(self, record: RequestRecord) -> bool:
-        """Return whether another worker could go on with a request, and compute again no more than
-        its last block, which is not full.
+        """Return whether another worker could continue a request and recompute only its last block,
+        which is not full.
         """
         keys = record.block_keys(self._conductor.layout)
         return record.decode_joined and self._conductor.num_fetchable(keys) == len(keys)
@@ -274,7 +277,7 @@ class RequestManager:
         )
 
     def _place(self, record: RequestRecord, now: float) -> Placement | Rejection:
-        """Choose workers for a request. Where decode has no room for it, batch requests yield."""
+        """Choose workers for a request. If decode has no room for it, batch requests yield."""
         result = self._choose(record, now)
         if record.request.priority is Priority.BATCH:
             return result
@@ -385,7 +388,7 @@ class RequestManager:
             self._fail(record, Unavailable, text, now)
 
     def _place_pending(self, now: float) -> None:
-        """Try each pending request once, in order of turns; of batch work as much as fits."""
+        """Try each pending request once, in order of turns; of batch work, as much as fits."""
         self._pending.on_retried(now)
         batch_waits = False
         for request_id in list(self._pending):
@@ -418,7 +421,7 @@ class RequestManager:
     # --------------------------------------------------------------- outputs
 
     def on_output(self, output: RequestOutput, worker: WorkerRef, now: float) -> None:
-        """Take an output of a worker; one of an older attempt is ignored."""
+        """Take an output of a worker. An output of an older attempt is ignored."""
         record = self._requests.get(output.request_id)
         if record is None or output.attempt < record.attempt:
             # Ended here while it was on its way, by a former gateway, or while the worker was cut

@@ -1,7 +1,8 @@
-"""The large sampling settings that each worker has been sent: a task names them instead.
+"""Remembers the large sampling settings that each worker has been sent, so that a task only names
+them.
 
-Owned by the attempt tracker. What it believes may be wrong: a message was lost, or the worker keeps
-a setting no longer. Then the worker turns the task away, and the next one carries the setting.
+Owned by the attempt tracker. It may be wrong: a message was lost, or the worker does not keep a
+setting any more. Then the worker refuses the task, and the next task carries the setting.
 """
 
 from __future__ import annotations
@@ -22,28 +23,32 @@ from mooncake.base.messages import RequestTask, WorkerRef
 from mooncake.base.sampling import SamplingParams
 
 MAX_SENT_BYTES = 16 << 20
-"""Of the settings that one worker is believed to keep; workers keep more, for several gateways. One
-request has `MAX_SETTINGS_BYTES` at most."""
+"""Bytes of the settings that one worker is assumed to keep. Workers keep more, for several
+gateways. One request has `MAX_SETTINGS_BYTES` at most.
+"""
 MAX_NAMES = 32
 """Settings whose names are remembered. The sequences of a call come one after another, with the
-same objects as settings, so each is hashed once a call."""
+same objects as settings, so each is hashed once for a call.
+"""
 
 TaskT = TypeVar("TaskT", bound=RequestTask)
 
 _DEFAULTS = SamplingParams()
 _Names = SizedMap[SettingName, bool]
-"""Of the settings that one worker was sent."""
+"""Names of the settings that one worker was sent."""
 
 
 class SentSettings:
-    """What each worker was sent, the settings used last; one epoch a worker."""
+    """What each worker was sent, the most recently used settings last; one epoch for each
+    worker.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[str, tuple[WorkerRef, _Names]] = {}
         self._names: BoundedMap[int, tuple[Setting, SettingName]] = BoundedMap(MAX_NAMES)
 
     def shortened(self, task: TaskT, worker: WorkerRef) -> TaskT:
-        """Return `task` for `worker`: its large settings are named, and carried if they are new
+        """Return `task` for `worker`: its large settings are named, and included if they are new
         there. The settings count as sent from now on.
         """
         sampling = task.request.sampling
@@ -67,7 +72,7 @@ class SentSettings:
         )
 
     def forget(self, worker_id: str) -> None:
-        """Believe no longer that a worker has what it was sent."""
+        """Assume no longer that a worker has what it was sent."""
         self._sent.pop(worker_id, None)
 
     def _kept(self, worker: WorkerRef) -> _Names:
