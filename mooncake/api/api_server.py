@@ -1,4 +1,6 @@
-"""What all routes and `LLM` share: backend, model, settings, and the set of running calls."""
+"""The state that all routes and `LLM` share: backend, model, settings, and the set of running
+calls.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,17 @@ _log = logging.getLogger(__name__)
 THREAD_CHARS = 20_000
 """Longer texts are encoded in a thread (about 5 ms of work), so that streams do not stutter."""
 THREAD_SEQUENCES = 128
-"""Calls of more sequences are made in a thread: a thousand take some 50 ms."""
+"""Calls with more sequences are made in a thread: a thousand take about 50 ms."""
 LANE_PLACES = 4096
-"""Of work that waits in each lane. A script may ask for a thousand answers at once."""
+"""Number of pieces of work that may wait in each lane. A script may ask for a thousand answers at
+once.
+"""
 
 MAX_LOGGED_NAMES = 16
 
 
 class ApiServer:
-    """Makes calls and knows which are running; only that set ever changes."""
+    """Makes calls and knows which are running. Only that set ever changes."""
 
     def __init__(
         self,
@@ -72,8 +76,8 @@ class ApiServer:
         recent: Callable[[], Any] | None = None,
         vitals: Callable[[], Sequence[Vitals]] | None = None,
     ) -> None:
-        """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page;
-        `vitals` how the workers of this process are, if it has any.
+        """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page.
+        `vitals` returns the state of this process' workers, if it has any.
         """
         self.backend = backend
         self.model = model
@@ -84,25 +88,28 @@ class ApiServer:
         self.recent = recent or dict
         self._vitals = vitals or list
         self.num_listeners = 0
-        """How many clients follow the feed of cluster events."""
+        """Number of clients that follow the feed of cluster events."""
         self._stopping = asyncio.Event()
         self.think_markers = find_markers(model.tokenizer, THINK_MARKERS)
-        """Empty when the model does not mark its reasoning."""
+        """The markers of reasoning; empty when the model does not mark it."""
         self.tool_markers = find_markers(model.tokenizer, TOOL_MARKERS)
-        """Empty when the model has no tool-call format that we know."""
+        """The markers of tool calls; empty when the model has no format that we know."""
         self.guard = None
         if not config.allow_special_tokens_in_chat:
             self.guard = Guard(model.tokenizer, [marker.value for marker in THINK_MARKERS])
         template = model.template.source
         self.thinks = bool(self.think_markers) and Marker.THINK_BEGIN.value in template
-        """True if the model reasons by itself: its template knows of think blocks."""
+        """True if the model reasons by itself: its template contains think blocks."""
         self._ids = ids or SystemIds()
         self._wall_s = wall_s
         self.tokenizing = Lane("tokenizing", 2, LANE_PLACES)
-        """For texts: rendering, encoding, decoding. Its threads are few: they share Python's lock
-        with the event loop for part of their work."""
+        """The lane for texts: rendering, encoding, decoding. It has few threads, because they share
+        Python's lock with the event loop for part of their work.
+        """
         self.compiling = Lane("compiling-schemas", 2, LANE_PLACES)
-        """For the forms of answers, which take longer: no text waits behind a schema."""
+        """The lane for the forms of answers, which take longer. So no text waits behind a
+        schema.
+        """
         self._checker = SchemaChecker()
         self._calls: set[Call] = set()
         self._call_ended = asyncio.Event()
@@ -142,7 +149,7 @@ class ApiServer:
         return int(self._wall_s())
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound for a name that is not served; None means the one served."""
+        """Raise ModelNotFound for a name that is not served. None means the served model."""
         if name is not None and name not in self.names:
             raise ModelNotFound(
                 f"The model {shorten(name)} does not exist here; served: {', '.join(self.names)}",
@@ -164,9 +171,9 @@ class ApiServer:
     def encode(
         self, text: str, *, add_special: bool, window: Window, chat: bool = False
     ) -> list[int]:
-        """Tokenize a prompt as far as `window` asks, or a rendered conversation, in which control
-        tokens that messages merely spell are text, unless the settings allow them
-        (`allow_special_tokens_in_chat`). Slow where `text` is long: call it in a thread.
+        """Tokenize a prompt, limited by `window`, or a rendered conversation. In a conversation,
+        control tokens that messages spell are plain text, unless the settings allow them
+        (`allow_special_tokens_in_chat`). Slow if `text` is long: call it in a thread.
         """
         if chat and self.guard is not None:
             return self.guard.encode(text, add_special=add_special, window=window)
@@ -177,7 +184,7 @@ class ApiServer:
         return self._ids.hex(16)
 
     def review(self, constraint: Constraint) -> Review | None:
-        """Return what checks answers under `constraint`; None = there is nothing to check. Slow:
+        """Return the checker of answers under `constraint`; None = there is nothing to check. Slow:
         call it in a thread.
         """
         if constraint.answer is None and not constraint.tools:
@@ -198,8 +205,8 @@ class ApiServer:
         """Return the call of these prompts, not yet started: `n` sequences for each prompt.
         `review` checks finished answers.
 
-        Two calls may carry the same id of a client's choice, here or at another gateway. So the
-        ids that the cluster sees end in the gateway's name and a random part.
+        Clients may choose the same id for two calls, here or at another gateway. So the ids that
+        the cluster sees end in the gateway's name and a random part.
 
         Raises:
             Unavailable: the server is draining.
@@ -280,8 +287,8 @@ class ApiServer:
             call.fail(error)
 
     def close(self) -> None:
-        """End what helps the calls: threads, the process that checks answers. No call runs any
-        more.
+        """Close what serves the calls: threads, and the process that checks answers. No call runs
+        any more.
         """
         self.tokenizing.close()
         self.compiling.close()

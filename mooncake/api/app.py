@@ -1,4 +1,4 @@
-"""Puts the HTTP application together: routes, middleware, errors, the OpenAPI document."""
+"""Builds the HTTP application: routes, middleware, errors, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ _REPLIES: list[type[msgspec.Struct]] = [
 
 
 class _App(FastAPI):
-    """FastAPI with the bodies and replies that routes handle themselves in the OpenAPI document."""
+    """FastAPI whose OpenAPI document also has the bodies and replies that routes handle
+    themselves.
+    """
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:

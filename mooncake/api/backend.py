@@ -14,15 +14,16 @@ import msgspec
 from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent, Sink
 
 SUBMIT_BYTES = 1 << 18
-"""Of prompts that are submitted in one go, about: a few milliseconds."""
+"""Approximate bytes of prompts that are submitted at a time: a few milliseconds."""
 REQUEST_BYTES = 1 << 13
-"""What one more request counts for beside its prompt: a call may have a thousand short ones."""
+"""Bytes that each request counts for besides its prompt: a call may have a thousand short ones."""
 ABORTS_AT_ONCE = 32
 
 
 class Backend(Protocol):
-    """The generating side. Every submitted request gets exactly one `FinalEvent`, as its last
-    event; after `abort` it comes without waiting for the model."""
+    """The generating side. The last event of every submitted request is its one `FinalEvent`. After
+    `abort` it comes without waiting for the model.
+    """
 
     @property
     def ready(self) -> bool:
@@ -30,22 +31,22 @@ class Backend(Protocol):
 
     @property
     def missing(self) -> Sequence[str]:
-        """The roles that a request needs a worker of and that have none now."""
+        """The roles that a request needs and that no worker has now."""
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Start a request; `sink` gets its events. A refusal comes as its `FinalEvent`."""
 
     def abort(self, request_id: str) -> None:
-        """End a request early; unknown and ended ones are ignored."""
+        """End a request early. Unknown and ended ones are ignored."""
 
     def status(self) -> Any:
         """Return what `mooncake status` shows: anything that msgspec encodes as a JSON object."""
 
     def metrics(self, for_operator: bool) -> bytes:
-        """Return the metrics in Prometheus' text format; those of tenants for an operator only."""
+        """Return the metrics in Prometheus' text format; those of tenants only for an operator."""
 
     def drain(self) -> None:
-        """Take no new requests from now on; finish those that run."""
+        """Accept no new requests from now on; finish those that run."""
 
 
 class EventSource(Protocol):
@@ -65,22 +66,22 @@ class EventSource(Protocol):
         """End the call: `batch` raises `error` once it has returned what had arrived."""
 
     is_traceable: bool
-    """True if the requests of the call are those that the backend gets."""
+    """True if the requests of the call are the same as those that the backend gets."""
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Have all requests run for `tenant`, and traced; called before the block is entered."""
+        """Run all requests for `tenant`, and trace them. Call it before the block is entered."""
 
     @property
     def num_dropped_tokens(self) -> int:
-        """Tokens that were generated and are in no event."""
+        """Number of tokens that were generated and are in no event."""
 
 
 class EventStream:
     """The events of all requests of one call, merged in order of arrival.
 
     Leaving the `async with` block aborts the requests that have not ended. The queue holds at most
-    `max_tokens` + 1 events a request, so a slow reader never slows the engine and costs no more
-    memory than its whole answer.
+    `max_tokens` + 1 events for each request. So a slow reader never slows the engine and costs no
+    more memory than its whole answer.
     """
 
     is_traceable = True
@@ -98,7 +99,7 @@ class EventStream:
         return 0
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Have all requests run for `tenant`, and traced; called before the block is entered."""
+        """Run all requests for `tenant`, and trace them. Call it before the block is entered."""
         self._requests = [
             msgspec.structs.replace(each, tenant=tenant, traced=traced) for each in self._requests
         ]
@@ -163,7 +164,7 @@ class EventStream:
             self._waiter.set_result(None)
 
     def _abort_open(self) -> None:
-        """Abort what has not ended, some now and the others in the loop's next turns."""
+        """Abort the requests that have not ended: some now, the others in the loop's next turns."""
         ids, self._open = list(self._open), {}
         self._abort_some(ids)
 

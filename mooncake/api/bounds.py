@@ -1,10 +1,11 @@
-"""What each field of a request may ask for, and what it pays: the one table of bounds and prices.
+"""What each field of a request may ask for, and what it is charged: the one table of bounds and
+prices.
 
-The checks of the API read their limits here; docs/reference/prices.md is made of it. A bound keeps
-what one request does to those it shares a gateway or a step with below a few milliseconds:
-`python -m benchmarks sampling-fields` measures it on the worker. No state.
+The checks of the API read their limits here; docs/reference/prices.md is made from it. A bound
+limits how long one request delays others on the same gateway or step to a few milliseconds. The
+command `python -m benchmarks sampling-fields` measures this on the worker. No state.
 
-A limit that `ApiConfig` sets is the configured one where it is checked; the table has its default.
+If `ApiConfig` sets a limit, that limit is checked; the table has its default.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The bounds of a field and what it pays."""
+    """The bounds of a field and what it is charged."""
 
     bounds: tuple[Bound, ...] = ()
     pays: str = ""
-    """Beyond one permit for the request, its prompt's tokens and its answer's; "" = nothing."""
+    """The charge besides one permit for the request, its prompt's tokens and its answer's; "" =
+    none.
+    """
 
 
 BAD_WORDS = Bound(256, "words")
@@ -118,8 +121,7 @@ PRICES: Mapping[str, Price] = {
     "guided_grammar": Price((SETTINGS_BYTES,)),
     "tools": Price((SETTINGS_BYTES,)),
 }
-"""Field -> its price. A field that is not here is one number or word: it costs nothing of its own.
-
-The settings of a request (its grammar and its lists of tokens) share `SETTINGS_BYTES`; the largest
-one is named.
+"""Field -> its price. A field that is missing here is one number or word and is not charged. The
+settings of a request (its grammar and its lists of tokens) share `SETTINGS_BYTES`; errors name the
+largest one.
 """

@@ -9,19 +9,19 @@ from mooncake.base import Priority
 
 @dataclass(frozen=True, kw_only=True)
 class ApiKey:
-    """An API key, its owner and its limits. A limit of None is no limit."""
+    """An API key, its owner and its limits. A limit of None means no limit."""
 
     digest: bytes = field(repr=False)
     """SHA-256 of the key: the key itself is not kept."""
     name: str
-    """For messages."""
+    """The name that messages show."""
     tenant: str = ""
     """Tenants share the cluster fairly, and never share cached blocks; "" = the key's name."""
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
-    """Of prompts and answers together."""
+    """Tokens of prompts and answers together in a minute."""
     max_concurrent: int | None = None
-    """Requests at a time."""
+    """Requests that may run at a time."""
     priorities: tuple[Priority, ...] = (Priority.INTERACTIVE,)
     """The classes of service that its requests may ask for."""
     operator: bool = False
@@ -34,51 +34,56 @@ class TlsConfig:
 
     certfile: str
     keyfile: str | None = None
-    """None: the key is in `certfile`."""
+    """The file of the key; None: the key is in `certfile`."""
     ca_certs: str | None = None
-    """Authorities of client certificates."""
+    """The file of authorities for client certificates."""
     cert_reqs: int = 0
-    """Client certificates: 0 = not asked for, 1 = checked where one is given, 2 = needed."""
+    """Client certificates: 0 = not asked for, 1 = checked if one is given, 2 = required."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiConfig:
-    """Where the API server listens, whom it serves, and its limits. A request over a limit gets an
-    error that names the limit.
+    """The address of the API server, the clients that it serves, and its limits. A request over a
+    limit gets an error that names the limit.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 = any free port, told to the `ready` callback."""
+    """The port; 0 = any free port, which the `ready` callback is told."""
     gateway_id: str = ""
     """This gateway's name in its cluster."""
     served_model_names: tuple[str, ...] = ()
-    """Names that `model` may have, the first is reported back; empty = those of the model."""
+    """Names that `model` may have; replies have the first one. Empty = the model's own names."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Each of them is an operator's, of all classes; without these and `keys` none is needed."""
+    """Keys of operators, with all classes. If this and `keys` are empty, no key is needed."""
     keys: tuple[ApiKey, ...] = ()
     """Further keys, each with a tenant, classes and limits."""
     tls: TlsConfig | None = None
-    """None: plain HTTP."""
+    """Files for HTTPS; None: plain HTTP."""
     cors_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call us; "*" = all."""
+    """Web origins whose pages may call this server; "*" = all."""
     max_body_bytes: int = 16 * 1024 * 1024
     """Larger bodies get 413. A prompt of 256k tokens is about 1.5 MB."""
     max_body_cost: int = 3 << 17
-    """Bodies of more values get 413 too: parsing them would stop all streams. `http.json_cost` says
-    how values count."""
+    """Bodies with more values get 413 too: parsing them would stop all streams. `http.json_cost`
+    says how values count.
+    """
     max_inflight_body_bytes: int = 512 * 1024 * 1024
     """Bytes of bodies that running requests may have in memory together; more get 429."""
     max_kept_answer_bytes: int = 64 * 1024 * 1024
-    """Of recorded answers to requests with an `Idempotency-Key`, for those that repeat them."""
+    """Bytes of recorded answers to requests with an `Idempotency-Key`, for clients that repeat
+    them.
+    """
     kept_answer_s: float = 600.0
-    """So long after its end such an answer is kept."""
+    """How long such an answer is kept after its end."""
     linger_s: float = 10.0
-    """So long such a request goes on without a client."""
+    """How long such a request continues without a client."""
     max_concurrent: int = 2048
     """Requests with a body that may run at a time, whether they have a permit or not."""
     max_connections: int = 4096
-    """Of more, the oldest on which no request has proven a key is closed."""
+    """Connections that may be open. When there are more, the oldest on which no request has proven
+    a key is closed.
+    """
     max_choices: int = 128
     """Largest `n`."""
     max_sequences: int = 1024
@@ -87,18 +92,21 @@ class ApiConfig:
     max_stop_chars: int = 1024
     max_logprobs: int = 20
     max_header_bytes: int = 64 * 1024
-    """Of request line and headers together; more get 431."""
+    """Bytes of request line and headers together; more get 431."""
     max_headers: int = 128
     header_timeout_s: float = 15.0
     """A connection has this long to send a request's headers; slower ones get 408."""
     body_timeout_s: float = 30.0
-    """A body may take this long, and longer only if it comes at `min_body_bytes_per_s`."""
+    """A body may take this long. It may take longer only if it comes at `min_body_bytes_per_s`."""
     min_body_bytes_per_s: int = 4096
     write_timeout_s: float = 60.0
-    """A client that reads nothing of its answer for so long is cut off and its request aborted."""
+    """A client that reads nothing of its answer for this long is cut off, and its request is
+    aborted.
+    """
     keep_alive_s: int = 120
-    """Idle connections stay open longer than usual proxies' 60 to 90 s, so that the proxy is the
-    one to close and never sends a request into a closing connection."""
+    """Idle connections stay open longer than the 60 to 90 s of common proxies. So the proxy closes
+    first and never sends a request into a closing connection.
+    """
     drain_s: float = 30.0
     """On shutdown, running requests get this long before they are ended with an error."""
     allow_special_tokens_in_chat: bool = False

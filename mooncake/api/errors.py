@@ -1,6 +1,6 @@
 """Errors as OpenAI clients expect them: `{"error": {message, type, param, code}}` and a status.
 
-Validation errors of pydantic are put into one readable sentence that names the field.
+Validation errors of pydantic become one readable sentence that names the field.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ECHO_CHARS = 200
 
 
 class ApiError(MooncakeError):
-    """An error of HTTP itself, which `mooncake.base` has no class for."""
+    """An error of HTTP itself, for which `mooncake.base` has no class."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ApiError(MooncakeError):
 
 
 def forbidden(message: str, *, param: str | None = None) -> ApiError:
-    """Return the error for what this client may not do."""
+    """Return the error for something that this client may not do."""
     return ApiError(403, "PermissionDeniedError", message, param=param)
 
 
@@ -61,7 +61,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """What every failed call gets."""
+    """The reply to every failed call."""
 
     error: ErrorInfo
 
@@ -90,21 +90,23 @@ class AnthropicErrorInfo(msgspec.Struct, frozen=True):
 
 
 class AnthropicError(msgspec.Struct, frozen=True):
-    """What every failed call of Anthropic's API gets."""
+    """The reply to every failed call of Anthropic's API."""
 
     error: AnthropicErrorInfo
     type: str = "error"
 
 
 def anthropic_error(error: MooncakeError) -> bytes:
-    """Return the JSON body for `error` in Anthropic's shape, also of a stream's error event."""
+    """Return the JSON body for `error` in Anthropic's shape; also used in a stream's error
+    event.
+    """
     other = "api_error" if error.http_status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.http_status, other)
     return msgspec.json.encode(AnthropicError(AnthropicErrorInfo(kind, error.message)))
 
 
 def error_headers(error: MooncakeError) -> dict[str, str]:
-    """Return the headers for `error`: when to try again, how to authenticate."""
+    """Return the headers for `error`: when to try again, and how to authenticate."""
     headers: dict[str, str] = {}
     if error.http_status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
@@ -120,7 +122,7 @@ _KINDS: dict[int, type[MooncakeError]] = {
 
 
 def failure_error(failure: Failure) -> MooncakeError:
-    """Turn what the cluster reported into the error the client sees."""
+    """Turn an error that the cluster reported into the error that the client sees."""
     kind = _KINDS.get(failure.status, InternalError)
     error = kind(failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
     error.http_status, error.error_type = failure.status, failure.error_type
@@ -128,7 +130,7 @@ def failure_error(failure: Failure) -> MooncakeError:
 
 
 def unknown_field(name: str, known: Iterable[str]) -> InvalidRequest:
-    """Return the error for a field that nothing knows; it names the `known` one nearest to it."""
+    """Return the error for an unknown field; it names the `known` one nearest to it."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     return InvalidRequest(f"{shorten(name)} is no known field{hint}", param=name)
@@ -137,7 +139,7 @@ def unknown_field(name: str, known: Iterable[str]) -> InvalidRequest:
 def validation_error(error: ValidationError, document: Any) -> InvalidRequest:
     """Turn pydantic's findings about `document` into one error that names the first wrong field.
 
-    `document`: what was validated, as JSON text (bytes) or as Python has it.
+    `document`: what was validated, as JSON text (bytes) or as a Python value.
     """
     findings = error.errors(include_url=False, include_context=False)
     # A list that is too long is just that, whatever else it might have been.
@@ -178,8 +180,9 @@ def shorten(value: object) -> str:
 
 
 def _real_path(finding: Mapping[str, Any], document: Any) -> tuple[int | str, ...]:
-    """Keep those steps of a location that exist in the document: pydantic also names the members
-    of unions there."""
+    """Keep the steps of a location that exist in the document: pydantic also names the members of
+    unions there.
+    """
     path: list[int | str] = []
     for step in finding["loc"]:
         if _holds(document, step):
@@ -197,11 +200,11 @@ def _holds(document: Any, step: int | str) -> bool:
 
 
 _PHRASES = {"Input should be ": "must be ", "List should have ": "must have "}
-"""How pydantic's messages begin -> how ours do."""
+"""How pydantic's messages begin -> how ours begin."""
 
 
 def _spell(path: Iterable[int | str]) -> str:
-    """Write a path as clients do: `messages[0].content`."""
+    """Write a path in the form that clients use: `messages[0].content`."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
@@ -217,4 +220,6 @@ def _reason(message: str) -> str:
 
 
 class Repeated(Exception):
-    """Raised into the application once the body of a repeat is there: there is nothing to run."""
+    """Raised into the application when the body of a repeat has arrived: there is nothing to
+    run.
+    """

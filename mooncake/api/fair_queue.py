@@ -1,5 +1,5 @@
-"""A bounded queue in which tenants take turns by the time that their work takes. It has no clock:
-its owner says how long a piece of work took.
+"""A bounded queue in which tenants take turns by the time that their work takes. It has no clock;
+its owner reports how long a piece of work took.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections import deque
 from typing import Generic, TypeVar
 
 MAX_TENANTS = 512
-"""Of more, those with nothing that waits are forgotten."""
+"""Number of tenants. When there are more, those without a waiting item are forgotten."""
 
 Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """What waits, by tenant: whose work has taken the least time comes first. A tenant of whom
-    nothing waits always gets a place, and no tenant more than half of those that others leave.
-    Threads may share it.
+    """Waiting items by tenant; the tenant whose work has taken the least time comes first. A tenant
+    without a waiting item always gets a place. No tenant gets more than half of the places that
+    others leave. Threads may share it.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -26,7 +26,9 @@ class FairQueue(Generic[Item]):
         self._waiting: dict[str, deque[Item]] = {}
         self._num_waiting = 0
         self._used_s: dict[str, float] = {}
-        """What a tenant's work took; of one who comes anew as much as of the last one served."""
+        """The time that each tenant's work took. A new tenant begins with the time of the one
+        served last.
+        """
         self._served_s = 0.0
 
     def __len__(self) -> int:
@@ -47,7 +49,7 @@ class FairQueue(Generic[Item]):
             return True
 
     def take(self) -> tuple[str, Item] | None:
-        """Return the next item, and whose it is; None: nothing waits."""
+        """Return the next item and its tenant; None: nothing waits."""
         with self._lock:
             if not self._waiting:
                 return None

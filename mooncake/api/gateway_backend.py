@@ -38,8 +38,8 @@ class Inbox(Protocol):
 
 
 class GatewayBackend:
-    """A `Backend` over the gateway machine. `start` and `stop` are called in the loop; `metrics`
-    renders the series that the machine's recorder keeps, for an operator or not.
+    """A `Backend` over the gateway machine. Call `start` and `stop` in the loop. `metrics` renders
+    the series that the machine's recorder keeps, for an operator or for others.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GatewayBackend:
         self._schedule_turn()
 
     def stop(self) -> None:
-        """Stop both. The machine and the channel stay with their owner."""
+        """Stop both. Their owner keeps the machine and the channel."""
         loop, self._loop = self._loop, None
         if loop is None:
             return

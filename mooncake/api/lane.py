@@ -1,7 +1,7 @@
-"""Slow work of requests (tokenizing, compiling schemas) on a few threads of its own.
+"""Runs slow work of requests (tokenizing, compiling schemas) on a few separate threads.
 
-Owns the threads and what waits for them. A full lane answers at once, so that work piles up
-nowhere; tenants take turns; who gives up frees the place at once.
+Owns the threads and the work that waits for them. A full lane refuses at once, so that work does
+not pile up. Tenants take turns. A caller that gives up frees its place at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake.api.fair_queue import FairQueue
 from mooncake.base import Unavailable
 
 RETRY_S = 1.0
-"""Advice when a lane is full: its work takes milliseconds, seldom seconds."""
+"""Retry advice when a lane is full: its work takes milliseconds, seldom seconds."""
 
 Result = TypeVar("Result")
 
@@ -26,8 +26,8 @@ class Lane:
     """Runs one kind of slow work, fairly among tenants. Used in the event loop."""
 
     def __init__(self, name: str, num_threads: int, num_places: int) -> None:
-        """At most `num_places` pieces of work wait. `name` says what they do, for the refusal of
-        one more.
+        """`num_places` pieces of work may wait at most. `name` describes the work; it appears in
+        refusals.
         """
         self._name = name
         self._num_threads = num_threads
@@ -38,15 +38,15 @@ class Lane:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that no thread has begun."""
+        """Number of pieces of work that no thread has begun."""
         return len(self._waiting)
 
     async def run(self, work: Callable[[], Result], tenant: str = "") -> Result:
-        """Return what `work` returns, called in a thread. Cancelling takes it out of the queue;
-        work that has begun ends by itself, and nobody hears of it.
+        """Call `work` in a thread and return its result. Cancelling removes it from the queue; work
+        that has begun runs to its end, and its result is dropped.
 
         Raises:
-            Unavailable: the lane is full, or too much of it is this tenant's.
+            Unavailable: the lane is full, or this tenant has too much of it.
         """
         found: Future[Any] = Future()
         piece = _Work(work, found)
@@ -67,7 +67,7 @@ class Lane:
         return result
 
     def _drain(self) -> None:
-        """Do what waits, in a thread, until nothing does."""
+        """Run the waiting work in a thread, until none is left."""
         while True:
             with self._lock:  # so that nothing is added unseen between the look and the end
                 taken = self._waiting.take()
@@ -80,12 +80,12 @@ class Lane:
             self._waiting.charge(tenant, time.monotonic() - began_s)
 
     def close(self) -> None:
-        """Begin nothing more. Does not wait for what runs."""
+        """Begin no more work. Does not wait for running work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Work:
-    """One piece of work and where its result is waited for."""
+    """One piece of work and the future that waits for its result."""
 
     def __init__(self, work: Callable[[], Any], found: Future[Any]) -> None:
         self._work = work

@@ -48,7 +48,7 @@ class ServedModel:
 def load_served_model(
     path: Path, *, names: tuple[str, ...] = (), max_model_len: int | None = None, created_s: int = 0
 ) -> ServedModel:
-    """Read from the checkpoint directory `path` what the API server needs (no weights).
+    """Read what the API server needs from the checkpoint directory `path` (no weights).
 
     Raises:
         CheckpointError: a file is missing or broken; the message names it.

@@ -1,3 +1,3 @@
-"""Between the APIs and the calls: requests become one internal request and a call, answers become
-each API's own objects.
+"""Translates between the APIs and the calls: requests become one internal request and a call, and
+answers become each API's own objects.
 """

@@ -1,5 +1,5 @@
-"""One request for an answer to a conversation: makes the call that a `ChatRequest` asks for. All
-chat APIs are translated to that request. No state.
+"""Makes the call that a `ChatRequest` asks for: one request for an answer to a conversation. All
+chat APIs are translated to a `ChatRequest`. No state.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ async def new_chat_call(
     """Return the call that answers `body`, not yet started.
 
     Raises:
-        InvalidRequest: the request contradicts itself, or asks for what cannot be done.
-        Unavailable: too many requests wait to be tokenized, or for their schemas.
+        InvalidRequest: the request contradicts itself, or asks for something that is not possible.
+        Unavailable: too many requests wait for the tokenizer or for schemas to be compiled.
     """
     _check_chat(body)
     calls = bool(body.tools) and body.tool_choice != "none"
@@ -53,7 +53,7 @@ async def new_chat_call(
 
 
 def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], SamplingParams]:
-    """Return the conversation's tokens, and the sampling but for a grammar. Runs in a thread."""
+    """Return the conversation's tokens, and the sampling without a grammar. Runs in a thread."""
     wanted, model = _wanted(body), api_server.model
     sampling = sampling_params(body, wanted, model, api_server.config)
     found = chat_prompt(api_server, body, prompt_window(body, model))
@@ -79,11 +79,11 @@ def _constrained(
 
 
 def chat_prompt(api_server: ApiServer, body: ChatRequest, window: Window) -> list[int]:
-    """Return the tokens of the conversation after the chat template, as far as `window` asks. Slow:
+    """Return the tokens of the conversation after the chat template, limited by `window`. Slow:
     call it in a thread.
 
     Raises:
-        InvalidRequest: the chat template refused it, or it is too long for any tokens.
+        InvalidRequest: the chat template refused it, or it is too long, whatever its tokens are.
     """
     is_cut = body.truncate_prompt_tokens is not None
     if not is_cut:

@@ -1,4 +1,4 @@
-"""The messages of a chat's answers, in OpenAI's form. Pure."""
+"""Writes the messages of chat answers in OpenAI's form. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mooncake.api.text.message_parser import ToolCallDelta
 
 
 class MessageWriter:
-    """Writes messages and what chunks add to them, as `body` asks for them."""
+    """Writes messages, and what chunks add to them, in the form that `body` asks for."""
 
     def __init__(self, body: ChatRequest) -> None:
         last = body.messages[-1]
         self.echo = last.text if body.echo and last.role == "assistant" else ""
-        """The text of the message that is continued, where it is wanted before the answer."""
+        """The text of the continued message, if it is wanted before the answer."""
         self._with_reasoning = body.include_reasoning is not False
 
     def whole(self, delta: Delta) -> ChatText:
@@ -30,7 +30,7 @@ class MessageWriter:
         return message
 
     def added(self, delta: Delta) -> ChatText:
-        """Return what `delta` adds; reasoning stands under both names that clients know."""
+        """Return what `delta` adds. Reasoning appears under both names that clients know."""
         text = ChatText()
         if delta.text:
             text.content = delta.text

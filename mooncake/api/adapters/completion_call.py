@@ -1,4 +1,4 @@
-"""One request to continue prompts: makes the call that a `CompletionRequest` asks for. No state."""
+"""Makes the call that a `CompletionRequest` asks for: one request to continue prompts. No state."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mooncake.base import InvalidRequest, SamplingParams
 async def new_completion_call(
     api_server: ApiServer, body: CompletionRequest, name: str, tenant: str = ""
 ) -> tuple[Call, list[str]]:
-    """Return the call that answers `body`, not yet started, and of each prompt the text to echo.
+    """Return the call that answers `body`, not yet started, and the text to echo for each prompt.
 
     Raises:
-        InvalidRequest: the request contradicts itself, or asks for what cannot be done.
-        Unavailable: too many requests wait to be tokenized, or for their schemas.
+        InvalidRequest: the request contradicts itself, or asks for something that is not possible.
+        Unavailable: too many requests wait for the tokenizer or for schemas to be compiled.
     """
     _check_completion(body)
     asked = body.prompts
@@ -55,8 +55,8 @@ async def new_completion_call(
 def _prompts(
     api_server: ApiServer, body: CompletionRequest, shared: SamplingParams
 ) -> tuple[list[tuple[list[int], SamplingParams]], list[str]]:
-    """Return the tokens and the sampling of each prompt, and the text to echo. Slow where prompts
-    are long.
+    """Return the tokens and the sampling of each prompt, and the text to echo. Slow if prompts are
+    long.
     """
     wanted, model = _wanted(body), api_server.model
     window = prompt_window(body, model)
@@ -85,7 +85,7 @@ def _prompts(
 def _sampling(
     api_server: ApiServer, body: CompletionRequest
 ) -> tuple[SamplingParams, Review | None]:
-    """Return the sampling and the review of the answers. Slow with a form or bad words."""
+    """Return the sampling and the review of the answers. Slow if a form or bad words are given."""
     sampling = sampling_params(body, _wanted(body), api_server.model, api_server.config)
     constraint = form_constraint(answer_form(body), api_server.model)
     sampling = with_grammar(sampling, constraint.grammar, constraint.param)

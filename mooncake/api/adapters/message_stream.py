@@ -1,6 +1,7 @@
 """Builds the blocks of a message from the pieces of an answer, with Anthropic's events.
 
-One `Renderer` a message. The whole reply is made by the same steps as the stream, so they agree.
+There is one `Renderer` for each message. The whole reply is made by the same steps as the stream,
+so they agree.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def message_usage(call: Call) -> MessageUsage:
 
 
 def arguments_so_far(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; for one that was cut off, those that are complete."""
+    """Return the arguments of a call. If it was cut off, return the arguments that are complete."""
     try:
         value = from_json(text, allow_partial=True)
     except ValueError:

@@ -70,7 +70,7 @@ def _output_fields(body: PromptFields) -> dict[str, Any]:
 
 
 def _assistant_turns(turn: Turn) -> list[dict[str, Any]]:
-    """Return an assistant's turn: thoughts, text and calls together are one."""
+    """Return an assistant's turn; its thoughts, text and calls become one turn."""
     message: dict[str, Any] = {"role": "assistant", "content": _text(turn.content)}
     blocks = turn.content if isinstance(turn.content, list) else []
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
@@ -91,7 +91,7 @@ def _function(block: Block) -> dict[str, Any]:
 
 
 def _other_turns(turn: Turn) -> list[dict[str, Any]]:
-    """Return the turns in another's turn: every result of a call becomes one of its own."""
+    """Return the turns in another's turn; every result of a call becomes a separate turn."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     turns: list[dict[str, Any]] = []

@@ -32,7 +32,7 @@ async def answer(api_server: ApiServer, request: PythonRequest) -> RequestOutput
 async def answers(
     api_server: ApiServer, request: PythonRequest
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the answer as it grows, each time all of it; leaving the iterator aborts it.
+    """Yield the answer as it grows, each time from its start. Leaving the iterator aborts it.
 
     Raises:
         MooncakeError: the request was refused or failed.

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` return: vLLM's output objects, made of the deltas of a call."""
+"""The results of `LLM` and `AsyncLLM`: vLLM's output objects, made from the deltas of a call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Logprobs = Sequence[dict[int, Logprob] | None]
 
 
 class Prefix(Sequence[T]):
-    """The items that a list has now, without a copy of them. Later the list may only grow."""
+    """The items that a list has now, without a copy of them. Afterwards the list may only grow."""
 
     def __init__(self, items: list[T]) -> None:
         self._items = items
@@ -59,23 +59,25 @@ class Prefix(Sequence[T]):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CompletionOutput:
-    """One answer, or what there is of it so far. Text and message are put together when they are
-    looked at first: a stream of outputs does not copy the whole answer with every token.
+    """One answer, or the part of it that exists so far. Text and message are built when they are
+    first read: a stream of outputs does not copy the whole answer with every token.
     """
 
     index: int
     token_ids: Sequence[int]
-    """A tuple when the answer is finished, else a view that does not change."""
+    """A tuple when the answer is finished, otherwise a view that does not change."""
     logprobs: Logprobs | None
-    """Of each token the candidates by token id, the sampled one first; None if not asked for.
-    Tuple or view as `token_ids`."""
+    """For each token the candidates by token id, the sampled one first; None if not asked for. A
+    tuple or view, as `token_ids`.
+    """
     finish_reason: str | None
     """"stop", "length" or, in a chat with tools, "tool_calls"; None while it goes on."""
     stop_reason: int | str | None
     """The stop string or stop token id that ended it; None at the model's own end of text."""
     schema_errors: tuple[dict[str, Any], ...]
-    """Where the finished answer is not valid against a schema that its grammar does not follow as a
-    whole, as the HTTP API has it."""
+    """Where the finished answer violates a schema that its grammar does not follow as a whole, in
+    the form of the HTTP API.
+    """
     _pieces: Sequence[Piece]
     _write: Callable[[Delta], ChatText] | None
 
@@ -86,7 +88,9 @@ class CompletionOutput:
 
     @functools.cached_property
     def message(self) -> Message | None:
-        """The whole message of a chat, as the HTTP API has it: with reasoning and tool calls."""
+        """The whole message of a chat in the form of the HTTP API, with reasoning and tool
+        calls.
+        """
         if self._write is None:
             return None
         message: Message = msgspec.to_builtins(self._write(self._whole))
@@ -118,12 +122,12 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """None for token ids and chats."""
+    """The text of the prompt; None for token ids and chats."""
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: Logprobs | None
-    """Of each prompt token the candidates by token id; None for the first token."""
+    """For each prompt token the candidates by token id; None for the first token."""
     outputs: tuple[CompletionOutput, ...]
-    """`n` of them, one by default."""
+    """The `n` answers; one by default."""
     finished: bool
     num_cached_tokens: int
     """Prompt tokens whose KV was found in a cache; known when the answer is finished."""
@@ -148,7 +152,9 @@ class OutputBuilder:
         speller: LogprobSpeller,
         message: Callable[[Delta], ChatText] | None,
     ) -> None:
-        """`message` returns the message of a chat, given the whole answer; None: it is no chat."""
+        """`message` returns the message of a chat, given the whole answer; None: this is not a
+        chat.
+        """
         self.call = call
         self._request = request
         self._speller = speller
@@ -164,7 +170,7 @@ class OutputBuilder:
         ]
 
     def add(self, deltas: Sequence[Delta]) -> None:
-        """Take what was added to the answers."""
+        """Add what is new in the answers."""
         for delta in deltas:
             self._pieces[delta.index] += delta.pieces
             self._tokens[delta.index] += delta.tokens
@@ -177,7 +183,7 @@ class OutputBuilder:
             self._answers[delta.index] = self._answer(delta)
 
     def output(self) -> RequestOutput:
-        """Return all there is so far."""
+        """Return everything so far."""
         return RequestOutput(
             request_id=self.call.call_id,
             prompt=self._request.prompt,
@@ -189,7 +195,7 @@ class OutputBuilder:
         )
 
     def _answer(self, last: Delta) -> CompletionOutput:
-        """Return what there is of an answer after its `last` delta."""
+        """Return an answer as it is after its `last` delta."""
         tokens: Sequence[int] = Prefix(self._tokens[last.index])
         logprobs: Logprobs = Prefix(self._logprobs[last.index])
         if last.finish_reason is not None:

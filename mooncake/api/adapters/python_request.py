@@ -1,4 +1,4 @@
-"""From the arguments of `LLM.generate` and `LLM.chat` to the bodies of the HTTP API. Pure."""
+"""Turns the arguments of `LLM.generate` and `LLM.chat` into the bodies of the HTTP API. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NOT_HERE = {
     "stream": "AsyncLLM yields answers while they grow",
     "stream_options": "RequestOutput has the usage",
 }
-"""Fields of HTTP that have no meaning here -> what there is instead."""
+"""Fields of HTTP that have no meaning here -> what to use instead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PythonRequest:
-    """A prompt or a conversation, as the HTTP API would get it."""
+    """A prompt or a conversation, in the form of the HTTP API."""
 
     body: CompletionRequest | ChatRequest
     prompt: str | None = None

@@ -1,6 +1,7 @@
 """Builds the output items of a response from the pieces of an answer, with an event for each step.
 
-One `Renderer` a response. The whole reply is made by the same steps as the stream, so they agree.
+There is one `Renderer` for each response. The whole reply is made by the same steps as the stream,
+so they agree.
 """
 
 from __future__ import annotations

@@ -81,7 +81,9 @@ def _turns(items: Sequence[InputItem]) -> list[dict[str, Any]]:
 
 
 def _goes_on(turns: Sequence[dict[str, Any]], item: InputItem) -> bool:
-    """Return whether `item` belongs to the last turn: reasoning, then text, then calls are one."""
+    """Return whether `item` belongs to the last turn: reasoning, then text, then calls form one
+    turn.
+    """
     if not turns or turns[-1]["role"] != "assistant":
         return False
     if item.type == "function_call":

@@ -1,4 +1,4 @@
-"""What the translators of other APIs share on the way to the internal request. Pure."""
+"""What all translators of other APIs to the internal request share. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared_fields(body: SharedFields) -> dict[str, Any]:
 
 
 def validated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
-    """Return the body of these fields.
+    """Return the body with these fields.
 
     Raises:
         InvalidRequest: a field is wrong; the message names it.
@@ -36,7 +36,7 @@ def validated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
 
 @contextlib.contextmanager
 def named_as(params: Mapping[str, str]) -> Iterator[None]:
-    """Have errors name a field as the client knows it.
+    """Make errors name a field by the name that the client knows.
 
     `params`: name in the internal request -> name in the client's API.
     """

@@ -1,1 +1,1 @@
-"""Constrained answers: from JSON schemas, patterns and tools to grammars."""
+"""Constrained answers: turns JSON schemas, patterns and tools into grammars."""

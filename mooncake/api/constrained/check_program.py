@@ -1,9 +1,9 @@
-"""The program that checks JSON against schemas, in a process of its own: a hostile schema can keep
-the library busy for years (patterns that backtrack, choices within choices) or fill the memory.
+"""The program that checks JSON against schemas in its own process. A hostile schema can keep the
+library busy for years (patterns that backtrack, choices within choices) or fill the memory.
 
-Reads questions from its standard input and answers on its standard output, both as four bytes of
-length (big endian) and JSON. A question is `[CPU seconds, text of the schema, text of the value]`,
-an answer the list of faults, each `[path, keyword, message]`, or a text that says why the value
+It reads questions from its standard input and answers on its standard output, both as four bytes of
+length (big endian) and JSON. A question is `[CPU seconds, text of the schema, text of the value]`.
+An answer is the list of faults, each `[path, keyword, message]`, or a text that says why the value
 could not be checked. One question that takes too long ends the process, by the kernel's timer.
 """
 

@@ -1,9 +1,9 @@
 """Checks finished answers against schemas that their grammars could not follow as a whole.
 
 Owns one process (`check_program`), which starts with the first schema to check, and is killed when
-a check exceeds its time. Checks wait in a bounded queue, none for long: an answer is never held up
-by the schemas of others, it is then said not to be checked. Tenants take turns by the time that
-their checks take: who sends costly schemas waits behind itself.
+a check exceeds its time. Checks wait in a bounded queue, and none waits long: rather than waiting
+for others' schemas, an answer is reported as not checked. Tenants take turns by the time that their
+checks take. So a tenant that sends costly schemas only delays itself.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mooncake.api.fair_queue import FairQueue
 from mooncake.base.bounded_map import BoundedMap
 
 CPU_LIMIT_S = 0.5
-"""Of one check; real ones take about a millisecond."""
+"""CPU time of one check; real ones take about a millisecond."""
 WALL_LIMIT_S = 5.0
-"""Of one check on a busy machine, and of the start of the process."""
+"""Time of one check on a busy machine, and of the start of the process."""
 QUEUE_LIMIT_S = 2.0
 MAX_WAITING = 256
 MAX_TOO_COSTLY = 256
@@ -56,7 +56,7 @@ class SchemaToCheck(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Why a value is not known to be valid against its schema."""
+    """The reason why a value is not known to be valid against its schema."""
 
     path: str
     """JSON pointer to the part of the value; "" = the whole."""
@@ -97,16 +97,18 @@ class SchemaChecker:
         # The rest is touched by the pool's only thread.
         self._process: subprocess.Popen[bytes] | None = None
         self._too_costly: BoundedMap[bytes, int] = BoundedMap(MAX_TOO_COSTLY)
-        """Schemas, and the length of the shortest value for which there was too little time."""
+        """Schemas, each with the length of the shortest value that took too long."""
 
     def warm_up(self) -> None:
-        """Start the process, if it does not run: an answer to check comes soon. From any thread."""
+        """Start the process if it does not run, because an answer to check comes soon. From any
+        thread.
+        """
         with contextlib.suppress(RuntimeError):  # closed
             self._pool.submit(self._start)
 
     async def check(self, schema: SchemaToCheck, value: str, tenant: str = "") -> list[Fault]:
         """Return the first faults of the JSON text `value`, or one that says why it could not be
-        checked; [] when it is valid. Takes a few seconds at most; called in the event loop.
+        checked; [] when it is valid. It takes a few seconds at most. Call it in the event loop.
         """
         if len(value) > MAX_VALUE_CHARS:
             return _unchecked(f"it has more than {MAX_VALUE_CHARS} characters")
@@ -120,7 +122,7 @@ class SchemaChecker:
         return await asyncio.wrap_future(question.found)
 
     def _next(self) -> None:
-        """Answer the question whose turn it is: there is one for each call."""
+        """Answer the next question in turn. It is called once for each question."""
         taken = self._queue.take()
         assert taken is not None
         tenant, question = taken

@@ -1,5 +1,5 @@
-"""Turns the form that a request asks of its answer (`response_format`, `structured_outputs`, tools)
-into the grammar that constrains its tokens. Pure.
+"""Turns the form that a request wants for its answer (`response_format`, `structured_outputs`,
+tools) into the grammar that constrains its tokens. Pure.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The grammar of an answer, and the schemas that it does not follow as a whole: what is made
-    under them is checked when it is finished."""
+    """The grammar of an answer, and the schemas that it does not follow as a whole. What is made
+    under these schemas is checked when it is finished.
+    """
 
     grammar: Grammar | None = None
     answer: Any = None
@@ -53,10 +54,10 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Where a model's reasoning begins and ends (token ids); its text is not constrained."""
+    """The markers of a model's reasoning (token ids), whose text is not constrained."""
 
     begin: int | None = None
-    """None = the model may not begin to reason here."""
+    """The token that begins reasoning; None = the model may not begin to reason here."""
     end: int | None = None
     is_open: bool = False
     """True if the prompt ends inside a think block."""
@@ -77,7 +78,7 @@ def answer_form(fields: GenerationFields) -> Form | None:
     """Return the form that the request asks for; None = any text.
 
     Raises:
-        InvalidRequest: more than one was asked for, or one that cannot be followed.
+        InvalidRequest: the request asks for more than one form, or for one that cannot be followed.
     """
     asked: dict[str, dict[str, Any] | None] = {
         "response_format": _response_format(fields),
@@ -110,8 +111,9 @@ def answer_form(fields: GenerationFields) -> Form | None:
 
 
 def _is_strict(fields: GenerationFields, param: str) -> bool | None:
-    """Return whether OpenAI's `response_format` is `strict: true`: else a schema that no grammar
-    can follow is checked afterwards, not refused. None: vLLM's fields, which are always exact.
+    """Return whether OpenAI's `response_format` has `strict: true`. Otherwise a schema that no
+    grammar can follow is checked afterwards instead of refused. None: vLLM's fields, which are
+    always exact.
     """
     asked = fields.response_format
     if param != "response_format" or asked is None or asked.json_schema is None:
@@ -137,7 +139,7 @@ def chat_constraint(
     call.
 
     Raises:
-        InvalidRequest: what was asked for contradicts itself or cannot be followed.
+        InvalidRequest: the request contradicts itself or cannot be followed.
     """
     form = answer_form(body)
     if not ids:
@@ -178,7 +180,7 @@ def chosen_tools(body: ChatRequest) -> list[ToolRule]:
     """Return the tools that may be called under `tool_choice`.
 
     Raises:
-        InvalidRequest: a name is declared twice, or the chosen one not at all.
+        InvalidRequest: a name is declared twice, or the chosen name is not declared.
     """
     tools = body.tools or []
     names = [tool.function.name for tool in tools]

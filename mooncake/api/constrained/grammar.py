@@ -1,9 +1,9 @@
 """Composes the grammars of constrained answers: JSON schemas, choices, tool calls. Pure.
 
-Everything a client wrote is compiled once here, without the vocabulary. What cannot be followed
-exactly is a 400 that names it; where the client did not ask for exactness, a weaker schema is
-followed, and the rule says so. llguidance was chosen because it refuses schema keywords that it
-does not follow.
+Everything a client wrote is compiled once here, without the vocabulary. If something cannot be
+followed exactly, the request gets a 400 that names it. If the client did not ask for exactness, a
+weaker schema is followed, and the rule says so. llguidance was chosen because it refuses schema
+keywords that it does not follow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CHECKED_FORMATS = frozenset(
         "uri", "uuid",
     }
 )  # fmt: skip
-"""The formats that the library enforces; JSON Schema allows to ignore the others."""
+"""The formats that the library enforces; JSON Schema allows the others to be ignored."""
 
 _NAMES_OF_SCHEMAS = frozenset({"$anchor", "$dynamicAnchor", "$id", "id"})
 """Keywords that are left out: references start at the root, as `check_schema` reads them."""
@@ -63,12 +63,12 @@ _LEXEME = re.compile(
     r"""|(?P<token><[^<>\s]+>)|(?P<document>%(?:json|llguidance|regex))\s*"""
 )
 """Comments, strings, patterns, special tokens and keywords before a JSON document, as the library
-reads a Lark grammar; what is between them is rules. A string or pattern that does not end has an
-empty group: looking for an end from each of many openings would take the square of the length.
+reads a Lark grammar. The text between them is rules. A string or pattern that does not end has an
+empty group: searching for an end from each of many openings would take quadratic time.
 """
 _IS_LARK = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
-"""Grammars without it are GBNF, as for the library, whose own pattern takes the square of the
-number of empty lines.
+"""A grammar that does not match is GBNF, as for the library. The library's own pattern takes time
+quadratic in the number of empty lines.
 """
 _SET_OPERATOR = re.compile(r"&|~(?!\s*[0-9])")
 """Intersection and complement; `~ 3..5` is a repetition."""
@@ -83,8 +83,8 @@ class ToolRule(msgspec.Struct, frozen=True):
     name: str
     schema: Any
     strict: bool | None = None
-    """True: the whole schema is followed, or the tool refused. None: as much of it as a grammar
-    can follow. False: so too, and arguments may be any object if nothing of it can be followed.
+    """True: the whole schema is followed, or the tool is refused. None: as much of it as a grammar
+    can follow. False: the same, and arguments may be any object if nothing of it can be followed.
     """
 
 
@@ -95,14 +95,15 @@ class SchemaRule(msgspec.Struct, frozen=True):
     num_parts: int
     """Objects and lists in the schema."""
     whole: bool = True
-    """False: not all of the schema is followed."""
+    """False if not all of the schema is followed."""
 
 
 def json_rule(schema: Any, param: str) -> str:
     """Return the Lark expression for JSON that is valid against `schema`.
 
     Raises:
-        InvalidRequest: part of the schema cannot be followed; names it, and in `param` the field.
+        InvalidRequest: part of the schema cannot be followed; the message names it, and `param` the
+            field.
     """
     return schema_rule(schema, param, strict=True).text
 
@@ -122,12 +123,13 @@ def schema_rule(
     asked_strict: bool = False,
 ) -> SchemaRule:
     """Return the rule for JSON that is valid against `schema`. If not `strict`, keywords that no
-    grammar can follow are left out; schemas of one request share their `trials`. `asked_strict`:
-    the request says `strict: true`, so that a refusal says what comes of leaving it out.
+    grammar can follow are left out. Schemas of one request share their `trials`. `asked_strict`:
+    the request says `strict: true`, so a refusal says what happens without it.
 
     Raises:
-        InvalidRequest: the schema cannot be followed: part of it if `strict`, else its whole,
-            because it is wrong, met by no value, or too large; names it, and in `param` the field.
+        InvalidRequest: the schema cannot be followed. If `strict`, a part of it cannot; otherwise
+            it is wrong, no value meets it, or it is too large. The message names the part, and
+            `param` the field.
     """
     if schema is True:
         schema = {}
@@ -153,8 +155,8 @@ def schema_rule(
 def _weaker_rule(
     schema: dict[str, Any], param: str, trials: PatternTrials, refusal: InvalidRequest
 ) -> SchemaRule:
-    """Return the rule of the first weaker schema that can be followed; raises `refusal`, or what is
-    wrong with the last one.
+    """Return the rule of the first weaker schema that can be followed. Otherwise raise `refusal`,
+    or what is wrong with the last one.
     """
     try:
         for weak in weaker_schemas(schema, trials):
@@ -176,7 +178,7 @@ def _exact_rule(schema: dict[str, Any], param: str) -> SchemaRule:
 
 
 _NO_VALUE = "Unsatisfiable"
-"""The library's word for a schema that no value meets; a weaker one would only hide it."""
+"""The library's words for a schema that no value meets; a weaker schema would only hide it."""
 
 
 def _can_follow(pattern: str) -> bool:
@@ -222,7 +224,7 @@ def lark_text(grammar: str, param: str) -> str:
     """Return a client's own grammar, Lark or GBNF, as Lark.
 
     Raises:
-        InvalidRequest: it cannot be followed, has too many rules, or names special tokens.
+        InvalidRequest: the grammar cannot be followed, has too many rules, or names special tokens.
     """
     _check_length(grammar, param, MAX_OWN_CHARS)
     text = grammar if _IS_LARK.search(grammar) else _from_gbnf(grammar, param)
@@ -243,8 +245,8 @@ def _from_gbnf(grammar: str, param: str) -> str:
     """Return a GBNF grammar as Lark.
 
     Raises:
-        InvalidRequest: it is not GBNF, or so large that the converter, which looks at all of it
-            once for each rule, would be busy for seconds.
+        InvalidRequest: it is not GBNF, or it is too large: the converter reads all of it once for
+            each rule and would be busy for seconds.
     """
     num_rules = grammar.count("::=")
     if num_rules > MAX_RULES or num_rules * len(grammar) > MAX_GBNF_WORK:
@@ -266,8 +268,8 @@ def _with_clean_schemas(text: str, param: str) -> tuple[str, str]:
     strings, patterns and comments.
 
     Raises:
-        InvalidRequest: it names special tokens, a string or pattern in it does not end, or a schema
-            in it cannot be followed.
+        InvalidRequest: the grammar names special tokens, a string or pattern in it does not end, or
+            a schema in it cannot be followed.
     """
     whole: list[str] = []
     bare: list[str] = []
@@ -337,7 +339,7 @@ def tool_rules(
 
 
 def _tool_rule(tool: ToolRule, max_parts: int, trials: PatternTrials) -> SchemaRule:
-    """Return the rule of a tool's arguments, which may have so many objects and lists."""
+    """Return the rule of a tool's arguments. Their schema may have this many objects and lists."""
     param = f"tools: {tool.name}: parameters"
     try:
         strict = tool.strict is True
@@ -364,7 +366,8 @@ def _json(schema: dict[str, Any], param: str) -> str:
 
 def _cleaned(schema: Any) -> Any:
     """Return `schema` without annotations, which the library would refuse as unknown rules, and
-    without options for the library that a client may have put in."""
+    without options for the library that a client may have added.
+    """
     if isinstance(schema, list):
         return [_cleaned(item) for item in schema]
     if not isinstance(schema, dict):
@@ -399,7 +402,9 @@ def _check(text: str, param: str) -> None:
 
 
 class _Faults:
-    """The faults of the last grammars, kept by digest: a grammar may have a million characters."""
+    """The faults of the last grammars, kept by digest because a grammar may have a million
+    characters.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -431,7 +436,7 @@ _WHERE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?"
 
 
 def _first_line(message: str) -> str:
-    """Return a fault in one line, without its place in the grammar built around the client's."""
+    """Return a fault in one line, without its position in our grammar around the client's."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not lines:
         return "cannot be followed"

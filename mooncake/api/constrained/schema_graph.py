@@ -1,4 +1,5 @@
-"""A JSON schema as a graph: its depth with references followed, and whether they resolve. Pure.
+"""A JSON schema as a graph: its depth with references followed, and whether references resolve.
+Pure.
 
 The library that compiles schemas follows definitions by recursion, and a stack overflow ends the
 process. So a schema that is too deep is refused before the library sees it.
@@ -22,8 +23,9 @@ MAX_PARTS = 10_000
 in which the other sequences of a step wait."""
 
 MAX_PATTERNS = 3
-"""The most patterns and formats that one text must match together (`allOf`). Each one more makes a
-mask about ten times as expensive: with six it takes seconds."""
+"""The most patterns and formats that one text must match together (`allOf`). Each further one makes
+a mask about ten times as expensive: with six it takes seconds.
+"""
 
 MAPS_OF_SCHEMAS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -39,8 +41,8 @@ def check_schema(schema: dict[str, Any], param: str) -> int:
     """Check that `schema` can be read in bounded depth; return how many objects and lists it has.
 
     Raises:
-        InvalidRequest: it is too large or too deep, intersects too many patterns, or a reference
-            leads nowhere or only to itself; `param` names the field.
+        InvalidRequest: the schema is too large or too deep, intersects too many patterns, or a
+            reference leads nowhere or only to itself; `param` names the field.
     """
     graph = _Graph(schema, param)
     graph.check_loops()
@@ -118,7 +120,7 @@ class _Graph:
             known.update(way)
 
     def check_intersections(self) -> None:
-        """Refuse texts that must match too many patterns at once; depth is checked before."""
+        """Refuse texts that must match too many patterns at once. Check the depth before."""
         known: dict[int, int] = {}
         if any(self._num_patterns(which, known) > MAX_PATTERNS for which in reversed(self._parts)):
             raise self._refusal(
@@ -148,8 +150,8 @@ class _Graph:
     def depth(self) -> int:
         """Return a bound on the number of parts on any path from the root that visits none twice.
 
-        The parts of a strongly connected component all count, once. Tarjan's algorithm, without
-        recursion; it finds the innermost components first.
+        Each part of a strongly connected component counts once. It uses Tarjan's algorithm without
+        recursion, which finds the innermost components first.
         """
         order: dict[int, int] = {}
         low: dict[int, int] = {}
@@ -194,7 +196,7 @@ def _inner(part: _Part, is_map: bool) -> Iterator[tuple[_Part, bool]]:
 
 
 def follow_reference(reference: str, root: dict[str, Any]) -> Any:
-    """Return the target of a local reference (a JSON pointer); None where there is none."""
+    """Return the target of a local reference (a JSON pointer); None if it has none."""
     if reference == "#":
         return root
     if not reference.startswith("#/"):

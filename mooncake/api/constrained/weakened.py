@@ -1,9 +1,9 @@
 """Weaker schemas, for grammars that cannot follow the whole one: each admits every value that is
 valid against the original. Pure.
 
-A keyword that restricts values may be left out where its schema restricts the value. Where a schema
-that is *not* met counts (`not`, `if`), the keyword around it goes as a whole. An answer made under
-a weaker schema is checked against the original when it is finished (`generation.review`).
+A keyword that restricts values may be left out if its schema restricts the value. If it matters
+that a schema is *not* met (`not`, `if`), the whole keyword around it is left out. An answer made
+under a weaker schema is checked against the original when it is finished (`generation.review`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ NOT_FOLLOWED = frozenset(
 )  # fmt: skip
 """The keywords of JSON Schema that the grammar library does not follow."""
 MAX_TRIED_PATTERNS = 100
-"""Of one request. Further ones are left out of schemas that cannot be followed with all of them."""
+"""Patterns of one request that are tried. Further ones are left out of schemas that cannot be
+followed with all patterns.
+"""
 
 _HOLDERS = frozenset({"additionalItems", "additionalProperties", "items"})
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _MOVED = NOT_FOLLOWED | {"oneOf", "patternProperties"}
-"""What is not where it was in the weaker schema, so that references into it are left out."""
+"""Keywords whose content is elsewhere in the weaker schema, so that references into it are left
+out.
+"""
 _OFFICIAL = ("http://json-schema.org/", "https://json-schema.org/")
 
 
 class PatternTrials:
-    """Remembers which patterns of one request can be followed. Each is tried once, and not more
-    than `MAX_TRIED_PATTERNS`: compiling one may take milliseconds.
+    """Remembers which patterns of one request can be followed. Each is tried once, and at most
+    `MAX_TRIED_PATTERNS` are tried: compiling one may take milliseconds.
     """
 
     def __init__(self, can_follow: Callable[[str], bool]) -> None:
@@ -46,7 +50,7 @@ class PatternTrials:
         self._known: dict[str, bool] = {}
 
     def keep(self, pattern: str) -> bool:
-        """Return whether `pattern` is known to be one that can be followed."""
+        """Return whether `pattern` is known to be followable."""
         if pattern not in self._known:
             if len(self._known) >= MAX_TRIED_PATTERNS:
                 return False
@@ -55,11 +59,12 @@ class PatternTrials:
 
 
 def weaker_schemas(schema: Any, trials: PatternTrials) -> Iterator[Any]:
-    """Yield weaker and weaker schemas in place of `schema`: without the keywords that no grammar
-    can follow, without the patterns that fail in `trials`, without patterns and formats.
+    """Yield weaker and weaker schemas to replace `schema`: first without the keywords that no
+    grammar can follow, then without the patterns that fail in `trials`, then without patterns and
+    formats.
 
     Raises:
-        ValueError: it is nested too deep.
+        ValueError: the schema is nested too deep.
     """
     yield _Weakening(schema, lambda _pattern: True, patterns_meet=True).schema(schema, 0)
     yield _Weakening(schema, trials.keep).schema(schema, 0)
@@ -77,8 +82,8 @@ class _Weakening:
         formats: bool = True,
         patterns_meet: bool = False,
     ) -> None:
-        """`keeps`: whether a pattern stays; `patterns_meet`: whether several patterns for the names
-        of one object stay, which the library takes only when no name can match two.
+        """`keeps` returns whether a pattern stays. `patterns_meet`: whether several patterns for
+        the names of one object stay; the library accepts them only if no name can match two.
         """
         self._root = root
         self._keeps = keeps
@@ -86,8 +91,8 @@ class _Weakening:
         self._patterns_meet = patterns_meet
 
     def schema(self, part: Any, depth: int) -> Any:
-        """Return what is left of one schema. Values that are no schema are left as they are: what
-        is wrong with them, the library says.
+        """Return what remains of one schema. Values that are no schema stay as they are: the
+        library reports what is wrong with them.
         """
         if not isinstance(part, dict):
             return part
@@ -134,8 +139,9 @@ class _Weakening:
         return self.schema(value, depth) if key in _HOLDERS else value
 
     def _resolves(self, reference: str) -> bool:
-        """Return whether a reference stays: not one to another document, to what is left out here,
-        or one that only leads back to itself. One that leads nowhere is the library's to refuse.
+        """Return whether a reference stays. It is left out if it leads to another document, to a
+        part that is left out here, or only back to itself. The library refuses one that leads
+        nowhere.
         """
         seen: set[str] = set()
         while reference not in seen:

@@ -1,1 +1,1 @@
-"""One call's generation: its parameters, its sequences, its logprobs, beam search."""
+"""Generates the answers of one call: its parameters, its sequences, its logprobs, beam search."""

@@ -1,5 +1,5 @@
 """Beam search over a backend that returns logprobs. A step computes one token of each beam, by a
-request of its own that continues the beam's cached prefix.
+separate request that continues the beam's cached prefix.
 
 `BeamSearch` decides and is pure; `BeamStream` runs the searches of a call and then returns their
 answers as the events of ordinary requests.
@@ -34,19 +34,19 @@ from mooncake.base.request import NO_LOGPROBS, CacheUse
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An answer so far, or a whole one: its last token, and the beam that it continues."""
+    """An unfinished or finished answer: its last token, and the beam that it continues."""
 
     before: Beam | None = None
-    """None = it has no token yet."""
+    """The beam that it continues; None = it has no token yet."""
     token: int = -1
     entry: TokenLogprobs | None = None
-    """Of `token`; with as many likely tokens as the request asked for."""
+    """The logprob entry of `token`, with as many likely tokens as the request asked for."""
     length: int = 0
-    """In tokens."""
+    """Length in tokens."""
     logprob: float = 0.0
-    """Natural logarithm, the sum over all tokens."""
+    """Sum over all tokens, natural logarithm."""
     stop_token_id: int | None = None
-    """The token that ended it; None = the limit of its length, or it goes on."""
+    """The token that ended it; None = it reached its maximum length, or it goes on."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Beam:
 
     @property
     def entries(self) -> tuple[TokenLogprobs, ...]:
-        """One for each of `tokens`."""
+        """One entry for each of `tokens`."""
         return tuple(beam.entry for beam in self._path() if beam.entry is not None)
 
     def _path(self) -> list[Beam]:
@@ -71,14 +71,15 @@ class Beam:
 class BeamSearch:
     """The search of one prompt. `live` beams wait for their next token, best first.
 
-    A step costs 2 * width ** 2 candidates, however long the beams are: those that live on are
-    chosen before anything is made of them. Its reference is a full sort of whole answers
+    A step costs 2 * width ** 2 candidates, however long the beams are: survivors are chosen before
+    anything is built from them. The reference is a full sort of whole answers
     (tests/unit/api/generation/test_beam_search.py).
     """
 
     def __init__(self, sampling: SamplingParams, width: int, length_penalty: float) -> None:
-        """`length_penalty`: answers compare by logprob / length ** length_penalty; the length is in
-        tokens and includes the one that ended it."""
+        """`length_penalty`: answers are compared by logprob / length ** length_penalty. The length
+        is in tokens and includes the last one.
+        """
         self.live: list[Beam] = [Beam()]
         self.continuations: list[bytes] = [b""]
         """The tokens of each live beam, packed."""
@@ -88,9 +89,9 @@ class BeamSearch:
         self._length_penalty = length_penalty
 
     def advance(self, nexts: Sequence[TokenLogprobs]) -> None:
-        """Extend the live beams by their most likely next tokens, 2 * width for each: among so many
+        """Extend the live beams by their most likely next tokens, 2 * width for each: among these
         there are always `width` that do not end a beam. Of equally likely ones the better beam's
-        goes first, then the lower token.
+        comes first, then the lower token.
         """
         going: list[_Candidate] = []
         ending: list[_Candidate] = []
@@ -125,7 +126,7 @@ class BeamSearch:
         return self._ended[:count]
 
     def score(self, beam: Beam) -> float:
-        """Return the number that answers compare by; higher is better."""
+        """Return the number by which answers are compared; higher is better."""
         return self._score(beam.logprob, beam.length)
 
     def _score(self, logprob: float, length: int) -> float:
@@ -160,7 +161,7 @@ class BeamStream:
     """An `EventSource` that returns the events of all requests when the searches have ended."""
 
     is_traceable = False
-    """Each step of a search is requests of their own."""
+    """False: each step of a search runs separate requests."""
 
     def __init__(
         self,
@@ -170,8 +171,10 @@ class BeamStream:
         width: int,
         length_penalty: float,
     ) -> None:
-        """`requests`: those to answer, `num_per_prompt` for each prompt, alike but for their ids.
-        `width`: the number of beams for each prompt, at least `num_per_prompt`."""
+        """`requests`: the requests to answer, `num_per_prompt` for each prompt, which differ only
+        in their ids.
+        `width`: the number of beams for each prompt, at least `num_per_prompt`.
+        """
         self._backend = backend
         self._groups = [
             list(requests[first : first + num_per_prompt])
@@ -192,11 +195,11 @@ class BeamStream:
 
     @property
     def num_dropped_tokens(self) -> int:
-        """The tokens of all beams at all steps, less those of the answers."""
+        """Number of tokens of all beams at all steps, minus those of the answers."""
         return self._num_dropped
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Have all requests run for `tenant`; called before the block is entered."""
+        """Run all requests for `tenant`. Call it before the block is entered."""
         assert not traced
         self._groups = [
             [msgspec.structs.replace(request, tenant=tenant) for request in group]
@@ -210,8 +213,8 @@ class BeamStream:
         return None  # a step aborts its own requests
 
     async def batch(self) -> list[OutputEvent]:
-        """Search to the end; then return the events of the answers, a part each time, [] at the
-        end.
+        """Search to the end. Then return the events of the answers, one part at each call, and []
+        at the end.
 
         Raises:
             MooncakeError: a step failed, or the call was ended from outside.
@@ -295,7 +298,9 @@ class BeamStream:
         self._cached.setdefault(number, (event.num_cached_tokens, event.cache))
 
     def _parts(self) -> Iterator[list[OutputEvent]]:
-        """Return the events of all answers, in parts that each take the event loop a moment."""
+        """Return the events of all answers, in parts that each take the event loop only a
+        moment.
+        """
         part: list[OutputEvent] = []
         num_tokens = 0
         for number in range(len(self._groups)):

@@ -1,4 +1,4 @@
-"""What was added to one choice: replies and streams are made of these."""
+"""The additions to one choice, from which replies and streams are made."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mooncake.api.text.message_parser import Piece, TextDelta, ToolCallDelta
 from mooncake.base import TokenLogprobs
 
 _ENTRY_BYTES = 16
-"""Of one log-probability of a prompt, encoded."""
+"""Bytes of one encoded log-probability of a prompt."""
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What was added to one choice since its last `Delta`."""
+    """The additions to one choice since its last `Delta`."""
 
     index: int
     pieces: list[Piece]
@@ -25,18 +25,19 @@ class Delta(msgspec.Struct, kw_only=True):
     """For each of `logprobs` the number of the run of text that its token belongs to
     (`TextDelta.run`); None = reasoning, part of a call, a marker or the end."""
     prompt_logprobs: msgspec.Raw | None = None
-    """With the first `Delta` of a prompt's first choice; `unpacked_logprobs` reads them."""
+    """Set in the first `Delta` of a prompt's first choice; `unpacked_logprobs` reads them."""
     finish_reason: str | None = None
-    """"stop", "length" or "tool_calls" with the last one."""
+    """"stop", "length" or "tool_calls" in the last one."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None at the model's own end of text."""
     schema_errors: list[SchemaError] = []
-    """With the last one: where the answer is not valid against a schema that its grammar does not
-    follow as a whole."""
+    """Set in the last one: where the answer violates a schema that its grammar does not follow as a
+    whole.
+    """
 
     @property
     def size(self) -> int:
-        """About how many tokens and log-probabilities it has: what writing it costs."""
+        """Approximate number of tokens and log-probabilities: the cost of writing it."""
         num = len(self.tokens)
         if self.logprobs:
             num += len(self.logprobs) * (1 + len(self.logprobs[0].top))
@@ -46,7 +47,7 @@ class Delta(msgspec.Struct, kw_only=True):
 
     @property
     def text(self) -> str:
-        """All text without reasoning and tool calls."""
+        """All text, without reasoning and tool calls."""
         return self._joined(is_reasoning=False)
 
     @property

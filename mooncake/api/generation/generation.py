@@ -39,15 +39,15 @@ from mooncake.base.request import CacheUse
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens become text; the same for all choices of a call."""
+    """The options for turning tokens into text; they are the same for all choices of a call."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
     markers: Mapping[int, Marker] = {}
-    """Tokens that cut the text into reasoning, content and tool calls; none = plain text."""
+    """Tokens that cut the text into reasoning, content and tool calls; empty = plain text."""
     max_calls: int | None = None
-    """Further tool calls are dropped."""
+    """The most tool calls; further ones are dropped."""
 
 
 class Choice:
@@ -152,7 +152,9 @@ class Choice:
         return None if token in self._parser.markers else self._parser.run
 
     def _show(self, token: int) -> None:
-        """Turn one token into text. A stop id is held back: it shows only if it does not stop."""
+        """Turn one token into text. A stop id is held back; it is shown only if it does not stop
+        the text.
+        """
         if self._held_stop_id is not None:
             held, self._held_stop_id = self._held_stop_id, None
             self._show_token(held)
@@ -177,7 +179,7 @@ class Choice:
             parser.marker(marker)
 
     def _show_text(self, text: str) -> None:
-        """Pass on the text that cannot begin a stop string (none is looked for in tool calls)."""
+        """Pass on the text that cannot begin a stop string (in tool calls none is searched for)."""
         stop = None
         in_section = self._parser is not None and self._parser.in_section
         if self.num_tokens > self._min_tokens and not in_section:
@@ -231,12 +233,12 @@ class Call:
         num_kept: int | None = None,
         review: Review | None = None,
     ) -> None:
-        """`stream`: the events of `requests`. `num_kept`: how many choices of each prompt `finish`
-        returns, the most likely ones; None = all. `review` checks finished answers.
+        """`stream`: the events of `requests`. `num_kept`: `finish` returns this many choices of
+        each prompt, the most likely ones; None = all. `review` checks finished answers.
         """
         self.call_id = call_id
         self.requests = requests
-        """Those of the choices that are returned, in their order."""
+        """The requests of the returned choices, in their order."""
         self._num_kept = num_kept or num_per_prompt
         self._firsts = requests[::num_per_prompt]
         self.choices = choices
@@ -258,7 +260,7 @@ class Call:
         return self._stream.is_traceable
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Have all sequences run for `tenant`, and traced; called before the block is entered."""
+        """Run all sequences for `tenant`, and trace them. Call it before the block is entered."""
         self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
         self._stream.run_as(tenant, traced=traced)
         if self._review is not None:
@@ -276,7 +278,8 @@ class Call:
         self._stream.fail(error)
 
     async def deltas(self) -> list[Delta] | None:
-        """Wait for events and return what is new, one `Delta` a choice at most; None at the end.
+        """Wait for events and return what is new, at most one `Delta` for each choice; None at the
+        end.
 
         Raises:
             MooncakeError: a sequence was refused or failed, or the call was ended by `fail`.
@@ -301,7 +304,7 @@ class Call:
         return deltas
 
     def _most_likely(self, deltas: list[Delta]) -> list[Delta]:
-        """Return the most likely answers to each prompt, best first, numbered anew."""
+        """Return the most likely answers to each prompt, best first, with new numbers."""
         kept: list[Delta] = []
         requests: list[GenerateRequest] = []
         for first in range(0, len(deltas), self._num_per_prompt):
@@ -332,7 +335,7 @@ class Call:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts; each counts once, however many choices it has."""
+        """Number of tokens of all prompts. Each prompt counts once, however many choices it has."""
         return sum(len(request.prompt_tokens) for request in self._firsts)
 
     @property
@@ -341,17 +344,19 @@ class Call:
 
     @property
     def prompt_price(self) -> int:
-        """What all prompts are charged, in tokens; each once, however many choices it has."""
+        """The charge for all prompts, in tokens. Each prompt counts once, however many choices it
+        has.
+        """
         return sum(request.prompt_price for request in self._firsts)
 
     @property
     def num_dropped_tokens(self) -> int:
-        """Output tokens that no answer shows: the other beams of a search."""
+        """Output tokens that no answer shows: those of a search's other beams."""
         return self._stream.num_dropped_tokens
 
     @property
     def num_charged_tokens(self) -> int:
-        """Output tokens with those that no answer shows."""
+        """Output tokens, including those that no answer shows."""
         return self.num_output_tokens + self.num_dropped_tokens
 
     @property
@@ -366,7 +371,9 @@ class Call:
 
     @property
     def cache(self) -> CacheUse | None:
-        """What became of the prompts' tokens, for the same choices; None while none has ended."""
+        """What became of the prompts' tokens, for the same choices; None before the first has
+        ended.
+        """
         uses = [choice.cache for choice in self.choices[:: self._num_per_prompt]]
         known = [use for use in uses if use is not None]
         return sum(known[1:], known[0]) if known else None

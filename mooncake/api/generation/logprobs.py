@@ -20,10 +20,10 @@ from mooncake.api.text.tokenizer import Tokenizer
 from mooncake.base import TokenLogprobs, unpacked_logprobs
 
 _PIECE = 512
-"""Prompt tokens that are written in one go."""
+"""Prompt tokens that are written at a time."""
 
 FLOOR = -9999.0
-"""Stands for minus infinity, which JSON has no number for."""
+"""Replaces minus infinity, for which JSON has no number."""
 
 
 class LogprobSpeller:
@@ -72,15 +72,15 @@ class LogprobSpeller:
     def by_id(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> PromptLogprobs:
-        """Return vLLM's form: for each token the candidates by token id, its own one first."""
+        """Return vLLM's form: for each token the candidates by token id, the token itself first."""
         return [
             None if entry is None else self._candidates(token_id, entry)
             for token_id, entry in zip(tokens, logprobs, strict=True)
         ]
 
     def prompt(self, tokens: Sequence[int], packed: Raw) -> Raw:
-        """Return the same of a whole prompt as JSON, written in pieces: a single one of many
-        megabytes would keep all other threads waiting for Python's lock.
+        """Return the same for a whole prompt as JSON, written in pieces: a single JSON text of many
+        megabytes would make all other threads wait for Python's lock.
         """
         logprobs = unpacked_logprobs(packed)
         pieces = [

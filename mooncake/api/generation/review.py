@@ -1,5 +1,6 @@
 """Checks the finished answers of one call against the schemas that its grammar does not follow as a
-whole. One object a call; what fails is told to the client beside the answer, which stays as it is.
+whole. There is one object for each call. Faults are reported to the client beside the answer, which
+is not changed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from mooncake.api.schema.replies import SchemaError
 from mooncake.api.text.message_parser import TextDelta, ToolCallDelta
 
 _COMPLETE = ("stop", "tool_calls")
-"""Of an answer that was cut off, clients know that it is not whole."""
+"""The ends of complete answers. If an answer was cut off, clients know that it is not complete."""
 MAX_ERRORS = 20
-"""Of one answer."""
+"""The most errors for one answer."""
 
 
 class Review:
@@ -27,7 +28,9 @@ class Review:
         answer: SchemaToCheck | None,
         tools: Mapping[str, SchemaToCheck],
     ) -> None:
-        """`answer`: the schema of an answer's text, None = any; `tools`: those of arguments."""
+        """`answer`: the schema of an answer's text, None = any; `tools`: the schemas of
+        arguments.
+        """
         self._checker = checker
         self._answer = answer
         self._tools = tools
@@ -39,8 +42,8 @@ class Review:
         self._tenant = tenant
 
     async def add(self, deltas: Iterable[Delta]) -> None:
-        """Take what was added to the answers, and put into each `Delta` that ends one the errors
-        of the whole.
+        """Add what is new in the answers. A `Delta` that ends an answer gets the errors of the
+        whole answer.
         """
         ending: list[Delta] = []
         for delta in deltas:

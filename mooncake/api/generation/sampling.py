@@ -47,10 +47,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that chat and completions name differently."""
 
     max_tokens: int | None
-    """None = not given: `default_max_tokens`."""
+    """The number given; None = `default_max_tokens` is used."""
     max_tokens_param: str
     default_max_tokens: int | None = None
-    """None = the rest of the context, which also bounds any default."""
+    """The default; None = the rest of the context, which also limits any default."""
     num_logprobs: int | None
     logprobs_param: str
     num_prompt_logprobs: int | None
@@ -63,7 +63,7 @@ def sampling_params(
     prompt.
 
     Raises:
-        InvalidRequest: names the first field out of range.
+        InvalidRequest: a field is out of range; the message names the first one.
     """
     _check_limits(fields, wanted, config)
     defaults = model.defaults
@@ -113,11 +113,11 @@ def with_grammar(sampling: SamplingParams, grammar: Grammar | None, param: str) 
 
 def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
     """Refuse a text that cannot fit the context, however long its tokens are, before it is
-    tokenized; `param` is the field it came in. Of one that is to be cut, no more is tokenized than
-    `prompt_window` asks for.
+    tokenized; `param` is the field it came in. If the text will be cut, only the part that
+    `prompt_window` asks for is tokenized.
 
     Raises:
-        ContextTooLong: says how many characters fit at most.
+        ContextTooLong: the text is too long; the message says how many characters fit at most.
     """
     limit = model.max_model_len * model.tokenizer.longest_token
     if num_chars > limit:
@@ -129,7 +129,7 @@ def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
 
 
 def prompt_window(fields: GenerationFields, model: ServedModel) -> Window:
-    """Return which tokens of a prompt `fit_prompt` and `fit_output` look at."""
+    """Return which tokens of a prompt `fit_prompt` and `fit_output` need."""
     keep, limit = fields.truncate_prompt_tokens, model.max_model_len
     if keep is None:
         return Window(limit)
@@ -137,11 +137,11 @@ def prompt_window(fields: GenerationFields, model: ServedModel) -> Window:
 
 
 MAX_COUNTED_CONTEXTS = 4
-"""How long a text may be that is only tokenized or counted, in contexts of the model."""
+"""The longest text that may be only tokenized or counted, in contexts of the model."""
 
 
 def counted_window(model: ServedModel) -> Window:
-    """Return how many tokens of a text that is only counted are looked at."""
+    """Return how many tokens are needed of a text that is only counted."""
     return Window(MAX_COUNTED_CONTEXTS * model.max_model_len)
 
 
@@ -183,8 +183,8 @@ def fit_output(
     model: ServedModel,
     most: int | None = None,
 ) -> SamplingParams:
-    """Return `sampling` with this prompt's `max_tokens`: as given, else the rest of the context,
-    of which it may be `most` (`most_tokens`).
+    """Return `sampling` with this prompt's `max_tokens`: the given number, otherwise the rest of
+    the context, but no more than `most` (`most_tokens`).
 
     Raises:
         ContextTooLong: prompt and output do not fit the context together.
@@ -223,8 +223,8 @@ def fit_output(
 def most_tokens(
     fields: GenerationFields, sampling: SamplingParams, num_prompt_tokens: int
 ) -> int | None:
-    """Return the longest answer that the bounds on beams, log-probabilities and returned token ids
-    leave; None = they set no limit.
+    """Return the longest answer that the limits on beams, log-probabilities and returned token ids
+    allow; None = they set no limit.
     """
     width = max(fields.n or 1, fields.best_of or 1)
     limits: list[int] = []
@@ -243,7 +243,7 @@ def check_amounts(
     """Refuse a call whose beams, log-probabilities and returned token ids are together too many.
 
     Raises:
-        InvalidRequest: names the field, what it asks for and what is left.
+        InvalidRequest: the message names the field, what it asks for and what is left.
     """
     width = max(fields.n or 1, fields.best_of or 1)
     prompt_ids = prompt_entries = answer_tokens = answer_entries = context = 0
@@ -268,7 +268,7 @@ def check_amounts(
 
 
 def check_sequences(num_prompts: int, fields: GenerationFields, config: ApiConfig) -> None:
-    """Raise InvalidRequest for a call of more sequences than `max_sequences`."""
+    """Raise InvalidRequest for a call with more sequences than `max_sequences`."""
     width = max(fields.n or 1, fields.best_of or 1)
     if num_prompts * width > config.max_sequences:
         raise InvalidRequest(
@@ -295,7 +295,7 @@ def text_options(
     markers: Mapping[int, Marker] | None = None,
     max_calls: int | None = None,
 ) -> TextOptions:
-    """Return how the tokens of a call become text."""
+    """Return the options for turning the tokens of a call into text."""
     return TextOptions(
         stops=tuple(fields.stops),
         include_stop=bool(fields.include_stop_str_in_output),
@@ -308,7 +308,8 @@ def text_options(
 def choice_seed(seed: int, which: int) -> int:
     """Return the seed of sequence `which` of a call: the call's seed plus its number, modulo 2**64.
 
-    So choice 0 of a seeded call equals the same call with n=1, and choice i the call with seed+i.
+    So choice 0 of a seeded call equals the same call with n=1, and choice i equals the call with
+    seed+i.
     """
     return (seed + which) % SEED_SPACE
 
@@ -356,7 +357,7 @@ def _check_limits(fields: GenerationFields, wanted: Wanted, config: ApiConfig) -
 
 
 def _num_logprobs(fields: GenerationFields, wanted: Wanted) -> int | None:
-    """Return the number to ask the engine for: `best_of` needs the logprobs of the answers."""
+    """Return the number of logprobs to ask the engine for: `best_of` needs those of the answers."""
     chosen_from = fields.best_of or 1
     return (
         0 if wanted.num_logprobs is None and chosen_from > (fields.n or 1) else wanted.num_logprobs
@@ -399,8 +400,9 @@ def _check_best_of(fields: GenerationFields, config: ApiConfig) -> None:
 
 
 def _check_beam_search(fields: GenerationFields) -> None:
-    """Refuse fields that change probabilities together with beam search, which needs the model's
-    own."""
+    """Refuse beam search together with fields that change probabilities: it needs the model's
+    own.
+    """
     if not fields.use_beam_search:
         if fields.length_penalty not in (None, 1.0):
             raise InvalidRequest(

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, bodies, replies, API keys and their limits, the access log."""
+"""Handles HTTP itself: connections, bodies, replies, API keys and their limits, the access log."""

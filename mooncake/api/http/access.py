@@ -1,7 +1,7 @@
 """API keys, their limits, and the ids of requests.
 
-Plain ASGI because every request passes through it: no task, no queue, no copy of the stream. Owns
-the accounts of all keys.
+It is plain ASGI because every request passes through it: no task, no queue, no copy of the stream.
+Owns the accounts of all keys.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ OPEN_PATHS = frozenset(
 """Paths that need no key: probes and scrapers have none, and the web page asks its user for one."""
 
 PAGE_PATH = "/page/"
-"""Where the web page's own files are; they need no key either."""
+"""The path of the web page's own files; they need no key either."""
 
 OPERATOR_PATH = "/v1/cluster/"
-"""Paths that begin with this tell of hosts, processes and all requests: for operators' keys."""
+"""Paths that begin with this show hosts, processes and all requests: they need an operator's
+key.
+"""
 
 LEAST_BODY_BYTES = 16 << 10
 """Bytes of bodies that each key may hold, however many others hold theirs."""
@@ -47,7 +49,7 @@ _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def unlimited_keys(keys: Sequence[str]) -> list[ApiKey]:
-    """Return plain keys as operators' `ApiKey`s of all classes without limits, numbered."""
+    """Return plain keys as operators' `ApiKey`s with all classes and no limits, numbered."""
     return [
         ApiKey(
             digest=hashlib.sha256(key.encode()).digest(), name=f"key {number}",
@@ -61,11 +63,11 @@ class Keyring:
     """The accounts of all keys.
 
     A key's account, with what it has used and its running calls, survives a change of the keys.
-    Calls of a key that is removed may finish.
+    Running calls of a removed key may finish.
     """
 
     def __init__(self, fixed: Sequence[ApiKey], keys: Sequence[ApiKey]) -> None:
-        """`fixed` stay valid whatever `replace` is called with."""
+        """`fixed` keys stay valid whatever `replace` is called with."""
         self._fixed = fixed
         self._accounts: dict[bytes, Account] = {}
         self.replace(keys)
@@ -94,14 +96,14 @@ class Keyring:
 class Access:
     """ASGI middleware that checks the key and its limits and puts `X-Request-Id` on every reply.
 
-    Every POST holds one of its account's permits until the reply has ended, in whatever way. It
-    sets in the scope's state: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it
-    may ask for), `charge`, a function that counts tokens against the key's limit, `in_flight`, what
+    Every POST holds one of its account's permits until the reply has ended, however it ends. The
+    scope's state gets: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it may
+    ask for), `charge`, a function that counts tokens against the key's limit, `in_flight`, what
     this request holds of the memory for all bodies, and `is_proven`: whether the connection may
-    outlive others. `is_operator` says whether it comes with an operator's key, or none is needed.
+    outlive others. `is_operator` says whether it has an operator's key, or no key is needed.
 
-    Where no key is needed and only this machine is served, the name in `Host` must be this
-    machine's: a page of another site may have its own name resolve to 127.0.0.1.
+    If no key is needed and only this machine is served, `Host` must name this machine: another site
+    may make its own name resolve to 127.0.0.1.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class Access:
     def _entered(
         self, account: Account | None, state: dict[str, Any], headers: Headers
     ) -> Iterator[None]:
-        """Count a request as running in this block; Limited: it may not."""
+        """Count a request as running in this block. Raises Limited when it may not run."""
 
         def refused(limited: Limited) -> None:
             self._refused(state["request_id"], limited.http_status, limited.reason)
@@ -212,8 +214,8 @@ class Access:
             in_flight.end()
 
     def _audit(self, key: ApiKey, scope: Scope) -> None:
-        """Write down who uses an operator's route, or may not. Who may not chooses the path, so
-        his refusals are one kind whatever he asks for.
+        """Record who uses an operator's route, or may not use it. A caller that may not chooses the
+        path, so all its refusals are recorded as one kind.
         """
         event, kind = "operator_route_refused", key.name
         if key.operator:
@@ -232,7 +234,7 @@ class Access:
 
 
 def _key_of(headers: Headers) -> str:
-    """Return the key that a request comes with; without one nothing."""
+    """Return the key that a request has; an empty one if it has none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
@@ -240,8 +242,9 @@ def _key_of(headers: Headers) -> str:
 
 
 def _host_name(headers: Headers) -> str:
-    """Return the name in `Host` without its port; without the header, which browsers always send,
-    this machine's."""
+    """Return the name in `Host` without its port. Browsers always send the header; without it,
+    return this machine's name.
+    """
     given = headers.get("host", "localhost")
     name = given.rpartition(":")[0] if re.search(r":[0-9]*$", given) else given
     return name.removeprefix("[").removesuffix("]").lower()

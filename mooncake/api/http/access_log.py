@@ -1,4 +1,4 @@
-"""One log line for every HTTP request (`--access-log`), written when its reply has ended."""
+"""Writes one log line for every HTTP request (`--access-log`), when its reply has ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Limits on HTTP connections: slow or oversized requests and clients that do not read are cut off,
-and so is the oldest connection that has proven no key when there are too many.
+"""Limits HTTP connections: slow or oversized requests and clients that do not read are cut off.
+When there are too many connections, the oldest one that has proven no key is closed.
 
 Owns how much one connection has sent and taken so far, and one timer for each direction. uvicorn
 closes idle connections between requests (`keep_alive_s`).
@@ -28,10 +28,10 @@ UVICORN = "0.54.0"
 """The release that this module was tested with."""
 
 _ATTRIBUTES = frozenset({"cycle", "flow", "headers", "loop", "pipeline", "transport"})
-"""uvicorn's attributes of a connection that are used here, all set by its constructor."""
+"""uvicorn's attributes of a connection that are used here. Its constructor sets all of them."""
 
 _OWN = frozenset({"forget", "is_idle", "promote"})
-"""What connections ask of each other; uvicorn knows nothing of it."""
+"""Attributes that connections use of each other; uvicorn does not know them."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +39,9 @@ _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fie
 
 
 LAST_LOOK_S = 0.05
-"""How long a connection may still send after a time-out: an event loop that was blocked runs its
-timers before it reads what has arrived."""
+"""How long a connection may still send after a time-out. A blocked event loop runs its timers
+before it reads what has arrived.
+"""
 
 
 class _Phase(Enum):
@@ -51,8 +52,9 @@ class _Phase(Enum):
 
 
 MAX_PIPELINED = 16
-"""Requests that may wait for the answers before them: a client that sends thousands in one go would
-hold the event loop while they are taken apart."""
+"""Requests that may wait for the answers before them. A client that sends thousands at once would
+hold the event loop while they are parsed.
+"""
 
 
 class Unreadable(Exception):
@@ -63,7 +65,7 @@ def limited_protocol(config: ApiConfig) -> type[HttpToolsProtocol]:
     """Return the protocol class for uvicorn, with the limits of `config`.
 
     Raises:
-        ConfigError: the installed uvicorn does not have what this module extends.
+        ConfigError: the installed uvicorn lacks something that this module extends.
     """
     check_uvicorn(HttpToolsProtocol)
     kept = {"limits": config, "unproven": {}, "proven": {}}
@@ -74,7 +76,7 @@ def check_uvicorn(base: type) -> None:
     """Check that `base` has every method that is overridden here and every attribute that is used.
 
     Raises:
-        ConfigError: names what is missing and the release to install.
+        ConfigError: something is missing; the message names it and the release to install.
     """
     overridden = {name for name in vars(_LimitedProtocol) if not name.startswith("_")} - _OWN
     missing = {name for name in overridden if not hasattr(base, name)}
@@ -91,7 +93,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     limits: ApiConfig
     unproven: dict[_LimitedProtocol, None]
-    """Connections, the oldest first, as far as is known without a key: most prove one soon."""
+    """Connections that are not known to have a key, the oldest first; most prove one soon."""
     proven: dict[_LimitedProtocol, None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -99,9 +101,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._phase = _Phase.IDLE
         self._num_head_bytes = 0
         self._refusal: ApiError | None = None
-        """Why the parser was stopped, if we have stopped it."""
+        """The reason why we stopped the parser, if we did."""
         self._num_rest_bytes = 0
-        """What has come since the last part of a body: extensions of chunks, fields behind it."""
+        """Bytes since the last part of a body: extensions of chunks, and fields after it."""
         self._num_body_bytes = 0
         self._body_since_s = 0.0
         self._read_timer: asyncio.TimerHandle | None = None
@@ -118,8 +120,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Close the oldest connection that has proven no key; if all have, the oldest of those
-        between two requests, else this one.
+        """Close the oldest connection that has proven no key. If all have, close the oldest one
+        between two requests, otherwise this one.
         """
         for connection in list(self.unproven):
             connection.promote()
@@ -134,7 +136,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         closed.transport.abort()
 
     def promote(self) -> None:
-        """Count this connection as proven from now on if its last request was let in."""
+        """Count this connection as proven from now on, if its last request was let in."""
         if self in self.unproven and self.cycle and self.cycle.scope["state"].get("is_proven"):
             del self.unproven[self]
             self.proven[self] = None
@@ -234,7 +236,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.close()  # a connection that was opened for nothing
 
     def _check_body(self) -> None:
-        """Refuse a body that is past its time-out and came more slowly than the least rate."""
+        """Refuse a body that is past its time-out and came too slowly."""
         limits = self.limits
         taken_s = self.loop.time() - self._body_since_s
         allowed_s = limits.body_timeout_s + self._num_body_bytes / limits.min_body_bytes_per_s
@@ -253,7 +255,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         )
 
     def _stop(self, refusal: ApiError) -> NoReturn:
-        """Have the parser, which has called, read no further."""
+        """Make the parser, which has called us, read no further."""
         self._refusal = refusal
         raise Unreadable
 

@@ -1,4 +1,4 @@
-"""The event loop of API servers and their clients: uvloop where it is installed."""
+"""The event loop of API servers and their clients: uvloop if it is installed."""
 
 from __future__ import annotations
 

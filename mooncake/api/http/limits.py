@@ -1,7 +1,7 @@
 """The limits of one API key (requests and tokens a minute, requests at a time), and what all
 requests share (bodies in memory, requests at a time). Takes `now`.
 
-An `Account` owns its key's budgets and permits; only `http.access` enters and leaves.
+An `Account` owns its key's budgets and permits; only `http.access` calls `enter` and `leave`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mooncake.base import Overloaded
 
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
-"""Advice when too many requests of a key run: when one ends is not known."""
+"""Retry advice when too many requests of a key run: it is not known when one ends."""
 
 
 class Limited(Overloaded):
-    """Raised when a key's limit is reached; metrics count it under the short name `reason`."""
+    """Raised when a key's limit is reached. Metrics count it under the short name `reason`."""
 
     def __init__(self, message: str, reason: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
@@ -26,7 +26,7 @@ class Limited(Overloaded):
 
 
 class Budget:
-    """Units a minute, refilled evenly. Holds at most a minute's worth; may go below zero."""
+    """Units a minute, refilled evenly. It holds at most a minute's worth and may go below zero."""
 
     def __init__(self, per_min: int) -> None:
         self.per_min = per_min
@@ -61,7 +61,7 @@ class Account:
         self._tokens = _budget(key.tokens_per_min)
 
     def change(self, key: ApiKey) -> None:
-        """Take the limits of `key`; a budget whose limit is the same keeps its level."""
+        """Use the limits of `key` from now on. A budget whose limit is the same keeps its level."""
         if key.requests_per_min != self.key.requests_per_min:
             self._requests = _budget(key.requests_per_min)
         if key.tokens_per_min != self.key.tokens_per_min:
@@ -72,11 +72,12 @@ class Account:
         """Take a permit for one request; `leave` gives it back.
 
         Tokens are counted when they have been used, so one request may exceed the limit. The next
-        one is then refused until the budget has recovered. One that `repeats` another, which has
-        paid, is bound by the limit on requests a minute only, and takes no permit.
+        one is then refused until the budget has recovered. A request that `repeats` another one,
+        which has paid, only counts against the limit on requests a minute and takes no permit.
 
         Raises:
-            Limited: a limit is reached; says which, and when to retry. No permit is taken.
+            Limited: a limit is reached; the message says which, and when to retry. No permit is
+                taken.
         """
         key = self.key
         if key.max_concurrent and self.num_running >= key.max_concurrent and not repeats:
@@ -115,9 +116,9 @@ class Account:
 
 
 class Shares:
-    """Units of which running requests hold some: bytes of bodies, or the requests themselves. No
-    key holds more than half of what the others leave, so that a newcomer finds some. However many
-    keys have done so, each may hold `least`, above the limit, too.
+    """Units that running requests share: bytes of bodies, or the requests themselves. No key holds
+    more than half of what the others leave, so that a newcomer finds some. However many keys do so,
+    each may hold `least`, even above the limit.
     """
 
     def __init__(self, limit: int, least: int) -> None:
@@ -126,8 +127,8 @@ class Shares:
         self._held: dict[str | None, int] = {}
 
     def take(self, holder: str | None, amount: int) -> bool:
-        """Take `amount` for a key; None: keys are not needed, and all is one client's. Return
-        whether there is so much; if not, nothing is taken.
+        """Take `amount` for a key. None: keys are not needed, and all requests count as one
+        client's. Return whether there was enough; otherwise nothing is taken.
         """
         own = self._held.get(holder, 0)
         left = self._limit - (self.num_held - own)
@@ -150,13 +151,13 @@ class Shares:
         return sum(self._held.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when more is held than there is."""
+        """Raise AssertionError when more is held than exists."""
         assert self.num_held <= self._limit + self._least * len(self._held)
         assert all(held > 0 for held in self._held.values())
 
 
 class InFlight:
-    """What one running request holds of the shares of all. `refused` is told of each refusal."""
+    """What one running request holds of the common shares. `refused` is called at each refusal."""
 
     def __init__(
         self,
@@ -165,8 +166,10 @@ class InFlight:
         key: str | None,
         refused: Callable[[Limited], None],
     ) -> None:
-        """Raises:
-        Limited: too many requests run.
+        """Count the request as running.
+
+        Raises:
+            Limited: too many requests run.
         """
         self._requests, self._bodies, self._key, self._refused = requests, bodies, key, refused
         self._num_bytes = 0

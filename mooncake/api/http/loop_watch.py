@@ -1,4 +1,4 @@
-"""Measures how long something holds the event loop, in which no stream moves. Owns nothing."""
+"""Measures how long something blocks the event loop, during which no stream moves. Owns nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mooncake.telemetry.events import LoopHeld, Recorder
 
 LOOK_S = 0.02
 LEAST_S = 0.01
-"""Shorter holds are not recorded: every request makes some."""
+"""Shorter times are not recorded: every request causes some."""
 
 
 async def watch_loop(clock: Clock, recorder: Recorder) -> None:
-    """Record each hold of the running loop; until cancelled.
+    """Record each time that something blocks the running loop, until cancelled.
 
-    A wait counts as far as this process computed meanwhile: what other processes of a busy machine
-    took is no hold of ours.
+    A wait counts only as far as this process computed meanwhile. Time that other processes of a
+    busy machine took does not count.
     """
     while True:
         began_s, computed_s = clock.now(), time.process_time()

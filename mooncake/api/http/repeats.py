@@ -1,7 +1,8 @@
-"""Requests with an `Idempotency-Key`: who repeats one gets the answer of the first, from its start.
+"""Requests with an `Idempotency-Key`: a client that repeats one gets the answer of the first, from
+its start.
 
-Plain ASGI between `Access` and the routes: messages of replies are recorded, so no route knows of
-it. Owns the answers that are being given or kept, and the memory for them.
+Plain ASGI between `Access` and the routes. It records the messages of replies, so no route knows
+about it. Owns the answers that are being given or kept, and the memory for them.
 """
 
 from __future__ import annotations
@@ -24,56 +25,56 @@ from mooncake.base import InvalidRequest
 
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
-"""A header of answers that a request before has asked for."""
+"""A header of answers that were made for an earlier request."""
 MAX_READERS = 8
 """Connections that may read one answer at a time."""
 ANSWER_BYTES = 4096
-"""What an answer costs beside its messages."""
+"""Bytes that an answer costs besides its messages."""
 PART_BYTES = 512
-"""What a recorded message costs beside its body."""
+"""Bytes that a recorded message costs besides its body."""
 MAX_JOINED = 256
-"""Recorded messages that are sent as one: a repeat reads thousands at once."""
+"""Recorded messages that are sent as one: a repeat may read thousands at once."""
 
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 
 
 class _Answer:
-    """The messages of a reply, as far as there are any, and how far each reader has come."""
+    """The messages of a reply so far, and how far each reader has come."""
 
     def __init__(
         self, take: Callable[[_Answer, int], bool], give_back: Callable[[_Answer], None]
     ) -> None:
-        """`take` takes memory for more bytes; False: there is none. `give_back` returns all that
-        was taken: it is called once no part is held that memory was taken for.
+        """`take` takes memory for more bytes; it returns False if there is none. `give_back`
+        returns all of it. It is called once no part is held any more for which memory was taken.
         """
         self.digest = b""
-        """Of path and body."""
+        """Digest of path and body."""
         self.begun = asyncio.Event()
-        """The body is there, and no other answer is this request's."""
+        """True once the body has arrived and the request does not repeat another one."""
         self.abandoned = asyncio.Event()
-        """It ends before it is complete."""
+        """True if it ended before it was complete."""
         self.is_whole = True
-        """True if all messages are here, for who may come. Without memory for them, the readers'
-        speed is its own.
+        """True if all messages are here for new readers. Without memory for them, the answer moves
+        at its readers' speed.
         """
         self.ended = False
         self.error: Exception | None = None
         self.num_bytes = 0
         self.source = self
-        """The answer that the client gets: that of another request, if this one repeats it."""
+        """The answer that the client gets: another request's, if this one repeats it."""
         self.readers: dict[_Answer, int] = {self: 0}
-        """Whose clients get this one, and how many messages each has got."""
+        """Readers whose clients get this answer, and how many messages each has received."""
         self.forgetting: asyncio.TimerHandle | None = None
         self._take, self._give_back = take, give_back
         self._left_s = 0.0
-        """When the last reader left, in the time of the loop."""
+        """When the last reader left, by the loop's clock."""
         self._parts: list[Message] = []
         self._num_dropped = 0
         self._news = asyncio.Event()
 
     @property
     def cannot_be_read(self) -> str:
-        """Why nobody else may read it now; "" = they may."""
+        """The reason why no other client may read it now; "" = others may."""
         if not self.is_whole:
             return "its answer does not fit the memory for repeats (`max-kept-answer-bytes`)"
         if self.abandoned.is_set():
@@ -83,8 +84,8 @@ class _Answer:
         return ""
 
     async def add(self, message: Message) -> None:
-        """Record the next message. Before the request has begun it is of a refusal, which is small:
-        no memory is taken, and nobody else reads it.
+        """Record the next message. Before the request has begun, a message belongs to a refusal,
+        which is small: no memory is taken, and nobody else reads it.
         """
         self._parts.append(message)
         self._tell()
@@ -105,10 +106,11 @@ class _Answer:
         self._tell()
 
     async def send_to(self, reader: _Answer, send: Send, gone: asyncio.Future[None]) -> None:
-        """Send all from the start to the client of `reader`, until the end or until it has `gone`.
+        """Send everything from the start to the client of `reader`, until the end or until it has
+        `gone`.
 
         Raises:
-            Exception: what the application has raised.
+            Exception: the exception that the application has raised.
         """
         while not gone.done():
             if (at := self.readers[reader]) < self._num_dropped + len(self._parts):
@@ -135,7 +137,9 @@ class _Answer:
             self._free()
 
     def discard(self) -> None:
-        """Give the memory back once nobody reads it any more: no other reader will come."""
+        """Give the memory back once nobody reads the answer any more; no further reader will
+        come.
+        """
         self.is_whole = False
         self._free()
 
@@ -151,7 +155,7 @@ class _Answer:
                     return
 
     def _from(self, at: int, *, replayed: bool) -> tuple[Message, int]:
-        """Return what comes after `at` messages as one, and how many those are."""
+        """Return the messages after the first `at` as one message, and their number."""
         first = at - self._num_dropped
         message = dict(self._parts[first])
         if message["type"] == "http.response.start":
@@ -165,7 +169,7 @@ class _Answer:
         return message, len(parts)
 
     def _drop(self) -> bool:
-        """Drop what all readers have got; return whether anything is left."""
+        """Drop what all readers have received. Return whether anything is left."""
         least = min(self.readers.values(), default=self._num_dropped + len(self._parts))
         del self._parts[: least - self._num_dropped]
         self._num_dropped = least
@@ -184,9 +188,10 @@ class _Answer:
 class Repeats:
     """ASGI application around the routes.
 
-    The first request with a key runs beside its connection. If that breaks, it goes on for
-    `ApiConfig.linger_s`, and the caller's permits are held meanwhile. A repeat with the same body
-    reads the same messages. A complete answer is kept for `kept_answer_s`; an error is not.
+    The first request with a key does not depend on its connection. If the connection breaks, the
+    request continues for `ApiConfig.linger_s`, and the caller's permits are held meanwhile. A
+    repeat with the same body reads the same messages. A complete answer is kept for
+    `kept_answer_s`; an error is not.
     """
 
     def __init__(self, app: ASGIApp, config: ApiConfig) -> None:
@@ -195,9 +200,9 @@ class Repeats:
         self._memory = Shares(config.max_kept_answer_bytes, least=0)
         self._running: dict[tuple[str | None, str], _Answer] = {}
         self._kept: dict[str | None, dict[str, _Answer]] = defaultdict(dict)
-        """Of each API key those that have ended, the oldest first."""
+        """The ended answers of each API key, the oldest first."""
         self._holding: set[_Answer] = set()
-        """All that hold memory: running, kept, or still read after they were forgotten."""
+        """All answers that hold memory: running, kept, or still read after they were forgotten."""
 
     def knows(self, owner: str | None, headers: Headers) -> bool:
         """Return whether a request of the API key `owner` repeats one whose answer is here."""
@@ -262,12 +267,13 @@ class Repeats:
             answer.end(error)
 
     def _begin(self, owner: str | None, key: str, answer: _Answer, *, is_repeat: bool) -> None:
-        """Register a request whose body is there. `is_repeat`: limits of its API key were not asked
-        for, because it repeats another, so it may not run itself.
+        """Register a request whose body has arrived. `is_repeat`: the limits of its API key were
+        not checked, because it repeats another request; so it may not run itself.
 
         Raises:
-            ApiError: 422, another body had this key; 409, the answer cannot be read once more now.
-            Repeated: the answer is there.
+            ApiError: 422, this key came with another body; 409, the answer cannot be read again
+                now.
+            Repeated: the answer exists.
         """
         known = self._running.get((owner, key)) or self._kept.get(owner, {}).get(key)
         if known is None and is_repeat:
@@ -301,8 +307,8 @@ class Repeats:
             raise Repeated
 
     def _take(self, owner: str | None, answer: _Answer, num_bytes: int) -> bool:
-        """Take memory for an answer, that of its owner's oldest ones if need be. One that is read
-        is not forgotten for this: that would give nothing back.
+        """Take memory for an answer, if necessary from its owner's oldest answers. An answer that
+        is being read is not forgotten for this, because that would free nothing.
         """
         while not self._memory.take(owner, num_bytes):
             kept = self._kept.get(owner, {})
@@ -342,7 +348,7 @@ class Repeats:
             answer.num_bytes = 0
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when what is held is not what the answers hold."""
+        """Raise AssertionError when the memory held differs from what the answers hold."""
         self._memory.check_integrity()
         assert self._memory.num_held == sum(answer.num_bytes for answer in self._holding)
         kept = {answer for answers in self._kept.values() for answer in answers.values()}
@@ -351,6 +357,6 @@ class Repeats:
 
 
 def seed_of(owner: str | None, key: str) -> int:
-    """Return the seed of a keyed request that names none: the same at every gateway."""
+    """Return the seed of a keyed request that has no seed. It is the same at every gateway."""
     digest = hashlib.sha256(f"{owner or ''}\n{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,5 +1,5 @@
-"""The bodies of requests: read within the limits of `ApiConfig`, validated, checked against what is
-served. Holds no state.
+"""Reads the bodies of requests within the limits of `ApiConfig`, validates them and checks them
+against what is served. Holds no state.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mooncake.api.schema.json_object import RequestBody
 Body = TypeVar("Body", bound=RequestBody)
 
 TURN_BYTES = 1 << 20
-"""About so much of a body is read before other requests get a turn."""
+"""After about this many bytes of a body, other requests get a turn."""
 
 
 async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:
     """Read the body of `request` and check it: size, JSON, fields, the model's name. A body without
-    a seed gets that of the request's `Idempotency-Key`.
+    a seed gets one derived from the request's `Idempotency-Key`.
 
     Raises:
         MooncakeError: 413 too large, 415 not JSON, 404 another model, 400 not valid, 429 too much

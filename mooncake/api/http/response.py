@@ -1,6 +1,7 @@
-"""Replies: JSON, errors, and calls that are answered whole or as a stream of events.
+"""Sends replies: JSON, errors, and calls that are answered whole or as a stream of events.
 
-What a reply says comes from a `Renderer`. One response object a request; nothing else is owned.
+A `Renderer` makes the contents of a reply. There is one response object for each request; nothing
+else is owned.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ClientGone(MooncakeError):
 
 
 class Renderer(Protocol):
-    """Writes what the reply to one call says, in the format of one API."""
+    """Writes the contents of the reply to one call, in the format of one API."""
 
     def whole(self, call: Call, deltas: list[Delta]) -> bytes:
         """Return the JSON body for a finished call; `deltas` hold the whole choices, in order."""
@@ -63,7 +64,7 @@ class Renderer(Protocol):
 
 
 def call_id(prefix: str, request: Request, given: str | None) -> str:
-    """Return the id of a call: the one `given` in the body, else that of the HTTP request."""
+    """Return the id of a call: the one `given` in the body, otherwise that of the HTTP request."""
     return f"{prefix}-{given or request.state.request_id}"
 
 
@@ -93,8 +94,8 @@ class CallResponse(Response):
 
     The headers of a stream wait for the first token, so that a refusal still has its own status.
     The tokens of the prompts are charged to the API key before they run, and given back when an
-    error is sent instead of an answer; the steps that a beam search has made are not. What takes
-    the event loop more than a moment to write is written in a thread.
+    error is sent instead of an answer. Steps that a beam search has made are not given back. A
+    reply that takes more than a moment to write is written in a thread.
     """
 
     def __init__(
@@ -195,7 +196,9 @@ class CallResponse(Response):
 def _refused_class(
     requests: Sequence[GenerateRequest], allowed: Sequence[Priority]
 ) -> MooncakeError | None:
-    """Return the error for a call whose class its key may not ask for. One call has one class."""
+    """Return the error for a call whose class its key may not ask for. A call has only one
+    class.
+    """
     asked = requests[0].priority
     if asked in allowed:
         return None
@@ -208,7 +211,7 @@ def _refused_class(
 
 
 def _free(num_tokens: int) -> None:
-    """Stand in for an account's `charge` where no API key is needed."""
+    """Charge nothing. It replaces an account's `charge` if no API key is needed."""
 
 
 STREAM_HEADERS = [
@@ -219,14 +222,14 @@ STREAM_HEADERS = [
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """Return one server-sent event. `data` is JSON and so has no line breaks."""
+    """Return one server-sent event. `data` is JSON, so it has no line breaks."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, data)
 
 
 async def unless_gone(request: Request, making: Coroutine[Any, Any, Made]) -> Made:
-    """Return what `making` returns; if the client leaves before, it is cancelled, and so frees what
-    it holds. The body of `request` has been read.
+    """Return what `making` returns. If the client leaves before that, it is cancelled and so frees
+    what it holds. The body of `request` has been read.
 
     Raises:
         ClientDisconnect: the client has left.
@@ -243,7 +246,7 @@ async def unless_gone(request: Request, making: Coroutine[Any, Any, Made]) -> Ma
 
 
 def tenant_of(request: Request) -> str:
-    """Return whose request it is; "": nobody needs a key."""
+    """Return the tenant of a request; "": no key is needed."""
     return getattr(request.state, "tenant", "")
 
 

@@ -26,7 +26,7 @@ START_POLL_S = 0.01
 GRACE_S = 2.0
 """Seconds after the drain time in which the last events may still be sent."""
 RENEWAL_S = 2.0
-"""How often the files of a certificate are looked at."""
+"""Seconds between two looks at the files of a certificate."""
 
 
 class _Server(uvicorn.Server):
@@ -62,7 +62,7 @@ def bind(config: ApiConfig) -> socket.socket:
 
 
 def check_tls(tls: TlsConfig) -> None:
-    """Read the files once, so that a mistake shows before anything is started.
+    """Read the files once, so that a mistake is found before anything starts.
 
     Raises:
         ConfigError: a file is missing or wrong.
@@ -90,8 +90,8 @@ def _tls_settings(tls: TlsConfig | None) -> dict[str, Any]:
 
 
 async def _renew(tls: TlsConfig, context: ssl.SSLContext) -> None:
-    """Show connections that come from then on a certificate that takes the place of the old one;
-    one that cannot be used is logged once. Until cancelled.
+    """Use a new certificate for new connections once its file has changed. A certificate that
+    cannot be used is logged once. Runs until cancelled.
     """
     seen = _looks(tls)
     while True:
@@ -109,7 +109,7 @@ async def _renew(tls: TlsConfig, context: ssl.SSLContext) -> None:
 
 
 def _looks(tls: TlsConfig) -> list[tuple[int, ...]]:
-    """Return what changes with the files, or with the links that lead to them."""
+    """Return what changes when the files, or the links that lead to them, change."""
     found: list[tuple[int, ...]] = []
     for path in (tls.certfile, tls.keyfile or tls.certfile):
         with contextlib.suppress(OSError):
@@ -129,8 +129,9 @@ async def serve(
     """Serve `app` until `stop` is set, then drain.
 
     `ready` is called with host and port once connections are accepted. After `stop`, running calls
-    have `config.drain_s` to finish; those left then end with a 503 error. Meanwhile connections are
-    still accepted and new calls refused with 503, because load balancers notice only after a while.
+    have `config.drain_s` to finish; the rest then end with a 503 error. Meanwhile connections are
+    still accepted, and new calls are refused with 503, because load balancers notice only after a
+    while.
     """
     api_server: ApiServer = app.state.api_server
     listener = listener or bind(config)

@@ -1,4 +1,4 @@
-"""The traces of calls (`--otlp-traces-endpoint`): what the API server itself knows of one."""
+"""Traces calls (`--otlp-traces-endpoint`) with what the API server itself knows about them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ OPERATIONS = {
 
 
 class Tracing:
-    """ASGI middleware that traces calls of the model. It stands inside of `Access`: what has no
-    valid key, or is over a limit, is not traced.
+    """ASGI middleware that traces calls of the model. It is inside `Access`, so requests without a
+    valid key, or over a limit, are not traced.
 
-    It sets `trace` in the scope's state of a call that is.
+    It sets `trace` in the scope's state of a call that is traced.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer, clock: Clock, model_name: str) -> None:
@@ -87,7 +87,7 @@ class Tracing:
 
 
 def call_attributes(call: Call) -> Attributes:
-    """Return what a trace tells of a call that has ended: figures, and no text."""
+    """Return the trace attributes of a call that has ended: figures, and no text."""
     sampling = call.requests[0].sampling
     return {
         "gen_ai.response.id": call.call_id,

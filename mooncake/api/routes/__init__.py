@@ -1,1 +1,1 @@
-"""The HTTP routes, one module for each API, and what writes their replies."""
+"""The HTTP routes, one module for each API, and the renderers of their replies."""

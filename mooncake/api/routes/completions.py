@@ -113,7 +113,9 @@ class CompletionRenderer(OpenAiRenderer[CompletionRequest]):
         return choice
 
     def _is_first(self, delta: Delta) -> bool:
-        """Return whether this choice carries what is the prompt's own: the first of each does."""
+        """Return whether this choice carries the data of its prompt: the first choice of each
+        prompt does.
+        """
         return delta.index % self._num_per_prompt == 0
 
     def _logprobs(

@@ -1,4 +1,4 @@
-"""What the renderers of chat and completions share. One object a call."""
+"""What the renderers of chat and completions share. There is one object for each call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class OpenAiRenderer(Generic[Body]):
         return [event(error_reply(error)), DONE]
 
     def _usage_so_far(self, call: Call) -> Usage | UnsetType | None:
-        """Return the usage for a chunk: null in all but the last one, unless it is continuous."""
+        """Return the usage for a chunk. It is null except in the last chunk, unless the client
+        wants it in all.
+        """
         if self._body.continuous_usage:
             return self._usage(call)
         return None if self._body.include_usage else UNSET

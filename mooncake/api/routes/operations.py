@@ -32,7 +32,9 @@ def operation_routes(api_server: ApiServer) -> APIRouter:
 
     @router.get("/health", response_class=Response, responses=_NOT_READY)
     async def health() -> Response:
-        """200 without a body when a request would be served now, else 503 and what is missing."""
+        """Returns 200 without a body if a request would be served now, otherwise 503 and what is
+        missing.
+        """
         return await answer(Probe.READY)
 
     @router.get("/health/ready", response_class=Response, responses=_NOT_READY)
@@ -42,17 +44,19 @@ def operation_routes(api_server: ApiServer) -> APIRouter:
 
     @router.get("/health/startup", response_class=Response, responses=_NOT_READY)
     async def startup() -> Response:
-        """200 once this process, and the workers that it starts, have started; else 503."""
+        """Returns 200 once this process and the workers that it starts have started, otherwise
+        503.
+        """
         return await answer(Probe.STARTUP)
 
     @router.get("/health/live", response_class=Response, responses=_NOT_READY)
     async def live() -> Response:
-        """200 as long as this process can go on; 503 when it is to be started again."""
+        """Returns 200 as long as this process can go on, and 503 when it should be restarted."""
         return await answer(Probe.LIVE)
 
     @router.get("/ping", response_class=Response)
     async def ping() -> Response:
-        """200 as long as the process answers, ready or not: for liveness probes."""
+        """Returns 200 as long as the process answers, ready or not. For liveness probes."""
         return Response()
 
     @router.get("/version")

@@ -41,7 +41,8 @@ _HEADERS = {
 
 def page_routes(api_server: ApiServer) -> APIRouter:
     """Return the page's routes over `api_server`. They are not in the OpenAPI document: people use
-    them, and the feed has no end."""
+    them, and the feed has no end.
+    """
     router = APIRouter(include_in_schema=False)
     files = _read_files()
 

@@ -56,7 +56,9 @@ def responses_routes(api_server: ApiServer) -> APIRouter:
 def new_response_stream(
     api_server: ApiServer, body: ResponsesRequest, chat: ChatRequest, call: Call
 ) -> ResponseStream:
-    """Return what writes the response to `body`, which was translated to `chat`, or its events."""
+    """Return the object that writes the response to `body`, which was translated to `chat`, or its
+    events.
+    """
     speller = None
     if chat.logprobs:
         speller = LogprobSpeller(api_server.model.tokenizer, as_ids=False)

@@ -24,7 +24,7 @@ class FunctionCall(JsonObject):
 
 
 class ToolCall(JsonObject):
-    """One entry of an assistant turn's `tool_calls`."""
+    """One entry of `tool_calls` in an assistant's turn."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -66,7 +66,7 @@ class ChatMessage(JsonObject):
 
     @property
     def text(self) -> str:
-        """The content as one text; None and empty lists are the empty text."""
+        """The content as one text; None and empty lists give the empty text."""
         if isinstance(self.content, list):
             return "".join(part.text or "" for part in self.content)
         return self.content or ""
@@ -85,8 +85,9 @@ class FunctionSpec(JsonObject):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """True: parameters that no grammar can follow as a whole are refused. Else what can be followed
-    is, and finished arguments are checked against the whole (`schema_errors`)."""
+    """True: parameters that no grammar can follow as a whole are refused. Otherwise the part that
+    can be followed is, and finished arguments are checked against the whole (`schema_errors`).
+    """
 
 
 class Tool(OfFunction):
@@ -135,7 +136,7 @@ class ChatRequest(GenerationFields):
 
     messages: Messages = Field(min_length=1)
     max_completion_tokens: Positive | None = None
-    """Wins over `max_tokens`, its older name."""
+    """Takes precedence over `max_tokens`, its older name."""
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Tools | None = None
@@ -145,7 +146,7 @@ class ChatRequest(GenerationFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    """"none" turns reasoning off where the model allows it; the others go to its template."""
+    """"none" turns reasoning off if the model allows it; other values go to its template."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None

@@ -21,7 +21,7 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_ITEMS)]
     )
     logprobs: Count | None = None
-    """Return the logprobs of the sampled tokens, and of so many most likely ones beside each."""
+    """Return the logprobs of the sampled tokens, and this many most likely ones for each."""
 
     @property
     def prompts(self) -> list[str | list[int]]:

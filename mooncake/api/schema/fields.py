@@ -5,7 +5,7 @@
     └── SharedFields          also what only HTTP needs: the model's name, streaming, ids
         GenerationFields      = both: the root of the chat and completion bodies
 
-Unknown fields are accepted and logged; known ones that this engine cannot honour are refused, so
+Unknown fields are accepted and logged. Known fields that this engine cannot honour are refused, so
 that nothing is ignored silently.
 """
 
@@ -23,7 +23,7 @@ from mooncake.base import InvalidRequest
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
-"""All numbers are bounded: one of thousands of digits could not even be repeated in an error."""
+"""All numbers are bounded: an error could not even repeat a number of thousands of digits."""
 Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
 MAX_ITEMS = 65_536
@@ -31,8 +31,9 @@ MAX_ITEMS = 65_536
 
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**21)]
-"""Lists are bounded, and checked up to the first wrong item only: neither many items nor many wrong
-ones may cost seconds, in which no stream would move."""
+"""Lists are bounded, and checked only up to the first wrong item. Neither many items nor many wrong
+ones may cost seconds, in which no stream would move.
+"""
 
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
@@ -94,7 +95,9 @@ _ELSEWHERE: Unsupported = {
     "stop_sequences": (([],), "use stop"),
     "system": ((), "send a message of role system"),
 }
-"""Names that other APIs have for our fields: if ignored, they would change the answer silently."""
+"""Names that other APIs use for our fields. If they were ignored, the answer would change
+silently.
+"""
 
 
 def _texts(schema: dict[str, Any] | str | None) -> list[str]:
@@ -102,7 +105,7 @@ def _texts(schema: dict[str, Any] | str | None) -> list[str]:
 
 
 class StreamOptions(JsonObject):
-    """What a stream carries besides the answer."""
+    """Options for what a stream carries besides the answer."""
 
     include_usage: bool | None = None
     """Send one more chunk at the end, with usage and no choices."""
@@ -111,14 +114,16 @@ class StreamOptions(JsonObject):
 
 
 class SamplingFields(JsonObject):
-    """How tokens are chosen and how the prompt is cut. None = the model's default."""
+    """Fields that say how tokens are chosen and how the prompt is cut. None = the model's
+    default.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
-    """0 and -1 = off."""
+    """0 and -1 turn it off."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -132,13 +137,13 @@ class SamplingFields(JsonObject):
     bad_words: Texts | None = None
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
-    """Keep so many tokens of the prompt; -1 = as many as fit."""
+    """Keep this many tokens of the prompt; -1 = as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """Which end is cut off; left by default, so that the newest text stays."""
 
 
 class AnswerFields(SamplingFields):
-    """Also how many answers are made, how long they are and where they stop."""
+    """Fields that also say how many answers are made, how long they are and where they stop."""
 
     n: Positive | None = None
     max_tokens: Count | None = None
@@ -146,13 +151,13 @@ class AnswerFields(SamplingFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Count | None = None
-    """Return the logprobs of the prompt's tokens, and of so many most likely ones beside each."""
+    """Return the logprobs of the prompt's tokens, and this many most likely ones for each."""
     best_of: Positive | None = None
-    """Generate so many answers and return the `n` most likely."""
+    """Generate this many answers and return the `n` most likely."""
     use_beam_search: bool | None = None
     """Look for the `n` most likely answers with `n` beams, or `best_of`; nothing is sampled."""
     length_penalty: float | None = Field(default=None, ge=-10, le=10)
-    """With beam search answers compare by logprob / number of tokens ** length_penalty."""
+    """With beam search, answers are compared by logprob / number of tokens ** length_penalty."""
 
 
 class SharedFields(SamplingFields, RequestBody):
@@ -163,7 +168,7 @@ class SharedFields(SamplingFields, RequestBody):
 
     stream: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template; without effect where there is no conversation."""
+    """Variables for the chat template. They have no effect if there is no conversation."""
     priority: (
         Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
         | Literal["premium", "interactive", "batch"]
@@ -171,8 +176,8 @@ class SharedFields(SamplingFields, RequestBody):
     ) = None
     """Lower is sooner, as in vLLM: below 0 premium, 0 interactive, above 0 batch."""
     service_tier: str | None = None
-    """OpenAI's name for the same: "priority" is premium, "flex" batch, all others interactive;
-    `priority` wins over it.
+    """OpenAI's name for the same: "priority" is premium, "flex" is batch, all others are
+    interactive. `priority` takes precedence over it.
     """
     cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
     """Only requests with the same salt share cached blocks."""
@@ -191,10 +196,10 @@ class SharedFields(SamplingFields, RequestBody):
         return value
 
     def refuse_unsupported(self) -> list[str]:
-        """Refuse the fields that are known and cannot be honoured; return the unknown ones' names.
+        """Refuse the known fields that cannot be honoured; return the names of unknown fields.
 
         Raises:
-            InvalidRequest: names the field and what to do instead.
+            InvalidRequest: a field cannot be honoured; the message names it and what to do instead.
         """
         unknown: list[str] = []
         for name, value in (self.model_extra or {}).items():
@@ -242,7 +247,7 @@ class GenerationFields(AnswerFields, SharedFields):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def refuse_unsupported(self) -> list[str]:
-        """Do the same, and refuse `stream_options` where nothing is streamed."""
+        """Do the same, and refuse `stream_options` if nothing is streamed."""
         unknown = super().refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(

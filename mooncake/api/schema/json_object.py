@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 class JsonObject(BaseModel):
     """An object in a request's body, with OpenAI's strict types ("5" is no integer).
 
-    Fields that the class does not know are kept in `model_extra`: whether they are refused, logged
-    or passed over is for the request as a whole to decide (`SharedFields.refuse_unsupported`).
+    Fields that the class does not know are kept in `model_extra`. The request as a whole decides
+    whether they are refused, logged or ignored (`SharedFields.refuse_unsupported`).
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -23,5 +23,5 @@ class RequestBody(JsonObject):
 
     @property
     def json_texts(self) -> list[str]:
-        """The strings in it that will be parsed as JSON: they cost as much as the body itself."""
+        """The strings in it that will be parsed as JSON. They cost as much as the body itself."""
         return []

@@ -36,10 +36,10 @@ AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """What the call cost, in tokens; the whole prompt is the sum of the three kinds of input."""
+    """The cost of the call, in tokens. The whole prompt is the sum of the three kinds of input."""
 
     input_tokens: int
-    """Those that were not found in a cache."""
+    """Tokens of the prompt that were not found in a cache."""
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
@@ -63,7 +63,8 @@ class MessageReply(msgspec.Struct, kw_only=True):
 
 class BlockDelta(msgspec.Struct):
     """What is added to a block, or the end of the message. Its fields depend on `type`; the end has
-    none."""
+    none.
+    """
 
     type: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
@@ -76,7 +77,7 @@ class BlockDelta(msgspec.Struct):
 
 
 class MessageEvent(msgspec.Struct, kw_only=True):
-    """One event of a message's stream; which fields it has depends on `type`."""
+    """One event of a message's stream; its fields depend on `type`."""
 
     type: str
     message: MessageReply | UnsetType = UNSET

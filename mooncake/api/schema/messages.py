@@ -62,7 +62,9 @@ class Turn(JsonObject):
 
 
 class MessagesTool(JsonObject):
-    """One entry of `tools`: only the client's own, as nothing is searched or run here."""
+    """One entry of `tools`: only the client's own tools, because nothing is searched or run
+    here.
+    """
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
@@ -73,7 +75,7 @@ class MessagesTool(JsonObject):
 
 
 class MessagesToolChoice(JsonObject):
-    """Whether and what to call."""
+    """Whether to call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -87,7 +89,7 @@ class MessagesToolChoice(JsonObject):
 
 
 class ThinkingSettings(JsonObject):
-    """Whether the model should reason; a budget for it is not kept."""
+    """Whether the model should reason. A budget for reasoning is not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -133,7 +135,7 @@ class PromptFields(SharedFields):
 
 
 class CountTokensRequest(PromptFields):
-    """How long the prompt of such a message would be."""
+    """A request for the length of such a message's prompt."""
 
 
 class MessagesRequest(PromptFields):

@@ -1,4 +1,4 @@
-"""Adds bodies and replies to the OpenAPI document: routes read and write those themselves, so
+"""Adds bodies and replies to the OpenAPI document. Routes read and write these themselves, so
 FastAPI does not know them.
 """
 
@@ -21,8 +21,9 @@ def operation(
     *,
     stream: bool = False,
 ) -> dict[str, Any]:
-    """Return a route's `openapi_extra`: its JSON body, its reply, perhaps as a stream too, and the
-    body of every status other than 200."""
+    """Return a route's `openapi_extra`: its JSON body, its reply (also as a stream, if it has one),
+    and the body of every status other than 200.
+    """
     content: dict[str, Any] = {"application/json": _schema(reply)}
     if stream:
         content["text/event-stream"] = {"schema": _EVENTS}

@@ -1,5 +1,5 @@
-"""Replies of OpenAI's APIs, as msgspec structs: encoding one takes a microsecond, as token streams
-need.
+"""Replies of OpenAI's APIs, as msgspec structs: encoding one takes a microsecond, which token
+streams need.
 
 Fields left UNSET do not appear; None appears as null, as OpenAI's clients expect.
 """
@@ -17,21 +17,23 @@ encode = msgspec.json.Encoder().encode
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """How much of the prompt was reused."""
+    """The part of the prompt that was reused."""
 
     cached_tokens: int
     mooncake: CacheUse | UnsetType = UNSET
-    """Where that came from, and why the rest was computed; our addition to OpenAI's fields."""
+    """Where the reused tokens came from, and why the rest was computed; our addition to OpenAI's
+    fields.
+    """
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """How much of the output was thinking."""
+    """The part of the output that was reasoning."""
 
     reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What the call cost, in tokens."""
+    """The cost of the call, in tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -76,14 +78,14 @@ class Logprob(msgspec.Struct, frozen=True):
     """One candidate for a token, in vLLM's form."""
 
     logprob: float
-    """Natural; -9999 stands for minus infinity."""
+    """Natural logarithm; -9999 stands for minus infinity."""
     rank: int
     """1 = the most likely token."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, Logprob] | None]
-"""Of each prompt token the candidates by token id; None for the first one."""
+"""For each prompt token the candidates by token id; None for the first one."""
 
 
 class FunctionText(msgspec.Struct):
@@ -103,8 +105,9 @@ class ToolCallReply(msgspec.Struct):
 
 
 class SchemaError(msgspec.Struct):
-    """Where an answer is not valid, or not known to be valid, against a schema that no grammar can
-    follow as a whole."""
+    """A place where an answer is not valid, or not known to be valid, against a schema that no
+    grammar can follow as a whole.
+    """
 
     path: str
     """JSON pointer into the answer or the call's arguments; "" = the whole."""
@@ -112,11 +115,11 @@ class SchemaError(msgspec.Struct):
     """The keyword of the schema that is not met; null = it could not be checked."""
     message: str
     tool_call_id: str | UnsetType = UNSET
-    """The call whose arguments it is about; else it is about the text."""
+    """The call whose arguments it is about; without it the error is about the text."""
 
 
 class ChatText(msgspec.Struct):
-    """A message, or what a chunk adds to it."""
+    """A message, or the additions of a chunk to it."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -152,7 +155,7 @@ class ChatReply(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """What a chunk adds to one answer."""
+    """The additions of a chunk to one answer."""
 
     index: int
     delta: ChatText
@@ -177,7 +180,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One continuation, or what a chunk adds to it."""
+    """One continuation, or the additions of a chunk to it."""
 
     index: int
     text: str
@@ -232,7 +235,7 @@ class TokenizeReply(msgspec.Struct):
 
 
 class TokenizerInfoReply(msgspec.Struct):
-    """`GET /tokenizer_info`: what evaluation harnesses ask for before they tokenize here."""
+    """`GET /tokenizer_info`: evaluation harnesses ask for it before they tokenize here."""
 
     bos_token: str | None
     eos_token: str | None

@@ -20,7 +20,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """What the model thought."""
+    """The text of the model's reasoning."""
 
     text: str = ""
 
@@ -57,7 +57,7 @@ Item = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """How much of the input was reused; storing input costs nothing here."""
+    """The part of the input that was reused. Storing input costs nothing here."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -66,13 +66,13 @@ class InputDetails(msgspec.Struct, frozen=True):
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """How much of the output was thinking."""
+    """The part of the output that was reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True):
-    """What the call cost, in tokens."""
+    """The cost of the call, in tokens."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -115,7 +115,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """One event of a response's stream; which fields it has depends on `type`."""
+    """One event of a response's stream; its fields depend on `type`."""
 
     type: str
     sequence_number: int

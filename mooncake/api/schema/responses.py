@@ -1,5 +1,5 @@
-"""The body of `POST /v1/responses`. Nothing is stored here: a conversation is sent whole, in
-`input`.
+"""The body of `POST /v1/responses`. Nothing is stored here: the client sends the whole conversation
+in `input`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class InputItem(JsonObject):
 
 
 class FunctionTool(FunctionSpec, OfFunction):
-    """One entry of `tools`: only functions, as nothing is searched or run here."""
+    """One entry of `tools`: only functions, because nothing is searched or run here."""
 
 
 class ToolName(OfFunction):
@@ -102,13 +102,13 @@ class TextFormat(JsonObject):
 
 
 class TextSettings(JsonObject):
-    """How the answer's text should be."""
+    """Settings for the answer's text."""
 
     format: TextFormat | None = None
 
 
 class ReasoningSettings(JsonObject):
-    """How much the model should think before it answers."""
+    """Settings for how much the model should reason before it answers."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
@@ -148,10 +148,12 @@ class ResponsesRequest(SharedFields):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: Texts | None = None
-    """"message.output_text.logprobs" has an effect; the others name what does not exist here."""
+    """"message.output_text.logprobs" has an effect; other values name things that do not exist
+    here.
+    """
     top_logprobs: Count | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """auto = cut off the beginning of what is too long."""
+    """auto = cut off the beginning if the input is too long."""
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     """Accepted; nothing is stored."""

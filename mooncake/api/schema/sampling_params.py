@@ -1,4 +1,4 @@
-"""`mooncake.SamplingParams`: how `LLM` and `AsyncLLM` generate.
+"""`mooncake.SamplingParams`: the settings by which `LLM` and `AsyncLLM` generate.
 
 The fields are those of the HTTP bodies, from the same classes. The engine does not see them: they
 are checked against the model and become a `mooncake.base.SamplingParams`.
@@ -27,7 +27,7 @@ class SamplingParams(AnswerFields):
     """
 
     logprobs: Count | None = None
-    """Return the logprobs of the sampled tokens, and of so many most likely ones beside each."""
+    """Return the logprobs of the sampled tokens, and this many most likely ones for each."""
 
     @model_validator(mode="wrap")
     @classmethod

@@ -1,4 +1,4 @@
-"""The fields that ask for an answer of a certain form: OpenAI's `response_format` and vLLM's
+"""The fields that ask for an answer in a certain form: OpenAI's `response_format` and vLLM's
 `structured_outputs`.
 """
 
@@ -18,8 +18,9 @@ class JsonSchemaFormat(JsonObject):
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
-    """True: a schema that no grammar can follow as a whole is refused. Else what can be followed
-    is, and the finished answer is checked against the whole (`schema_errors`)."""
+    """True: a schema that no grammar can follow as a whole is refused. Otherwise the part that can
+    be followed is, and the finished answer is checked against the whole (`schema_errors`).
+    """
 
 
 class ResponseFormat(JsonObject):
@@ -30,7 +31,7 @@ class ResponseFormat(JsonObject):
 
 
 class StructuredOutputs(JsonObject):
-    """vLLM's way to ask for an answer of a certain form; exactly one of the fields."""
+    """vLLM's way to ask for an answer in a certain form. Exactly one of the fields must be set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, chat template, parsing of answers."""
+"""Turns text into tokens and back: tokenizer, chat template, parsing of answers."""

@@ -1,7 +1,8 @@
 """Renders a conversation as one text, by the checkpoint's own Jinja template in a sandbox.
 
-The template is data of the checkpoint and not trusted: an immutable sandbox, no access to files or
-the network, errors become a 400. Kimi-K2's format is built in for checkpoints without a template.
+The template is data of the checkpoint and not trusted. It runs in an immutable sandbox without
+access to files or the network, and its errors become a 400. Kimi-K2's format is built in for
+checkpoints without a template.
 """
 
 from __future__ import annotations
@@ -126,10 +127,10 @@ class ChatTemplate:
 
 
 def load_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Read the template of the checkpoint directory `path`; Kimi-K2's own when it has none.
+    """Read the template of the checkpoint directory `path`. If there is none, use Kimi-K2's own.
 
-    `chat_template.jinja` wins over `chat_template` in `tokenizer_config.json`; of several named
-    templates the one named "default" is used.
+    `chat_template.jinja` takes precedence over `chat_template` in `tokenizer_config.json`. If there
+    are several named templates, the one named "default" is used.
     """
     file = path / "chat_template.jinja"
     if file.is_file():

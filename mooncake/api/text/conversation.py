@@ -25,7 +25,8 @@ def render_conversation(
     """Return the prompt text of a conversation; if there is a `guard`, it must encode that text.
 
     Raises:
-        InvalidRequest: the two flags contradict each other, or the template refused.
+        InvalidRequest: the two flags contradict each other, or the template refused the
+            conversation.
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidRequest(
@@ -85,8 +86,9 @@ def rename_calls(turns: Sequence[dict[str, Any]]) -> None:
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates know it: content as text, role `developer` as `system`, the
-    reasoning under both its names, no absent fields."""
+    """Return a message in the form that templates know: content as text, role `developer` as
+    `system`, the reasoning under both its names, no absent fields.
+    """
     turn = message.model_dump(exclude_none=True)
     turn["role"] = "system" if message.role == "developer" else message.role
     turn["content"] = message.text

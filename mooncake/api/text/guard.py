@@ -28,7 +28,8 @@ class Guard:
 
     def __init__(self, tokenizer: Tokenizer, soft_names: Collection[str]) -> None:
         """`soft_names`: tokens that a model writes into its own text, such as `<think>`. They are
-        plain text in messages of users and tools, and stay tokens in an assistant's."""
+        plain text in messages of users and tools, and stay tokens in an assistant's messages.
+        """
         self._tokenizer = tokenizer
         hard = {
             tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -50,7 +51,7 @@ class Guard:
     def encode(
         self, text: str, *, add_special: bool = False, window: Window | None = None
     ) -> list[int]:
-        """Return the ids of a rendered text, or those that `window` asks for; marked spellings
+        """Return the ids of a rendered text, or only those that `window` asks for. Marked spellings
         become plain text.
         """
         if MARK not in text:
@@ -95,8 +96,9 @@ class _Names:
 
 
 def _branches(names: Collection[str]) -> str:
-    """Return a pattern of `names` that branches letter by letter: one that lists them would try
-    each of some hundred at every `<`."""
+    """Return a pattern of `names` that branches letter by letter. A pattern that lists the names
+    would try each of about a hundred at every `<`.
+    """
     by_letter: dict[str, list[str]] = {}
     for name in filter(None, names):
         by_letter.setdefault(name[0], []).append(name[1:])

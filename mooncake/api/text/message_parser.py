@@ -1,7 +1,7 @@
 """Cuts an answer into reasoning, content and tool calls, as Kimi-K2 marks them.
 
-Works on the token ids of the markers, never on their spelling, which is text. One object a choice;
-the cut does not depend on how tokens were grouped.
+Works on the token ids of the markers, never on their spelling, which is text. There is one object
+for each choice. The cut does not depend on how tokens were grouped.
 
     content ──<think>──► reasoning ──</think>──► content
        └───────────┬─────────┘
@@ -36,11 +36,11 @@ THINK_MARKERS = (Marker.THINK_BEGIN, Marker.THINK_END)
 TOOL_MARKERS = tuple(marker for marker in Marker if marker not in THINK_MARKERS)
 
 PREFILL_WINDOW = 3
-"""Among so many last tokens of the prompt is the marker of a template that opens a think block."""
+"""If a template opens a think block, its marker is among this many last tokens of the prompt."""
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """What was added to one call. `call_id` and `name` come once, with the first piece."""
+    """The additions to one call. `call_id` and `name` come once, with the first piece."""
 
     index: int
     call_id: str | None = None
@@ -49,7 +49,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class TextDelta(msgspec.Struct, kw_only=True):
-    """What was added to the answer's text, or to the reasoning before it."""
+    """The additions to the answer's text, or to the reasoning before it."""
 
     text: str
     is_reasoning: bool = False
@@ -61,7 +61,7 @@ Piece = TextDelta | ToolCallDelta
 
 
 def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return an answer's pieces joined where one continues another; copies each text once."""
+    """Join an answer's pieces if one continues another. Each text is copied once."""
     joiner = _Joiner()
     for piece in pieces:
         if isinstance(piece, TextDelta):
@@ -199,7 +199,7 @@ class MessageParser:
                 pass  # white space between calls has no meaning
 
     def marker(self, marker: Marker) -> None:
-        """Take a marker; one that makes no sense here is ignored."""
+        """Take a marker. A marker that makes no sense here is ignored."""
         if marker is Marker.ARGUMENT_BEGIN:
             if self._state is _State.ID:
                 self._begin_call()
@@ -214,7 +214,9 @@ class MessageParser:
         self._end_call()
 
     def take(self) -> list[Piece]:
-        """Return what is new since the last call; neighbours differ in kind or in their call."""
+        """Return what is new since the last call. Neighbouring pieces differ in kind or in their
+        call.
+        """
         return self._joiner.take()
 
     def _begin_call(self) -> None:
@@ -268,7 +270,7 @@ def function_name(call_id: str) -> str:
 
 
 def find_markers(tokenizer: Tokenizer, wanted: Sequence[Marker]) -> dict[int, Marker]:
-    """Return the ids of `wanted` in this tokenizer; {} unless it has all of them."""
+    """Return the ids of `wanted` in this tokenizer, or {} unless it has all of them."""
     ids = {tokenizer.special_id(marker.value): marker for marker in wanted}
     return {} if None in ids else {key: value for key, value in ids.items() if key is not None}
 

@@ -1,6 +1,6 @@
-"""Turns tokens into text as they arrive; half characters and possible beginnings of a stop string
-are held back. One object a choice; constant work for each token; the text does not depend on how
-the tokens were grouped.
+"""Turns tokens into text as they arrive. Half characters and possible beginnings of a stop string
+are held back. There is one object for each choice, with constant work for each token. The text does
+not depend on how the tokens were grouped.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Detokenizer:
 class StopMatcher:
     """Looks for stop strings in a growing text and decides which part may be shown.
 
-    The stop string that is complete first wins; of several at the same character, the longest. Each
-    has a Knuth-Morris-Pratt automaton, so nothing is scanned twice.
+    The stop string that is complete first is chosen; if several are complete at one character, the
+    longest. Each has a Knuth-Morris-Pratt automaton, so nothing is scanned twice.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
@@ -70,7 +70,7 @@ class StopMatcher:
         return buffer[:shown], None
 
     def flush(self) -> str:
-        """Return the text that was held back: the text has ended and nothing matched."""
+        """Return the text that was held back, because the text has ended and nothing matched."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
@@ -90,9 +90,9 @@ class StopMatcher:
 
 @functools.lru_cache(maxsize=256)
 def _borders(pattern: str) -> Sequence[int]:
-    """Return for each prefix of `pattern` the length of its longest proper border. Kept, because
-    all choices of a call have the same stop strings: a thousand choices with 32 of them took
-    seconds.
+    """Return for each prefix of `pattern` the length of its longest proper border. The result is
+    cached, because all choices of a call have the same stop strings: a thousand choices with 32 of
+    them took seconds.
     """
     borders = [0] * len(pattern)
     length = 0

@@ -1,8 +1,9 @@
-"""Text to token ids and back, from the files of a checkpoint. Stateless after loading; runs no code
-of the checkpoint.
+"""Turns text into token ids and back, with the files of a checkpoint. Stateless after loading; runs
+no code of the checkpoint.
 
-Two formats: Kimi-K2's `tiktoken.model` + `tokenizer_config.json`, and a `tokenizer.json` of the
-byte-level or byte-fallback kind. Both become one table of the bytes of each token, as streaming
+It reads two formats: Kimi-K2's `tiktoken.model` + `tokenizer_config.json`, and a `tokenizer.json`
+of the byte-level or byte-fallback kind. Both become one table of the bytes of each token, as
+streaming
 needs it: a token's bytes never depend on its neighbours.
 """
 
@@ -34,31 +35,31 @@ MAX_RUN_CHARS = 25_000
 Kimi-K2's own tokenizer does: the merge loop is quadratic in the length of a run."""
 
 MAX_COUNTED_CHARS = 1 << 17
-"""Of a longer text so many characters at a time are counted, where it is to be encoded as a whole:
-a library needs a hundred bytes and more for each token.
+"""Longer texts are counted in parts of this many characters if the library would encode them as a
+whole: it needs a hundred bytes and more for each token.
 """
 
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{MAX_RUN_CHARS + 1},}}|(?<!\s)\s{{{MAX_RUN_CHARS + 1},}}")
-"""Looked for where a run begins only: from each of its characters, it would be quadratic."""
+"""Searched only where a run begins: a search from each of its characters would be quadratic."""
 
 
 class Window(NamedTuple):
-    """Which tokens of a text its reader wants. An encoder may stop once it has one more: from a
-    short text it returns all tokens, from a long one those and some more.
+    """The tokens of a text that a reader needs. An encoder may stop once it has one more: it
+    returns all tokens of a short text, and those and some more of a long one.
     """
 
     num_tokens: int
     from_end: bool = False
-    """The last ones rather than the first."""
+    """True if the last tokens are needed instead of the first."""
 
 
 class Tokenizer:
-    """What the API server needs of a tokenizer: the bytes of each token, and the special ones."""
+    """What the API server needs from a tokenizer: the bytes of each token, and the special ones."""
 
     def __init__(
         self, vocabulary: Vocabulary, config: Mapping[str, Any], *, strips_leading_space: bool
     ) -> None:
-        """`config`: of `tokenizer_config.json`, which names tokens."""
+        """`config` holds the contents of `tokenizer_config.json`, which names tokens."""
         self._table = vocabulary.table
         self.vocab_size = len(self._table)
         """One more than the largest id that has a meaning."""
@@ -99,7 +100,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; an id without a meaning has none."""
+        """Return the bytes of a token; empty for an id without a meaning."""
         return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -204,7 +205,7 @@ def joined(
     pieces: Iterable[Piece], encode: Callable[[Piece], list[int]], window: Window | None
 ) -> list[int]:
     """Return the ids of `pieces`, as many from one end as `window` asks for. The pieces come in
-    their order; where `window` asks for the end, in the reverse of it.
+    order; if `window` asks for the end, they come in reverse order.
     """
     parts: list[list[int]] = []
     num_tokens = 0
@@ -218,8 +219,9 @@ def joined(
 
 
 def _enough(text: str, window: Window, count: Callable[[str], int]) -> str:
-    """Return a part of a long text, from its beginning or end, in which the tokens of `window` are
-    those of the whole: it has twice as many, and only those at the cut can differ.
+    """Return a part of a long text, from its beginning or end, in which the tokens of `window`
+    equal those of the whole text. It has twice as many tokens, and only those at the cut can
+    differ.
     """
     num_tokens, size = 0, 0
     while size + MAX_COUNTED_CHARS < len(text):
@@ -234,8 +236,8 @@ def _enough(text: str, window: Window, count: Callable[[str], int]) -> str:
 
 
 def cut_text(text: str, *, from_end: bool = False) -> Iterator[str]:
-    """Cut `text` where Kimi-K2's tokenizer does before it encodes: pieces of at most
-    `MAX_ENCODE_CHARS`, runs of at most `MAX_RUN_CHARS`. from_end: the last piece first.
+    """Cut `text` where Kimi-K2's tokenizer cuts it before encoding: pieces of at most
+    `MAX_ENCODE_CHARS`, runs of at most `MAX_RUN_CHARS`. from_end: the last piece comes first.
     """
     if len(text) <= MAX_RUN_CHARS:
         if text:
