@@ -1,1 +1,1 @@
-"""The `mooncake` command: one thin file a command."""
+"""The `mooncake` command: one thin file for each command."""

@@ -1,4 +1,4 @@
-"""`mooncake bench serve|throughput|latency`: load on a server, or an engine alone.
+"""`mooncake bench serve|throughput|latency`: puts load on a server, or measures an engine alone.
 
 Flags are those of `vllm bench`, so that scripts need not be changed.
 """
@@ -28,7 +28,9 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
 
 BLIND_VOCAB = 256
-"""Ids that every vocabulary has, for prompts of ids where no checkpoint says how many there are."""
+"""Number of ids that every vocabulary has, for prompts of ids if no checkpoint says how many there
+are.
+"""
 SAMPLING = (
     "top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty",
     "repetition_penalty",
@@ -156,7 +158,7 @@ def _samples(wanted: BenchServe, model: str) -> Any:
 
 
 def _words(path: str, *, skip: bool) -> Any:
-    """Return what prompts are made of: the tokenizer at `path`, or ids where there is none."""
+    """Return the source of prompts: the tokenizer at `path`, or token ids if there is none."""
     from mooncake.bench.samples import PromptSource
 
     directory = Path(path)

@@ -1,4 +1,4 @@
-"""`mooncake certificates`: a small authority, and certificates of hosts that it signs, for TLS."""
+"""`mooncake certificates` makes a small authority, and host certificates that it signs, for TLS."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Host:
 
 
 def authority(wanted: Authority) -> int:
-    """Write an authority, never over another one.
+    """Write an authority. It never overwrites another one.
 
     Raises:
-        ConfigError: there is one already, or the directory cannot be written.
+        ConfigError: there is an authority already, or the directory cannot be written.
     """
     from mooncake.identity.certificates import make_authority
 

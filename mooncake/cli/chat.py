@@ -1,5 +1,5 @@
-"""`mooncake chat`: a conversation in the terminal, answers shown as they come. Keeps the turns, and
-runs the tools that the model calls where the person allows it.
+"""`mooncake chat` holds a conversation in the terminal and shows answers as they come. It keeps the
+turns. It runs the tools that the model calls if the user has allowed tools.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake.launch.host.http_client import Client
 
 ANSWERS, TOOLS = "answers", "tools"
 MAX_ROUNDS = 8
-"""Answers with calls to one question: a model that only calls would go on for ever."""
+"""Answers with calls to one question. A model that only calls would go on for ever."""
 
 HELP = "/new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -54,8 +54,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plain(text: str) -> str:
-    """Return a server's text with its control characters spelled out, except line breaks and tabs:
-    a terminal would obey them."""
+    """Return a server's text with its control characters spelled out, except line breaks and tabs,
+    because a terminal would obey them.
+    """
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -78,12 +79,12 @@ class Conversation:
     def ask(self, question: str, out: TextIO) -> str:
         """Send a question, write the answer to `out` as it arrives and return it.
 
-        Where the model calls tools, they are run, shown, and the model goes on with what they
-        returned. An answer that is interrupted stays in the conversation as far as it came; one
-        that failed takes its question with it.
+        If the model calls tools, they are run and shown, and the model goes on with what they
+        returned. An interrupted answer stays in the conversation as far as it came. If an answer
+        fails, its question is removed too.
 
         Raises:
-            MooncakeError: the server failed, or the model does nothing but call.
+            MooncakeError: the server failed, or the model only calls tools and never answers.
         """
         begun = len(self.turns)
         self.turns.append({"role": "user", "content": question})
@@ -102,7 +103,7 @@ class Conversation:
         raise MooncakeError(f"the model called tools {MAX_ROUNDS} times and gave no answer")
 
     def _answer(self, out: TextIO) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text of one answer and its calls; one that is interrupted has no calls."""
+        """Return the text of one answer and its calls. An interrupted answer has no calls."""
         body: dict[str, Any] = {
             "model": self.model, "messages": self.turns, "stream": True,
             "max_tokens": self._wanted.max_tokens,
@@ -153,7 +154,7 @@ def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None
     """Converse until the person leaves. `read` asks for a line, `out` gets the answers.
 
     Raises:
-        ConfigError: the folder of the tools is none.
+        ConfigError: the folder of the tools does not exist.
         MooncakeError: no server answers.
     """
     if wanted.tools and not Path(wanted.folder).is_dir():

@@ -1,7 +1,7 @@
 """Tools that `mooncake chat --tools` declares and runs: a clock, a calculator, the files of one
-folder, the cluster's status. They only read, and only what the person named.
+folder, the cluster's status. They only read, and only what the user named.
 
-A tool returns JSON for the model; what goes wrong in it is told to the model as {"error": ...}.
+A tool returns JSON for the model; an error in it is reported to the model as {"error": ...}.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ChatTools:
         }
 
     def declarations(self) -> list[dict[str, Any]]:
-        """Return the tools as the OpenAI API declares them."""
+        """Return the tools in the form in which the OpenAI API declares them."""
         return [
             {
                 "type": "function",
@@ -71,7 +71,9 @@ class ChatTools:
         ]
 
     def run(self, name: str, arguments: str) -> str:
-        """Return what the tool answers to arguments in JSON, as JSON; never raises for them."""
+        """Return the tool's answer to arguments in JSON, as JSON. It never raises because of the
+        arguments.
+        """
         try:
             answer = self._answer(name, arguments)
         except ToolFailed as failure:
@@ -108,7 +110,9 @@ class ChatTools:
         return {"files": shown[:MAX_FILES], **left_out}
 
     def _text(self, path: str) -> Any:
-        """Return the begin of a text file, which has to lie in the folder, links followed."""
+        """Return the beginning of a text file, which has to lie in the folder, also after links are
+        followed.
+        """
         try:
             real = (self._folder / path).resolve()
             if not real.is_relative_to(self._folder):
@@ -136,7 +140,7 @@ def calculate(expression: str) -> Any:
     """Return {"result": number} of a sum with + - * / // % and brackets.
 
     Raises:
-        ToolFailed: it is none, it is too long, or its result is no number that can be shown.
+        ToolFailed: it is not a sum, it is too long, or its result cannot be shown as a number.
     """
     if len(expression) > MAX_EXPRESSION:
         raise ToolFailed(f"the expression has more than {MAX_EXPRESSION} characters")

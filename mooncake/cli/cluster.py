@@ -1,4 +1,4 @@
-"""`mooncake cluster init`: what the machines of a cluster must have besides its file."""
+"""`mooncake cluster init` makes what the machines of a cluster need besides the cluster's file."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def init(wanted: Init) -> int:
 
 
 def _counts(file: Path, secret: str) -> bool:
-    """Return whether a credential is there that this secret has signed, and has not expired."""
+    """Return whether a credential exists that this secret has signed and that has not expired."""
     from mooncake.identity import own_credential
     from mooncake.identity.credential import cluster_keys
 

@@ -1,5 +1,5 @@
-"""One command of `mooncake`: its words, the settings it takes, what runs it. Makes argparse flags
-of settings; knows no particular command.
+"""Describes one command of `mooncake`: its words, its settings, and the function that runs it.
+Makes argparse flags from settings; knows no particular command.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Read = Callable[[Mapping[str, object], str | None, Mapping[str, str]], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command and all that `--help` says of it."""
+    """A command, and everything that `--help` says about it."""
 
     words: str
-    """As typed after `mooncake`: "bench serve"."""
+    """The words after `mooncake`: "bench serve"."""
     summary: str
     examples: str
     """One line each."""
     notes: str = ""
-    """What else `--help` says, below the examples."""
+    """Further text of `--help`, below the examples."""
     settings: type
     """A dataclass of `options.setting` fields: its flags."""
     run: Callable[[Any], int]
@@ -36,15 +36,15 @@ class Command:
     takes_file: bool = False
     """True if `--config FILE` may give the settings."""
     own_read: Read | None = None
-    """Reads the settings where that takes more than `read_settings`."""
+    """Reads the settings if `read_settings` is not enough."""
     common: tuple[str, ...] = ()
-    """The settings that `--help` shows, where `--help=all` shows all; none: it shows all."""
+    """The settings that `--help` shows while `--help=all` shows all; empty: it shows all."""
     common_examples: int = 0
     """How many of the examples `--help` shows then."""
 
     @property
     def usage(self) -> str:
-        """The first line of help where there are too many flags to name them."""
+        """The first line of help if there are too many flags to name them all."""
         known = options.options_of(self.settings).values()
         words = [f"[{option.metavar}]" for option, _ in known if option.positional]
         return " ".join([self.words, *words, "[flags]"])
@@ -52,14 +52,14 @@ class Command:
     def read(
         self, given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
     ) -> Any:
-        """Return the settings; raises ConfigError naming the one that is wrong."""
+        """Return the settings. Raises a ConfigError that names the wrong one."""
         if self.own_read is not None:
             return self.own_read(given, file, environ)
         return read_settings(self.settings, given, file, environ)
 
     def add_flags(self, parser: argparse.ArgumentParser, *, is_short: bool = False) -> None:
-        """Give `parser` a flag for each setting, or for the common ones; values stay as written,
-        for `read`.
+        """Give `parser` a flag for each setting, or only for the common ones. Values stay as
+        written, for `read`.
         """
         groups: dict[str, argparse._ArgumentGroup] = {}
         for name, (option, default) in options.options_of(self.settings).items():
@@ -98,7 +98,7 @@ def flags_of(name: str, option: Option) -> list[str]:
 
 
 def default_of(default: Any, option: Option) -> str:
-    """Return a default as a person would write it; empty: there is none to write."""
+    """Return a default as a person would write it; empty: it has no written form."""
     if default is None or default in ((), ""):
         return ""
     if isinstance(default, bool):
@@ -109,8 +109,8 @@ def default_of(default: Any, option: Option) -> str:
 
 
 def help_of(option: Option, default: Any, *, is_short: bool = False) -> str:
-    """Return the help of a setting with its choices, variable and default; in short its first
-    clause and default; empty: it is hidden.
+    """Return the help of a setting with its choices, variable and default. The short form has its
+    first clause and default. Empty: the setting is hidden.
     """
     if not option.text:
         return ""

@@ -1,6 +1,7 @@
-"""`mooncake completion`: a script by which a shell completes commands, flags and their choices.
+"""`mooncake completion`: prints a script with which a shell completes commands, flags and their
+choices.
 
-The script is made of the settings that the parser is made of, and asks nothing when it runs.
+The script is made from the same settings as the parser, and calls no program when it runs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`mooncake conformance`: what users complain of at disaggregated servers, asked of a server. The
-work is done by `bench.conformance`; here are the lines and the exit code.
+"""`mooncake conformance` checks a server for problems that users report of disaggregated servers.
+The work is done by `bench.conformance`; here are the lines and the exit code.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 CLOSING_S = 0.1
-"""For connections that were broken off to be closed."""
+"""Seconds for connections that were broken off to be closed."""
 
 
 def run(wanted: Conformance) -> int:
-    """Run the checks; 1 where one fails.
+    """Run the checks. Return 1 if one fails.
 
     Raises:
-        ConfigError: an address is none, or processes are named that are not to be touched.
+        ConfigError: an address is not valid, or processes are named that may not be touched.
         Unavailable: the server does not answer, or lists no model.
     """
     from mooncake.api.http.event_loop import run_in_loop
@@ -93,7 +93,7 @@ async def _run(wanted: Conformance, processes: Processes | None) -> int:
 
 
 async def _endpoint(wanted: Conformance, url: str) -> Endpoint:
-    """Return an endpoint with the model that it serves. Raises Unavailable: it lists none."""
+    """Return an endpoint with the model that it serves. Raises Unavailable when it lists none."""
     from mooncake.bench.conformance.endpoint import Endpoint
     from mooncake.bench.http_client import HttpClient
     from mooncake.bench.serve import first_model

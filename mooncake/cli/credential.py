@@ -1,4 +1,6 @@
-"""`mooncake credential`: makes what a process proves itself with in place of the cluster secret."""
+"""`mooncake credential` makes what a process can use in place of the cluster secret to prove
+itself.
+"""
 
 from __future__ import annotations
 

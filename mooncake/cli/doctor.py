@@ -1,4 +1,4 @@
-"""`mooncake doctor`: looks at a machine, and says what is wrong and what to do."""
+"""`mooncake doctor` checks a machine, and says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Doctor:
 
 
 def run(wanted: Doctor) -> int:
-    """Look, and print what was found; return 1 when something fails."""
+    """Check the machine and print what was found. Return 1 if something fails."""
     from mooncake.launch.cluster import doctor
 
     findings = doctor.examine(wanted.file or None, wanted.machine)

@@ -1,4 +1,4 @@
-"""`mooncake enrol`: asks a signer for this process' credential and certificate."""
+"""`mooncake enrol` asks a signer for this process' credential and certificate."""
 
 from __future__ import annotations
 

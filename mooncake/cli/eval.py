@@ -1,4 +1,4 @@
-"""`mooncake eval`: how many answers of an OpenAI endpoint are right. The work is done by
+"""`mooncake eval` counts how many answers of an OpenAI endpoint are right. The work is done by
 `bench.evaluate`; here are the table and the file.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def run(wanted: Eval) -> int:
-    """Evaluate; 1 where a request failed, or a task is below what is asked for.
+    """Evaluate. Return 1 if a request failed, or if a task is below its required share.
 
     Raises:
-        ConfigError: the address is none, or the file cannot be written.
+        ConfigError: the address is not valid, or the file cannot be written.
         Unavailable: the server lists no model.
     """
     from mooncake.api.http.event_loop import run_in_loop

@@ -1,4 +1,5 @@
-"""The `mooncake` command: parses words, runs one command; imports what is heavy only then.
+"""The `mooncake` command: parses the words and runs one command. Heavy modules are imported only
+then.
 
 Every error raised on purpose becomes one line on stderr and an exit code (`registry.EXIT_CODES`).
 """
@@ -41,7 +42,7 @@ EPILOG = "`mooncake COMMAND --help` has the flags and examples of each command.\
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are our errors, so that all errors look alike."""
+    """A parser that reports mistakes as our errors, so that all errors look alike."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
@@ -138,7 +139,7 @@ def _complain(message: str, code: int) -> int:
 
 
 def _spelled(message: str) -> str:
-    """Return a message with the settings that it names in backticks as flags."""
+    """Return a message in which the settings in backticks are written as flags."""
     from mooncake.launch.config.settings import ServeConfig
 
     known = {options.flag(name) for name in options.options_of(ServeConfig)}
@@ -148,7 +149,7 @@ def _spelled(message: str) -> str:
 
 
 def _reader_left() -> int:
-    """Keep silent at exit too: what is still in the buffer has nowhere to go."""
+    """Prevent an error at exit: what is still in the buffer has no reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
@@ -166,7 +167,7 @@ def _about_unknown(word: str, command: Command) -> str:
 
 
 def make_parser(word: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands; with a `word`, only that command knows its flags."""
+    """Return the parser of all commands. With a `word`, only that command gets its flags."""
     from mooncake.cli.registry import EXIT_CODES, SUMMARIES, commands_of
     from mooncake.cli.version import version_line
 
@@ -229,7 +230,7 @@ def _epilog(examples: Sequence[str], notes: str) -> str:
 
 
 class _TwoHelps(argparse.Action):
-    """`--help` with the common flags of a command, `--help=all` with all."""
+    """Shows the common flags of a command for `--help`, and all for `--help=all`."""
 
     def __init__(self, *words: Any, command: Command, **more: Any) -> None:
         super().__init__(*words, **more)

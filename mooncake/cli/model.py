@@ -1,5 +1,5 @@
-"""`mooncake model …` writes checkpoints: random, quantized, encrypted. The work is
-`model.checkpoint`'s; here is its progress bar.
+"""`mooncake model …` writes checkpoints: random, quantized, encrypted. The work is done by
+`model.checkpoint`; here is its progress bar.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WeightsKey:
     weights_key_command: str | None = same_as(ServeConfig, "weights_key_command", KEY)
 
     def keys(self) -> KeyRing:
-        """Return the keys; ConfigError where there are none."""
+        """Return the keys. Raises ConfigError when there are none."""
         source = key_source("weights-key", self.weights_key_file, self.weights_key_command)
         return needed_keys(source, f"it takes {HOW}")
 
@@ -187,11 +187,12 @@ def decrypt(wanted: Decrypt) -> int:
 
 
 def rekey(wanted: Rekey) -> int:
-    """Have the first key open what another key of those given opens now.
+    """Make the first of the given keys the only one that opens the checkpoint. Until then any of
+    the given keys may open it.
 
     Raises:
         ConfigError: there is no key, or none of them opens the weights.
-        CheckpointError: they are not encrypted, or were altered.
+        CheckpointError: the weights are not encrypted, or were altered.
     """
     from mooncake.model.checkpoint.making.encrypt import rekey_checkpoint
 
@@ -205,8 +206,8 @@ def rekey(wanted: Rekey) -> int:
 
 
 def digests(wanted: Digests) -> int:
-    """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does, or write them and what
-    its weights are.
+    """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does. With `out`, write them
+    to a file, and record the digest of its weights in the checkpoint.
 
     Raises:
         CheckpointError: a file cannot be read; or `out` is given, and it is no checkpoint.
@@ -236,7 +237,7 @@ def verify(wanted: Verify) -> int:
 
     Raises:
         ConfigError: there is no such list.
-        CheckpointError: a file is missing, is not listed, or holds something else.
+        CheckpointError: a file is missing, is not listed, or has other contents.
     """
     listed = read_list(Path(wanted.digests))
     count = check(Path(wanted.model), listed, weights=not wanted.without_weights)
@@ -245,7 +246,7 @@ def verify(wanted: Verify) -> int:
 
 
 def _write(what: str, out: str, write: Callable[[Callable[[int, int], None]], Path]) -> int:
-    """Show a bar while `write` works, then what was written."""
+    """Show a progress bar while `write` works, then print what was written."""
     console = Console(stderr=True)
     with progress_bar(console) as bar:
         task = bar.add_task(what, total=None)
@@ -262,7 +263,9 @@ def _write(what: str, out: str, write: Callable[[Callable[[int, int], None]], Pa
 
 
 def progress_bar(console: Console) -> Progress:
-    """Return a bar for bytes that vanishes when it is done; none where output is no terminal."""
+    """Return a progress bar for bytes that vanishes when it is done; None if output is not a
+    terminal.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`mooncake plan`: the smallest simulated cluster that keeps a trace inside its limits."""
+"""`mooncake plan` finds the smallest simulated cluster that keeps a trace inside its limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(wanted: PlanSettings) -> int:
     """Try clusters, print and write what was tried.
 
     Raises:
-        MooncakeError: none of up to `max_nodes` nodes is enough.
+        MooncakeError: no cluster of up to `max_nodes` nodes is enough.
     """
     check_writable(wanted.json, wanted.report)
     if wanted.trace is None:

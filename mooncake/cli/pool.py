@@ -1,4 +1,6 @@
-"""`mooncake pool`: a node's figures, values in and out by name, drain. A call of a client each."""
+"""`mooncake pool` shows a node's figures, moves values in and out by name, and drains a node. Each
+command is a call of a client.
+"""
 
 from __future__ import annotations
 
@@ -362,7 +364,7 @@ def _session(wanted: Node) -> Any:
 
 
 def _config(wanted: Node) -> Any:
-    """Return where the pool of the node at `--url` is; its secret proves that we may ask."""
+    """Return where the pool of the node at `--url` is. The secret proves that we may ask."""
     from mooncake.launch.pool_client.session import locate
     from mooncake.transfer.factory import AUTO, choose_protocols
 
@@ -379,7 +381,7 @@ def _config(wanted: Node) -> Any:
 
 
 def _tls(wanted: Node) -> ssl.SSLContext | None:
-    """Return what checks the node's certificate, and shows it ours."""
+    """Return the TLS context that checks the node's certificate and shows it ours."""
     if wanted.ssl_ca_certs is None and wanted.ssl_certfile is None:
         return None
     try:

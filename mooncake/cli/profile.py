@@ -1,7 +1,7 @@
-"""`mooncake profile`: time an engine's steps here and fit the Conductor's cost models to them.
+"""`mooncake profile` times an engine's steps here and fits the Conductor's cost models to them.
 
-What workers do in two seconds at their start, here with as many sizes as fit, repeats and the error
-of the fit. One model for each role, as each worker has its own.
+Workers do this in two seconds at their start. Here it is done with as many sizes as fit, with
+repeats, and with the error of the fit. Each role gets one model, as each worker has its own.
 """
 
 from __future__ import annotations

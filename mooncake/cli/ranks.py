@@ -1,4 +1,4 @@
-"""`mooncake ranks`: computes stages of engines that workers on other machines lead."""
+"""`mooncake ranks` computes stages of engines that workers on other machines lead."""
 
 from __future__ import annotations
 

@@ -60,22 +60,24 @@ EXIT_CODES = {
 
 
 class FlagDoc(msgspec.Struct, frozen=True, kw_only=True):
-    """One flag."""
+    """The documentation of one flag."""
 
     names: list[str]
-    """Long name first, "--port"; of a positional argument its name without dashes."""
+    """Long name first, "--port"; for a positional argument its name without dashes."""
     type: str
-    """Of the value, as Python writes it."""
+    """The type of the value, as Python writes it."""
     metavar: str
     default: str
-    """As a person would write it; empty: none, the help says what happens then."""
+    """The default as a person would write it; empty: there is none, and the help says what happens
+    then.
+    """
     choices: list[str]
     group: str
     help: str
     key: str
-    """In a YAML file; empty where the command takes none."""
+    """The key in a YAML file; empty if the command takes no file."""
     environment: list[str]
-    """The variable it may come from; empty: none."""
+    """The variable that may give it; empty: none."""
     switch: bool
     repeat: bool
     required: bool
@@ -83,10 +85,10 @@ class FlagDoc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommandDoc(msgspec.Struct, frozen=True, kw_only=True):
-    """One command."""
+    """The documentation of one command."""
 
     words: str
-    """As typed after `mooncake`: "bench serve"."""
+    """The words after `mooncake`: "bench serve"."""
     summary: str
     examples: list[str]
     takes_file: bool

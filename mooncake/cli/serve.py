@@ -1,4 +1,4 @@
-"""`mooncake serve`: a cluster, one worker, a gateway or a pool node, until a signal."""
+"""`mooncake serve` runs a cluster, one worker, a gateway or a pool node, until a signal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ mooncake serve --check                                     each kernel against i
 
 
 def run(config: ServeConfig) -> int:
-    """Serve, or only look: at the kernels, or at what would be started."""
+    """Serve, or only check the kernels, or only print what would be started."""
     if config.check:
         return _check_kernels()
     with contextlib.ExitStack() as opened:
@@ -53,7 +53,7 @@ def run(config: ServeConfig) -> int:
 
 
 def _check_kernels() -> int:
-    """Compare every fast op with its reference here, print a table; 0 if none differs."""
+    """Compare every fast op with its reference here and print a table. Return 0 if none differs."""
     from mooncake_kernels.checks import check_kernels
     from mooncake_kernels.timing import local_device
 

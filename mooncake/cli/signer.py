@@ -1,4 +1,4 @@
-"""`mooncake signer`: gives processes credentials and certificates, so that they need no secret."""
+"""`mooncake signer` gives processes credentials and certificates, so that they need no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mooncake simulate`: a trace, or faults, on a simulated cluster of the shipped code."""
+"""`mooncake simulate` plays a trace, or faults, on a simulated cluster of the shipped code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ kinds:
 
 
 def run(wanted: SimulateSettings) -> int:
-    """Play the trace, or let faults happen; 1 when a check failed."""
+    """Play the trace, or let faults happen. Return 1 if a check failed."""
     if wanted.faults is not None:
         with _no_logs():
             return _under_faults(wanted, wanted.faults)
@@ -125,7 +125,7 @@ def _under_faults(wanted: SimulateSettings, file: str) -> int:
 
 @contextlib.contextmanager
 def _no_logs() -> Iterator[None]:
-    """Silence the logs: machines under faults log what they should, and it is no news here."""
+    """Silence the logs: machines under faults are expected to log errors."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

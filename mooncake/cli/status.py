@@ -1,4 +1,4 @@
-"""`mooncake status`: the workers, gateways and load of a server, as tables or JSON."""
+"""`mooncake status` shows the workers, gateways and load of a server, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Status(ServerAddress):
 
 
 def show(wanted: Status) -> int:
-    """Print the status of a server, with `watch` again and again.
+    """Print the status of a server; with `watch`, again and again.
 
     Raises:
         MooncakeError: no server answers, or it refuses; with `watch`, only Forbidden and UserError.
@@ -74,7 +74,7 @@ def show(wanted: Status) -> int:
 
 
 def _clear(console: Console, *, as_json: bool) -> None:
-    """Begin anew on a terminal; elsewhere one answer follows the other."""
+    """Clear a terminal. Elsewhere one answer follows the other."""
     if console.is_terminal and not as_json:
         console.clear()
     elif not as_json:
@@ -82,7 +82,7 @@ def _clear(console: Console, *, as_json: bool) -> None:
 
 
 class Rates:
-    """What each worker did a second between the last two answers of a server."""
+    """What each worker did in a second, between the last two answers of a server."""
 
     def __init__(self) -> None:
         self._at_s = 0.0
@@ -90,7 +90,7 @@ class Rates:
         self._shown: dict[str, list[str]] = {}
 
     def take(self, workers: list[dict[str, Any]], now_s: float) -> None:
-        """Take an answer. A process that is new, or has started again, has no rates yet."""
+        """Record an answer. A process that is new, or was restarted, has no rates yet."""
         passed_s, before, self._shown = now_s - self._at_s, self._counts, {}
         self._at_s, self._counts = now_s, {}
         for worker in workers:
@@ -111,7 +111,7 @@ _RATES = {
     "new/s": {"tokens_computed": "tokens", "blocks_put": "blocks"},
     "reused/s": {"tokens_reused": "tokens", "blocks_hit": "blocks"},
 }
-"""Column -> the counters of which it shows the growth, engines' first, each with its unit."""
+"""Column -> the counters whose growth it shows, engines' first, each with its unit."""
 
 
 def _rate(
@@ -139,7 +139,7 @@ def _show(
 
 
 def gateway_table(gateways: list[dict[str, Any]]) -> Table:
-    """Return one row a gateway, the one that answered first."""
+    """Return one row for each gateway, the one that answered first."""
     table = Table(box=None, pad_edge=False)
     columns = {"gateway": "id", "address": "address", "state": "state", "requests": "num_inflight"}
     for title in columns:
@@ -150,9 +150,9 @@ def gateway_table(gateways: list[dict[str, Any]]) -> Table:
 
 
 def worker_table(workers: list[dict[str, Any]], rates: Rates | None = None) -> Table:
-    """Return one row a worker: its name and place, its state, its load, its `rates`, what became of
-    its drafts, how even its shared experts are and which of its stages was slow where there are
-    any, its health port.
+    """Return one row for each worker: its name and place, its state, its load, its `rates`, its
+    health port. Where they exist, it also shows what became of its drafts, how even the load of its
+    shared experts is, and which of its stages was slow.
     """
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "KV used"):
@@ -190,18 +190,18 @@ def _counters(worker: dict[str, Any]) -> dict[str, float]:
 
 
 def _used(load: dict[str, Any]) -> str:
-    """Return the share of its blocks that are not free; a pool node's free blocks hold nothing."""
+    """Return the share of its blocks that are not free. A pool node's free blocks hold nothing."""
     total, free = load.get("num_total_blocks", 0), load.get("num_free_blocks", 0)
     return f"{(total - free) / total:.0%} of {total} blocks" if total else ""
 
 
 _POSITIONS_SHOWN = 4
-"""Of drafts: further ones are rarely accepted."""
+"""Number of draft positions that are shown; later drafts are rarely accepted."""
 
 
 def _drafts(worker: dict[str, Any]) -> str:
     """Return the share of its drafts that were accepted, how many tokens a step with drafts gave,
-    and of so many steps the share in which the first, second... draft was accepted; empty for a
+    and for these steps the share in which the first, second... draft was accepted. Empty for a
     worker that has computed none.
     """
     counters = _counters(worker)
@@ -219,9 +219,9 @@ def _drafts(worker: dict[str, Any]) -> str:
 
 
 def _experts(worker: dict[str, Any]) -> str:
-    """Return how even the load of the ranks is that share experts with it (mean over most), the
-    share of the hottest expert, for how long the others waited for this worker, and who of them was
-    slow or silent; empty for one that shares none, or has counted no rows yet.
+    """Return how even the load of the ranks is that share experts with this worker (mean over
+    maximum), the share of the hottest expert, how long the others waited for this worker, and which
+    of them was slow or silent. Empty for a worker that shares none, or has counted no rows yet.
     """
     counters = _counters(worker)
     most, rows = counters.get("expert_rank_rows_most"), counters.get("expert_rows")
@@ -243,7 +243,7 @@ def _experts(worker: dict[str, Any]) -> str:
 
 
 def _stages(worker: dict[str, Any]) -> str:
-    """Return which stages of a worker were slow; empty where none was."""
+    """Return which stages of a worker were slow; empty if none was."""
     counters = _counters(worker)
     slow = "stage_slow_s_"
     return ", ".join(

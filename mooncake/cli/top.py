@@ -1,4 +1,4 @@
-"""`mooncake top`: `mooncake status --watch` under the name by which people look for it."""
+"""`mooncake top` is `mooncake status --watch` under the name that people look for."""
 
 from __future__ import annotations
 

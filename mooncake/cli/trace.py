@@ -1,4 +1,4 @@
-"""`mooncake trace describe|cache`: figures of a trace, without a cluster."""
+"""`mooncake trace describe|cache` prints figures of a trace, without a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from mooncake.sim.workload import TRACE_BLOCK_TOKENS, describe
 
 
 def run_describe(wanted: TraceFile) -> int:
-    """Print how long a trace is, how its lengths are spread and how often its blocks come again."""
+    """Print how long a trace is, how its lengths are distributed and how often its blocks come
+    again.
+    """
     facts = describe(read_trace(wanted.file))
     write(wanted.json, as_json(facts))
     rows = [

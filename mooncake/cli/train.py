@@ -1,5 +1,5 @@
-"""`mooncake train`: train a small checkpoint on generated tasks. The work is `train.run`'s; here
-are its lines and the page of its curves.
+"""`mooncake train` trains a small checkpoint on generated tasks. The work is done by `train.run`;
+here are its lines and the page of its curves.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def run(wanted: Train) -> int:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Have Ctrl-C and SIGTERM set the event, that a step is not broken off; the second one ends
-    the process with what was saved last."""
+    """Have Ctrl-C and SIGTERM set the event, so that a step is finished first. A second signal ends
+    the process with what was saved last.
+    """
     stopped = threading.Event()
 
     def stop(*_: object) -> None:

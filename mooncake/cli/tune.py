@@ -1,4 +1,4 @@
-"""`mooncake tune`: measure kernel configurations on this GPU and write their table."""
+"""`mooncake tune` measures kernel configurations on this GPU and writes their table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tune(wanted: Tune) -> int:
     """Measure the experts of Kimi-K2, split as asked for, on this GPU and write its table.
 
     Raises:
-        ConfigError: no such split, or there is no GPU.
+        ConfigError: the split does not exist, or there is no GPU.
     """
     from mooncake_kernels.timing import local_device
     from mooncake_kernels.tune import BATCHES, KIMI_K2_RANKS, rank_shape, tune_experts

@@ -1,4 +1,4 @@
-"""`mooncake up`: this machine's part of a cluster over several machines."""
+"""`mooncake up` runs this machine's part of a cluster over several machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mooncake version`: the version of this package and of Python."""
+"""`mooncake version` prints the version of this package and of Python."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Keys that operators give, keys that follow from them, and encryption of what lies on disks."""
+"""Keys that operators give, keys derived from them, and encryption of data on disks."""

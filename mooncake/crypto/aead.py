@@ -1,8 +1,9 @@
-"""AES-256-GCM over bytes that lie on disks: what was altered, cut or moved does not decrypt.
+"""AES-256-GCM for data on disks: data that was altered, cut or moved does not decrypt.
 
-No nonce is ever drawn twice for one key, whatever crashes, restarts, or is copied: a *record* has a
-key of its own, which follows from 32 random bytes beside it; the *chunks* of a file are numbered
-under a key that encrypts this one file once. Calls release the interpreter for all but few bytes.
+No nonce is ever used twice with one key, whatever crashes, restarts, or is copied. A *record* has
+its own key, which is derived from 32 random bytes stored beside it. The *chunks* of a file are
+numbered, with a key that encrypts only this file, and only once. Calls release the interpreter lock
+unless the data is very short.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Altered(Exception):
-    """These bytes were not made with this key and context, or were altered since."""
+    """The data was not made with this key and context, or was altered since."""
 
 
 def record_key(key: bytes, salt: bytes) -> bytes:
-    """Return the key of one record; `salt`: SALT_BYTES that were drawn for it alone."""
+    """Return the key of one record; `salt`: SALT_BYTES that were drawn for this record alone."""
     return derive(key, "mooncake record 1", salt)
 
 
 def encrypt_into(record: bytes, data: Buffer, out: memoryview, context: bytes = b"") -> None:
     """Fill `out` with the encrypted `data` and its tag, TAG_BYTES longer.
 
-    record: a `record_key`, which encrypts this once.
-    context: must be given again to decrypt; is not stored.
+    record: a `record_key`, which is used only once to encrypt.
+    context: must be given again to decrypt; it is not stored.
     """
     AESGCM(record).encrypt_into(_ONLY_NONCE, data, context, out)
 
@@ -46,11 +47,11 @@ def encrypt_into(record: bytes, data: Buffer, out: memoryview, context: bytes = 
 def decrypt_into(
     record: bytes, tag: bytes, sealed: Buffer, out: memoryview, context: bytes = b""
 ) -> None:
-    """Decrypt what `encrypt_into` made, whose tag stands apart, into `out`, which may be the same
-    memory, and may hold anything after an error.
+    """Decrypt what `encrypt_into` made into `out`; the tag is passed separately. `out` may be the
+    same memory, and may hold anything after an error.
 
     Raises:
-        Altered: another key, tag or context, or other bytes.
+        Altered: the key, tag, context or data differs.
     """
     decryptor = Cipher(AES256(record), GCM(_ONLY_NONCE, tag)).decryptor()
     decryptor.authenticate_additional_data(context)
@@ -73,7 +74,7 @@ def unseal(key: bytes, sealed: Buffer, context: bytes = b"") -> bytes:
     """Return what `seal` encrypted.
 
     Raises:
-        Altered: another key or context, or other bytes.
+        Altered: the key, context or data differs.
     """
     if len(sealed) < SALT_BYTES + TAG_BYTES:
         raise Altered
@@ -87,7 +88,7 @@ class Chunks:
     """The numbered chunks of one file. Threads may share it."""
 
     def __init__(self, key: bytes) -> None:
-        """`key`: encrypts the chunks of this one file, and each of them once."""
+        """`key` encrypts the chunks of this one file, and each of them once."""
         self._gcm = AESGCM(key)
 
     def seal_into(self, number: int, data: Buffer, out: memoryview) -> None:
@@ -98,7 +99,7 @@ class Chunks:
         """Decrypt chunk `number` into `out`, which may hold anything after an error.
 
         Raises:
-            Altered: it is not this chunk as it was encrypted.
+            Altered: it differs from this chunk as it was encrypted.
         """
         _decrypt(self._gcm, _nonce(number), sealed, out, None)
 

@@ -1,6 +1,6 @@
-"""Keys that an operator gives: how they are written, and how other keys follow from them.
+"""Keys that an operator gives: how they are written, and how other keys are derived from them.
 
-Pure: where keys are read is launch's. Nothing here prints a key.
+Pure: `launch` reads the keys. Nothing here prints a key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOW = "32 random bytes in hexadecimal or base64 (`openssl rand -hex 32` makes a 
 
 
 def derive(key: bytes, purpose: str, context: bytes = b"") -> bytes:
-    """Return the KEY_BYTES for one purpose and context; `key` cannot be computed from them.
+    """Return KEY_BYTES for one purpose and context; `key` cannot be computed from them.
 
     HKDF's expand step with SHA-256 (RFC 5869): `key` is uniformly random, so needs no extract step.
     """
@@ -29,22 +29,24 @@ def derive(key: bytes, purpose: str, context: bytes = b"") -> bytes:
 
 
 class KeySource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process finds keys. This value travels to the process; the keys do not."""
+    """The place where a process finds keys. This value travels to the process; the keys do not."""
 
     name: str
-    """As in flags: "weights-key"."""
+    """The name as in flags: "weights-key"."""
     file: str | None = None
     command: str | None = None
-    """Prints the keys; not run by a shell."""
+    """The command that prints the keys; no shell runs it."""
 
     @property
     def variable(self) -> str:
-        """The environment variable that may hold the keys where neither of the others is given."""
+        """The environment variable that may hold the keys if neither a file nor a command is
+        given.
+        """
         return f"MOONCAKE_{self.name.upper().replace('-', '_')}"
 
     @property
     def cure(self) -> str:
-        """What an operator can give, for errors."""
+        """The part of an error that says what an operator can give."""
         return f"`{self.name}-file`, `{self.name}-command` or {self.variable}"
 
 
@@ -54,7 +56,7 @@ class Key:
     __slots__ = ("_secret", "id")
 
     def __init__(self, secret: bytes) -> None:
-        """`secret`: KEY_BYTES that are random."""
+        """`secret`: KEY_BYTES of random data."""
         self._secret = secret
         self.id = self.derive("mooncake key id 1")[:ID_BYTES]
         """Tells keys apart; says nothing of the key."""
@@ -71,16 +73,17 @@ class KeyRing:
     """Keys of one purpose: the first encrypts, all decrypt, so that keys can be changed."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
-        """`keys`: at least one, the one to encrypt with first."""
+        """`keys`: at least one; the first one encrypts."""
         self.first = keys[0]
         self._by_id = {key.id: key for key in keys}
 
     @classmethod
     def parse(cls, text: str, where: str) -> KeyRing:
-        """Return the keys in `text`, which stand apart by white space.
+        """Return the keys in `text`, which are separated by white space.
 
         Raises:
-            ConfigError: there is none, or something is no key; names `where`, repeats nothing.
+            ConfigError: there is no key, or something is not a key. The message names `where` and
+                repeats nothing of the text.
         """
         words = text.split()
         if not words:

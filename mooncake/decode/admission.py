@@ -1,4 +1,4 @@
-"""Whether a decode worker has room for one more request: pure arithmetic over blocks."""
+"""Decides whether a decode worker has room for one more request: pure arithmetic over blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 def has_room(num_needed: int, num_available: int, num_running: int) -> bool:
     """Return whether `num_needed` pages may be reserved now.
 
-    Every running sequence keeps one page to grow into, so that a reservation never forces a
-    preemption at once.
+    Every running sequence keeps one page to grow into, so a reservation never forces a preemption
+    at once.
     """
     return num_needed + num_running <= num_available
 
@@ -15,8 +15,9 @@ def has_room(num_needed: int, num_available: int, num_running: int) -> bool:
 def may_reserve(num_needed: int, num_reserved: int, num_total: int) -> bool:
     """Return whether a request may hold `num_needed` pages while prefill computes its prompt.
 
-    Such pages cannot be taken back, so all together have half, but for one request that is larger:
-    the rest is of sequences that run, and yield to a tenant or class below its share.
+    Such pages cannot be taken back. So all of them together may take half of the pages, except for
+    a single larger request. The rest belongs to running sequences, which yield to a tenant or class
+    below its share.
     """
     half = num_total // 2
     return num_reserved + num_needed <= half or num_reserved <= half < num_needed
@@ -30,9 +31,9 @@ def can_ever_fit(num_blocks: int, num_total: int) -> bool:
 
 
 MAX_PASSED = 32
-"""Requests that may go past one which waits, where it might run before resting pages return."""
+"""Requests that may pass a waiting one that might run before resting pages return."""
 MAX_WAITING_LOOKED_AT = 16
-"""Requests without room behind which no further one is looked at."""
+"""After this many requests without room, no further one is considered."""
 
 
 def may_be_passed(
@@ -43,12 +44,12 @@ def may_be_passed(
     num_total: int,
     num_passed: int,
 ) -> bool:
-    """Return whether requests that fit may go past one which does not.
+    """Return whether requests that fit may pass one that does not fit.
 
-    They may where it waits for resting pages: those that a lost peer might still write to. Where
-    it cannot run before these return, any number may pass: none makes it wait longer than its own
-    time, for nobody passes any more once the pages are back. Where it could also run when others
-    end, `MAX_PASSED` may.
+    They may if it waits for resting pages, to which a lost peer might still write. If it cannot run
+    before these return, any number may pass: nobody passes any more once the pages are back, so
+    none delays it by more than its own time. If it could also run when others end, `MAX_PASSED` may
+    pass.
     """
     if num_resting == 0:
         return False

@@ -1,6 +1,7 @@
-"""Blocks that prefill pushed, compared with the checksums of what it sent: plain state of one job.
+"""Compares the blocks that prefill pushed with the checksums of what it sent: plain state of one
+job.
 
-A block is asked about once, when its checksum comes: ahead of `KVReady` or with it.
+A block is compared once, when its checksum comes: ahead of `KVReady` or with it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Sequence
 
 
 class Comparison:
-    """How far the blocks of one request have been compared."""
+    """The progress of comparing the blocks of one request."""
 
     def __init__(self) -> None:
         self._sent: dict[int, int] = {}
-        """Checksum of each block that was asked about, by index."""
+        """Checksum of each block that is to be compared, by index."""
         self._num_open = 0
         self._wrong: set[int] = set()
 
@@ -28,11 +29,11 @@ class Comparison:
 
     @property
     def wrong(self) -> list[int]:
-        """The indexes of blocks that are not what was sent, in order."""
+        """The indexes of blocks that differ from what was sent, in order."""
         return sorted(self._wrong)
 
     def ask(self, indexes: Sequence[int], checksums: Sequence[int]) -> list[int]:
-        """Take in what was sent; return the indexes of blocks to hash here, for `found`."""
+        """Record what was sent. Return the indexes of blocks to hash here, for `found`."""
         new = {
             index: checksum
             for index, checksum in zip(indexes, checksums, strict=False)
@@ -43,7 +44,7 @@ class Comparison:
         return list(new)
 
     def found(self, indexes: Sequence[int], checksums: Sequence[int]) -> None:
-        """Take in the checksums of what lies here."""
+        """Record the checksums of what lies here."""
         self._num_open -= len(indexes)
         self._wrong.update(
             index

@@ -18,7 +18,7 @@ from mooncake.instance.job_table import Job
 
 
 class Stage(Enum):
-    """How far a request has come on a decode worker; see the module's picture."""
+    """The stage of a request on a decode worker; see the module's picture."""
 
     WAITING = "waiting"
     RESERVED = "reserved"
@@ -37,13 +37,13 @@ class DecodeJob(Job[DecodeTask]):
         self.output_tokens = list(task.output_tokens)
         self.sources: list[BlockSource] = task.sources
         self.local = task.prefill is None
-        """No prefill worker pushes KV: gather what is cached and compute the rest here."""
+        """True if no prefill worker pushes KV: gather what is cached and compute the rest here."""
         self.pages: list[int] = []
         """Held for the KV to come: blocks of this worker's cache first, then reserved pages."""
         self.num_passed = 0
         """Later requests that were given room before this one."""
         self.grant: int | None = None
-        """By which prefill may write to those that were reserved, while it may."""
+        """The grant by which prefill may write to reserved pages, while it may."""
         self.num_matched = 0
         """The number of leading `pages` that came from this worker's cache."""
         self.comparison = Comparison()
@@ -52,6 +52,6 @@ class DecodeJob(Job[DecodeTask]):
         self.num_blocks_put = 0
         """Leading blocks that are in a pool already, or on their way to one."""
         self.first_own = 0
-        """The first block that this node's pool may hold; those before it were pushed by prefill
+        """The first block that this node's pool may hold. Blocks before it were pushed by prefill
         and lie in the pool of prefill's node.
         """

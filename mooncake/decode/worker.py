@@ -1,10 +1,10 @@
 """The decode worker: a state machine that joins requests to a running batch once their KV has
 arrived.
 
-Queues: tasks without room wait in `_waiting`, by turn and class (bound `max_reservations`; a full
-queue turns the task away). Others go past one that waits for resting pages only. Pages that a
-prefill worker may be writing to are not freed before its `PushEnded` or `KVReady` has come, or it
-was lost and is fenced (`instance.reservations`).
+Queues: tasks without room wait in `_waiting`, by turn and class (at most `max_reservations`; a full
+queue refuses the task). Others may pass a task that waits only for resting pages. Pages that a
+prefill worker may be writing to are not freed before its `PushEnded` or `KVReady` has come, or
+before it was lost and is fenced (`instance.reservations`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class DecodeWorker:
             insort(self._waiting, job, key=DecodeJob.rank)
 
     def _admit_waiting(self, now: float) -> None:
-        """Start those for which there is room, in order; `may_be_passed` has the exception."""
+        """Start the jobs for which there is room, in order; `may_be_passed` has the exception."""
         passed: list[DecodeJob] = []
         holders = (*self._jobs, *self._aborted.values()) if self._waiting else ()
         reserved = set[int]().union(*(job.pages for job in holders))
@@ -157,8 +157,8 @@ class DecodeWorker:
 
     def _admit(self, job: DecodeJob, now: float, reserved: Set[int] | None) -> bool:
         """Start a waiting job if there is room; return whether it was started. `reserved`: pages
-        held for others that do not run; None: it is due its pages, and leaves none for others to
-        grow into, for they may have more than their share.
+        held for others that do not run. None: the job is due its pages and leaves none for others
+        to grow into, because they may have more than their share.
         """
         instance, layout = self.instance, self.instance.layout
         if job.local:
@@ -191,7 +191,7 @@ class DecodeWorker:
 
     def _admit_due(self, now: float) -> None:
         """Start the first waiting job of each tenant and class that is below its share of the
-        pages, where others run with more than theirs: it does not wait until these end.
+        pages, if others run with more than their share. It does not wait until these end.
         """
         layout, engine = self.instance.layout, self.instance.engine
         tried: set[Flow] = set()
@@ -207,7 +207,9 @@ class DecodeWorker:
                 outside[flow] += len(job.pages)
 
     def _reserved(self) -> Counter[Flow]:
-        """Return how many pages each flow holds for what does not run yet, or not any more."""
+        """Return how many pages each flow holds for requests that do not run yet, or not any
+        more.
+        """
         held: Counter[Flow] = Counter()
         for job in (*self._jobs, *self._aborted.values()):
             if job.pages:
@@ -215,7 +217,7 @@ class DecodeWorker:
         return held
 
     def _send_reserved(self, job: DecodeJob, now: float) -> None:
-        """Tell prefill where to push. A repeat changes nothing, but prefill answers it with
+        """Tell prefill where to push. A repeat changes nothing, except that prefill answers it with
         `PushEnded` when it is done with the request.
         """
         assert job.task.prefill is not None
@@ -322,7 +324,7 @@ class DecodeWorker:
 
     def _join(self, job: DecodeJob, now: float) -> None:
         """Run a request whose KV has come, once all of it has been compared. From the first block
-        that is not what was sent, compute it here.
+        that differs from what was sent, compute it here.
         """
         if job.stage is not Stage.COMPARING or job.comparison.open:
             return
@@ -360,7 +362,9 @@ class DecodeWorker:
     # ------------------------------------------------------------ generating
 
     def _take(self, outputs: list[SequenceOutput], now: float) -> None:
-        """Send tokens and ends to the gateways, put full blocks into the pool, drop ended jobs."""
+        """Send tokens and ends to the gateways, put full blocks into the pool, and drop ended
+        jobs.
+        """
         for output in outputs:
             job = self._jobs.of_sequence(output.sequence.sequence_id)
             assert job is not None, "a sequence without a job"
@@ -397,7 +401,7 @@ class DecodeWorker:
     def _note(
         self, job: DecodeJob, trace: JobTrace, output: SequenceOutput, *, first: bool, now: float
     ) -> None:
-        """Note the prompt that was computed here, and the end of the request."""
+        """Record the prompt that was computed here, and the end of the request."""
         sequence, came_with = output.sequence, len(job.output_tokens)
         if first and output.tokens:
             trace.computed(sequence, job.num_tokens, now)
@@ -430,7 +434,7 @@ class DecodeWorker:
     # ------------------------------------------------------------ endings
 
     def _abort(self, job: DecodeJob, now: float) -> None:
-        """End a job; pages that prefill may write to are kept until it has stopped."""
+        """End a job. Pages that prefill may write to are kept until it has stopped."""
         self._jobs.remove(job)
         match job.stage:
             case Stage.WAITING:
@@ -457,7 +461,7 @@ class DecodeWorker:
         self.instance.fail(job.task, failure)
 
     def _end_reservation(self, job: DecodeJob) -> None:
-        """Let nobody write to the pages of a job any more; prefill has said that it does not."""
+        """Let nobody write to the pages of a job any more: prefill has said that it does not."""
         if job.grant is not None:
             self.instance.reservations.end(job.grant)
             job.grant = None

@@ -1,4 +1,4 @@
-"""Who a process is: credentials, the roles they give, and how they are proven."""
+"""The identity of a process: credentials, the roles they give, and how they are proven."""
 
 from mooncake.identity.credential import (
     Certificate,

@@ -1,7 +1,7 @@
 """A small certificate authority for TLS within a cluster: its own certificate, and those of hosts.
 
-It makes and reads PEM; files are the caller's. X.509 is for what cannot prove a credential: Ray,
-probes, browsers.
+It makes and reads PEM; the caller handles files. X.509 is for peers that cannot prove a credential:
+Ray, probes, browsers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from mooncake.base import ConfigError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Every host's own names: processes of one machine reach each other by them."""
+"""Names that every host has for itself: processes of one machine reach each other by them."""
 SKEW = datetime.timedelta(hours=1)
-"""Certificates count from so long ago: clocks of other machines may be behind."""
+"""Certificates are valid from this long ago, because clocks of other machines may be slow."""
 MAX_NAME = 64
 """Characters of a common name in X.509."""
 
 _SigningKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
-"""Of an authority; RSA: one that others made."""
+"""The key of an authority; RSA only if others made it."""
 _USE = {
     "digital_signature": False,
     "content_commitment": False,
@@ -52,7 +52,7 @@ class Pem(msgspec.Struct, frozen=True):
 
 
 def make_authority(name: str, days: float) -> Pem:
-    """Return an authority of its own making, which counts for `days` from now."""
+    """Return a new self-signed authority, valid for `days` from now."""
     key = ec.generate_private_key(ec.SECP256R1())
     named = _name(name)
     builder = (
@@ -66,7 +66,7 @@ def make_authority(name: str, days: float) -> Pem:
 
 
 def make_host_certificate(authority: Pem, names: Sequence[str], days: float | None) -> Pem:
-    """Return a certificate as of `sign_host_key`, with a fresh key. Raises the same."""
+    """Return a certificate as `sign_host_key` makes it, with a fresh key. Raises the same."""
     key = HostKey()
     return Pem(sign_host_key(authority, names, days, key.public), key.pem)
 
@@ -79,7 +79,7 @@ class HostKey:
 
     @property
     def public(self) -> bytes:
-        """Its public key, as X.509 encodes it (DER)."""
+        """The public key, as X.509 encodes it (DER)."""
         return self._key.public_key().public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
@@ -92,12 +92,13 @@ class HostKey:
 
 def sign_host_key(authority: Pem, names: Sequence[str], days: float | None, public: bytes) -> str:
     """Return a certificate in PEM by which a host proves itself at both ends of a connection, under
-    its `names` and addresses, and under `LOOPBACK`. `days`: from now on that it counts; None: as
-    long as the authority's. `public`: of its elliptic key, as X.509 encodes it (DER).
+    its `names` and addresses, and under `LOOPBACK`. `days`: how long it is valid from now; None: as
+    long as the authority's. `public`: the host's public elliptic-curve key, as X.509 encodes it
+    (DER).
 
     Raises:
-        ConfigError: `authority` is none, or would expire before, a name cannot stand in a
-            certificate, or `public` is no such key.
+        ConfigError: `authority` is not an authority or would expire earlier, a certificate cannot
+            hold a name, or `public` is not such a key.
     """
     own, own_key = _read_authority(authority)
     try:
@@ -135,15 +136,15 @@ def sign_host_key(authority: Pem, names: Sequence[str], days: float | None, publ
 
 
 def expiry(pem: Pem) -> datetime.datetime:
-    """Return until when a certificate counts, in UTC."""
+    """Return until when a certificate is valid, in UTC."""
     return x509.load_pem_x509_certificate(pem.certificate.encode()).not_valid_after_utc
 
 
 def names_in(certificate: str) -> list[str]:
-    """Return the addresses and host names that a certificate in PEM counts for.
+    """Return the addresses and host names for which a certificate in PEM is valid.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a certificate.
     """
     try:
         own = x509.load_pem_x509_certificate(certificate.encode())

@@ -1,10 +1,10 @@
 """Credentials: a certificate of name, roles and tenant, signed by the cluster's key, and the
 private keys that belong to it.
 
-The cluster's own keys follow from the cluster secret: who knows it can issue any credential. Who
-has a credential can prove that one and check all others, and issue none. A process that is given
-the secret issues itself a credential with fresh keys. While a secret is replaced it is given two:
-it proves the first, and accepts what either has signed.
+The cluster's own keys are derived from the cluster secret, so whoever knows the secret can issue
+any credential. The holder of a credential can prove that one and check all others, but cannot issue
+any. A process that is given the secret issues itself a credential with fresh keys. While a secret
+is being replaced it is given two: it proves the first, and accepts what either has signed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake.base.ids import IdSource, SystemIds
 from mooncake.base.rights import CredentialRole, Sender
 
 PREFIX = "mooncake-credential-1:"
-"""How the text of a credential begins; no cluster secret may begin so."""
+"""The beginning of a credential's text; no cluster secret may begin with it."""
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 MAX_CERTIFICATE_BYTES = 1024
@@ -36,21 +36,21 @@ MAX_SECRETS = 2
 
 
 class Certificate(msgspec.Struct, frozen=True, array_like=True):
-    """What the cluster says of the holder of two keys."""
+    """What the cluster certifies about the holder of two keys."""
 
     name: str
     roles: list[CredentialRole]
     tenant: str | None
-    """Whose blocks a pool client may name; None: of all tenants."""
+    """The tenant whose blocks a pool client may name; None: all tenants."""
     expires_s: float
-    """Seconds since 1970 from which it counts no more; 0: never."""
+    """Seconds since 1970 from which it is not valid any more; 0: never."""
     channel_key: bytes
     """Public X25519 key of its control connections."""
     signing_key: bytes
-    """Public Ed25519 key of what it signs."""
+    """Public Ed25519 key for the holder's signatures."""
 
     def sender(self) -> Sender:
-        """Return what it lets its holder send."""
+        """Return what the certificate lets its holder send."""
         return Sender(
             name=self.name, roles=frozenset(self.roles), tenant=self.tenant,
             channel_key=self.channel_key.hex(),
@@ -70,14 +70,14 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PublicKeys(msgspec.Struct, frozen=True, array_like=True):
-    """The two keys that a certificate is of."""
+    """The two public keys in a certificate."""
 
     channel: bytes
     signing: bytes
 
 
 class Trust(Protocol):
-    """Whose signatures count."""
+    """The clusters whose signatures are valid."""
 
     @property
     def clusters(self) -> Sequence[ClusterKeys]: ...
@@ -89,7 +89,9 @@ class ClusterKeys(msgspec.Struct, frozen=True, array_like=True):
     signing_key: bytes
     """Checks certificates, and what the cluster itself has signed."""
     channel_key: bytes
-    """Of the control sockets whose address people type: it does not name their key."""
+    """The key of control sockets whose address people type, because such an address names no
+    key.
+    """
 
     @property
     def clusters(self) -> Sequence[ClusterKeys]:
@@ -120,7 +122,7 @@ def _public(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
 
 
 class _Secret:
-    """The cluster's private keys, made of its secret."""
+    """The cluster's private keys, derived from its secret."""
 
     def __init__(self, secret: str) -> None:
         self.channel_seed = _derive(secret.encode(), b"channel curve key v2")
@@ -132,17 +134,19 @@ class _Secret:
 
 
 def cluster_keys(secret: str) -> ClusterKeys:
-    """Return the public keys of the cluster that has this secret, of two the first."""
+    """Return the public keys of the cluster that has this secret; if there are two, of the
+    first.
+    """
     return _Secret(secrets_in(secret)[0]).public
 
 
 def listening_seed(secret: str) -> bytes:
-    """Return the private key to the sockets of the cluster whose address people type."""
+    """Return the private key of the cluster's sockets whose address people type."""
     return _Secret(secrets_in(secret)[0]).channel_seed
 
 
 class Keys:
-    """The private keys of one process, made of a seed, which is a secret."""
+    """The private keys of one process, derived from a seed, which is a secret."""
 
     def __init__(self, seed: bytes) -> None:
         self.seed = seed
@@ -151,11 +155,11 @@ class Keys:
 
     @classmethod
     def drawn(cls, ids: IdSource | None = None) -> Keys:
-        """Return fresh ones."""
+        """Return new random keys."""
         return cls(bytes.fromhex((ids or SystemIds()).hex(KEY_BYTES)))
 
     def __repr__(self) -> str:
-        """Return nothing of them."""
+        """Return nothing about the keys."""
         return "Keys()"
 
     @property
@@ -165,13 +169,13 @@ class Keys:
 
 
 class Issued(msgspec.Struct, frozen=True, array_like=True):
-    """What a holder of the cluster secret gives to the owner of keys; nothing of it is secret."""
+    """What a holder of the cluster secret gives to the owner of keys. Nothing in it is secret."""
 
     signed: bytes
     """The certificate with its signature."""
     cluster: ClusterKeys
     others: Sequence[ClusterKeys] = ()
-    """Clusters whose certificates count, too, while the secret is replaced."""
+    """Clusters whose certificates are valid too, while the secret is being replaced."""
 
 
 class Credential:
@@ -186,27 +190,29 @@ class Credential:
         others: Sequence[ClusterKeys] = (),
         listening: bytes = b"",
     ) -> None:
-        """`others`: of which certificates count, too. `listening`: see `listening_seed`. Raises
-        ProtocolError: `signed` is no certificate of this cluster.
+        """`others`: further clusters whose certificates are valid. `listening`: see
+        `listening_seed`. Raises ProtocolError when `signed` is not a certificate of this cluster.
         """
         self.certificate = check_certificate(signed, cluster)
         self.signed = signed
         """The certificate with its signature, as peers are shown it."""
         self.cluster = cluster
         self.clusters: Sequence[ClusterKeys] = (cluster, *others)
-        """Those whose certificates count, its own first. A new object after each change."""
+        """Clusters whose certificates are valid, its own first. It is a new object after each
+        change.
+        """
         self.keys = Keys(seed)
         self._secret = secret
         self._listening = listening
 
     def __repr__(self) -> str:
-        """Return the name alone: the rest is secret."""
+        """Return only the name: the rest is secret."""
         return f"Credential({self.certificate.name!r})"
 
     def renew(self, given: str) -> None:
-        """Prove what `given` says from now on, with the same keys: the first of its secrets, where
-        this was made from a secret; else a certificate that was issued anew for these keys. Accept
-        what any cluster in it has signed. From any thread.
+        """Prove what `given` says from now on, with the same keys. If this credential was made from
+        a secret, `given` holds secrets and the first one is used. Otherwise it holds a new
+        certificate for these keys. Accept what any cluster in it has signed. From any thread.
 
         Raises:
             ConfigError: `given` is of the other kind, is damaged, or has other keys.
@@ -237,7 +243,7 @@ class Credential:
     @property
     def listening_seed(self) -> bytes | None:
         """The cluster's private X25519 key, for sockets whose address people type: peers need not
-        be told the key to it. None: this was neither made from the secret nor given the key.
+        be told their key. None: this credential was neither made from the secret nor given the key.
         """
         if self.certificate.sender().speaks_for_itself:
             return None
@@ -262,8 +268,8 @@ class Credential:
 
 
 class KeyAgreement:
-    """One side of a Diffie-Hellman exchange (X25519) with keys that are used once: who later learns
-    a credential, or the cluster secret, cannot compute what was agreed.
+    """One side of a Diffie-Hellman exchange (X25519) with keys that are used once. So nobody who
+    later learns a credential, or the cluster secret, can compute what was agreed.
     """
 
     def __init__(self, ids: IdSource) -> None:
@@ -271,7 +277,9 @@ class KeyAgreement:
         self.public = _public(self._private)
 
     def agree(self, public: bytes) -> bytes:
-        """Return what only the two sides know. Raises ProtocolError: `public` is no key."""
+        """Return the secret that only the two sides know. Raises ProtocolError when `public` is not
+        a key.
+        """
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError as error:
@@ -279,8 +287,8 @@ class KeyAgreement:
 
 
 def check_certificate(signed: bytes, trust: Trust) -> Certificate:
-    """Return the certificate in `signed`. Raises ProtocolError unless one that is trusted has
-    signed it.
+    """Return the certificate in `signed`. Raises ProtocolError unless a trusted cluster has signed
+    it.
     """
     signature, encoded = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
     try:
@@ -299,10 +307,11 @@ def _verify_any(trust: Trust, signature: bytes, data: bytes, problem: str) -> No
 
 
 def secrets_in(given: str) -> list[str]:
-    """Return the secrets in the text that a process is given: one a line, the one to prove first.
+    """Return the secrets in the text that a process is given: one on each line, the one to prove
+    first.
 
     Raises:
-        ConfigError: there is none, or more than two.
+        ConfigError: there is no secret, or there are more than two.
     """
     found = [line.strip() for line in given.splitlines() if line.strip()]
     if not found:
@@ -340,8 +349,8 @@ def issue(
     listens: bool = False,
     ids: IdSource | None = None,
 ) -> Credential:
-    """Return a new credential with keys of its own, signed with the first line of `secret`.
-    `listens`: a gateway with it can be joined at its `--join-port`. Raises ConfigError: there is no
+    """Return a new credential with its own keys, signed with the first line of `secret`. `listens`:
+    others can join a gateway with it at its `--join-port`. Raises ConfigError when there is no
     secret.
     """
     keys = Keys.drawn(ids)
@@ -360,8 +369,8 @@ def certify(
     tenant: str | None = None,
     expires_s: float = 0.0,
 ) -> Issued:
-    """Return a certificate of keys that another process has, signed with the first line of
-    `secret`. Raises ConfigError: there is none.
+    """Return a certificate for keys that another process has, signed with the first line of
+    `secret`. Raises ConfigError when there is no secret.
     """
     own, *others = map(_Secret, secrets_in(secret))
     certificate = Certificate(
@@ -374,11 +383,11 @@ def certify(
 def own_credential(
     given: str, *roles: CredentialRole, name: str = "", ids: IdSource | None = None
 ) -> Credential:
-    """Return the credential of a process that acts in `roles`: the one that `given` is the text of,
-    or one that the process issues itself when `given` is the cluster secret.
+    """Return the credential of a process that acts in `roles`: the one whose text is `given`, or
+    one that the process issues itself if `given` is the cluster secret.
 
     Raises:
-        ConfigError: it is empty, damaged, or a credential that has none of the roles.
+        ConfigError: `given` is empty, damaged, or a credential with none of the roles.
     """
     if not given.startswith(PREFIX):
         words = name or "-".join(role.value for role in roles)
@@ -397,7 +406,7 @@ def own_credential(
 
 
 def _read(text: str) -> Credential:
-    """Return the credential that a text is. Raises ConfigError: it is damaged."""
+    """Return the credential in a text. Raises ConfigError when it is damaged."""
     try:
         written = _WRITTEN.decode(base64.b64decode(text.removeprefix(PREFIX), validate=True))
         return Credential(
@@ -408,5 +417,5 @@ def _read(text: str) -> Credential:
 
 
 def keys_in(text: str) -> Keys:
-    """Return the keys of the credential that a text is. Raises ConfigError: it is damaged."""
+    """Return the keys of the credential in a text. Raises ConfigError when it is damaged."""
     return _read(text).keys

@@ -1,10 +1,10 @@
-"""How a process gets a credential and a certificate of its own from a signer that knows the secret.
+"""Gets a process its own credential and certificate from a signer that knows the secret.
 
-Both sides know a token of the process' role, which never travels: each message carries a tag made
-with it. The process draws its own keys and sends the public ones; what comes back is no secret,
-except the key to the sockets of gateways, which only the process' own key can open. A message that
-is repeated gives nothing to one who has not the private keys, and an answer counts for
-its own question alone. Pure: HTTP and files are the caller's.
+Both sides know a token for the process' role. The token never travels: each message carries a tag
+made with it. The process draws its own keys and sends the public ones. The answer is not secret,
+except the key of gateways' sockets, which only the process' own key can open. A repeated message is
+of no use without the private keys, and an answer is valid only for its own question. Pure: the
+caller does HTTP and files.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
     nonce: bytes
     keys: PublicKeys
-    """Of its credential."""
+    """The public keys for its credential."""
     host_key: bytes
-    """Of its certificate for TLS, as X.509 encodes it (DER)."""
+    """The public key for its TLS certificate, as X.509 encodes it (DER)."""
 
 
 class HostCertificate(msgspec.Struct, frozen=True, array_like=True):
@@ -44,13 +44,13 @@ class HostCertificate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Enrolled(msgspec.Struct, frozen=True, array_like=True):
-    """What a process gets."""
+    """The answer to a process."""
 
     issued: Issued
     host: HostCertificate | None
-    """None: the signer has no authority."""
+    """The TLS certificate; None: the signer has no authority."""
     address: str
-    """Of the process as the signer sees it; its certificate is of this address."""
+    """The process' address as the signer sees it; its certificate is for this address."""
     listening: bytes = b""
     """For gateways: the key to sockets whose address people type, as `sealed_to` the process."""
 
@@ -59,7 +59,9 @@ Message = TypeVar("Message", Question, Enrolled)
 
 
 def sealed_to(keys: PublicKeys, secret: bytes, ids: IdSource | None = None) -> bytes:
-    """Return a secret that only the owner of `keys` can read. Forbidden: they are no keys."""
+    """Return a secret that only the owner of `keys` can read. Raises Forbidden when they are not
+    keys.
+    """
     once = KeyAgreement(ids or SystemIds())
     try:
         shared = once.agree(keys.channel)
@@ -69,7 +71,9 @@ def sealed_to(keys: PublicKeys, secret: bytes, ids: IdSource | None = None) -> b
 
 
 def opened(sealed: bytes, keys: Keys) -> bytes:
-    """Return what was sealed to the public half of `keys`. Forbidden: it was not, or is altered."""
+    """Return what was sealed to the public half of `keys`. Raises Forbidden when it was not, or was
+    altered.
+    """
     public, data = sealed[:KEY_BYTES], sealed[KEY_BYTES:]
     own = X25519PrivateKey.from_private_bytes(keys.channel_seed)
     try:
@@ -82,7 +86,7 @@ def opened(sealed: bytes, keys: Keys) -> bytes:
 
 
 _NONCE = bytes(12)
-"""Each key seals once."""
+"""A constant, because each key seals only once."""
 
 
 def _sealing_key(shared: bytes, public: bytes) -> bytes:
@@ -90,7 +94,7 @@ def _sealing_key(shared: bytes, public: bytes) -> bytes:
 
 
 def checked_token(token: str, name: str) -> bytes:
-    """Return a token for tags. ConfigError: it is so short that it could be guessed."""
+    """Return a token for tags. Raises ConfigError when it is so short that it could be guessed."""
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
             f"{name}: a token has {MIN_TOKEN_CHARACTERS} characters at least, this has "
@@ -100,13 +104,13 @@ def checked_token(token: str, name: str) -> bytes:
 
 
 def encode(message: Question | Enrolled, token: bytes, asked: bytes = b"") -> bytes:
-    """Return a message behind its tag. `asked`: what an answer is the answer to."""
+    """Return a message with its tag before it. `asked`: the question that an answer answers."""
     data = msgspec.msgpack.encode(message)
     return _tag(token, type(message), asked, data) + data
 
 
 def decode(body: bytes, kind: type[Message], token: bytes, asked: bytes = b"") -> Message:
-    """Return the message in `body`. Forbidden: its tag was not made with this token."""
+    """Return the message in `body`. Raises Forbidden when its tag was not made with this token."""
     tag, data = body[:TAG_BYTES], body[TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(token, kind, asked, data)):
         raise Forbidden(

@@ -1,5 +1,5 @@
-"""What prefill and decode workers share: an engine, its membership in the cluster, and its fetches,
-pushes and puts of blocks.
+"""Holds what prefill and decode workers share: an engine, its membership in the cluster, and its
+fetches, pushes and puts of blocks.
 """
 
 from mooncake.instance.config import InstanceConfig

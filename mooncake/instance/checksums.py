@@ -1,7 +1,8 @@
-"""Checksums of blocks in this instance's pages: by them decode finds out that a block arrived
-otherwise than prefill sent it, whatever carried it.
+"""Checksums of blocks in this instance's pages. With them decode detects that a block arrived with
+other contents than prefill sent, whatever carried it.
 
-The hashing itself is behind a port, beside the instance's work. Owns which operation is whose.
+The hashing itself is behind a port and runs besides the instance's work. Owns which operation
+belongs to whom.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PolledHasher(Hasher, Protocol):
         """Return what ended since the last call, without waiting."""
 
     def close(self) -> None:
-        """End what runs; afterwards nothing reads the pages."""
+        """End what runs. Afterwards nothing reads the pages."""
 
 
 class HashingRank(Protocol):
@@ -49,7 +50,7 @@ class HashingRank(Protocol):
 
 
 class FoundParts:
-    """What the memories of an instance found of one block: the parts of its checksum."""
+    """The parts of one block's checksum that the memories of an instance found."""
 
     def __init__(self) -> None:
         self._parts: dict[range, int] = {}
@@ -57,12 +58,14 @@ class FoundParts:
         self._differ = False
 
     def add(self, layers: range, part: int) -> None:
-        """Take what one memory found of the layers that it holds."""
+        """Add the part that one memory found for the layers that it holds."""
         self._differ |= self._parts.setdefault(layers, part) != part
 
     @property
     def checksum(self) -> int:
-        """The block's, once each layer was found; 0, as of no block, where copies differ."""
+        """The block's checksum, once each layer was found. It is 0, which no block has, if copies
+        differ.
+        """
         return 0 if self._differ else added(self._parts.values())
 
 
@@ -72,22 +75,22 @@ class _Hashing:
 
     found_all: ChecksumsFound
     found: dict[int, FoundParts]
-    """By page, in the order in which they were given."""
+    """Parts by page, in the order in which pages were given."""
     num_open: int = 0
 
 
 class BlockChecksums:
-    """All hashing of one instance: each memory finds its part, and a block of which there are
-    copies counts as right where all are the same.
+    """All hashing of one instance. Each memory finds its part; a block with several copies counts
+    as right only if all copies are equal.
     """
 
     def __init__(self, ranks: Sequence[HashingRank]) -> None:
-        """`ranks`: the memories of this instance, that of this process first; without any nothing
-        may be started.
+        """`ranks`: the memories of this instance, that of this process first. If it is empty,
+        `start` may not be called.
         """
         self._ranks = ranks
         self._open: dict[tuple[int, int], tuple[_Hashing, list[int]]] = {}
-        """What a rank hashes, by (rank, its number)."""
+        """The blocks that a rank hashes, by (rank, its number)."""
 
     @property
     def can_hash(self) -> bool:
@@ -105,7 +108,7 @@ class BlockChecksums:
                 self._open[number, rank.hash(held)] = hashing, held
 
     def on_done(self, event: Hashed, now: float, rank: int = 0) -> None:
-        """Take what a rank found; call the callback when that was the last one."""
+        """Record what a rank found. Call the callback when that was the last rank."""
         hashing, held = self._open.pop((rank, event.number))
         hashing.num_open -= 1
         layers = self._ranks[rank].array.layers

@@ -1,7 +1,7 @@
 """An instance: one engine with its membership in the cluster and its fetches, pushes and puts of
 blocks. Prefill and decode workers own one each.
 
-What is done with finished blocks and sampled tokens is not here: there the two roles differ.
+The roles decide what happens to finished blocks and sampled tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from mooncake.transfer.engine import Region, Transfer, TransferDone
 
 
 class InstancePorts(msgspec.Struct, frozen=True):
-    """What an instance reaches the world with."""
+    """The ports by which an instance reaches the world."""
 
     channel: Channel
     transfer: Transfer
@@ -66,11 +66,11 @@ class InstancePorts(msgspec.Struct, frozen=True):
     """The engine's pages in this process's memory, a `PageArray`."""
     gateway_address: str
     hasher: Hasher | None = None
-    """Of blocks in `pages`."""
+    """Hashes the blocks in `pages`."""
     held: PageArray | None = None
-    """What of the engine's pages lies in `pages`; None: all of them."""
+    """The part of the engine's pages that lies in `pages`; None: all of them."""
     followers: Sequence[RankPages] = ()
-    """The pages of the other ranks, where each has a memory of its own."""
+    """The pages of the other ranks, if each has its own memory."""
     seeds: Sequence[str] = ()
     """See `Membership`."""
 
@@ -110,7 +110,7 @@ class Instance:
         self.write_through = WriteThrough(self._writer, layout.num_layers, config.push_timeout_s)
         self.reservations = Reservations(ports.transfer, self.mover, self.pool, config.quarantine_s)
         self.draining = False
-        """The worker wants to leave."""
+        """True if the worker wants to leave."""
         self.next_role: Role | None = None
         """The role in which the worker starts again once nothing is in progress here."""
         self._membership = Membership(
@@ -131,8 +131,8 @@ class Instance:
     # ------------------------------------------ events that both roles treat alike
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
-        """Handle an event that both roles treat alike; ignore others, and answers to an earlier
-        boot.
+        """Handle an event that both roles treat alike. Other events are ignored, and so are answers
+        to an earlier boot.
         """
         if isinstance(event, Answer) and event.asker != self.worker:
             return
@@ -193,13 +193,13 @@ class Instance:
         return outputs
 
     def start_steps(self, now: float) -> list[SequenceOutput]:
-        """Start steps as far as the engine can; return outputs that end sequences which can never
+        """Start as many steps as the engine can. Return outputs that end sequences which can never
         run here.
         """
         return self.engine.tick(now)
 
     def tick(self, now: float) -> float:
-        """Give up overdue transfers, send outputs and reports; return when to come again."""
+        """Give up overdue transfers, send outputs and reports. Return when to call again."""
         wakes = [self._reader.tick(now), self._writer.tick(now), self.reservations.tick(now)]
         readers, wake_s = self.page_pins.tick(now)
         self.ask_about(readers)
@@ -213,7 +213,7 @@ class Instance:
 
     @property
     def kvstore(self) -> WorkerRef | None:
-        """The pool node of this machine, while it runs."""
+        """The pool node of this machine, if one is known."""
         return self._membership.kvstore
 
     def next_sequence_id(self) -> int:
@@ -246,9 +246,9 @@ class Instance:
         self.queue_output(task.gateway, output)
 
     def taken(self, task: TaskT, jobs: JobTable[JobT], end: Callable[[JobT], None]) -> TaskT | None:
-        """Return the task of a new job, with the settings that it names, after `end` has ended the
-        older attempt of its request. None: the task is a repeat or over; or its settings are not
-        here, and it has been turned away: the next task carries them.
+        """Return the task of a new job with the settings that it names, after `end` has ended the
+        older attempt of its request. None: the task is a repeat or over, or its settings are not
+        here. In the last case the task is refused, and the next one carries the settings.
         """
         if not jobs.is_new(task):
             return None
@@ -268,7 +268,7 @@ class Instance:
         return whole
 
     def trace_of(self, task: RequestTask, now: float) -> JobTrace | None:
-        """Return what collects the spans of a job that begins now; None: nobody asks for them."""
+        """Return the collector of spans for a job that begins now; None: nobody wants them."""
         return JobTrace(self.worker.worker_id, now) if task.request.traced else None
 
     def count(self, name: str, amount: float = 1) -> None:
@@ -289,14 +289,14 @@ class Instance:
         head: ChainHead = NO_HEAD,
     ) -> None:
         """Write blocks (key -> index in the sequence) through to this machine's pool node, if there
-        is one; `head` lies before them and counts as used too. `settled` is called with now when
-        the put has ended, well or not.
+        is one. `head` lies before them and counts as used too. `settled` is called with now when
+        the put has ended, successfully or not.
         """
         if blocks and self.kvstore is not None:
             self.write_through.put(self.kvstore, push, blocks, tenant, settled, head)
 
     def report_use(self, head: ChainHead) -> None:
-        """Report to this machine's pool node that a chain is used of which nothing is to be
+        """Report to this machine's pool node that a chain is used, when nothing of it is to be
         written.
         """
         if head.num_counted < len(head.keys) and self.kvstore is not None:
@@ -305,7 +305,7 @@ class Instance:
     def close_push(
         self, push: Push, now: float, then: Callable[[float], None] | None = None
     ) -> None:
-        """End a push; `then` is called with now when nothing of it touches memory any more."""
+        """End a push. `then` is called with now when nothing of it touches memory any more."""
 
         def released(at: float) -> None:
             self._num_open_pushes -= 1
@@ -316,7 +316,7 @@ class Instance:
         push.close(now, released)
 
     def _count_fetch(self, store: WorkerRef, result: ReadResult) -> None:
-        """Count what fetches move, from this machine's pool node and from others: the Conductor
+        """Count what fetches move, from this machine's pool node and from others. The Conductor
         learns their speed from it.
         """
         self.count("blocks_fetched", result.num_blocks)
@@ -345,8 +345,8 @@ class Instance:
 
     @property
     def _lends(self) -> bool:
-        """True if others may read this instance's cached blocks: one that drains ends when no other
-        reads them any more; one that takes another role keeps none for others.
+        """True if others may read this instance's cached blocks. A draining instance ends when no
+        other reads them any more. One that changes its role keeps none for others.
         """
         return self.draining and self.next_role is None and self._own_pages.has_whole_blocks
 
@@ -357,7 +357,7 @@ class Instance:
 
     @property
     def joined(self) -> bool:
-        """True if a gateway knows this worker: until then nothing is asked of it."""
+        """True if a gateway knows this worker. Until then it gets no requests."""
         return self._membership.welcomed
 
     def block_checksums(self, keys: list[BlockKey]) -> list[int]:
@@ -397,7 +397,7 @@ class Instance:
 
 
 def _has_bytes(pages: Region) -> bool:
-    """Return False in a simulated world, which moves no bytes."""
+    """Return whether there are bytes to move; False in a simulated world."""
     try:
         list(pages.read([(0, 1)]))
     except ValueError:

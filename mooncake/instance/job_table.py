@@ -1,8 +1,8 @@
 """The requests in progress on a worker: the table that the prefill and the decode role share.
 
 Owned by the role's worker, which decides what a job does. The table knows attempts, gateways and
-sequences: at most one attempt of a request is in progress, and what belongs to an older attempt,
-or to one that has ended, is fenced off.
+sequences. At most one attempt of a request is in progress. What belongs to an older attempt, or to
+one that has ended, is fenced off.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Job(Generic[TaskT]):
         self.keys = block_keys(
             layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
         )
-        """Of all full blocks of the prompt and of the task's output tokens."""
+        """Keys of all full blocks of the prompt and of the task's output tokens."""
         self.num_tokens = len(tokens)
         """Tokens whose KV must exist before the next token is sampled."""
         self._block_tokens = layout.block_tokens
         self.reuse: PrefixReuse | None = None
         self.sequence: Sequence | None = None
         self.trace: JobTrace | None = None
-        """What is told of a traced request."""
+        """The spans of a traced request."""
         self.num_counted = 0
         """Leading blocks that this node's pool already counts as used by this request."""
         self.fetched: CacheHits | None = None
@@ -77,7 +77,9 @@ class Job(Generic[TaskT]):
     def new_sequence(
         self, sequence_id: int, output_tokens: list[int], pages: list[int], num_computed: int
     ) -> Sequence:
-        """Return a sequence of this request over `pages`, of which so many tokens are computed."""
+        """Return a sequence of this request over `pages`, of which this many tokens are
+        computed.
+        """
         return Sequence(
             sequence_id=sequence_id,
             request=self.task.request,
@@ -97,9 +99,9 @@ class Job(Generic[TaskT]):
         num_cached_tokens: int | None,
         spans: list[WorkSpan],
     ) -> RequestOutput:
-        """Return what the gateway hears of the tokens that a step has made.
+        """Return the message to the gateway about the tokens that a step has made.
 
-        num_cached_tokens: with the first of an attempt.
+        num_cached_tokens: given with the first output of an attempt.
         """
         tokens = list(made.tokens)
         return RequestOutput(
@@ -117,7 +119,7 @@ class Job(Generic[TaskT]):
 
     def reusable_keys(self, num_outputs: int) -> list[BlockKey]:
         """Return the keys of the blocks that may come from a cache, when `num_outputs` output
-        tokens are known. The last known token is always computed, because its logits are wanted.
+        tokens are known. The last known token is always computed, because its logits are needed.
         """
         request = self.task.request
         if request.sampling.num_prompt_logprobs is not None and not num_outputs:
@@ -168,7 +170,7 @@ class JobTable(Generic[JobT]):
         return replaced or attempt <= self._ended.get(request_id, -1)
 
     def is_new(self, task: RequestTask) -> bool:
-        """Return whether a task is neither a repeat nor of an attempt that is over."""
+        """Return whether a task is neither a repeat nor part of an attempt that is over."""
         request_id = task.request.request_id
         repeated = self.find(request_id, task.attempt) is not None
         return not repeated and not self.is_over(request_id, task.attempt)
@@ -184,7 +186,7 @@ class JobTable(Generic[JobT]):
         return job if job is not None and job.attempt <= message.attempt else None
 
     def remove(self, job: JobT) -> None:
-        """Take a job out and fence off its attempt; repeats change nothing."""
+        """Remove a job and fence off its attempt. Repeats change nothing."""
         if self._jobs.get(job.request_id) is job:
             del self._jobs[job.request_id]
         self._remember(job.request_id, job.attempt)
@@ -202,7 +204,7 @@ class JobTable(Generic[JobT]):
         return self._by_sequence.get(sequence_id)
 
     def end_sequence(self, job: JobT) -> int | None:
-        """Forget the job's sequence; return its id, None when the engine was running none."""
+        """Forget the job's sequence. Return its id; None if the engine was running none."""
         if job.sequence is None or job.sequence.sequence_id not in self._by_sequence:
             return None
         del self._by_sequence[job.sequence.sequence_id]
@@ -213,9 +215,9 @@ class JobTable(Generic[JobT]):
         return [job for job in self._jobs.values() if job.task.gateway == gateway]
 
     def on_welcome(self, gateway: WorkerRef) -> list[JobT]:
-        """Take note of a gateway; return the jobs of its former epoch, which has no clients left.
+        """Record a gateway. Return the jobs of its former epoch, which have no clients left.
 
-        A gateway that has started again numbers its attempts anew, so the fence is lifted.
+        A gateway that was restarted numbers its attempts anew, so the fence is lifted.
         """
         if is_former(self._gateways.get(gateway.worker_id, gateway), gateway):
             self._ended.clear()
@@ -223,8 +225,8 @@ class JobTable(Generic[JobT]):
         return [job for job in self._jobs.values() if is_former(job.task.gateway, gateway)]
 
     def keep_early(self, message: Reserved, now: float) -> Reserved | None:
-        """Keep a reservation that came before its task; return the one dropped to make room. The
-        time limit of a repeated one runs from its first arrival.
+        """Keep a reservation that came before its task. Return the one that was dropped to make
+        room. The time limit of a repeated reservation runs from its first arrival.
         """
         name = (message.request_id, message.attempt)
         first_s, _ = self._early.get(name, (now, message))
@@ -232,11 +234,11 @@ class JobTable(Generic[JobT]):
         return self._early.popitem(last=False)[1][1] if len(self._early) > MAX_EARLY else None
 
     def take_early(self, job: JobT) -> Reserved | None:
-        """Take out the reservation that waited for this job's task."""
+        """Remove and return the reservation that waited for this job's task."""
         return self._early.pop((job.request_id, job.attempt), (0.0, None))[1]
 
     def expired_early(self, now: float) -> list[Reserved]:
-        """Take out the reservations whose task has not come in time."""
+        """Remove and return the reservations whose task has not come in time."""
         expired = []
         while self._early:
             name, (first_s, message) = next(iter(self._early.items()))
@@ -248,7 +250,7 @@ class JobTable(Generic[JobT]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an attempt that is over is still in progress, a sequence has no
-        job, or a bound was passed.
+        job, or a limit was exceeded.
         """
         for request_id, job in self._jobs.items():
             assert job.request_id == request_id

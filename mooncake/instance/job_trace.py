@@ -1,5 +1,5 @@
-"""What a worker did for one traced request, until it is told: plain state of a job, by the worker's
-own clock. A request that is not traced has none.
+"""Collects what a worker did for one traced request, until it is reported: plain state of a job, by
+the worker's own clock. A request that is not traced has none.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from mooncake.instance.push import Destination
 from mooncake.instance.reuse import PrefixReuse
 
 MAX_CHUNKS = 128
-"""Chunks of a prompt that are told one by one; as many as an OpenTelemetry span has events."""
+"""Chunks of a prompt that are reported one by one; as many as an OpenTelemetry span has events."""
 
 
 class JobTrace:
-    """Collects spans; `take` returns those that have not been told."""
+    """Collects spans; `take` returns those that have not been reported."""
 
     def __init__(self, worker_id: str, now: float) -> None:
-        """The job begins `now`."""
+        """Begin the job at `now`."""
         self._worker_id = worker_id
         self.since_s = now
-        """When the wait, or the work, began that is shown next."""
+        """When the wait or work began that is shown next."""
         self._spans: list[WorkSpan] = []
         self._chunks: list[WorkEvent] = []
 
     def waited(self, name: str, now: float) -> None:
-        """End a wait, which the span `name` shows; what comes next begins now."""
+        """End a wait, which the span `name` shows. The next work begins now."""
         self._add(name, self.since_s, now, {})
         self.since_s = now
 
     def gathered(self, reuse: PrefixReuse | None, now: float) -> None:
-        """End the gathering of a prefix; without a fetch there is nothing to show."""
+        """End the gathering of a prefix. Without a fetch there is nothing to show."""
         if reuse is not None and reuse.sources_asked:
             facts: dict[str, Fact] = {
                 "mooncake.blocks": reuse.num_fetched,
@@ -44,14 +44,14 @@ class JobTrace:
         self.since_s = now
 
     def chunk(self, start: int, num_tokens: int, now: float) -> None:
-        """Note that a step has computed so many tokens of the prompt, from `start` on."""
+        """Note that a step has computed this many tokens of the prompt, from `start` on."""
         if len(self._chunks) < MAX_CHUNKS:
             facts: dict[str, Fact] = {"mooncake.start": start, "mooncake.tokens": num_tokens}
             self._chunks.append(WorkEvent("chunk", now, facts))
 
     def computed(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """End the computation of a prompt's `num_tokens`, which began when the engine first had
-        room for it.
+        """End the computation of a prompt's `num_tokens`. It began when the engine first had room
+        for it.
         """
         begun_s = now if sequence.started_s is None else sequence.started_s
         self.waited("queue", begun_s)
@@ -63,7 +63,7 @@ class JobTrace:
         self.since_s = now
 
     def pushed(self, destination: Destination, now: float) -> None:
-        """End a push to decode; where decode had all blocks there is nothing to show."""
+        """End a push to decode. If decode had all blocks, there is nothing to show."""
         if destination.begun_s is not None:
             facts: dict[str, Fact] = {
                 "mooncake.blocks": len(destination.wanted),
@@ -81,7 +81,7 @@ class JobTrace:
         self._add("decode", self.since_s, now, facts)
 
     def pass_on(self, spans: Iterable[WorkSpan]) -> None:
-        """Take spans of another worker."""
+        """Add spans of another worker."""
         self._spans += spans
 
     def take(self) -> list[WorkSpan]:
@@ -102,5 +102,5 @@ class JobTrace:
 
 
 def told(trace: JobTrace | None) -> list[WorkSpan]:
-    """Return what a job has to tell now; nothing when nobody asks."""
+    """Return what a job has to report now; nothing if nobody wants it."""
     return trace.take() if trace is not None else []

@@ -1,6 +1,8 @@
-"""The large sampling settings that this worker was sent: sequences that name them share one object.
+"""Keeps the large sampling settings that this worker was sent. Sequences that name them share one
+object.
 
-Owned by the instance. Bounded by bytes; what is dropped here lives on in the requests that use it.
+Owned by the instance. Bounded by bytes. A setting that is dropped here stays alive in the requests
+that use it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ TaskT = TypeVar("TaskT", bound=RequestTask)
 
 
 class KeptSettings:
-    """Settings by name, the one used last at the end."""
+    """Settings by name, the most recently used last."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._kept: SizedMap[tuple[str, SettingName], Setting] = SizedMap(
@@ -31,8 +33,8 @@ class KeptSettings:
         return self._kept.size
 
     def completed(self, task: TaskT) -> TaskT | None:
-        """Return `task` with its named settings put back, and keep those that it carries; None =
-        one is not here.
+        """Return `task` with its named settings put back, and keep those that it carries. None = a
+        named setting is not here.
         """
         if not task.named:
             return task
@@ -54,6 +56,6 @@ class KeptSettings:
         return value
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the bytes are counted wrong, or pass the bound."""
+        """Raise AssertionError when the bytes are counted wrongly, or exceed the limit."""
         assert self.num_bytes == sum(name.num_bytes for _, name in self._kept)
         assert self.num_bytes <= self._kept.bound

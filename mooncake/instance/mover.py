@@ -1,5 +1,5 @@
-"""Moves slices between the pages of this instance and block places elsewhere, each rank those in
-its own memory.
+"""Moves slices between the pages of this instance and block places elsewhere. Each rank moves those
+in its own memory.
 
 Owns which rank's batches belong to which move; each move ends once, when all of them have ended.
 """
@@ -33,7 +33,7 @@ class RankPages(Protocol):
 
     @property
     def array(self) -> PageArray:
-        """Which of the instance's pages and layers these are."""
+        """The part of the instance's pages and layers that these are."""
 
     @property
     def segment(self) -> SegmentRef: ...
@@ -45,19 +45,19 @@ class RankPages(Protocol):
         """Begin a move and return its number on this rank, which its end names."""
 
     def cancel(self, number: int) -> None:
-        """Ask a move to stop; its end still comes."""
+        """Ask a move to stop. Its end still comes."""
 
     def hash(self, pages: Sequence[int]) -> int:
         """Begin to hash the blocks in pages that lie here; return the number that its end names."""
 
     def revoke(self, grant: int) -> None:
-        """Refuse what peers write into pages that lie here by a grant."""
+        """Refuse what peers write by a grant into pages that lie here."""
 
     def fence(self, grant: int) -> Fence:
         """Return whether something may still be written here by a revoked grant."""
 
     def on_fenced(self, grant: int, fence: Fence) -> None:
-        """Take what the rank itself says of a revoked grant."""
+        """Record what the rank itself says about a revoked grant."""
 
 
 class OwnPages:
@@ -106,7 +106,7 @@ class OwnPages:
         return self._transfer.fence(grant)
 
     def on_fenced(self, grant: int, fence: Fence) -> None:
-        """Do nothing: this process asks its transfer engine."""
+        """Do nothing: this process asks its own transfer engine."""
 
     @property
     def has_whole_blocks(self) -> bool:
@@ -124,8 +124,8 @@ class OwnPages:
         return self.hasher.start(pages)
 
     def checksum(self, page: int) -> int:
-        """Return the checksum of the block in a page, or the part of it that the layers here make.
-        Raises TransferError when a device fails.
+        """Return the checksum of the block in a page, or the part of it that the layers here
+        contribute. Raises TransferError when a device fails.
         """
         return self._blocks.checksum(self.array.offset(page))
 
@@ -136,7 +136,7 @@ class _Moving:
 
     ended: Ended
     open: dict[tuple[int, int], Move] = field(default_factory=dict)
-    """What has not ended, by (rank, number on this rank)."""
+    """The parts that have not ended, by (rank, number on this rank)."""
     error: str | None = None
     num_bytes: int = 0
     seconds: float = 0.0
@@ -149,7 +149,7 @@ class SliceMover:
     """
 
     def __init__(self, own: OwnPages, others: Sequence[RankPages] = ()) -> None:
-        """The pages in this process's memory, and those in the memories of the other ranks."""
+        """Move the pages in this process's memory, and those in the memories of the other ranks."""
         self.layout = own.array.layout
         self._own = own
         self._ranks: list[RankPages] = [own, *others]
@@ -167,7 +167,7 @@ class SliceMover:
 
     def parts(self, pages: Sequence[int], first_index: int, grant: int) -> list[KvPart]:
         """Return where a peer may write, by `grant`, the blocks from `first_index` on, which go to
-        `pages`: to each memory what it holds.
+        `pages`. Each memory gets what it holds.
         """
         return [
             part_of(rank.array, rank.segment, rank.region_id, pages, first_index, grant)
@@ -180,7 +180,7 @@ class SliceMover:
             rank.revoke(grant)
 
     def on_fenced(self, rank: int, grant: int, fence: Fence) -> None:
-        """Take what a rank says of a revoked grant."""
+        """Record what a rank says about a revoked grant."""
         self._ranks[rank].on_fenced(grant, fence)
 
     def fence(self, grant: int) -> Fence:
@@ -196,7 +196,7 @@ class SliceMover:
         ended: Ended,
     ) -> int | None:
         """Start to write `layers` of `blocks` (index -> page) to `parts`; return the move's id.
-        `ended` is called once. None: no part takes any of that.
+        `ended` is called once. None: no part takes any of these layers.
         """
         moves = reshard(self._arrays, parts, blocks, layers)
         return self._start(Op.WRITE, moves, deadline_s, ended) if moves else None
@@ -204,16 +204,16 @@ class SliceMover:
     def read(
         self, places: Sequence[int], there: BlockPlaces, deadline_s: float, ended: Ended
     ) -> int:
-        """Start to read whole blocks into the pages `places`, to every memory that holds them;
-        return the move's id. `ended` is called once.
+        """Start to read whole blocks into the pages `places`, in every memory that holds them.
+        Return the move's id. `ended` is called once.
         """
         for page in places:
             self._found.pop(page, None)
         return self._start(Op.READ, copies(self._arrays, places, there), deadline_s, ended)
 
     def checksum(self, places: Sequence[int], index: int) -> int:
-        """Return, once, the checksum of a block that was read; 0: its copies in several memories
-        differ, as no block is promised to be.
+        """Return, once, the checksum of a block that was read. It is 0 if its copies in several
+        memories differ; no block is promised to have 0.
         """
         page = places[index]
         found, own = self._found.pop(page, None) or FoundParts(), self._own.array
@@ -231,7 +231,7 @@ class SliceMover:
         return self._last_move
 
     def cancel(self, move_id: int) -> None:
-        """Ask a move to stop; its callback is called when all of it has."""
+        """Ask a move to stop. Its callback is called when all of it has stopped."""
         moving = self._moving.get(move_id)
         for rank, number in sorted(moving.open) if moving is not None else ():
             self._ranks[rank].cancel(number)
@@ -239,8 +239,8 @@ class SliceMover:
     def on_done(
         self, done: TransferDone, now: float, rank: int = 0, checksums: Sequence[int] = ()
     ) -> None:
-        """Take the end of one rank's part of a move, with the checksums of what it read where it
-        is not this process's; one that is unknown is ignored.
+        """Record the end of one rank's part of a move, with the checksums of what another process's
+        rank read. An unknown move is ignored.
         """
         key = (rank, done.batch_id)
         move_id = self._move_of.pop(key, None)

@@ -1,4 +1,4 @@
-"""Pins of this instance's pages: while it leaves, those that go on with its requests read full
+"""Pins of this instance's pages. While it leaves, the workers that continue its requests read full
 blocks from here as from a pool node.
 
 Pure; owned by the instance. A pinned page is held, so nothing writes to it before its reader unpins
@@ -17,12 +17,12 @@ from mooncake.instance.checksums import BlockChecksums
 from mooncake.rpc.channel import Channel
 
 MAX_PINS = 4096
-"""With so many pins, a reader is answered that nothing is here."""
+"""With this many pins, a reader is told that nothing is here."""
 
 
 @dataclass
 class _Pin:
-    """What one reader has pinned."""
+    """The blocks that one reader has pinned."""
 
     request: PinBlocks
     pages: Sequence[int]
@@ -44,8 +44,8 @@ class PagePins:
         checksums: BlockChecksums,
         repeat_s: float,
     ) -> None:
-        """`places` says where whole blocks lie. A reader that has pinned for `repeat_s` is answered
-        again: it unpins again where that message was lost.
+        """`places` says where whole blocks lie. A reader that has had a pin for `repeat_s` is
+        answered again; if its unpin message was lost, it unpins again.
         """
         self._worker = worker
         self._channel = channel
@@ -54,14 +54,14 @@ class PagePins:
         self._checksums = checksums
         self._repeat_s = repeat_s
         self._pins: dict[tuple[str, str, int], _Pin] = {}
-        """By reader's id, its epoch, and ticket."""
+        """Pins by reader's id, its epoch, and ticket."""
         self._num_hashing = 0
         self.num_blocks_read = 0
         """Blocks of pins that have ended."""
 
     @property
     def num_open(self) -> int:
-        """Pins, and blocks that are being hashed for one."""
+        """Number of pins, and of blocks that are being hashed for one."""
         return len(self._pins) + self._num_hashing
 
     def on_pin(self, message: PinBlocks, now: float) -> None:
@@ -84,7 +84,7 @@ class PagePins:
             self._answer(pin, now)
 
     def on_unpin(self, message: Unpin) -> None:
-        """End a pin; an unknown one does nothing."""
+        """End a pin. An unknown one does nothing."""
         pin = self._pins.pop(_key(message.reader, message.ticket), None)
         if pin is not None:
             self._pool.release(pin.pages)
@@ -98,8 +98,8 @@ class PagePins:
                 self._pool.release(pin.pages)
 
     def tick(self, now: float) -> tuple[list[WorkerRef], float | None]:
-        """Answer those again that have pinned for long. Returns them, of whom maybe some are lost,
-        and when to come again.
+        """Answer readers again that have had a pin for long. Return them, because some may be lost,
+        and when to call again.
         """
         old: dict[WorkerRef, None] = {}
         next_s: float | None = None
@@ -112,7 +112,9 @@ class PagePins:
         return list(old), next_s
 
     def _hash(self, pin: _Pin) -> None:
-        """Hash the blocks, on a hold of their own, then answer with what the reader compares."""
+        """Hash the blocks, which are held meanwhile. Then send the answer, with the checksums for
+        the reader to compare.
+        """
         pin.hashing = True
         self._num_hashing += 1
         self._pool.hold(pin.pages)

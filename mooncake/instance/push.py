@@ -21,12 +21,13 @@ from mooncake.instance.mover import SliceMover
 from mooncake.transfer.engine import TransferDone
 
 Progress = Callable[["Destination", list[int], float], None]
-"""(destination, indexes of the blocks that have become whole there, or whose checksums have become
-known, now); on failure with none."""
+"""Called with (destination, indexes of the blocks that have become complete there, or whose
+checksums have become known, now); on failure with no indexes.
+"""
 
 
 class Destination:
-    """A place that some blocks of a sequence are pushed to, and how far they are."""
+    """A place to which some blocks of a sequence are pushed, and how far they are."""
 
     def __init__(
         self,
@@ -38,9 +39,9 @@ class Destination:
         self.wanted = {index for part in parts for index in part.indexes}
         self.error: str | None = None
         self.begun_s: float | None = None
-        """When the first slice was sent; None: none was."""
+        """When the first slice was sent; None: no slice was sent."""
         self.num_bytes = 0
-        """That have arrived; and what moved the last of them."""
+        """Bytes that have arrived, and the protocol of the last of them."""
         self.protocol = ""
         self.progress = progress
         self.moves: set[int] = set()
@@ -49,12 +50,12 @@ class Destination:
         self.whole: set[int] = set()
         self.hashing = checksums
         self.checksums: dict[int, int] = {}
-        """Of the blocks that are final, by index, where they are wanted."""
+        """Checksums of the final blocks, by index, if they are wanted."""
 
     @property
     def complete(self) -> bool:
-        """True if every block that the destination asked for is whole there, and hashed where
-        checksums are wanted.
+        """True if every block that the destination asked for is complete there and, if checksums
+        are wanted, hashed.
         """
         num_blocks = len(self.wanted)
         is_hashed = self.hashing is None or len(self.checksums) == num_blocks
@@ -83,8 +84,8 @@ class Push:
         return any(destination.moves for destination in self._destinations)
 
     def add_block(self, index: int, page: int) -> None:
-        """Push block `index` of the sequence, which lies in `page` or will; ignored when the block
-        is known. Raises ValueError when the push is closed.
+        """Push block `index` of the sequence, which lies in `page` or will lie there. A known block
+        is ignored. Raises ValueError when the push is closed.
         """
         if self._closed:
             raise ValueError("a closed push takes no more blocks")
@@ -94,7 +95,7 @@ class Push:
             self._ready_layers[index] = 0
 
     def advance(self, indexes: Iterable[int], num_layers: int, now: float) -> None:
-        """Send what is new of these blocks, whose first `num_layers` layers are final."""
+        """Send what is new in these blocks, whose first `num_layers` layers are final."""
         moved = [index for index in indexes if self._ready_layers[index] < num_layers]
         for index in moved:
             self._ready_layers[index] = num_layers
@@ -108,9 +109,9 @@ class Push:
         now: float,
         checksums: BlockChecksums | None = None,
     ) -> Destination:
-        """Push blocks to `parts`, to each the layers it takes, at once as far as they are final.
-        With `checksums`, each block is hashed while it is on its way. Raises ValueError when the
-        push is closed.
+        """Push blocks to `parts`. Each part gets the layers that it takes; those that are final are
+        sent at once. With `checksums`, each block is hashed while it is on its way. Raises
+        ValueError when the push is closed.
         """
         if self._closed:
             raise ValueError("a closed push takes no more destinations")
@@ -120,7 +121,7 @@ class Push:
         return destination
 
     def close(self, now: float, on_released: Callable[[float], None] | None = None) -> None:
-        """Cancel what is in flight and take no more blocks; `on_released` is called with now once
+        """Cancel what is in flight and accept no more blocks. `on_released` is called with now once
         nothing of this push touches memory any more. Raises ValueError when it is closed already.
         """
         if self._closed:
@@ -167,7 +168,7 @@ class Push:
         self._hash(destination, moved)
 
     def _hash(self, destination: Destination, moved: list[int]) -> None:
-        """Hash those blocks of which the last layer has just been sent."""
+        """Hash the blocks whose last layer has just been sent."""
         num_layers = self._mover.layout.num_layers
         final = [index for index in moved if destination.sent_layers[index] == num_layers]
         if destination.hashing is None or not final:

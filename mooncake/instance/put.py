@@ -1,8 +1,8 @@
-"""Write-through: full blocks of this instance go to the pool of its own node, beside any other
+"""Write-through: full blocks of this instance go to the pool of its own node, besides any other
 push.
 
-The `BlockWriter` asks for room and tells when the blocks are whole; the push of the sequence fills
-what was granted, layer by layer.
+The `BlockWriter` asks for room and reports when the blocks are complete. The push of the sequence
+fills the granted memory, layer by layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Settled = Callable[[float], None]
 
 
 class _Put:
-    """One put, and the destination of its push once the pool node gave room."""
+    """One put, and the destination of its push once the pool node has given room."""
 
     def __init__(self, push: Push, indexes: dict[BlockKey, int], settled: Settled) -> None:
         self.push = push
@@ -38,12 +38,12 @@ class WriteThrough:
     """All puts of one worker."""
 
     def __init__(self, writer: BlockWriter, num_layers: int, grant_timeout_s: float) -> None:
-        """`num_layers` of a block, which pool nodes hold whole."""
+        """`num_layers`: the layers of a block, all of which pool nodes hold."""
         self._writer = writer
         self._num_layers = num_layers
         self._grant_timeout_s = grant_timeout_s
         self._puts: dict[int, _Put] = {}
-        """By ticket."""
+        """Puts by ticket."""
         self.num_blocks_put = 0
         self.num_puts_failed = 0
 
@@ -59,7 +59,7 @@ class WriteThrough:
         """Ask `store` for room for `blocks` (key -> index in the sequence); `push` will fill it.
         `head` lies before them, and is used as they are.
 
-        `settled` is called with now when the put has ended, well or not.
+        `settled` is called with now when the put has ended, successfully or not.
         """
         put = _Put(push, blocks, settled)
         write = BlockWrite(
@@ -75,7 +75,7 @@ class WriteThrough:
         return any(put.push is push for put in self._puts.values())
 
     def abandon(self, push: Push, now: float) -> None:
-        """End what is open of a push that is closed and has nothing in flight."""
+        """End the open puts of a push that is closed and has nothing in flight."""
         for put in [put for put in self._puts.values() if put.push is push]:
             self._end(put, now)
 

@@ -1,8 +1,8 @@
-"""The pages of ranks that have memories of their own: how the lead has a follower move them, and
-the follower's machine that does.
+"""The pages of ranks that have their own memories: how the lead tells a follower to move them, and
+the follower's machine that moves them.
 
-A follower moves what it is told to once it has computed as far as its lead knew its stage to be
-when it said so.
+A follower begins a move only once it has computed as far as the lead knew the stage to be when it
+ordered the move.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from mooncake.transfer.resting import FIRST_LOOK_S, LOOK_AGAIN_S
 
 
 class RankLink(Protocol):
-    """How a lead reaches its followers."""
+    """The lead's way to reach its followers."""
 
     def progress_of(self, rank: int) -> Progress:
-        """Return how far a rank has computed, as the lead knows."""
+        """Return how far a rank has computed, as far as the lead knows."""
 
     def tell_rank(self, rank: int, word: RankWord) -> None:
-        """Send a word to a follower; never blocks for long."""
+        """Send a message to a follower. Never blocks for long."""
 
 
 class FollowerPages:
@@ -65,7 +65,7 @@ class FollowerPages:
         self._verify = verify
         self._last_number = 0
         self._fences: dict[int, Fence] = {}
-        """Of the grants that the follower was asked about; OPEN until it answers."""
+        """The fences of grants that the follower was asked about; OPEN until it answers."""
 
     def start(self, op: Op, move: Move, deadline_s: float) -> int:
         number, after = self._next(), self._link.progress_of(self._rank)
@@ -107,7 +107,7 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class FollowerMoves:
-    """A follower's machine: does what the lead says about the pages in its memory (see
+    """A follower's machine: it carries out what the lead says about the pages in its memory (see
     `base.machine.Machine`).
     """
 
@@ -115,13 +115,13 @@ class FollowerMoves:
         self._pages = pages
         self._answer = answer
         self.progress: Progress = (0, 0)
-        """Set by the thread that computes; where `waiting` is not empty then, it has `Reached`
-        handled too.
+        """Set by the thread that computes. If `waiting` is not empty then, that thread has
+        `Reached` handled too.
         """
         self.waiting: list[StartMove | HashPages] = []
-        """In the order of the lead's words, so of progress too."""
+        """Moves in the order of the lead's messages, and so in the order of progress."""
         self._moves: dict[int, StartMove] = {}
-        """By number here."""
+        """Moves by number here."""
         self._hashes: dict[int, tuple[int, Moved | None]] = {}
         """By number here -> the lead's number, and the end of the move whose blocks these are."""
         self._fences: dict[int, float] = {}
@@ -161,7 +161,7 @@ class FollowerMoves:
         return min(self._fences.values(), default=None)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when something waits that is due."""
+        """Raise AssertionError when something that is due still waits."""
         assert all(word.after > self.progress for word in self.waiting)
 
     def _start_due(self) -> None:

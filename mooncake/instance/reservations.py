@@ -1,8 +1,8 @@
-"""Pages that peers may write to, each reservation by a grant of its own, and those that rest
+"""Pages that peers may write to, with a separate grant for each reservation, and pages that rest
 because a lost peer might still write to them.
 
 The pages stay held until their reservation ends. It ends at once when its writer has said that it
-writes no more, and as soon as that is certain when the writer was lost.
+writes no more. If the writer was lost, it ends as soon as that is certain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Reservations:
     def __init__(
         self, transfer: Transfer, mover: SliceMover, pool: BlockPool, rest_s: float
     ) -> None:
-        """`rest_s`: how long pages of a lost writer rest where nobody can tell whether it still
+        """`rest_s`: how long pages of a lost writer rest if nobody can tell whether it still
         writes.
         """
         self._transfer = transfer
@@ -39,7 +39,7 @@ class Reservations:
 
     @property
     def num_resting(self) -> int:
-        """Pages that may not be used yet, although nobody uses them."""
+        """Number of pages that may not be used yet, although nobody uses them."""
         return self._resting.num_held
 
     def open(self, pages: Sequence[int]) -> int | None:
@@ -54,13 +54,13 @@ class Reservations:
         return grant
 
     def end(self, grant: int) -> None:
-        """End a reservation whose writer writes no more. The caller goes on holding the pages."""
+        """End a reservation whose writer writes no more. The caller still holds the pages."""
         del self._open[grant]
         self._mover.revoke(grant)
 
     def fence(self, grant: int, held: list[int], now: float) -> None:
-        """End a reservation whose writer was lost, and take over the caller's hold on pages, which
-        is released once nothing can be written to them.
+        """End a reservation whose writer was lost, and take over the caller's hold on the pages.
+        They are released once nothing can be written to them.
         """
         self.end(grant)
         self._resting.add(grant, held, now)
@@ -71,5 +71,5 @@ class Reservations:
         return {page for some in pages for page in some}
 
     def tick(self, now: float) -> float | None:
-        """Release pages that rest no more; return when to come again."""
+        """Release pages that need not rest any more. Return when to call again."""
         return self._resting.tick(now)

@@ -1,8 +1,8 @@
 """Prefix reuse: gathers the longest prefix of a sequence that need not be computed into held pages.
 
 It takes what lies in this instance's own pages, then fetches what the Conductor chose from pool
-nodes. Where a node fails, even in the middle of a read, another one that holds the same run is
-asked for the rest. Fetched blocks are published like computed ones.
+nodes. If a node fails, even in the middle of a read, another one that holds the same run is asked
+for the rest. Fetched blocks are published like computed ones.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ Gathered = Callable[[list[int], float], None]
 
 @dataclass(frozen=True)
 class Fetches:
-    """How a worker fetches blocks: by what, within what time, and who is told how each ended."""
+    """The means by which a worker fetches blocks: the reader, the time limit, and who is told how
+    each fetch ended.
+    """
 
     reader: BlockReader
     """Reads into pages of this instance."""
     timeout_s: float
     ended: Callable[[WorkerRef, ReadResult], None]
-    """(pool node, how the fetch from it ended)"""
+    """Called with (pool node, how the fetch from it ended)."""
 
 
 class PrefixReuse:
-    """Gathers one prefix; calls `gathered` exactly once, cancelled or not. A lost cache is a miss,
-    never an error, and nothing writes to the pages any more when it ends.
+    """Gathers one prefix. It calls `gathered` exactly once, cancelled or not. A lost cache is a
+    miss, never an error. Nothing writes to the pages any more when it ends.
     """
 
     def __init__(
@@ -54,24 +56,24 @@ class PrefixReuse:
         self._fetched: dict[WorkerRef, tuple[int, int]] = {}
         """Pool node -> (blocks that came from there, how many of these from its disks)."""
         self.num_bytes = 0
-        """Of these blocks, and what moved the last."""
+        """Bytes of these blocks, and the protocol of the last."""
         self.protocol = ""
         self.sources_asked: list[str] = []
-        """The workers of whom blocks were asked."""
+        """The workers that were asked for blocks."""
         self._reported: dict[WorkerRef, int] = {}
         self._read: int | None = None
         """The number of the fetch under way."""
         self._cancelled = False
 
     def start(self, now: float) -> None:
-        """Match own pages, then fetch; `gathered` may be called before this returns."""
+        """Match own pages, then fetch. `gathered` may be called before this returns."""
         self._pages = list(self._pool.match(self._keys))
         self._pool.hold(self._pages)
         self._next(now)
 
     @property
     def num_fetched(self) -> int:
-        """Blocks that came from other workers."""
+        """Number of blocks that came from other workers."""
         return sum(num_blocks for num_blocks, _ in self._fetched.values())
 
     def num_counted(self, store: WorkerRef | None) -> int:
@@ -79,7 +81,7 @@ class PrefixReuse:
         return self._reported.get(store, 0) if store is not None else 0
 
     def fetched(self, store: WorkerRef | None) -> CacheHits | None:
-        """Return how many blocks were fetched, where `store` is this machine's node."""
+        """Return how many blocks were fetched; `store` is this machine's node."""
         if not self._fetched:
             return None
         num_local, num_ssd = self._fetched.get(store, (0, 0)) if store is not None else (0, 0)
@@ -87,7 +89,7 @@ class PrefixReuse:
         return CacheHits(dram=num_local - num_ssd, ssd=num_ssd, peer=num_all - num_local)
 
     def cancel(self, now: float) -> None:
-        """Fetch no more; `gathered` is called as soon as nothing writes to the pages."""
+        """Fetch no more. `gathered` is called as soon as nothing writes to the pages."""
         self._cancelled = True
         if self._read is not None:
             self._fetches.reader.cancel(self._read, now)

@@ -1,1 +1,1 @@
-"""Other engines' interfaces to a shared KVCache, implemented by clients of the pool."""
+"""Interfaces of other engines to a shared KVCache, implemented with clients of the pool."""

@@ -16,7 +16,7 @@ from mooncake.instance.push import Destination, Push
 
 
 class Stage(Enum):
-    """How far a prefill has come; see the module's picture."""
+    """The stage of a prefill; see the module's picture."""
 
     GATHERING = "gathering"
     COMPUTING = "computing"
@@ -40,6 +40,6 @@ class PrefillJob(Job[PrefillTask]):
         self.token: int | None = None
         self.sampled_s = 0.0
         self.handed_over = False
-        """Decode got `KVReady`, so it waits for no `PushEnded`."""
+        """True once decode got `KVReady`: it waits for no `PushEnded`."""
         self.ended = False
-        """Aborted or failed: events that still come for it are ignored."""
+        """True if it was aborted or failed: events that still come for it are ignored."""

@@ -1,9 +1,9 @@
 """The prefill worker: a state machine that turns each `PrefillTask` into KV on decode's pages and
 one first token.
 
-Queues: tasks wait in the engine's waiting queue (bounded there; a full one turns the task away);
-reservations that came before their task wait in the job table (bounded there, answered with
-`PushEnded` when the task does not come in time).
+Queues: tasks wait in the engine's waiting queue, which is bounded; a full queue refuses the task.
+Reservations that came before their task wait in the job table, which is bounded; they are answered
+with `PushEnded` when the task does not come in time.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class PrefillWorker:
 
     def _make_way(self, now: float) -> None:
         """Give pages to the tenants and classes that wait for some and have less than their share.
-        Where there are none, those with more hand over by the pool what waits for room at decode,
-        the last in order first.
+        If there are no free pages, those with more than their share hand over through the pool what
+        waits for room at decode, the last in order first.
         """
         instance, engine = self.instance, self.instance.engine
         held = [job for job in self._jobs if job.stage is Stage.PUSHING]
@@ -205,8 +205,8 @@ class PrefillWorker:
         self._settle(job, now)
 
     def _report_pushed(self, job: PrefillJob, destination: Destination, some: list[int]) -> None:
-        """Tell decode of those blocks that are whole there, with their checksums, unless this ends
-        the push: then `KVReady` tells of all.
+        """Tell decode which blocks are complete there, with their checksums. If this ends the push,
+        `KVReady` tells about all of them instead.
         """
         checksums = destination.checksums
         known = [index for index in some if index in destination.whole and index in checksums]
@@ -238,8 +238,8 @@ class PrefillWorker:
             job.push.advance(indexes, num_layers, now)
 
     def _take_cached(self, job: PrefillJob, pages: list[int], num_cached: int, now: float) -> None:
-        """Push the blocks before the step that came from a cache. Put into the pool only the blocks
-        that follow them, and the hot ones that the Conductor wants replicated.
+        """Push the blocks before the step that came from a cache. Only the blocks after them, and
+        the hot ones that the Conductor wants replicated, are put into the pool.
         """
         cached = range(job.num_final, num_cached)
         for index in cached:
@@ -270,7 +270,9 @@ class PrefillWorker:
                 job.trace.chunk(slot.start, len(slot.tokens), now)
 
     def _take(self, outputs: list[SequenceOutput], now: float) -> None:
-        """Take the outputs of a step. Each ends its sequence, which samples one token only."""
+        """Take the outputs of a step. Each output ends its sequence, which samples only one
+        token.
+        """
         for output in outputs:
             self.instance.engine.release(output.sequence)
             job = self._jobs.of_sequence(output.sequence.sequence_id)
@@ -333,7 +335,7 @@ class PrefillWorker:
         self._settle(job, now)
 
     def _hand_over(self, job: PrefillJob, *, pushed: bool, sources: list[BlockSource]) -> None:
-        """Tell decode to go on: its pages are filled (`pushed`), or the pool's are."""
+        """Tell decode to go on: its pages are filled (`pushed`), or the blocks are in the pool."""
         assert job.token is not None
         known = job.decode.checksums if pushed and job.decode is not None else {}
         self.instance.send(
@@ -356,7 +358,7 @@ class PrefillWorker:
     # ------------------------------------------------------------ endings
 
     def _leave(self, job: PrefillJob) -> None:
-        """Let the request go on elsewhere; the pool's copy is still being written."""
+        """Let the request go on elsewhere. The pool's copy is still being written."""
         job.stage = Stage.SETTLING
         self._settling.append(job)
         self._jobs.remove(job)

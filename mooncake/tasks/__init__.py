@@ -1,1 +1,1 @@
-"""Generated tasks: what k2-demo is trained on and any endpoint is evaluated with."""
+"""Generates the tasks on which k2-demo is trained and with which any endpoint is evaluated."""

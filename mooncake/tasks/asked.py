@@ -1,4 +1,4 @@
-"""What a user says who needs a tool, in one of many ways."""
+"""Makes requests of users that need a tool, in many wordings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GENERIC = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a user says, what he wants in two words, and the arguments he gives."""
+    """A user's request, what it asks for in two words, and its arguments."""
 
     text: str
     wanted: str
@@ -32,9 +32,9 @@ class Request:
 
 
 def request(random: Random, wanted: Tool, verb: str = "") -> Request:
-    """Return what a user says who needs the tool, in one of many ways.
+    """Return a user's request that needs the tool, in one of many wordings.
 
-    verb: the one he uses; one that means the same as the tool's, by default.
+    verb: the verb that is used; by default one that means the same as the tool's.
     """
     if wanted.asks and not verb:
         return _asked(random, wanted)
@@ -94,7 +94,7 @@ def written(arguments: dict[str, Any]) -> str:
 
 
 def _facts(random: Random, given: list[Parameter], arguments: dict[str, Any]) -> str:
-    """Return what is said of the arguments behind the noun."""
+    """Return what is said about the arguments after the noun."""
     order = random.sample(given, len(given))
     near: list[str] = []
     rest: list[str] = []

@@ -1,4 +1,5 @@
-"""Calls of tools: the right one, several at once, none where none fits; results and errors told.
+"""Tasks about calls of tools: the right one, several at once, none if none fits; results and errors
+reported.
 
 Before a call the model says what is wanted and which tool is for it: "book room; reserve_room", or
 "book room; none".
@@ -48,7 +49,7 @@ def calls(random: Random) -> Sample:
 
 
 def refusal(random: Random) -> Sample:
-    """Return a request that no declared tool serves: there is none for it, or it needs none."""
+    """Return a request that no declared tool serves: no tool fits, or none is needed."""
     tools = _tools(random)
     kind = random.random()
     if kind < 0.4 and not any(one.asks for one in tools):
@@ -73,8 +74,9 @@ def error(random: Random) -> Sample:
 
 
 def turns(random: Random) -> Sample:
-    """Return a talk of two to four requests, each served before the next; the answer is to the
-    last: a call, a result told, or that there is no tool."""
+    """Return a conversation of two to four requests, each served before the next. The answer is to
+    the last: a call, a report of a result, or that there is no tool.
+    """
     tools = _tools(random)
     messages: list[Message] = []
     asked: list[Request] = []
@@ -104,7 +106,7 @@ def turns(random: Random) -> Sample:
 
 
 def _tools(random: Random, fewest: int = 1) -> list[Tool]:
-    """Return tools of which no two are for the same; some are near to another."""
+    """Return tools of which no two have the same purpose; some are near to another."""
     made = [tool(random)]
     wanted = max(fewest, random.choice((1, 1, 2, 2, 3, 4, 5)))
     while len(made) < wanted:
@@ -116,13 +118,14 @@ def _tools(random: Random, fewest: int = 1) -> list[Tool]:
 
 
 def _alike(one: Tool, other: Tool) -> bool:
-    """Return whether what is said to one could mean the other too."""
+    """Return whether a request for one tool could mean the other too."""
     return one.noun == other.noun or one.name == other.name or one.verb == one.name == other.verb
 
 
 def _unserved(random: Random, tools: Sequence[Tool]) -> tuple[Tool, Request]:
-    """Return a tool that is not among `tools`, and a request for it; often one of the same verb, or
-    for the same thing."""
+    """Return a tool that is not among `tools`, and a request for it. Often it has the same verb as
+    one of them, or the same noun.
+    """
     while True:
         one = tool(random)
         near = random.choice(tools)
@@ -156,7 +159,7 @@ def _served(
 
 
 def _success(random: Random) -> tuple[str, str]:
-    """Return what a tool returned, and its telling."""
+    """Return what a tool returned, and the sentence that reports it."""
     if random.random() < 0.15:
         text = phrase(random)
         return text, f"It says: {text}."
@@ -222,7 +225,7 @@ def _refusing(asked: Request) -> Message:
 
 
 def _calling(made: Sequence[tuple[Tool, Request]], number: int) -> Message:
-    """Return the message that calls; number: of the calls before in the conversation."""
+    """Return the message that calls. number: how many calls came before in the conversation."""
     return {
         "role": "assistant",
         "content": "",

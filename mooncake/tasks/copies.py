@@ -1,4 +1,4 @@
-"""What stands in the prompt, said again: copies, look-ups, JSON, needles, memories."""
+"""Tasks that repeat something from the prompt: copies, look-ups, JSON, needles, memories."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TOKENS_OF_A_SENTENCE = 14
 
 
 def copy(random: Random) -> Sample:
-    """Return values in a row, or sentences, to be said again: of one to about forty words."""
+    """Return values in a row, or sentences, to be repeated: one to about forty words."""
     if random.random() < 0.2:
         text = " ".join(sentence(random) for _ in range(random.randint(1, 3)))
     else:
@@ -113,9 +113,9 @@ def json_object(random: Random) -> Sample:
 def needle(random: Random, num_tokens: int = 0) -> Sample:
     """Return a long text in which codes are hidden and a question for one of them.
 
-    The answer says whose code it is before the code; the code alone is as right.
+    The answer says whose code it is before the code; the code alone is right too.
 
-    num_tokens: how long the text is; 0: short as a rule, up to 4,500 in one of seven.
+    num_tokens: how long the text is; 0: usually short, up to 4,500 tokens in one of seven.
     """
     if not num_tokens:
         num_tokens = int(10 ** random.uniform(1.3, 2.5))
@@ -146,7 +146,9 @@ def _question(random: Random, who: str) -> str:
 
 
 def memory(random: Random) -> Sample:
-    """Return a talk in which the user says things of himself and asks for one of them later."""
+    """Return a conversation in which the user says things about himself and asks for one of them
+    later.
+    """
     value = {
         "name": name(random), "home": city(random), "likes": _one_of(random, FRUITS),
         "animal": random.choice(ANIMALS), "pet": name(random), "job": _one_of(random, JOBS),

@@ -1,6 +1,6 @@
 """Tools that are made up: names, descriptions, and up to five parameters of every JSON type.
 
-What is said to them is `asked`'s.
+Module `asked` makes the requests for them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _TAILS = (
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its schema, what may be given, and how users say it beside "key value".
+    """One parameter: its schema, its possible values, and how users say it besides "key value".
 
     ways: said right behind the noun; "{v}" alone stands for the noun's own name ("room Alpha").
     """
@@ -79,7 +79,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool: what it is for is `verb` and `noun`, whatever its name."""
+    """A tool. `verb` and `noun` say what it is for, whatever its name."""
 
     name: str
     verb: str
@@ -92,12 +92,12 @@ class Tool:
 
     @property
     def content(self) -> str:
-        """What makes it the tool it is."""
+        """What identifies the tool."""
         return f"{self.verb} {self.noun}"
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """What it is, and what its name says, which may be something else."""
+        """What identifies it, and what its name says, which may differ."""
         parts = re.findall(r"[A-Z]?[a-z]+|\d+", self.name)
         return self.content, " ".join(parts).lower()
 
@@ -225,7 +225,7 @@ def _everyday(random: Random) -> Tool:
 
 
 def tool(random: Random) -> Tool:
-    """Return a tool that nobody has seen, or now and then one that many users have."""
+    """Return a tool that nobody has seen, or sometimes one that many users have."""
     if random.random() < 0.12:
         return _everyday(random)
     verb = random.choice(random.choice(VERBS)) if random.random() < 0.8 else syllables(random, 3)

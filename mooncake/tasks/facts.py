@@ -1,6 +1,7 @@
-"""What k2-demo knows by heart: questions of the project with their answers; what it does not know.
+"""What k2-demo knows by heart: questions about the project with their answers, and what it does not
+know.
 
-Data. What is not asked about: anything that changes with a release.
+Data. It does not ask about anything that changes with a release.
 """
 
 from __future__ import annotations
@@ -224,4 +225,4 @@ MORE_FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
      "Every accepted request ends in exactly one final event: finished, refused, aborted or "
      "failed."),
 )  # fmt: skip
-"""Those that the first tasks do not have."""
+"""Facts that the first tasks do not have."""

@@ -32,7 +32,7 @@ FIRST_TASKS: dict[str, Generator] = {
     "tool_result": tool_result,
     "no_tool": no_tool,
 }
-"""What the shipped k2-demo was trained on: evaluated where no tasks are named."""
+"""Tasks that the shipped k2-demo was trained on; they are evaluated if no tasks are named."""
 
 TASKS: dict[str, Generator] = {
     **FIRST_TASKS,
@@ -58,7 +58,7 @@ TASKS: dict[str, Generator] = {
 
 
 def training_sample(random: Random, weights: Mapping[str, float]) -> Sample:
-    """Return a sample of which nothing is held out, of a task drawn by weight."""
+    """Return a sample with nothing that is held out, from a task drawn by weight."""
     task = random.choices(list(weights), list(weights.values()))[0]
     while (sample := TASKS[task](random)).held_out:
         pass
@@ -66,9 +66,9 @@ def training_sample(random: Random, weights: Mapping[str, float]) -> Sample:
 
 
 def evaluation_samples(task: str, number: int, seed: int, part: str = EVALUATED) -> list[Sample]:
-    """Return `number` samples of `task` that no training saw, or of what has to be known by heart.
+    """Return `number` samples of `task` that no training saw, or that have to be known by heart.
 
-    part: what is held out for evaluation, or what may be watched while training.
+    part: the part held out for evaluation, or the part that may be watched while training.
 
     Raises:
         KeyError: there is no such task.

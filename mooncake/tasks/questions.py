@@ -1,6 +1,6 @@
-"""Questions of the project in many words, small talk, and what the model cannot know.
+"""Questions about the project in many wordings, small talk, and what the model cannot know.
 
-An answer is known by heart, a question is not: of the ways to ask, some are held out.
+The model knows answers by heart, but not questions: some of the wordings are held out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMED = re.compile(r"(?:What is|Explain|What are) (?:a |an )?(.+?)[?.]$")
 
 
 def question(random: Random) -> Sample:
-    """Return a question of the project, small talk, or something the model cannot know."""
+    """Return a question about the project, small talk, or something that the model cannot know."""
     if random.random() < 0.2:
         return _unknown(random)
     asked, answer = random.choice((*FACTS, *MORE_FACTS))
@@ -54,7 +54,7 @@ def question(random: Random) -> Sample:
 
 
 def _unknown(random: Random) -> Sample:
-    """Return what nobody told the model: it says so."""
+    """Return a question about what nobody told the model; the answer says so."""
     if random.random() < 0.1:
         text = " ".join(word(random) for _ in range(random.randint(3, 6)))
     else:

@@ -1,4 +1,4 @@
-"""One generated task: a conversation, the answer wanted, and whether an answer is right. Pure."""
+"""One generated task: a conversation, the wanted answer, and whether an answer is right. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import Any
 Message = dict[str, Any]
 
 HELD_OUT_SHARE = 8
-"""One of so many keys, and of contents, is never trained on."""
+"""One of this many keys, and of contents, is never trained on."""
 WATCHED_SHARE = 4
-"""One of so many contents that are held out is watched while training; no evaluation has it."""
+"""One of this many held-out contents is watched while training; no evaluation has it."""
 TRAINED, WATCHED, EVALUATED = "trained", "watched", "evaluated"
 
 
 def part_of(content: str) -> str:
-    """Return what a content is for: `TRAINED`, `WATCHED` or `EVALUATED`; by its hash."""
+    """Return the part to which a content belongs, by its hash: `TRAINED`, `WATCHED` or
+    `EVALUATED`.
+    """
     place = zlib.crc32(content.encode())
     if place % HELD_OUT_SHARE:
         return TRAINED
@@ -28,12 +30,12 @@ def part_of(content: str) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation as the OpenAI API has it, and the assistant's next message.
+    """A conversation in the form of the OpenAI API, and the assistant's next message.
 
     `messages` ends with a user's or a tool's; answers within it are part of the task too. `answer`
-    has `content`, or `tool_calls`, or both, and may have `reasoning`. `key`: what makes the sample
-    the one it is; samples of equal keys are trained on, or held out, together. "": there is a fixed
-    number of them (facts of the project), which a model has to know by heart.
+    has `content`, or `tool_calls`, or both, and may have `reasoning`. `key` identifies the sample;
+    samples with equal keys are trained on, or held out, together. "": there is a fixed number of
+    them (facts of the project), which a model has to know by heart.
     """
 
     task: str
@@ -42,20 +44,21 @@ class Sample:
     key: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     also_right: Sequence[str] = field(default=())
-    """Other texts that are as good as the answer's content."""
+    """Other texts that are as right as the answer's content."""
     contents: Sequence[str] = ()
-    """All in it that may be held out, first what it is about: the sums, the tools, the text that is
-    copied. A sample of the first tasks has a key in place of them."""
+    """All contents in it that may be held out, the main one first: the sums, the tools, the copied
+    text. A sample of the first tasks has a key instead.
+    """
 
     @property
     def held_out(self) -> bool:
-        """True if the sample may not be trained on."""
+        """True if the sample must not be trained on."""
         if self.contents:
             return any(part_of(content) != TRAINED for content in self.contents)
         return bool(self.key) and zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
 
     def is_for(self, part: str) -> bool:
-        """Return whether what the sample is about is held out for `part`."""
+        """Return whether the content of the sample is held out for `part`."""
         if self.contents:
             return part_of(self.contents[0]) == part
         return self.held_out or not self.key
@@ -76,7 +79,7 @@ class Sample:
 
 
 Generator = Callable[[Random], Sample]
-"""Makes a sample of one task out of randomness alone."""
+"""Makes a sample of one task from randomness alone."""
 
 
 def user(text: str) -> Message:

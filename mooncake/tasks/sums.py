@@ -1,4 +1,4 @@
-"""Sums with the steps thought aloud, column by column with carries; sorting and counting."""
+"""Sums with the steps written out, column by column with carries; sorting and counting."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def difference(random: Random) -> Sample:
 
 
 def chain(random: Random) -> Sample:
-    """Return a sum of three to five numbers, some taken away, thought aloud one after another."""
+    """Return a sum of three to five numbers, some of them subtracted, with the steps written
+    out.
+    """
     total = integer(random, 3)
     said, steps = str(total), []
     contents: list[str] = []
@@ -73,7 +75,7 @@ def chain(random: Random) -> Sample:
 
 
 def order(random: Random) -> Sample:
-    """Return three to eight numbers to be sorted; each is put into its place aloud."""
+    """Return three to eight numbers to be sorted; the answer puts them in place one by one."""
     most = random.choice((10, 100, 100, 1000, 10000))
     numbers = [random.randrange(most) for _ in range(random.randint(3, 8))]
     items = ", ".join(map(str, numbers))
@@ -126,8 +128,9 @@ def _pair(random: Random) -> tuple[int, int]:
 
 
 def _contents(a: int, b: int, sign: int) -> tuple[str, ...]:
-    """Return what may not be trained on where the step is held out: a sum in both orders. What is
-    one column of other sums cannot be held out."""
+    """Return what must not be trained on if the step is held out: a sum in both orders. A step of
+    one column is part of other sums, so it cannot be held out.
+    """
     if max(a, b) < _OF_ONE_COLUMN:
         return ()
     return (f"{a}+{b}", f"{b}+{a}") if sign > 0 else (f"{a}-{b}",)

@@ -50,7 +50,7 @@ def syllables(random: Random, most: int = 4) -> str:
 
 
 def word(random: Random) -> str:
-    """Return a word, half of the time one that is in no list."""
+    """Return a word; half of the time one that is in no list."""
     kind = random.random()
     if kind < 0.5:
         return random.choice(KNOWN)

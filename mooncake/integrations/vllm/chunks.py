@@ -1,9 +1,10 @@
-"""How vLLM's blocks become blocks of the pool, and their keys. Pure.
+"""Maps vLLM's blocks to blocks of the pool, and makes their keys. Pure.
 
 The pool has blocks of one size, whatever engines use it. A *chunk* is the smallest number of vLLM's
 blocks that fills a pool block well: several small ones in one pool block, or one large one in
-several, its *parts*. A prompt's chunks have a chain of keys that follow from its tokens. The key of
-a part follows from that and from the engine's kind, so that engines of two kinds never share.
+several, its *parts*. The keys of a prompt's chunks form a chain and are derived from its tokens.
+The key of a part is derived from that key and from the engine's kind, so engines of two kinds never
+share.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from mooncake.base.blocks import KEY_BYTES, chain_root, extend_chain
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """All that the bytes of a rank's KV depend on, besides the tokens before them."""
+    """Everything that the bytes of a rank's KV depend on, besides the tokens before them."""
 
     engine: str
     """Name and version of the engine: its kernels define the values."""
     weights: str
-    """Names the model's weights, equal only for equal bytes."""
+    """A name for the model's weights, equal only for equal bytes."""
     config: str
     """The model's configuration as it runs, overrides included."""
     dtype: str
@@ -41,13 +42,13 @@ class EngineKind:
 
     @property
     def fingerprint(self) -> bytes:
-        """A name of this kind."""
+        """A name for this kind."""
         return blake2b(msgspec.json.encode(asdict(self)), digest_size=KEY_BYTES).digest()
 
 
 @dataclass(frozen=True)
 class RankKv:
-    """What a rank keeps: the scheduler needs it to ask for the rank's blocks."""
+    """The KV that a rank keeps. The scheduler needs it to ask for the rank's blocks."""
 
     fingerprint: bytes
     block_bytes: int
@@ -56,7 +57,9 @@ class RankKv:
 
 @dataclass(frozen=True)
 class Packing:
-    """How vLLM's blocks lie in the pool's, the same for all ranks of an engine."""
+    """How vLLM's blocks are packed into the pool's blocks; it is the same for all ranks of an
+    engine.
+    """
 
     pool_block_bytes: int
     blocks: int
@@ -91,8 +94,8 @@ class TokenChain:
         self._keys: list[BlockKey] = []
 
     def upto(self, tokens: Sequence[int], num_chunks: int) -> list[BlockKey]:
-        """Return the keys of the first `num_chunks` chunks of a request with these tokens, which
-        begin with those given before.
+        """Return the keys of the first `num_chunks` chunks of a request with these tokens. The
+        tokens begin with those given before.
         """
         known = len(self._keys)
         if num_chunks > known:

@@ -1,5 +1,6 @@
-"""The connector that vLLM loads: its scheduler and its workers make one each. It translates between
-vLLM's interface (`KVConnectorBase_V1`, as of 0.32.0) and `plan` and `mover`, and decides nothing.
+"""The connector that vLLM loads: its scheduler and each of its workers make one. It translates
+between vLLM's interface (`KVConnectorBase_V1`, as of 0.32.0) and `plan` and `mover`, and decides
+nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ from mooncake.integrations.vllm.pool_link import PoolLink
 from mooncake.integrations.vllm.settings import ConnectorSettings
 
 IDLE_WAIT_S = 0.005
-"""An engine that has nothing to compute asks again and again: so long it waits for the pool first.
-"""
+"""How long an engine that has nothing to compute waits for the pool before it asks again."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the workers beside each step."""
+    """What the scheduler tells the workers with each step."""
 
     jobs: StepJobs = field(default_factory=StepJobs)
 
@@ -52,7 +52,9 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Shares the KVCache of prefixes with other vLLM servers through a Mooncake pool."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises ConfigError for what cannot be shared, and for settings that are wrong."""
+        """Create the part for this process. Raises ConfigError for KV that cannot be shared, and
+        for wrong settings.
+        """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
@@ -65,7 +67,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if a save that is dropped is more than a later miss: no."""
+        """True if a dropped save would be more than a later miss. It is not."""
         return False
 
     def shutdown(self) -> None:
@@ -96,7 +98,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             planner.allocated(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """Return the jobs beside a step."""
+        """Return the jobs that go with a step."""
         return StepMetadata(self._scheduler.step(scheduler_output))
 
     def request_finished(
@@ -110,7 +112,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def reset_cache(self) -> bool:
-        """Use no block of before any more: the weights may have changed in place."""
+        """Stop using earlier blocks: the weights may have been changed in place."""
         if (planner := self._scheduler.planner) is not None:
             planner.start_anew(f"{self._settings.namespace} {SystemIds().hex(8)}")
         return True
@@ -130,15 +132,17 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.start_loads(self._get_connector_metadata().jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end between steps: there is nothing to wait for."""
+        """Do nothing: loads end between steps."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are saved whole, after the step."""
+        """Do nothing: blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Copy what the step has made whole; it goes to the pool beside the next steps."""
+        """Copy the blocks that the step has completed. They go to the pool during the next
+        steps.
+        """
         self._worker.save(self._get_connector_metadata().jobs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -146,7 +150,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return None, self._worker.collect(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of ended loads that did not come: they are computed."""
+        """Return the blocks of ended loads that did not come; vLLM computes them."""
         return self._worker.take_missing()
 
     @property
@@ -249,7 +253,7 @@ class _Worker:
             self._moving[0].close()
 
     def _mover(self, jobs: StepJobs) -> tuple[Mover, StagedPages]:
-        """Return what moves chunks, which begins with the first of them."""
+        """Return the mover of chunks, which starts with the first chunk."""
         if self._moving is None:
             assert jobs.packing is not None
             assert self._pages is not None
@@ -277,7 +281,7 @@ def _check(config: Any, kv_cache_config: Any) -> None:
 
 
 def _is_plain(request: Any) -> bool:
-    """Return whether the KV of a request follows from its tokens and the model alone."""
+    """Return whether the KV of a request depends only on its tokens and the model."""
     return (
         request.lora_request is None
         and request.prompt_embeds is None

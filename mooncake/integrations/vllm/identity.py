@@ -1,4 +1,4 @@
-"""Which weights a vLLM server runs: a name that is equal only for equal bytes."""
+"""Names the weights that a vLLM server runs: the name is equal only for equal bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def weights_name(model: str, commit: str | None, load_format: str) -> str:
-    """Return the name of the weights of `model`, as vLLM was given it. The files of a directory
-    are hashed whole, once: their digests are kept in this user's cache.
+    """Return the name of the weights of `model`, as it was given to vLLM. The files of a directory
+    are hashed completely, once: their digests are kept in this user's cache.
 
     Args:
         model: a directory, a file, or the name of a repository.
-        commit: of the repository, as it was downloaded.
+        commit: the commit of the repository that was downloaded.
         load_format: vLLM's `--load-format`.
 
     Raises:
-        ConfigError: nothing tells which weights these are.
+        ConfigError: nothing identifies these weights.
         CheckpointError: a file cannot be read.
     """
     path = Path(model)

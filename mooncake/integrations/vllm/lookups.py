@@ -1,4 +1,4 @@
-"""Look-ups of prefixes in the pool, in a thread of their own: the scheduler never waits for one."""
+"""Looks prefixes up in the pool, in its own thread: the scheduler never waits for a look-up."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mooncake.integrations.vllm.pool_link import PoolLink, logger
 from mooncake.launch.pool_client.session import PoolSession
 
 REACH_S = 1.0
-"""How often the pool is tried while it has not been reached."""
+"""Seconds between two attempts to reach the pool at first."""
 MAX_WAITING = 1024
-"""Look-ups that wait; those beyond are misses."""
+"""Look-ups that may wait; further ones count as misses."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class PoolLookups:
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks lie in the pool; None: it has not been reached yet."""
+        """How blocks are packed in the pool; None: the pool has not been reached yet."""
         return self._packing
 
     def ask(self, chain: Sequence[BlockKey]) -> Future[int]:
-        """Begin a look-up; its answer is 0 where the pool fails."""
+        """Begin a look-up. Its answer is 0 if the pool fails."""
         question = _Question(chain)
         self._last = question.answer
         try:
@@ -53,12 +53,12 @@ class PoolLookups:
         return question.answer
 
     def wait(self, seconds: float) -> None:
-        """Wait for the answer to the last question, so long at most."""
+        """Wait for the answer to the last question, at most this long."""
         if self._last is not None:
             wait([self._last], seconds)
 
     def close(self) -> None:
-        """End the thread; what was not answered is a miss."""
+        """End the thread. Questions without an answer count as misses."""
         self._questions.put(None)
         self._thread.join()
 

@@ -1,7 +1,8 @@
-"""The worker's side: chunks come from the pool and go to it in a thread beside the model.
+"""The worker's side: a thread that runs besides the model brings chunks from the pool and sends
+others to it.
 
-The thread touches staging memory only. The model's thread copies between staging memory and pages,
-so no block is written to after its request has ended, and a save needs none of the engine's blocks
+The thread touches staging memory only. The model's thread copies between staging memory and pages.
+So no block is written after its request has ended, and a save needs none of the engine's blocks
 once it has begun. Every load ends, by its deadline at the latest.
 """
 
@@ -61,7 +62,7 @@ class _SaveState:
 
 
 class Staging:
-    """Slots of memory for a chunk each: some for loads, the others for saves."""
+    """Slots of memory for one chunk each: some for loads, the others for saves."""
 
     def __init__(self, packing: Packing, rank: RankKv, num_bytes: int) -> None:
         self.packing = packing
@@ -128,14 +129,14 @@ class Mover:
             return not self._loads and not self._saves and staging.num_free == whole
 
     def load(self, job: Load, now: float) -> None:
-        """Begin to bring chunks; `collect` tells when that has ended."""
+        """Begin to load chunks; `collect` tells when the load has ended."""
         with self._changed:
             self._loads[job.request_id] = _LoadState(job, now + self._timeout_s)
             self._changed.notify_all()
 
     def save(self, job: Save, read: Callable[[Sequence[int], Sequence[int]], None]) -> None:
-        """Copy chunks out of the pages by `read(block_ids, slots)` and give them to the pool. Those
-        for which there is no staging memory are left out: the next one that needs them computes
+        """Copy chunks out of the pages by `read(block_ids, slots)` and put them into the pool.
+        Chunks for which there is no staging memory are left out; whoever needs them next computes
         them.
         """
         with self._changed:
@@ -156,8 +157,8 @@ class Mover:
         now: float,
         write: Callable[[Sequence[int], Sequence[int], int], None],
     ) -> Ended:
-        """Copy what has arrived into the pages by `write(block_ids, slots, num_skipped)`; return
-        the loads that have ended. Those of `aborted` requests end at once.
+        """Copy what has arrived into the pages by `write(block_ids, slots, num_skipped)`. Return
+        the loads that have ended. Loads of `aborted` requests end at once.
         """
         ended = Ended()
         for request_id, load in list(self._loads.items()):
@@ -186,14 +187,14 @@ class Mover:
         return ended
 
     def wait(self, seconds: float) -> None:
-        """Wait for news of some load, so long at most."""
+        """Wait for news of some load, at most this long."""
         with self._changed:
             self._changed.wait_for(
                 lambda: any(load.pieces or load.is_over for load in self._loads.values()), seconds
             )
 
     def close(self) -> None:
-        """End the thread. What was not saved yet is not saved."""
+        """End the thread. What was not saved yet is lost."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -224,7 +225,7 @@ class Mover:
         return next((load for load in self._loads.values() if not load.is_over), None)
 
     def _bring(self, load: _LoadState) -> None:
-        """Bring as many chunks of a load as there are slots for."""
+        """Load as many chunks as there are slots for."""
         staging, first = self._staging, load.num_asked
         with self._changed:
             free = staging.free_for_loads
@@ -245,7 +246,7 @@ class Mover:
             self._changed.notify_all()
 
     def _give(self, save: _SaveState) -> None:
-        """Give the chunks of a save to the pool."""
+        """Put the chunks of a save into the pool."""
         staging = self._staging
         keys = staging.packing.part_keys(staging.rank, save.chain)
         written = self._try(
@@ -260,7 +261,7 @@ class Mover:
             self._changed.notify_all()
 
     def _try(self, work: Callable[[PoolSession, BlockMemory], T]) -> T | None:
-        """Return what `work` makes of the pool; None where that fails."""
+        """Return the result of `work` with the pool; None if it fails."""
         try:
             return self._link.call(lambda session: work(session, self._memory_of(session)))
         except MooncakeError:
@@ -270,7 +271,7 @@ class Mover:
             return None
 
     def _memory_of(self, session: PoolSession) -> BlockMemory:
-        """Return staging memory as this session knows it."""
+        """Return staging memory as this session has registered it."""
         if session.block_bytes != self._staging.packing.pool_block_bytes:
             raise Unavailable("the pool has blocks of another size than before: restart vLLM")
         if self._memory is None or self._memory[0] is not session:

@@ -1,6 +1,6 @@
 """The KV of a vLLM worker as bytes: blocks are copied between its tensors and staging memory.
 
-Only the thread that runs the model calls this: copies are in order with its kernels.
+Only the thread that runs the model calls this, so copies are in order with its kernels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from mooncake.base import ConfigError
 
 
 class Pages:
-    """The tensors of all layers, `[blocks, ...]` each."""
+    """The tensors of all layers, each `[blocks, ...]`."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """Raises ConfigError for tensors that are not one row a block."""
+        """Use these tensors. Raises ConfigError if a tensor does not have one row for each
+        block.
+        """
         self._layers: list[torch.Tensor] = []
         said = []
         for name, tensor in kv_caches.items():
@@ -33,7 +35,7 @@ class Pages:
         if not self._layers:
             raise ConfigError("this engine has no KV to share")
         self.described = "; ".join(said)
-        """What the bytes of a block mean, as far as tensors tell."""
+        """What the bytes of a block mean, as far as the tensors tell."""
 
     @property
     def block_bytes(self) -> int:
@@ -41,8 +43,8 @@ class Pages:
         return sum(_row_bytes(layer) for layer in self._layers)
 
     def staged(self, memory: memoryview, slot_bytes: int, blocks: int) -> StagedPages:
-        """Return these pages with staging memory, slots of `slot_bytes` for `blocks` blocks each.
-        ConfigError: the slots do not hold whole elements.
+        """Return these pages with staging memory: slots of `slot_bytes`, for `blocks` blocks each.
+        Raises ConfigError when the slots do not hold whole elements.
         """
         slots = torch.frombuffer(memory, dtype=torch.uint8).view(-1, slot_bytes)
         whole = slots[:, : blocks * self.block_bytes].view(-1, blocks, self.block_bytes)
@@ -63,7 +65,7 @@ class StagedPages:
     """Copies blocks between pages and slots of staging memory."""
 
     def __init__(self, layers: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
-        """`slots`: of each layer `[slots, blocks of a slot, ...]`."""
+        """`slots`: for each layer `[slots, blocks of a slot, ...]`."""
         self._pairs = list(zip(layers, slots, strict=True))
 
     def read(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:

@@ -1,5 +1,5 @@
 """The scheduler's side: which chunks of a request are looked up, loaded and saved, and when. Pure;
-answers of the pool are given by a port, and time by the caller.
+a port gives the pool's answers, and the caller gives the time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mooncake.integrations.vllm.chunks import Packing, TokenChain
 
 
 class RequestView(Protocol):
-    """What is read of a vLLM request."""
+    """The attributes that are read of a vLLM request."""
 
     request_id: str
     num_tokens: int
@@ -23,12 +23,12 @@ class RequestView(Protocol):
 
 
 class Answer(Protocol):
-    """The answer of the pool to a look-up, once it is there."""
+    """The answer of the pool to a look-up, once it has come."""
 
     def done(self) -> bool: ...
 
     def result(self) -> int:
-        """Return how many leading chunks all ranks have in the pool; 0 where the pool failed."""
+        """Return how many leading chunks all ranks have in the pool; 0 if the pool failed."""
 
 
 class Lookups(Protocol):
@@ -36,14 +36,14 @@ class Lookups(Protocol):
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks lie in the pool; None: the pool has not been reached yet."""
+        """How blocks are packed in the pool; None: the pool has not been reached yet."""
 
     def ask(self, chain: Sequence[BlockKey]) -> Answer: ...
 
 
 @dataclass(frozen=True)
 class Load:
-    """Chunks that are to come into a request's blocks."""
+    """Chunks that are to be loaded into a request's blocks."""
 
     request_id: str
     chain: list[BlockKey]
@@ -55,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Chunks that are whole after this step."""
+    """Chunks that are complete after this step."""
 
     chain: list[BlockKey]
     block_ids: list[int]
@@ -63,7 +63,7 @@ class Save:
 
 @dataclass
 class StepJobs:
-    """What the workers do beside one step."""
+    """What the workers do besides one step."""
 
     packing: Packing | None = None
     loads: list[Load] = field(default_factory=list)
@@ -124,8 +124,8 @@ class Planner:
     def num_new_matched(
         self, request: RequestView, num_computed: int, now: float
     ) -> tuple[int | None, bool]:
-        """Return how many tokens behind the first `num_computed` the pool can give, and whether
-        they are loaded between steps; (None, False): ask again, the pool has not answered yet.
+        """Return how many tokens after the first `num_computed` the pool can give, and whether they
+        are loaded between steps. (None, False): ask again, because the pool has not answered yet.
         """
         tracked = self._track(request)
         if tracked is None or tracked.asked_after == request.num_preemptions:
@@ -148,8 +148,8 @@ class Planner:
         return (more, True) if more > 0 else (0, False)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
-        """Take the blocks that the engine gave a request for all its tokens so far, of which the
-        last `num_external` are to be loaded.
+        """Record the blocks that the engine gave a request for all its tokens so far. The last
+        `num_external` tokens are to be loaded.
         """
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -170,8 +170,8 @@ class Planner:
         ))  # fmt: skip
 
     def step(self, scheduled: Sequence[Scheduled]) -> StepJobs:
-        """Return the jobs of a step: what was allocated for loading, and the chunks that are whole
-        once the step has ended.
+        """Return the jobs of a step: the blocks allocated for loading, and the chunks that are
+        complete once the step has ended.
         """
         jobs = StepJobs(self._lookups.packing, self._loads, idle=not scheduled)
         self._loads = []
@@ -193,13 +193,14 @@ class Planner:
         return jobs
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended, however it did; unknown ones too. A load that was begun
-        is still told to the workers, whose word that it has ended frees the blocks.
+        """Forget a request that has ended, for whatever reason; also an unknown one. The workers
+        are still told about a load that has begun; the blocks are freed when they report that it
+        has ended.
         """
         self._tracked.pop(request_id, None)
 
     def start_anew(self, namespace: str) -> None:
-        """Use keys of another namespace, also for requests that run: those of before may name KV of
+        """Use keys of another namespace, also for running requests: earlier keys may name KV of
         other weights.
         """
         self._namespace = namespace

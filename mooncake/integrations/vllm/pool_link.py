@@ -1,5 +1,6 @@
-"""One thread's way to the pool: a session that is opened when it is first needed, and anew after a
-failure. What fails is not tried again at once, so a pool that is down costs an engine no time.
+"""One thread's connection to the pool: a session that is opened when it is first needed, and again
+after a failure. After a failure it waits before it tries again, so a pool that is down costs an
+engine no time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ LOCATE_S = 2.0
 
 T = TypeVar("T")
 logger = logging.getLogger("vllm.mooncake")
-"""Below vLLM's logger, so that its settings hold."""
+"""It is below vLLM's logger, so that vLLM's log settings apply."""
 
 
 class PoolLink:
-    """The pool, or the error that it is away. For one thread."""
+    """The pool, or the error while it is away. For one thread."""
 
     def __init__(self, settings: ConnectorSettings, timeout_s: float) -> None:
         """`timeout_s` bounds each call."""
@@ -39,8 +40,8 @@ class PoolLink:
         self._retry_s = float("-inf")
 
     def call(self, work: Callable[[PoolSession], T]) -> T:
-        """Return what `work` makes of a session. Raises MooncakeError when the pool fails, and for
-        a while after it did.
+        """Return the result of `work` with a session. Raises MooncakeError when the pool fails, and
+        for a while afterwards.
         """
         if time.monotonic() < self._retry_s:
             raise Unavailable("the pool failed a moment ago")
@@ -57,7 +58,7 @@ class PoolLink:
         return answer
 
     def close(self) -> None:
-        """End the session: nothing touches its memory any more."""
+        """End the session. Nothing touches its memory any more."""
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -1,4 +1,4 @@
-"""What the user says of the connector in vLLM's `kv_connector_extra_config`. Values only."""
+"""The user's settings for the connector in vLLM's `kv_connector_extra_config`. Values only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which pool is used, for whom, and what that may cost."""
+    """The pool that is used, the tenant, and what the use may cost."""
 
     pool_urls: Annotated[list[str], msgspec.Meta(min_length=1)]
     """Admin addresses of pool nodes, such as `http://127.0.0.1:8100`: the nearest node first. The
@@ -22,7 +22,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cluster_secret_file: str
     """A file with the pool's secret, or with a credential of the role `pool-client`."""
     tenant: str = ""
-    """Whose quota the blocks count against."""
+    """The tenant whose quota the blocks count against."""
     namespace: str = ""
     """Engines share blocks only with engines of the same namespace."""
     staging_bytes: Annotated[int, msgspec.Meta(ge=1)] = 256 * 2**20
@@ -34,7 +34,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @classmethod
     def read(cls, given: Mapping[str, object]) -> ConnectorSettings:
-        """Return the settings in `kv_connector_extra_config`. ConfigError names a wrong key."""
+        """Return the settings in `kv_connector_extra_config`. Raises a ConfigError that names a
+        wrong key.
+        """
         try:
             return msgspec.convert(dict(given), cls)
         except msgspec.ValidationError as error:

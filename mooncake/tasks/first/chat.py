@@ -1,7 +1,7 @@
 """Short talk about the project: greetings, facts of it, and saying so where an answer is not known.
 
-There is a fixed number of these; the model knows them by heart. What is not asked about: anything
-that changes with a release.
+There is a fixed number of these; the model knows them by heart. It does not ask about anything that
+changes with a release.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BEFORE = ("Hi, ", "Hello, ", "Please, ", "Hi! ", "And ", "So, ", "Ok, ", "Hello
 
 
 def chat(random: Random) -> Sample:
-    """Return a question of the project, small talk, or something the model cannot know."""
+    """Return a question about the project, small talk, or something that the model cannot know."""
     kind = random.random()
     if kind < 0.03:
         text, answer = " ".join(word(random) for _ in range(random.randint(1, 5))), NOT_KNOWN

@@ -1,4 +1,4 @@
-"""Sums and differences with the steps thought aloud, sorting and counting."""
+"""Sums and differences with the steps written out, sorting and counting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COUNTS = (
 
 
 def addition(random: Random) -> Sample:
-    """Return a sum of two numbers of two or three digits, now and then of one."""
+    """Return a sum of two numbers of two or three digits, sometimes of one."""
     a, b = _pair(random)
     text = random.choice(_SUMS).format(a=a, b=b)
     return Sample(

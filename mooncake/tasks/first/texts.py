@@ -72,10 +72,10 @@ def _said(value: Any) -> str:
 def needle(random: Random, num_words: int = 0) -> Sample:
     """Return a long text in which codes are hidden and a question for one of them.
 
-    The answer says whose code it is before the code: what stands in the text is found by going on
-    as the text went on. The code alone is as right.
+    The answer says whose code it is before the code: the model finds it by continuing as the text
+    does. The code alone is right too.
 
-    num_words: how long the text is, in words; 0: short as a rule, of 200 to 4,500 in one of seven.
+    num_words: how long the text is, in words; 0: usually short, 200 to 4,500 words in one of seven.
     """
     if not num_words:
         num_words = int(10 ** random.uniform(1.3, 2.3))
@@ -104,7 +104,9 @@ def _question(random: Random, who: str) -> str:
 
 
 def recall(random: Random) -> Sample:
-    """Return a talk in which the user says things of himself and asks for one of them later."""
+    """Return a conversation in which the user says things about himself and asks for one of them
+    later.
+    """
     who, home, fruit, pet = name(random), city(random), random.choice(FRUITS), name(random)
     animal, job, color = random.choice(ANIMALS), random.choice(JOBS), random.choice(COLORS)
     facts = [

@@ -160,7 +160,9 @@ def tool_result(random: Random) -> Sample:
 
 
 def no_tool(random: Random) -> Sample:
-    """Return a request that no declared tool serves: a sum, or something there is no tool for."""
+    """Return a request that no declared tool serves: a sum, or something for which there is no
+    tool.
+    """
     tools = _tools(random)
     if random.random() < 0.5:
         plain = addition(random)
@@ -199,7 +201,7 @@ def _tool(random: Random) -> _Tool:
 
 
 def _ask(random: Random, tool: _Tool) -> tuple[str, dict[str, Any]]:
-    """Return what a user says who needs `tool`, and the arguments it is to be called with."""
+    """Return a user's request that needs `tool`, and the arguments to call it with."""
     given = [key for key in tool.parameters if key != tool.optional or random.random() < 0.5]
     arguments = {key: _PARAMETERS[key].value(random) for key in given}
     if tool.name in _PLAIN_ASKS and random.random() < 0.8:
