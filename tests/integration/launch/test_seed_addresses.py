@@ -38,7 +38,13 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return found
 
 
+def look_ups() -> set[threading.Thread]:
+    """Return the threads of this process that look names up."""
+    return {each for each in threading.enumerate() if each.name == "seeds"}
+
+
 def test_a_name_is_all_its_hosts_and_follows_them(hosts: dict[str, list[str]]) -> None:
+    before = look_ups()
     with SeedAddresses(["tcp://10.0.0.1:6400", NAMED]) as seeds:
         assert list(seeds) == ["tcp://10.0.0.1:6400", NAMED], "it stays while nobody knows it"
         hosts["gateways"] = ["10.0.0.2", "10.0.0.1", "fd00::1"]
@@ -51,7 +57,9 @@ def test_a_name_is_all_its_hosts_and_follows_them(hosts: dict[str, list[str]]) -
         assert list(seeds) == ["tcp://10.0.0.1:6400", "tcp://10.0.0.9:6400"], "an outage is no news"
         hosts["gateways"] = ["10.0.0.7"]
         eventually(lambda: "tcp://10.0.0.7:6400" in seeds)
-    eventually(lambda: not [each for each in threading.enumerate() if each.name == "seeds"])
+        own = look_ups() - before
+        assert own
+    eventually(lambda: not own & look_ups())
 
 
 def test_a_name_that_cannot_be_one_does_not_end_the_looking_up() -> None:
@@ -62,6 +70,7 @@ def test_a_name_that_cannot_be_one_does_not_end_the_looking_up() -> None:
 
 def test_addresses_without_names_need_no_thread(hosts: dict[str, list[str]]) -> None:
     given = ["tcp://10.0.0.1:6400", "tcp://[fd00::1]:6400", "tcp://node:7000#abcd"]
+    before = look_ups()  # of other tests, which may still end
     with SeedAddresses(given) as seeds:
         assert list(seeds) == given
-        assert not [each for each in threading.enumerate() if each.name == "seeds"]
+        assert look_ups() <= before

@@ -296,8 +296,9 @@ def test_close_ends_open_batches_and_leaves_nothing_behind(
     for _ in range(5):
         life()
     gc.collect()
-    assert threading.active_count() == threads
-    assert num_fds() == fds
+    # What earlier tests left may end meanwhile.
+    assert threading.active_count() <= threads
+    assert num_fds() <= fds
     assert mapped_bytes() < memory + 16 * MIB
 
 

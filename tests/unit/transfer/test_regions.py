@@ -61,7 +61,7 @@ def test_too_much_memory_is_a_clear_error(table: RegionTable) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferError, match=r"pool: cannot allocate .* lower the size"):
         table.allocate(2**62, "pool")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_ranges_are_checked_to_the_byte(table: RegionTable) -> None:
@@ -142,7 +142,7 @@ def test_after_close_nothing_is_taken() -> None:
     with pytest.raises(TransferError, match="closed"):
         table.register(memoryview(bytearray(4)), "late")
     del region, table
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_shared_memory_is_the_same_from_both_sides_and_cannot_shrink() -> None:
