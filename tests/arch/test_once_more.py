@@ -30,14 +30,18 @@ def run(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess[
     """Run a file of tests as `.ci/run` does."""
     (folder / "pytest.ini").touch()
     (folder / "test_it.py").write_text(tests)
-    turned_on = {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p tests.support.once_more"}
+    turned_on = {
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_ADDOPTS": "-p tests.support.once_more",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take seconds
+    }
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options], cwd=folder, env=os.environ | turned_on,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")])
+@pytest.mark.parametrize("options", [(), ("-p", "xdist", "-n", "2")])
 def test_what_fails_once_is_named_and_forgiven(tmp_path: Path, options: tuple[str, ...]) -> None:
     ended = run(tmp_path, FAILS_ONCE, *options)
     assert ended.returncode == 0, ended.stdout
