@@ -41,6 +41,9 @@ from zmq.auth import CURVE_ALLOW_ANY
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+PATIENCE_S = 30
+"""How long anything may take. Who computes a block sooner gives up sooner: 10 s are usual."""
+
 
 class PoolError(Exception):
     """The node refuses, does not answer, or does not prove that it is of our cluster."""
@@ -91,7 +94,7 @@ def locate(url: str, credential: Credential) -> dict[str, Any]:
     path, given = "/v1/pool/stats", dict[str, str]()
     for _ in range(2):
         try:
-            with urlopen(Request(url + path, headers=given), timeout=10) as reply:
+            with urlopen(Request(url + path, headers=given), timeout=PATIENCE_S) as reply:
                 return dict(json.load(reply))
         except HTTPError as error:
             problem = error.read().decode()
@@ -142,7 +145,7 @@ class DataPath:
 
     def __init__(self, credential: Credential, engine_id: str, endpoint: str) -> None:
         host, port = endpoint.split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=30)
+        self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         self.close, self.stream = self.socket.close, self.socket.makefile("rb")
         drawn = X25519PrivateKey.generate()
         hello = encode({
@@ -239,7 +242,7 @@ class Pool:
 
     def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Ask again and again, with the same ticket, until the answer comes."""
-        for _ in range(10):
+        for _ in range(PATIENCE_S):
             self.tell(kind, **fields)
             while self.inbox.poll(1000):
                 answer = self.opened(self.inbox.recv(copy=False))

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from mooncake.api.schema.fields import MAX_ITEMS, Count, GenerationFields, Positive
+from mooncake.api.schema.fields import CACHE_MARK, MAX_ITEMS, Count, GenerationFields, Positive
 from mooncake.api.schema.json_object import JsonObject
 
 
@@ -104,13 +104,22 @@ class Tool(OfFunction):
         return tool
 
     def remember(self, raw: dict[str, Any]) -> None:
-        """Keep the JSON that the client sent, with its order of fields."""
+        """Keep the JSON that the client sent, with its order of fields, but no marks for caches:
+        clients move these from turn to turn, and the prompt would change with them.
+        """
+        function = raw["function"]
+        if CACHE_MARK in raw or CACHE_MARK in function:
+            raw = {**_unmarked(raw), "function": _unmarked(function)}
         self._raw = raw
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The JSON that the client sent; prompts contain it."""
+        """The JSON that prompts contain."""
         return self._raw
+
+
+def _unmarked(sent: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sent.items() if name != CACHE_MARK}
 
 
 MAX_TOOLS = 1024

@@ -60,9 +60,11 @@ LogitBias = Annotated[
 ]
 """Token id (as text) -> the number that is added to its logit."""
 
+CACHE_MARK = "cache_control"
+"""Anthropic's mark for where a cached prefix may end, on requests, blocks and tools."""
 QUIET_FIELDS = frozenset(
     {
-        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        CACHE_MARK, "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
         "session_id", "spaces_between_special_tokens", "store", "user",
     }
 )  # fmt: skip

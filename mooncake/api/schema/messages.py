@@ -111,7 +111,6 @@ class OutputSettings(JsonObject):
 class PromptFields(SharedFields):
     """The fields of both calls: everything that goes into the prompt."""
 
-    quiet: ClassVar[frozenset[str]] = SharedFields.quiet | {"cache_control"}
     unsupported: ClassVar[Unsupported] = {
         **UNSUPPORTED_FIELDS,
         "container": ((), "nothing is kept or run here: declare tools"),

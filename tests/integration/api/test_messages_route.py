@@ -9,7 +9,6 @@ from typing import Any
 
 import anthropic
 import httpx
-import msgspec
 import pytest
 
 from mooncake.api.adapters.message_stream import arguments_so_far
@@ -139,29 +138,6 @@ def test_stream_and_whole_agree(name: str, limit: int) -> None:
         assert without_ids(built) == without_ids(whole)
 
     run(says(ANSWERS[name], group=2, cached=5), test)
-
-
-def test_cache_control_changes_nothing_that_is_asked_of_the_model() -> None:
-    plain: dict[str, Any] = {
-        "model": "tiny", "max_tokens": 5, "seed": 1,
-        "system": [{"type": "text", "text": "be brief"}],
-        "tools": [TOOL],
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-    }  # fmt: skip
-    marked = json.loads(json.dumps(plain))
-    content = marked["messages"][0]["content"]
-    for place in (marked, marked["system"][0], marked["tools"][0], content[0]):
-        place["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
-
-    async def test(client: anthropic.AsyncAnthropic, backend: ScriptedBackend) -> None:
-        async with httpx.AsyncClient(base_url=str(client.base_url)) as plainly:
-            for body in (plain, marked):
-                reply = await plainly.post("v1/messages", json=body)
-                assert reply.status_code == 200, reply.text
-        one, other = (msgspec.structs.replace(each, request_id="") for each in backend.requests)
-        assert one == other
-
-    run(says(ANSWERS["text"]), test)
 
 
 def without_ids(message: Any) -> dict[str, Any]:

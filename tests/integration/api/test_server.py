@@ -299,28 +299,47 @@ def test_openapi_document_refers_to_schemas_that_are_there() -> None:
     asyncio.run(main())
 
 
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+
+
 @pytest.mark.parametrize(
     ("route", "ask"),
     [
-        (CHAT, ASK),
+        (CHAT, {"messages": PARTS, "tools": [{"type": "function", "function": FUNCTION}]}),
         ("/v1/completions", {"prompt": "hi"}),
-        ("/v1/responses", {"input": "hi"}),
-        ("/v1/messages", ASK),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION}]}),
+        ("/v1/messages", {
+            "messages": PARTS, "max_tokens": 5, "system": [{"type": "text", "text": "be brief"}],
+            "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}],
+        }),
     ],
-)
-def test_a_prompt_cache_key_changes_nothing_that_is_asked_of_the_model(
+)  # fmt: skip
+def test_fields_about_caches_change_nothing_that_is_asked_of_the_model(
     route: str, ask: dict[str, Any]
 ) -> None:
+    """But for `cache_salt`, as docs/apis.md says."""
+    plain = {"seed": 1} | ask
+    marked = json.loads(json.dumps(plain))
+    places = [marked, *marked.get("tools", []), *marked.get("system", [])]
+    places += [each["function"] for each in marked.get("tools", []) if "function" in each]
+    for turn in marked.get("messages", []):
+        places += [turn, *turn["content"]]
+    for place in places:
+        place["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+    marked |= {"prompt_cache_key": "user-7", "prompt_cache_retention": "24h"}
+
     async def main() -> None:
         backend = ScriptedBackend(says("x"))
-        plain = ask | {"seed": 1, "max_tokens": 5} if "input" not in ask else ask | {"seed": 1}
-        keyed = plain | {"prompt_cache_key": "user-7", "prompt_cache_retention": "24h"}
         async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
-            for body in (plain, keyed):
+            for body in (plain, marked, plain | {"cache_salt": "s"}):
                 reply = await client.post(route, json=body)
                 assert reply.status_code == 200, reply.text
-        one, other = (msgspec.structs.replace(each, request_id="") for each in backend.requests)
-        assert one == other
+        one, other, salted = (
+            msgspec.structs.replace(each, request_id="") for each in backend.requests
+        )
+        assert other == one
+        assert salted == msgspec.structs.replace(one, cache_salt="s")
 
     asyncio.run(main())
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mooncake.base import Tier
 from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
 from mooncake.identity import issue
@@ -96,6 +97,9 @@ def test_blocks_pass_between_it_and_our_own_client(protection: str, tmp_path: Pa
         assert run("get", "one") == (0, one)
         assert ours.get([key_of("one")]) == [one]
         assert ours.put({key_of("two"): two}) == [key_of("two")]
+        assert ours.exists([key_of("two")]) == [Tier.DRAM], (
+            "the node has taken in the end of the put"
+        )
         assert run("get", "two") == (0, two)
         assert run("put", "short", data=b"hello") == (0, b"dram\n")
         assert ours.get([key_of("short")]) == [b"hello".ljust(ours.block_bytes, b"\0")]

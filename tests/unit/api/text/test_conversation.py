@@ -73,6 +73,16 @@ def test_tools_keep_the_clients_own_order() -> None:
     assert Tool.model_validate(raw).raw == raw
 
 
+def test_marks_for_caches_are_not_in_what_a_prompt_says_of_a_tool() -> None:
+    function: dict[str, Any] = {"name": "f", "parameters": {"cache_control": {"type": "string"}}}
+    mark = {"cache_control": {"type": "ephemeral"}}
+    plain = {"function": function, "type": "function"}
+    for raw in (plain | mark, plain | {"function": function | mark}, mark | plain):
+        kept = Tool.model_validate(raw).raw
+        assert kept == plain, "a parameter of that name stays"
+        assert list(kept) == ["function", "type"]
+
+
 @pytest.mark.parametrize(
     ("fields", "kwargs", "thinking"),
     [
