@@ -110,7 +110,7 @@ def test_streams_of_responses_and_messages(
     response = ResponseStream(reply, None)
     call: Any = SimpleNamespace(
         call_id="msg_1", num_prompt_tokens=1, num_output_tokens=NUM, num_cached_tokens=0,
-        num_reasoning_tokens=0,
+        num_reasoning_tokens=0, cache=None,
     )  # fmt: skip
     message = MessageStream(call, "m")
     for delta in deltas(kind()):
