@@ -55,7 +55,8 @@ PROMPTS = [f"{n} quick brown foxes jump over the lazy dog. " * 10 for n in range
 NUM_TOKENS = 120
 PAUSE_S = 0.5
 """Between two requests of a client: the machine has other things to do, too."""
-ROTATE = "Rotate secrets and certificates"
+ROTATE = "Step by step"
+GUIDE = ("kubernetes.md", "kubernetes-secrets.md")
 HOST = "api.example"
 """The name that clients know the API by, in its certificate."""
 COUNTS = "has been read again and counts now"
@@ -194,7 +195,7 @@ def commands() -> dict[str, list[list[str]]]:
     """Return the commands of each section of the operator's guide."""
     found: dict[str, list[list[str]]] = {}
     section = ""
-    for line in (TOP / "docs" / "kubernetes.md").read_text().splitlines():
+    for line in "\n".join((TOP / "docs" / page).read_text() for page in GUIDE).splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
         elif line.startswith("    "):
