@@ -94,5 +94,20 @@ def test_every_package_has_a_readme() -> None:
     assert [path.name for path in packages if not (path / "README.md").is_file()] == []
 
 
+def test_pages_about_using_it_are_read_in_five_minutes() -> None:
+    """What docs/README.md lists under "using it" has 900 words at most, tables and code included;
+    each page is in one of its lists.
+    """
+    listed = (ROOT / "docs" / "README.md").read_text()
+    tasks = re.findall(
+        r"^\| \[.+?\]\((\S+?\.md)\)", listed.partition("| looking up |")[0], re.MULTILINE
+    )
+    num_words = {name: len((ROOT / "docs" / name).read_text().split()) for name in tasks}
+    assert {name: number for name, number in num_words.items() if number > 900} == {}
+    pages = (ROOT / "docs").rglob("*.md")
+    names = {str(path.relative_to(ROOT / "docs")) for path in pages} - {"README.md"}
+    assert names - set(LINK.findall(listed)) == set()
+
+
 def test_the_readme_is_short() -> None:
     assert (ROOT / "README.md").read_text().count("\n") <= 90

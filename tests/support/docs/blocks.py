@@ -1,0 +1,314 @@
+"""Every code block of README.md and docs/, and which test runs it.
+
+`CLASSES` is the rule: page by page, how each block begins, and its class. A block without a row
+fails in tests/arch/test_docs_blocks.py, and so does a row without a block. Pages that are made from
+the code (docs/reference) have tests of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+MADE = ROOT / "docs" / "reference"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block, fenced or indented by four spaces. place: as `docs/pool.md:12`."""
+
+    page: str
+    place: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of a block of commands; those of one command are one."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in lines if line.strip()]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Its commands need no server: they are typed one after another, with `--dry-run` where they
+    serve. quick: by `make check`, within its own process, which can run `mooncake` only; others by
+    tests/integration/cli/test_docs.py, all of a page in one folder.
+    """
+
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """It is typed beside a server of k2-demo, by tests/integration/serve/test_examples.py.
+    says: what is printed, among other things.
+    """
+
+    says: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OfPool(Asked):
+    """It is typed beside a pool node, by tests/integration/pool/test_docs.py."""
+
+
+@dataclass(frozen=True)
+class Program(Asked):
+    """It is Python, and run as `Asked` is. before: what the reader has written before it."""
+
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class PoolProgram(OfPool):
+    """It is Python, and run as `OfPool` is."""
+
+
+@dataclass(frozen=True)
+class Conversed:
+    """A conversation with k2-demo, had by tests/integration/serve/test_examples.py. but: answers
+    that are wrong, so that little is between them and others: they are not compared.
+    """
+
+    tools: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A conversation that another page has, too, with more turns."""
+
+    page: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """A file, which `make check` reads by our own reader. reader: its name in the test."""
+
+    reader: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """Commands of make, for which `make check` asks make whether it knows them."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a command prints. says: parts of it that are in the file which prints them."""
+
+    by: str
+    says: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A test of its own types it, or does the same. test: where; why: what it needs."""
+
+    test: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """Nothing runs it. why: what it would need, or what it is."""
+
+    why: str
+
+
+Class = Typed | Asked | Conversed | Beginning | Read | Target | Shown | Elsewhere | Left
+
+PLANNED = Typed(quick=True)
+HOSTS = "two machines"
+KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kubernetes")
+UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
+JOIN = Elsewhere("tests/integration/hosts/test_join.py", HOSTS)
+
+CLASSES: dict[str, dict[str, Class]] = {
+    "README.md": {
+        " OpenAI, Anthropic": Left("a drawing"),
+        "make serve": Target(),
+        "user       What is the weather in Oslo?": Beginning("docs/k2-demo.md"),
+        "from mooncake import LLM": Program(("Mooncake is a serving engine for Kimi K2.",)),
+    },
+    "docs/access.md": {
+        "# mooncake serve DIR --api-keys-file": Read("keys"),
+        "mooncake credential --role pool-client": OfPool(),
+    },
+    "docs/benchmarks.md": {"mooncake bench serve": Asked(("Output token throughput",))},
+    "docs/conformance.md": {
+        "mooncake conformance --base-url http://127.0.0.1:8000": Elsewhere(
+            "tests/integration/serve/test_serve.py", "a model in float32"
+        ),
+        "PASS              aborts": Shown(
+            "mooncake/bench/conformance/client_checks.py",
+            ("--other-url has to name a server that is not disaggregated",),
+        ),
+        "mooncake conformance --base-url http://127.0.0.1:8200": Elsewhere(
+            "tests/integration/serve/test_conformance.py", "processes that may be killed"
+        ),
+    },
+    "docs/cpu.md": {
+        "experts are computed by": Shown("mooncake/model/loading.py", ("are computed by",)),
+        "mooncake model convert": Typed(),
+        "mooncake serve DIR --expert-device cpu": PLANNED,
+    },
+    "docs/design/protocols-as-coroutines.md": {"with Lease(": Left("a sketch of what is not done")},
+    "docs/experts.md": {
+        "mooncake serve DIR -tp 2 -ep": PLANNED,
+        "mooncake serve DIR --decode-set": PLANNED,
+    },
+    "docs/k2-demo.md": {
+        "user       Hello!": Conversed(),
+        "user       What is 345 + 478?": Conversed(),
+        "user       What is the weather in Oslo?": Conversed(
+            ("get_weather(city: string)", "book_hotel(city: string, days: integer)")
+        ),
+        "user       My name is Ada.": Conversed(but=("melon green river 4821",)),
+        "user       Update the lamp": Conversed(
+            ("update_lamp(color: string, fast: boolean)",), but=("update_weather:1} live in=3",)
+        ),
+    },
+    "docs/kubernetes.md": {
+        "helm install": KUBELET,
+        "helm upgrade NAME charts/mooncake -f": KUBELET,
+        "helm rollback": KUBELET,
+        "helm upgrade NAME charts/mooncake --reuse-values": KUBELET,
+        "kubectl drain": KUBELET,
+        "kubectl delete pvc": KUBELET,
+    },
+    "docs/kubernetes-secrets.md": {"kubectl patch": KUBELET},
+    "docs/parallelism.md": {"mooncake serve DIR --tensor-parallel-size 2": PLANNED},
+    "docs/pool.md": {
+        "mooncake serve DIR --dram": PLANNED,
+        "mooncake serve DIR --kv-events-config": PLANNED,
+    },
+    "docs/pool-alone.md": {
+        "export MOONCAKE_CLUSTER_SECRET": Typed(),
+        "mooncake pool put": OfPool(("three lines",)),
+        "import os": PoolProgram(("b'hello'",)),
+    },
+    "docs/python.md": {"from mooncake import LLM": Program(), "import asyncio": Program()},
+    "docs/quickstart.md": {
+        "make install TORCH_INDEX": Target(),
+        "make serve": Target(),
+        ".venv/bin/mooncake status": Asked(("data: [DONE]",)),
+        "python3 -m venv": Elsewhere(
+            "tests/integration/install/test_distribution.py", "packages of PyPI"
+        ),
+        ".venv/bin/pip install": Elsewhere(
+            "tests/integration/install/test_distribution.py", "packages of PyPI"
+        ),
+    },
+    "docs/retries.md": {
+        "curl http://127.0.0.1:8000/v1/completions": Asked(('"choices"',)),
+        "client = openai.OpenAI(": Program(
+            before="import openai, uuid\nmessages = [dict(role='user', content='Hello!')]\n"
+        ),
+        "python examples/retries.py": Asked(("Mooncake is a serving engine for Kimi K2.",)),
+    },
+    "docs/roles.md": {
+        "mooncake serve DIR --headless": JOIN,
+        "mooncake certificates authority": PLANNED,
+        "mooncake serve --role decode --join 10.0.0.7:PORT": JOIN,
+        "mooncake serve DIR --role gateway --join-port 6400": PLANNED,
+        "helm install": KUBELET,
+    },
+    "docs/serving.md": {
+        "mooncake serve DIR  ": PLANNED,
+        "mooncake model init": Typed(),
+        "openssl rand": Typed(),
+    },
+    "docs/several-machines.md": {
+        "# k2.yaml": Read("cluster"),
+        "mooncake cluster init k2.yaml": PLANNED,
+        "copy each folder": UP,
+        "mooncake up k2.yaml": UP,
+        "a: gateway-0": UP,
+        "[Unit]": Elsewhere("tests/integration/launch/test_up.py", "systemd"),
+        "export SSL_CERT_FILE": UP,
+    },
+    "docs/simulator.md": {
+        "python3 -c '": Typed(),
+        "mooncake simulate --trace trace.jsonl": Typed(),
+        "mooncake simulate --faults random": Typed(),
+        "- {at_s: 10": Read("faults"),
+    },
+    "docs/speculation.md": {"mooncake serve DIR --speculative-config": PLANNED},
+    "docs/stages.md": {
+        "mooncake serve DIR --prefill-set": PLANNED,
+        "mooncake ranks": Elsewhere("tests/integration/serve/test_far_stages.py", HOSTS),
+    },
+    "docs/traces.md": {
+        "pip install": Elsewhere("tests/integration/serve/test_traces.py", "a collector"),
+    },
+    "docs/training.md": {
+        "mooncake train": Elsewhere("tests/unit/cli/test_train.py", "days; a short run there"),
+        "mooncake eval": Asked(("addition", "tool_call")),
+        "lm_eval run": Left("`python -m benchmarks lm-eval` installs and runs it"),
+    },
+    "docs/troubleshooting.md": {
+        "mooncake doctor k2.yaml": Elsewhere("tests/integration/launch/test_doctor.py", HOSTS),
+    },
+    "docs/vllm.md": {
+        "openssl rand": Typed(),
+        "pip install": Elsewhere("tests/vllm/test_connector.py", "vLLM"),
+        "vllm serve": Elsewhere("tests/vllm/test_connector.py", "vLLM"),
+        "mooncake pool stats": OfPool(),
+    },
+}
+
+
+def pages() -> list[Path]:
+    """Return the pages whose blocks are run, in the order of their names."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in found if MADE not in path.parents]
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return a page's code blocks in their order."""
+    name, found = str(page.relative_to(ROOT)), []
+    lines = [*page.read_text().split("\n"), ""]
+    number = 0
+    while number < len(lines):
+        first = number
+        if fence := re.match(r" *(```+)", lines[number]):
+            number += 1
+            while not re.match(rf" *{fence[1]}", lines[number]):
+                number += 1
+            text = lines[first + 1 : number]
+        elif re.match(r" {4}\s*\S", lines[number]) and not lines[number - 1].strip():
+            while lines[number].startswith("    ") or (
+                not lines[number] and "".join(lines[number + 1 : number + 2]).startswith("    ")
+            ):
+                number += 1
+            text = lines[first:number]
+        else:
+            number += 1
+            continue
+        dedented = textwrap.dedent("\n".join(text)) if fence is None else "\n".join(text)
+        found.append(Block(name, f"{name}:{first + 1}", dedented + "\n"))
+        number += 1
+    return found
+
+
+BLOCKS = [block for page in pages() for block in blocks_of(page)]
+
+
+def classes_of(block: Block) -> list[Class]:
+    """Return the classes of the rows that fit a block: one, where none is forgotten."""
+    rows = CLASSES.get(block.page, {})
+    return [each for beginning, each in rows.items() if block.text.startswith(beginning)]
+
+
+def blocks_that_are(*kinds: Class | type) -> list[Block]:
+    """Return the blocks of these classes, or of just these rows."""
+    return [
+        block
+        for block in BLOCKS
+        for each in classes_of(block)
+        if each in kinds or type(each) in kinds
+    ]
