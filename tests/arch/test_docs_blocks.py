@@ -20,7 +20,6 @@ from mooncake.sim.files import read_faults
 from tests.support.docs.blocks import (
     BLOCKS,
     CLASSES,
-    PLANNED,
     ROOT,
     Beginning,
     Block,
@@ -29,9 +28,12 @@ from tests.support.docs.blocks import (
     Read,
     Shown,
     Target,
+    Typed,
     blocks_of,
     blocks_that_are,
     classes_of,
+    commands_of,
+    typed_blocks,
 )
 from tests.support.docs.typed import here, prepare
 
@@ -68,8 +70,8 @@ def test_blocks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "page.md").write_text(SAMPLE)
     indented, fenced = blocks_of(tmp_path / "page.md")
     assert indented.text == "one \\\n    command\nanother\n\nafter an empty line\n"
-    assert indented.commands == ["one      command", "another", "after an empty line"]
-    assert (fenced.place, fenced.text) == ("page.md:13", "fenced: true\n")
+    assert commands_of(indented) == ["one      command", "another", "after an empty line"]
+    assert (fenced.place, fenced.text) == ("page.md:12", "fenced: true\n")
     assert classes_of(fenced) == [], "a page without rows"
 
 
@@ -83,12 +85,13 @@ def test_every_block_has_one_class_and_every_row_one_block() -> None:
 
 
 def test_tests_that_run_blocks_are_there() -> None:
-    named = {each.test for rows in CLASSES.values() for each in rows.values()
-             if isinstance(each, Elsewhere)}  # fmt: skip
+    rows = [each for page in CLASSES.values() for each in page.values()]
+    named = {each.test for each in rows if isinstance(each, Elsewhere)}
+    named |= {test for each in rows if isinstance(each, Typed) for _, test in each.apart}
     assert {name for name in named if not (ROOT / name).is_file()} == set()
 
 
-@pytest.mark.parametrize("block", blocks_that_are(PLANNED), ids=by_place)
+@pytest.mark.parametrize("block", typed_blocks(quick=True), ids=by_place)
 def test_what_only_plans_is_typed(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -98,7 +101,7 @@ def test_what_only_plans_is_typed(
     monkeypatch.setattr("mooncake.launch.host.machine_facts.available_bytes", lambda: 2**40)
     monkeypatch.setattr("mooncake.launch.cluster.checks.check_disks", lambda *_: None)
     prepare(tmp_path, block.text)
-    for command in block.commands:
+    for command in commands_of(block):
         program, *words = shlex.split(here(command, {}), comments=True)
         assert program == "mooncake"
         refused = re.search(r"# refused: ([\d.]+ \w+)", command)
@@ -118,7 +121,7 @@ def test_files_are_read_by_our_readers(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", blocks_that_are(Target), ids=by_place)
 def test_targets_of_make_are_there(block: Block) -> None:
-    for command in block.commands:
+    for command in commands_of(block):
         program, *words = shlex.split(command, comments=True)
         assert program == "make"
         done = subprocess.run(

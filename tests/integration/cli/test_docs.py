@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.docs.blocks import Typed, blocks_that_are
+from tests.support.docs.blocks import typed_blocks
 from tests.support.docs.typed import here, in_shell, prepare
 
-BLOCKS = blocks_that_are(Typed(quick=False))
+pytestmark = pytest.mark.slow
+BLOCKS = typed_blocks(quick=False)
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS}))

@@ -16,7 +16,7 @@ from tests.support.kvstore.pool_process import SECRET, PoolProcess, until
 from tests.support.model.checkpoints import write_config_only
 
 pytestmark = pytest.mark.slow
-COMMANDS = ("put", "get", "where", "replicate", "pin", "evict", "stats", "bench")
+COMMANDS = ("put", "get", "where", "replicate", "pin", "unpin", "evict", "stats", "bench")
 
 
 @pytest.fixture(scope="module")

@@ -24,21 +24,17 @@ class Block:
     place: str
     text: str
 
-    @property
-    def commands(self) -> list[str]:
-        """The lines of a block of commands; those of one command are one."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [line for line in lines if line.strip()]
-
 
 @dataclass(frozen=True)
 class Typed:
     """Its commands need no server: they are typed one after another, with `--dry-run` where they
     serve. quick: by `make check`, within its own process, which can run `mooncake` only; others by
-    tests/integration/cli/test_docs.py, all of a page in one folder.
+    tests/integration/cli/test_docs.py, all of a page in one folder. apart: how commands begin that
+    take long, and which test runs them.
     """
 
     quick: bool = False
+    apart: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,7 +214,9 @@ CLASSES: dict[str, dict[str, Class]] = {
         "helm install": KUBELET,
     },
     "docs/serving.md": {
-        "mooncake serve DIR  ": PLANNED,
+        "mooncake serve DIR  ": Typed(
+            quick=True, apart=(("mooncake profile", "tests/unit/cli/test_profile.py"),)
+        ),
         "mooncake model init": Typed(),
         "openssl rand": Typed(),
     },
@@ -304,11 +302,20 @@ def classes_of(block: Block) -> list[Class]:
     return [each for beginning, each in rows.items() if block.text.startswith(beginning)]
 
 
-def blocks_that_are(*kinds: Class | type) -> list[Block]:
-    """Return the blocks of these classes, or of just these rows."""
-    return [
-        block
-        for block in BLOCKS
-        for each in classes_of(block)
-        if each in kinds or type(each) in kinds
-    ]
+def blocks_that_are(*kinds: type) -> list[Block]:
+    """Return the blocks of these classes."""
+    return [block for block in BLOCKS for each in classes_of(block) if type(each) in kinds]
+
+
+def typed_blocks(*, quick: bool) -> list[Block]:
+    """Return the blocks that are typed by `make check`, or those that are not."""
+    found = [(block, each) for block in BLOCKS for each in classes_of(block)]
+    return [block for block, each in found if isinstance(each, Typed) and each.quick is quick]
+
+
+def commands_of(block: Block) -> list[str]:
+    """Return a block's commands, a line each, but for those that another test runs."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    rows = [each for each in classes_of(block) if isinstance(each, Typed)]
+    apart = tuple(beginning for each in rows for beginning, _ in each.apart)
+    return [line for line in lines if line.strip() and not line.startswith(apart)]

@@ -22,7 +22,13 @@ from tests.support.kvstore.pool_process import SECRET
 from tests.support.model.eagle3_heads import config_of, random_tensors, write_head
 from tests.support.model.specs import KIMI_K2, small_config
 
-SMALL = {".venv/bin/": "", "k2-small": "k2-nano", "100GiB": "64MiB", "HOST": "127.0.0.1"}
+SMALL = {
+    ".venv/bin/": "",
+    "k2-small": "k2-nano",
+    "100GiB": "64MiB",
+    "HOST": "127.0.0.1",
+    "range(200)": "range(20)",
+}
 """What a command says -> what is typed in its place."""
 MODELS = {"h200": "kimi-k2-int4", "h800": "kimi-k2-fp8", "": DEMO}
 """The GPUs that a command names -> its `DIR`; without GPUs, the demo model."""
