@@ -187,6 +187,10 @@ CLASSES: dict[str, dict[str, Class]] = {
         "mooncake pool put": OfPool(("three lines",)),
         "import os": PoolProgram(("b'hello'",)),
     },
+    "docs/pool-protocol.md": {
+        "stateDiagram-v2\n    [*] --> Granted": Left("a drawing"),
+        "stateDiagram-v2\n    [*] --> Loading": Left("a drawing"),
+    },
     "docs/python.md": {"from mooncake import LLM": Program(), "import asyncio": Program()},
     "docs/quickstart.md": {
         "make install TORCH_INDEX": Target(),
