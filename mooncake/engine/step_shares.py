@@ -8,7 +8,9 @@ as if all had as little to compute as the smallest. The smallest gets all it wan
 what is left of the time by the weights of their classes, and their streams take turns. Each of
 these has a balance: it gets its share of each step, and pays for what it is predicted to take and
 for what the step took longer. Who owes sits out. What was not used is for later errors of
-predictions; it makes no share larger. Batch is never the smallest, so no other class waits for it.
+predictions; it makes no share larger. A chunk of a prompt may take more than a share: up to
+twice as long as reading its context takes. Chunks that fit a share would read a long context for
+few tokens each. Batch is never the smallest, so no other class waits for it.
 
 For `NUM_AFTER` steps after flows met, one that is alone has steps of at most `AFTERWARDS` times the
 length of the smallest's own: who comes back does not wait for a long one. After these, and where it
@@ -31,7 +33,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.sequence import Sequence
 
-FACTOR = 2.2
+FACTOR = 2.0
 """The predicted time of a step where flows meet, over that of one with only what the smallest flow
 wants. It bounds predictions of steps, not times of requests: these also wait for the step under way
 when they come, for what predictions miss, and for work outside of steps. It was chosen so that they
@@ -111,6 +113,10 @@ class StepTimes:
         """Return what a chunk of one prompt adds."""
         whole_s = self._prompts.step_s(num_tokens, num_context_tokens, 1)
         return self.rows_s(1, 0) + whole_s - self._prompts.coefficients[0]
+
+    def context_s(self, num_context_tokens: int) -> float:
+        """Return what a chunk takes to read its context, however few tokens attend to it."""
+        return self._prompts.coefficients[-1] * num_context_tokens
 
     def largest_chunk(self, most: int, least: int, num_context_tokens: int, left_s: float) -> int:
         """Return the largest chunk that adds no more than `left_s`, from `least` to `most`."""
@@ -192,8 +198,8 @@ class StepShare:
 
     def most(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens of a sequence, at most `most`, its flow has room for. The first
-        stream of each flow has room, and so have `UNIT` tokens of its first prompt, unless the flow
-        still owes time of earlier steps: a chunk behind a long context takes that of many.
+        stream of each flow has room, and so have `UNIT` tokens of its first prompt and as many as
+        are worth reading its context, unless the flow still owes time of earlier steps.
         """
         left = self._limits.get(sequence.flow)
         if left is None:
@@ -208,7 +214,15 @@ class StepShare:
             return most if is_first or fits else 0
         most = min(most, sequence.num_unplanned, max(left.num_tokens, UNIT if is_first else 0))
         least = UNIT if is_first else 0
-        return self._times.largest_chunk(most, least, context, left.seconds) if most else 0
+        limit_s = max(left.seconds, self._worth_s(left, context)) if is_first else left.seconds
+        return self._times.largest_chunk(most, least, context, limit_s) if most else 0
+
+    def _worth_s(self, left: Left, num_context_tokens: int) -> float:
+        """Return how long a chunk takes that is worth reading its context: half of it is for its
+        own tokens, but it is no longer than its flow can pay for with later steps.
+        """
+        context_s = self._times.context_s(num_context_tokens)
+        return min(2 * context_s, MOST_OWED * left.share_s)
 
     def late_s(self, seconds: float) -> dict[Flow, float]:
         """Return for how much of a step's time beyond its prediction each limited flow is
