@@ -445,7 +445,7 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
     """The places of the blocks when they were not pushed."""
     checksums: list[int] = []
     """Of each pushed block, in the order of `Reserved.indexes`; none: do not compare."""
-    spans: list[WorkSpan] = []
+    spans: tuple[WorkSpan, ...] = ()
     """Of a traced request: the push, for decode to pass on with its first output."""
 
 

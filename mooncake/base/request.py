@@ -277,7 +277,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """With the first output of an attempt: prompt tokens whose KV was reused."""
     fetched: CacheHits | None = None
     """With the same output: how many blocks of these were fetched; None: none were."""
-    spans: list[WorkSpan] = []
+    spans: tuple[WorkSpan, ...] = ()
     """Of a traced request: what the worker did for it since its last output."""
     finish: FinishInfo | None = None
 

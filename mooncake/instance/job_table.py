@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from mooncake.base.blocks import BlockKey, block_keys
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.kv_layout import KvLayout
@@ -97,14 +99,14 @@ class Job(Generic[TaskT]):
         finish: FinishInfo | None,
         *,
         num_cached_tokens: int | None,
-        spans: list[WorkSpan],
+        spans: tuple[WorkSpan, ...],
     ) -> RequestOutput:
         """Return the message to the gateway about the tokens that a step has made.
 
         num_cached_tokens: given with the first output of an attempt.
         """
         tokens = list(made.tokens)
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             attempt=self.attempt,
             start=len(made.sequence.output_tokens) - len(tokens),
@@ -112,10 +114,12 @@ class Job(Generic[TaskT]):
             logprobs=made.logprobs,
             prompt_logprobs=packed_logprobs(made.prompt_logprobs),
             num_cached_tokens=num_cached_tokens,
-            fetched=None if num_cached_tokens is None else self.fetched,
             finish=finish,
-            spans=spans,
         )
+        fetched = None if num_cached_tokens is None else self.fetched
+        if fetched is None and not spans:
+            return output  # most have neither, and are made in two thirds of the time
+        return msgspec.structs.replace(output, fetched=fetched, spans=spans)
 
     def reusable_keys(self, num_outputs: int) -> list[BlockKey]:
         """Return the keys of the blocks that may come from a cache, when `num_outputs` output

@@ -84,9 +84,9 @@ class JobTrace:
         """Add spans of another worker."""
         self._spans += spans
 
-    def take(self) -> list[WorkSpan]:
+    def take(self) -> tuple[WorkSpan, ...]:
         """Return the spans since the last call."""
-        spans, self._spans = self._spans, []
+        spans, self._spans = tuple(self._spans), []
         return spans
 
     def _add(
@@ -101,6 +101,6 @@ class JobTrace:
         self._spans.append(WorkSpan(name, self._worker_id, start_s, end_s, known, list(events)))
 
 
-def told(trace: JobTrace | None) -> list[WorkSpan]:
+def told(trace: JobTrace | None) -> tuple[WorkSpan, ...]:
     """Return what a job has to report now; nothing if nobody wants it."""
-    return trace.take() if trace is not None else []
+    return trace.take() if trace is not None else ()

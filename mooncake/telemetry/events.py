@@ -66,7 +66,7 @@ class Worked(RequestEvent, frozen=True, tag="worked"):
     """A worker told what it did for a traced request."""
 
     attempt: int
-    spans: list[WorkSpan]
+    spans: tuple[WorkSpan, ...]
 
 
 class FirstToken(RequestEvent, frozen=True, tag="first_token"):

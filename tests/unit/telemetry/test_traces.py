@@ -56,7 +56,7 @@ def finished(at_s: float, reason: FinishReason = FinishReason.STOP, status: int 
 
 
 def worked(at_s: float, attempt: int, *spans: WorkSpan) -> Worked:
-    return Worked(request_id="r", at_s=at_s, attempt=attempt, spans=list(spans))
+    return Worked(request_id="r", at_s=at_s, attempt=attempt, spans=spans)
 
 
 def reported(worker_id: str, clock_s: float, at_s: float) -> WorkerReported:
