@@ -22,6 +22,9 @@ from mooncake.base import TokenLogprobs, unpacked_logprobs
 _PIECE = 512
 """Prompt tokens that are written at a time."""
 
+MAX_SPELLED = 4096
+"""Tokens of which a speller keeps text and bytes."""
+
 FLOOR = -9999.0
 """Replaces minus infinity, for which JSON has no number."""
 
@@ -32,12 +35,23 @@ class LogprobSpeller:
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._spelled: dict[int, tuple[str, list[int]]] = {}
+        """token_id -> its text and bytes: most candidates come again and again."""
 
     def token(self, token_id: int) -> str:
         """Return a token's own text; bytes that are not whole characters become U+FFFD."""
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+        return self._spell(token_id)[0]
+
+    def _spell(self, token_id: int) -> tuple[str, list[int]]:
+        spelled = self._spelled.get(token_id)
+        if spelled is None:
+            data = self._tokenizer.token_bytes(token_id)
+            text = data.decode("utf-8", errors="replace")
+            spelled = f"token_id:{token_id}" if self._as_ids else text, list(data)
+            if len(self._spelled) >= MAX_SPELLED:
+                self._spelled.clear()
+            self._spelled[token_id] = spelled
+        return spelled
 
     def chat(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Return the chat form, one entry for each token."""
@@ -90,17 +104,12 @@ class LogprobSpeller:
         return Raw(b"[%b]" % b",".join(pieces))
 
     def _chat_one(self, token_id: int, entry: TokenLogprobs) -> ChatLogprob:
-        return ChatLogprob(
-            token=self.token(token_id),
-            logprob=_finite(entry.logprob),
-            bytes=list(self._tokenizer.token_bytes(token_id)),
-            top_logprobs=[
-                TokenLogprob(
-                    self.token(other), _finite(value), list(self._tokenizer.token_bytes(other))
-                )
-                for other, value in entry.top
-            ],
-        )
+        text, data = self._spell(token_id)
+        top: list[TokenLogprob] = []
+        for other, value in entry.top:
+            other_text, other_data = self._spell(other)
+            top.append(TokenLogprob(other_text, _finite(value), other_data))
+        return ChatLogprob(text, _finite(entry.logprob), data, top)
 
     def _candidates(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
         own = Logprob(_finite(entry.logprob), entry.rank, self.token(token_id))

@@ -14,6 +14,7 @@ from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import ApiError, validation_error
 from mooncake.api.http.json_cost import ITEM_COST, NODE_COST, JsonCost
+from mooncake.api.http.response import tenant_of, unless_gone
 from mooncake.api.schema.fields import SharedFields
 from mooncake.api.schema.json_object import RequestBody
 
@@ -22,14 +23,19 @@ Body = TypeVar("Body", bound=RequestBody)
 TURN_BYTES = 1 << 20
 """After about this many bytes of a body, other requests get a turn."""
 
+MAX_COST_HERE = 1 << 14
+"""The dearest body that is validated in the event loop: a few milliseconds."""
+
 
 async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:
     """Read the body of `request` and check it: size, JSON, fields, the model's name. A body without
-    a seed gets one derived from the request's `Idempotency-Key`.
+    a seed gets one derived from the request's `Idempotency-Key`. A body of many values is validated
+    in a thread: the event loop may run between two turns of a conversation.
 
     Raises:
         MooncakeError: 413 too large, 415 not JSON, 404 another model, 400 not valid, 429 too much
-            in memory; the message names the field or the limit.
+            in memory, 503 too many wait to be validated; the message names the field or the limit.
+        ClientDisconnect: the client has left.
     """
     config = api_server.config
     content_type = request.headers.get("content-type", "")
@@ -55,10 +61,11 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
             await asyncio.sleep(0)  # other tasks' turn: what has arrived is read without a wait
             since_turn = 0
     body = b"".join(parts)
-    try:
-        fields = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise validation_error(error, body) from error
+    if cost.total <= MAX_COST_HERE:
+        fields = _validated(kind, body)
+    else:
+        working = api_server.tokenizing.run(lambda: _validated(kind, body), tenant_of(request))
+        fields = await unless_gone(request, working)
     for text in fields.json_texts:
         cost.add_text(text)
         _check_size(size, cost.total, config)
@@ -66,6 +73,13 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
     if isinstance(fields, SharedFields) and fields.seed is None:
         fields.seed = getattr(request.state, "seed", None)
     return fields
+
+
+def _validated(kind: type[Body], body: bytes) -> Body:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise validation_error(error, body) from error
 
 
 def _check_size(num_bytes: int, cost: int, config: ApiConfig) -> None:

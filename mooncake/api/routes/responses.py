@@ -69,7 +69,7 @@ def new_response_stream(
 
 def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) -> ResponseReply:
     """Return a response without output, which repeats the settings of the request."""
-    sent = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+    sent = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_REPEATED)
     text: dict[str, Any] = {"format": {"type": "text"}} | sent.get("text", {})
     return ResponseReply(
         id=name,
@@ -91,4 +91,6 @@ def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) 
     )
 
 
+_REPEATED = {"text", "reasoning", "tool_choice", "tools", "user"}
+"""The fields that a response repeats as they were sent. The input, which may be long, is none."""
 _NO_TOOL = {"description": None, "parameters": None, "strict": None}

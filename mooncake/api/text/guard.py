@@ -83,6 +83,17 @@ class _Names:
         self._longest = max(map(len, names), default=1)
         self._pattern = re.compile(_branches(names) if names else r"(?!)")
 
+    def mark(self, text: str) -> str:
+        """Return `text` with a mark in each spelling of a name; mostly there is none."""
+        if len(text) <= PIECE_CHARS and self._pattern.search(text) is None:
+            return text
+        parts: list[str] = []
+        end = 0
+        for found in self.find(text):
+            parts += [text[end : found.start() + 1], MARK]
+            end = found.start() + 1
+        return "".join([*parts, text[end:]]) if parts else text
+
     def find(self, text: str) -> Iterator[re.Match[str]]:
         """Yield the matches in `text`, which do not overlap, in time linear in its length."""
         end = 0
@@ -110,12 +121,7 @@ def _branches(names: Collection[str]) -> str:
 
 def _marked(value: Any, names: _Names) -> Any:
     if isinstance(value, str):
-        parts: list[str] = []
-        end = 0
-        for found in names.find(value):
-            parts += [value[end : found.start() + 1], MARK]
-            end = found.start() + 1
-        return "".join([*parts, value[end:]]) if parts else value
+        return names.mark(value)
     if isinstance(value, list):
         return [_marked(item, names) for item in value]
     if isinstance(value, dict):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
 import httpx
 import pytest
 
+from mooncake.api.http import request_body
+from mooncake.api.schema.json_object import RequestBody
 from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_model
 
 MAX_GAP_S = 1.0
 """Far more than the loop stands still for on a quiet machine, far less than before the bodies were
 bounded (3 to 30 s each)."""
+LIMIT_S = 60.0
+"""For what takes a moment on a quiet machine."""
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 N = 2_000_000
 RUNS = ("a" * 25_000 + " ") * 40
@@ -118,5 +123,38 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
                 reply = await http.post(url + path, json=body)
                 assert reply.status_code == 400
                 assert f"at most {limit} characters" in reply.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_others_are_answered_while_a_body_of_many_turns_is_validated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    validated = request_body._validated
+
+    def slowly(kind: type[RequestBody], body: bytes) -> RequestBody:
+        if len(body) > 10_000:
+            begun.set()
+            assert go_on.wait(LIMIT_S), "the loop does nothing else"
+        return validated(kind, body)
+
+    async def main() -> None:
+        monkeypatch.setattr(request_body, "_validated", slowly)
+        async with (
+            live_api_server(ScriptedBackend(says("hello"))) as url,
+            httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http,
+        ):
+            short = says_user("x", **KEEP)
+            turns = {"messages": [*short["messages"]] * 1000}
+            asking = asyncio.create_task(http.post(CHAT, json=short | turns))
+            assert await asyncio.to_thread(begun.wait, LIMIT_S)
+            assert (await http.post(CHAT, json=short)).status_code == 200
+            assert not asking.done()
+            go_on.set()
+            assert (await asking).status_code == 200
+            wrong = await http.post(CHAT, json=short | turns | {"n": "x"})
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["param"] == "n"
 
     asyncio.run(main())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
+from mooncake.api.generation import logprobs
 from mooncake.api.generation.logprobs import FLOOR, LogprobSpeller
 from mooncake.base import TokenLogprobs
 from tests.support.api.server import tiny_tokenizer
@@ -49,3 +52,16 @@ def test_minus_infinity_has_a_stand_in() -> None:
     entry = TokenLogprobs(-math.inf, 5, [(97, math.nan)])
     [spelled] = SPELLER.chat([98], [entry]).content
     assert (spelled.logprob, spelled.top_logprobs[0].logprob) == (FLOOR, FLOOR)
+
+
+def test_a_token_is_spelled_once_and_few_spellings_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logprobs, "MAX_SPELLED", 3)
+    speller = LogprobSpeller(tiny_tokenizer(), as_ids=False)
+    entry = TokenLogprobs(-1.0, 1, [(97, -1.0), (98, -2.0)])
+    one, same = speller.chat([97, 97], [entry, entry]).content
+    assert one.bytes is same.bytes is one.top_logprobs[0].bytes
+    for token in range(60, 90):
+        assert speller.chat([token], [entry]).content[0].bytes == [token]
+        assert len(speller._spelled) <= 3
