@@ -174,6 +174,10 @@ class KimiK2:
         if sharing is not None:
             self.balancer = ExpertBalancer(self.expert_slots, sharing, eplb)
 
+    def connect(self) -> None:
+        """Connect to the stages beside this one (see `Stage.connect`)."""
+        self.stage.connect(self._placed.new_zeros(1, self.spec.hidden_size))
+
     def between_steps(self) -> None:
         """Do what comes before each step and is no part of it, nor of one that is captured. All
         ranks call this alike.
@@ -200,12 +204,29 @@ class KimiK2:
         stage.begin()
         if self.exchange is not None:
             self.exchange.agree(len(inputs.tokens), inputs.outputs.num_rows)
-        if stage.is_first:
-            x = self.embedded(inputs.tokens)
-        else:
+        x = None
+        if not stage.is_first:
             x = stage.receive(self._placed.new_empty(len(inputs.tokens), self.spec.hidden_size))
             if after_write is not None:
                 after_write(stage.layers[0] - 1)
+        x = self.compute(inputs, kv, x, after_write, read)
+        if not stage.is_last:
+            stage.send(x)
+        return x
+
+    def compute(
+        self,
+        inputs: StepInputs,
+        kv: KvTensors,
+        states: torch.Tensor | None,
+        after_write: Callable[[int], None] | None = None,
+        read: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """Return what this stage makes of the `states` that it got, which may be overwritten; None:
+        it is the first one. Exchanges nothing with other stages. The rest is that of `forward`.
+        """
+        stage = self.stage
+        x = self.embedded(inputs.tokens) if states is None else states
         update: torch.Tensor | None = None
         rotation = self._rope.rotation(inputs.positions)
         last = self.spec.num_hidden_layers - 1
@@ -222,9 +243,7 @@ class KimiK2:
             )
         if update is not None:
             x = x.add_(update)
-        if not stage.is_last:
-            stage.send(x)
-        elif read is not None:
+        if stage.is_last and read is not None:
             read(last + 1, x)
         return x
 

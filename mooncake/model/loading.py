@@ -18,6 +18,7 @@ from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
 from mooncake.model.checkpoint.tensor_cuts import ROUTED, Part, cut_of, is_held, slabs_of
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.copies import Copies
 from mooncake.model.kimi_k2 import KimiK2, Layer, MtpLayer, Output
 from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.expert_slots import slots_of
@@ -76,6 +77,7 @@ def load_model(
     eplb: EplbConfig | None = None,
     host: HostExperts | None = None,
     with_mtp: bool = False,
+    copies: Copies | None = None,
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` of
     `shape` shares it, this rank's parts only (`tensor_cuts`), and no others are read.
@@ -84,6 +86,7 @@ def load_model(
     eplb: how these place them anew while they are used; None: never.
     host: what keeps and computes the routed experts, in DRAM; None: they lie on `device`.
     with_mtp: load the first MTP layer too, which shares embedding and head with the model.
+    copies: to `device`, for stages; None: it is the host.
 
     Packed layer by layer, the experts of one by several threads: beside the finished weights never
     more than one layer (or the head) is held. `progress(done, total)` counts tensors. Quantized
@@ -96,7 +99,7 @@ def load_model(
     with Placer(staged=device.type == "cuda") as placer:
         ranks = group or Solo()
         shape = shape or Shape(tp=ranks.size)
-        stage = Stage(ranks, shape, checkpoint.spec.num_hidden_layers)
+        stage = Stage(ranks, shape, checkpoint.spec.num_hidden_layers, copies)
         context = stage.ranks.part(shape.dcp) if shape.dcp > 1 else None
         if shape.ep > 1 and sharing is None:
             sharing = ExpertRanks.of_instances(stage.ranks, 1)

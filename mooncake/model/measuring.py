@@ -53,6 +53,7 @@ def measure_memory(
     """
     home = Home(0 if group is None else group.rank % asked.num_homes, asked.num_homes)
     with torch.inference_mode():
+        model.connect()
         kv = _shared_pages(model, asked, home)
         rule = model.prefers_absorbed
 

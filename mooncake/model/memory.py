@@ -58,10 +58,10 @@ def room_for_pages(memory: GpuMemory, utilization: float, block_bytes: int) -> i
 
 
 def pages_that_fit(
-    ranks: Sequence[GpuMemory], *, utilization: float, block_bytes: int, least_pages: int
+    ranks: Sequence[GpuMemory], *, utilization: float, page_bytes: Sequence[int], least_pages: int
 ) -> int:
     """Return how many KV pages are left on each of the ranks of `utilization` of its memory,
-    captured steps reserved.
+    captured steps reserved. page_bytes: of a page on each, whose stage has some of the layers.
 
     Captured steps keep their own workspace: never larger than the largest step's, so that
     much is kept back a second time.
@@ -69,7 +69,10 @@ def pages_that_fit(
     Raises:
         ConfigError: fewer than `least_pages` fit; says what takes the room.
     """
-    rooms = [room_for_pages(memory, utilization, block_bytes) for memory in ranks]
+    rooms = [
+        room_for_pages(memory, utilization, each)
+        for memory, each in zip(ranks, page_bytes, strict=True)
+    ]
     pages = min(rooms)
     rank, memory = rooms.index(pages), ranks[rooms.index(pages)]
     where = f" on rank {rank}" if len(ranks) > 1 else ""

@@ -131,6 +131,7 @@ class ModelSource:
                     shape=self._options.shape,
                     host=self._device.host_experts(),
                     with_mtp=self._options.with_mtp,
+                    copies=self._device.open_copies(),
                 )
                 if self.lead is not None:
                     self.lead.wait_until_loaded()
@@ -208,10 +209,11 @@ class ModelSource:
         if self._head is not None:
             windows = self._head.spec.window_bytes(config.max_num_seqs, self._dtype.itemsize)
             ranks = [rank.beside(windows) for rank in ranks]
+        page = PageArray(layout, homes, homes)
         each = pages_that_fit(
             ranks,
             utilization=self._options.gpu_memory_utilization,
-            block_bytes=layout.block_bytes,
+            page_bytes=[self._options.held_by(rank, page).num_bytes for rank in range(len(ranks))],
             least_pages=-(-config.num_pages(config.max_model_len) // homes),
         )
         return each * homes
@@ -309,8 +311,8 @@ class ModelSource:
     def _captured(self, config: EngineConfig) -> CapturedSizes:
         """Return what steps are captured: none where the device or the backends do not allow any,
         what drafts reads the states of each step, or the host takes part: it computes experts,
-        stages tell each other what they timed, instances that share experts how many rows they
-        have. None with prompts where ranks share contexts out and gather those of prompts.
+        instances that share experts tell each other how many rows they have. None with prompts
+        where ranks share contexts out and gather those of prompts, or are stages.
         """
         model, shape = self._model, self._options.shape
         assert model is not None
@@ -318,9 +320,10 @@ class ModelSource:
         can = self._device.is_gpu and kernels == (TRITON, TRITON)
         drafts = model.mtp is not None or self._head is not None
         can = can and self._device.expert_backends is None and not drafts
-        can = can and shape.pp == shape.dp == 1 and model.spec.rope_interleave
+        can = can and shape.dp == 1 and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return CapturedSizes()
-        most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if config.num_homes == 1 else 0
+        alone = config.num_homes == shape.pp == 1
+        most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if alone else 0
         pages = config.num_pages(config.max_model_len)
         return CapturedSizes(config.max_num_seqs, pages, most_tokens)

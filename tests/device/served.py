@@ -46,9 +46,11 @@ class Served:
         self.layers: list[LayerDone] = []
         self.logprobs: dict[int, list[float]] = {}
 
-    def run(self, joins: Joins, first: int = 0) -> dict[int, list[int]]:
+    def run(
+        self, joins: Joins, first: int = 0, aborted: tuple[int, int] | None = None
+    ) -> dict[int, list[int]]:
         """Return each sequence's tokens, all steps having ended well. first: the number of the
-        first one.
+        first one. aborted: (step, sequence), once that step has been submitted.
         """
         made: dict[int, Running] = {}
         step = 0
@@ -61,6 +63,8 @@ class Served:
                 made[number] = Running(sequence_id=number, request=request)
                 assert self.engine.add(made[number], 0.0)
             self.engine.tick(0.0)
+            if aborted is not None and step == aborted[0]:
+                assert self.engine.abort(aborted[1])
             self._hear()
             step += 1
         return {number: list(each.output_tokens) for number, each in made.items()}
@@ -99,7 +103,10 @@ def served(path: Path, device: str, backend: str = "reference", **options: Any) 
     )  # fmt: skip
     try:
         source.load()
-        config = dataclasses.replace(CONFIG, num_homes=made.shape.dcp)
+        shape = made.shape
+        config = dataclasses.replace(CONFIG, num_homes=shape.dcp, num_stages=shape.pp)
+        if shape.pp > 1:
+            config = dataclasses.replace(config, max_steps_in_flight=shape.pp + 1)
         pages: memoryview | PageMemory
         if source.owns_pages:
             pages = source.device_pages(layout, CONFIG.num_blocks)

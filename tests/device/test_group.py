@@ -194,6 +194,23 @@ def test_replays_exchange_anew() -> None:
     assert on_ranks(replayed, order="random") == [[[2.0], [6.0], [10.0]]] * 2
 
 
+def of_a_pair(group: Group, gpus: Emulated) -> list[float]:
+    """Return for how many seconds an exchange of all may take, and one of two."""
+    group.meet()
+    if group.rank:
+        group.send(here(group, 1.0), 0)
+    else:
+        group.receive(here(group, 0.0), 1)
+    gpus.finish()
+    everyone, pairs = group._ranks, group._pairs._ranks  # type: ignore[attr-defined]
+    return [everyone._communicators["all"].timeout_s, pairs._communicators["0:1"].timeout_s]
+
+
+def test_who_receives_waits_longer_than_the_limit_of_other_exchanges() -> None:
+    """A stage may have steps to compute before the one that is waited for."""
+    assert on_ranks(of_a_pair) == [[120.0, 86400.0]] * 2
+
+
 def unwaited(group: Group, gpus: Emulated) -> str:
     """Exchange without waiting for the end, then read; return the race."""
     group.meet()

@@ -12,7 +12,7 @@ import pytest
 from mooncake.base import InternalError, SamplingParams, Shape
 from mooncake.launch.worker import rank_processes
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from tests.device.served import Joins, prompt, served
+from tests.device.served import CONFIG, Joins, prompt, served
 from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import followers_emulated
@@ -48,23 +48,31 @@ EAGER, CAPTURED = "reference", "auto"
     [
         ("tp2", EAGER, LATE), ("tp2", CAPTURED, RANDOM), ("tp2-dcp2", EAGER, RANDOM),
         ("tp2-dcp2", CAPTURED, LATE), ("tp2-ep2", EAGER, RANDOM), ("tp2-ep2", CAPTURED, LATE),
+        ("tp1-pp2", EAGER, LATE), ("tp1-pp2", CAPTURED, RANDOM), ("tp2-pp2", CAPTURED, LATE),
     ],
 )  # fmt: skip
-def test_two_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
+def test_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
     tiny: Path,
     wanted: tuple[dict[int, list[int]], dict[int, list[float]]],
     words: str,
     backend: str,
     order: str,
 ) -> None:
-    machine = {"num_devices": 2, "order": order, "seed": 7}
+    shape = Shape.parse(words)
+    machine = {"num_devices": shape.num_ranks, "order": order, "seed": 7}
     with (
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),
     ):
-        with served(tiny, "cuda", backend, shape=Shape.parse(words)) as engine:
+        with served(tiny, "cuda", backend, shape=shape, measure_pages=True) as engine:
             assert engine.run(JOINS) == wanted[0]
+            if shape.pp > 1:  # a prompt in several steps that are under way
+                endless = [(prompt(70, 3), SamplingParams(temperature=0, max_tokens=20))]
+                engine.run({0: endless}, first=10, aborted=(1, 10))
+                engine.engine.check_integrity([], [])
+                layout = engine.pages.kv.layout
+                assert engine.source.num_pages(layout, CONFIG) > CONFIG.num_blocks
             if backend == EAGER:  # a captured step still runs ahead when all ends
                 engine.runner.check_integrity()
         gpus.finish()
@@ -73,10 +81,16 @@ def test_two_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
     assert any(name.startswith("allgather") for name in gpus.machine.launched)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("backend", [EAGER, CAPTURED], ids=["eager", "captured"])
+@pytest.mark.parametrize(
+    ("words", "backend", "how"),
+    [
+        ("tp2", EAGER, signal.SIGKILL), ("tp2", EAGER, signal.SIGSTOP),
+        ("tp2", CAPTURED, signal.SIGKILL), ("tp2", CAPTURED, signal.SIGSTOP),
+        ("tp1-pp2", EAGER, signal.SIGKILL),
+    ],
+)  # fmt: skip
 def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
-    nano: Path, backend: str, how: signal.Signals
+    nano: Path, words: str, backend: str, how: signal.Signals
 ) -> None:
     """The lead's GPU waits for it in the middle of a step; torch's watchdog does nothing here."""
     machine = {"num_devices": 2}
@@ -86,7 +100,7 @@ def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
         emulated(**machine),
         followers_emulated(as_references=True, **machine),
         reference_ops(),
-        served(nano, "cuda", backend, shape=Shape(tp=2)) as engine,
+        served(nano, "cuda", backend, shape=Shape.parse(words)) as engine,
     ):
         lead = engine.source.lead
         assert lead is not None

@@ -119,10 +119,10 @@
 {{- with ($values.shape).gpu }}
 {{- $limits := ($values.resources).limits | default dict }}
 {{- $known := get $limits . }}
-{{- if gt ($values.shape.pipelineParallelSize | default 1 | int) 1 }}
-{{- fail (printf "%s.shape.gpu: stages are computed by CPUs so far; leave out %s.shape.pipelineParallelSize" $.role $.role) }}
+{{- if $values.shape.podPerStage }}
+{{- fail (printf "%s.shape.gpu: stages in pods of their own are computed by CPUs so far; leave out %s.shape.podPerStage" $.role $.role) }}
 {{- end }}
-{{- $ranks := $values.shape.tensorParallelSize | default 1 | int }}
+{{- $ranks := mul ($values.shape.tensorParallelSize | default 1) ($values.shape.pipelineParallelSize | default 1) | int }}
 {{- if and $known (ne ($known | int) $ranks) }}
 {{- fail (printf "%s.resources.limits: %v of %s for %d ranks: leave it out, shape counts them" $.role $known . $ranks) }}
 {{- end }}

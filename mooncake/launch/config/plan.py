@@ -567,9 +567,10 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
         raise ConfigError(f"{DP_FLAG}={shape.dp}: with --colocated there is one worker")
     if shape.dp > 1 and config.role_switching:
         raise ConfigError(f"role-switching: workers that share experts ({shape}) keep their role")
-    if shape.pp > 1 and device == "cuda":
+    if config.stage_hosts and device == "cuda":
         raise ConfigError(
-            f"{PP_FLAG}={shape.pp} is not supported on GPUs yet: {can}; ranks on CPUs: --device cpu"
+            "stage-hosts: stages on GPUs are all on the worker's machine so far; leave it out, "
+            "or use --device cpu"
         )
     if device == "cuda" and config.enable_eplb:
         raise ConfigError(

@@ -221,25 +221,22 @@ class ServeConfig:
         "that holds it, or a credential: other users see flags, but not this",
         env="MOONCAKE_CLUSTER_SECRET_FILE")
     tensor_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "processes that share each layer of an engine; on GPUs only with --dry-run so far",
-        short="-tp")
+        "processes that share each layer of an engine", short="-tp")
     decode_context_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "ranks of those among which an engine's KV is dealt out; on GPUs only with --dry-run "
-        "so far",
-        short="-dcp")
+        "ranks of those among which an engine's KV is dealt out", short="-dcp")
     prefill_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
         "tensor-, pipeline-, decode-context- or data-parallel-size of prefill workers, where it is "
         "not that of all; may be repeated", repeat=True)
     decode_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
         "the same of decode workers", repeat=True)
     pipeline_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "stages of an engine, each with a part of the layers; on GPUs only with --dry-run so far",
-        short="-pp")
+        "stages of an engine, each with a part of the layers", short="-pp")
     stage_hosts: tuple[str, ...] = setting((), hosts_and_ports, CLUSTER, "HOST:PORT",
         "a machine that computes a stage, where `mooncake ranks` runs; may be repeated, first "
         "stage first; the last stage is the worker's own (default: all are)", repeat=True)
     data_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "workers of each engine: each has sequences and KV of its own, and all share the experts",
+        "workers of each engine: each has sequences and KV of its own, and all share the experts; "
+        "on GPUs only with --dry-run so far",
         short="-dp")
     enable_expert_parallel: bool = setting(False, truth, CLUSTER, "",
         "each rank of an engine has some routed experts whole, in place of columns of all",

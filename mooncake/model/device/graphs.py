@@ -2,7 +2,8 @@
 
 Owns the tensors a captured step reads; a step fills them and replays. Unused rows of a batch have
 no KV place and no context. What captures is a port: CUDA graphs, or nothing at all. Where ranks
-share the model, each captures the same sizes in the same order, exchanges included.
+share the model, each captures the same sizes in the same order, exchanges included, but for what
+stages pass on: that comes before and after a replay.
 
 A batch that has settled runs ahead: its next step begins with the sampled tokens as they lie on the
 device, while the host still reads them. What it writes lies behind every sequence's known tokens,
@@ -117,7 +118,15 @@ class DecodeGraphs:
         self._values = torch.zeros(4, most_rows, dtype=torch.int64, device=model.device)
         self._table = torch.zeros(most_rows, most_pages, dtype=torch.int32, device=model.device)
         # One for all sizes: a graph keeps its outputs, and float32 logits are large.
-        self._logits = torch.empty(most_rows, model.spec.vocab_size, device=model.device)
+        width, dtype = model.spec.vocab_size, torch.float32
+        if not model.stage.is_last:
+            width, dtype = model.spec.hidden_size, model.dtype
+        self._made = torch.empty(most_rows, width, dtype=dtype, device=model.device)
+        self._got: torch.Tensor | None = None
+        """Of the stage before, where there is one."""
+        if not model.stage.is_first:
+            states = most_rows, model.spec.hidden_size
+            self._got = torch.zeros(states, dtype=model.dtype, device=model.device)
         self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=model.device)
         self._written: list[list[int]] = [[] for _ in range(most_rows)]
         self._sizes = ladder(most_rows)
@@ -145,7 +154,8 @@ class DecodeGraphs:
         return self._ahead is not None and self._ahead.rows(slots) is not None
 
     def logits(self, slots: Sequence[StepSlot]) -> torch.Tensor:
-        """Return [slots, vocab] float32, overwritten by the next call. Waits for no device.
+        """Return [slots, vocab] float32, overwritten by the next call; of a stage before the last
+        [slots, hidden]. Waits for no device, unless stages pass something on.
 
         Raises:
             ValueError: a page table does not cover its sequence.
@@ -210,10 +220,18 @@ class DecodeGraphs:
         self._fill(slots, size, entries)
         if tokens is not None:
             self._values[_TOKENS, : len(slots)].copy_(tokens)
-        return self._replays[size]()[: len(slots)]
+        stage, got = self._model.stage, self._got
+        stage.begin()
+        if got is not None:
+            got[:size].copy_(stage.receive(got[:size]))
+        made = self._replays[size]()
+        if not stage.is_last:
+            stage.send(made)
+        return made[: len(slots)]
 
     def _step(self, size: int) -> Callable[[], torch.Tensor]:
-        values = self._values
+        model, values, made = self._model, self._values, self._made[:size]
+        got = None if self._got is None else self._got[:size]
 
         def step() -> torch.Tensor:
             batch = PagedBatch(
@@ -227,7 +245,8 @@ class DecodeGraphs:
             inputs = StepInputs(
                 values[_TOKENS, :size], positions, values[_PLACES, :size], queries, queries, ()
             )
-            return self._model.logits(self._model.forward(inputs, self._kv), self._logits[:size])
+            states = model.compute(inputs, self._kv, got)
+            return model.logits(states, made) if model.stage.is_last else made.copy_(states)
 
         return step
 

@@ -15,6 +15,7 @@ import torch
 
 from mooncake.base import Shape
 from mooncake.base.parallel import stage_layers
+from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.parallel.group import Group
 
 SLOW_WINDOW_S = 10.0
@@ -38,8 +39,12 @@ _log = logging.getLogger(__name__)
 class Stage:
     """The stage of one rank, among all layers of a model."""
 
-    def __init__(self, group: Group, shape: Shape, num_layers: int) -> None:
-        """group: all ranks of the instance, from which those of each stage are taken."""
+    def __init__(
+        self, group: Group, shape: Shape, num_layers: int, copies: Copies | None = None
+    ) -> None:
+        """group: all ranks of the instance, from which those of each stage are taken. copies: to
+        the device that this rank computes on; None: it is the host.
+        """
         self._number = number = shape.stage_of(group.rank)
         self.layers = stage_layers(num_layers, shape.pp)[number]
         self.is_first = number == 0
@@ -47,12 +52,26 @@ class Stage:
         self.ranks = group.part(shape.tp)
         """Those that share these layers."""
         self._all = group
+        self._copies = copies or HostCopies()
         self._began_s = 0.0
         self._waited_s = 0.0
         self._before_s: list[float] = []
 
+    def connect(self, row: torch.Tensor) -> None:
+        """Connect to the stages beside this one, by passing a row of activations through all; all
+        ranks call this at once. Ranks connect within a limit of time, and in their first steps they
+        may wait for longer: each stage compiles kernels then.
+        """
+        self.begin()
+        if not self.is_first:
+            row = self.receive(row)
+        if not self.is_last:
+            self.send(row)
+
     def begin(self) -> None:
         """A step begins here, whose times are taken from now on."""
+        if not (self.is_first and self.is_last):
+            self._finish()  # a device may have to wait for a stage that has not received yet
         self._began_s = time.perf_counter()
         self._waited_s = 0.0
         self._before_s = []
@@ -74,12 +93,12 @@ class Stage:
         """
         width = self._columns(like)
         part = like.new_empty(like.shape[0], width)
-        before_s = torch.empty(self._number, dtype=torch.float64)
+        before_s = torch.empty(self._number, dtype=torch.float64, device=like.device)
         asked_s = time.perf_counter()
         self._all.receive(part, self._all.rank + self.ranks.size)
         self._all.receive(before_s, self._all.rank + self.ranks.size)
+        self._before_s = self._copies.fetch(before_s).wait().tolist()
         self._waited_s = time.perf_counter() - asked_s
-        self._before_s = before_s.tolist()
         return part if width == like.shape[1] else self.ranks.gather(part)
 
     def send(self, x: torch.Tensor) -> None:
@@ -88,12 +107,19 @@ class Stage:
         Raises:
             GroupError: another rank failed.
         """
-        seconds = torch.tensor(self.seconds, dtype=torch.float64)
+        self._finish()
+        seconds = self._copies.send(torch.tensor(self.seconds, dtype=torch.float64))
         width = self._columns(x)
         first = 0 if width == x.shape[1] else self.ranks.rank * width
         part = x[:, first : first + width].contiguous()
         self._all.send(part, self._all.rank - self.ranks.size)
         self._all.send(seconds, self._all.rank - self.ranks.size)
+
+    def _finish(self) -> None:
+        """Return when the device has computed what it was given: the times are its own."""
+        end = self._copies.mark()
+        if end is not None:
+            end.reached()
 
     def _columns(self, x: torch.Tensor) -> int:
         """Return how many columns each rank sends: where they do not divide, all."""

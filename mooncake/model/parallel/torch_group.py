@@ -49,11 +49,13 @@ class TorchGroup:
         timeout_s: float,
         name: str = "all",
         host: str = LOOPBACK,
+        limit: timedelta | None = None,
     ) -> None:
         """kind: "gloo" or "nccl". meeting: the descriptor of a file that was empty, the same on all
         ranks, which stays open until this group has been used; or a store that all reach.
         timeout_s: how long the others may take to come to an exchange. name: tells groups apart
-        that meet there. host: where gloo listens.
+        that meet there. host: where gloo listens. limit: how long an exchange may take once ranks
+        have connected; None: as long as they may take for that.
         """
         self.rank = rank
         self.size = size
@@ -63,6 +65,8 @@ class TorchGroup:
         self._name = name
         self._meeting = meeting
         self._host = host
+        self._limit = limit or timedelta(seconds=timeout_s)
+        self._pairs: TorchGroup | None = None
         self._own_file: int | None = None
         self._ranks: Any = None
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -108,13 +112,13 @@ class TorchGroup:
         kept = x.contiguous().clone()
         with _as_group_error():
             while len(self._sent) >= _ON_THEIR_WAY:
-                self._sent.popleft()[0].wait(_NO_LIMIT)
-            self._sent.append((self._connected().send([_bytes_of(kept)], to, 0), kept))
+                self._wait(self._sent.popleft()[0])
+            self._sent.append((self._of_pairs().send([_bytes_of(kept)], to, 0), kept))
 
     def receive(self, out: torch.Tensor, source: int) -> None:
         """Write what rank `source` sends next into `out`. GroupError: it failed."""
         with _as_group_error():
-            self._connected().recv([_bytes_of(out)], source, 0).wait(_NO_LIMIT)
+            self._wait(self._of_pairs().recv([_bytes_of(out)], source, 0))
 
     def go_on(self) -> None:
         """Do nothing: what is received is waited for without a limit; who watches the steps ends
@@ -166,6 +170,30 @@ class TorchGroup:
         if self._ranks is not None:
             self._ranks.abort()
 
+    def _of_pairs(self) -> Any:
+        """Return that by which one rank sends to another. Who receives waits without a limit; over
+        NCCL a limit is that of all exchanges of a group, so pairs are a group of their own.
+        """
+        if self._kind == GLOO:
+            return self._connected()
+        if self._pairs is None:
+            self._pairs = TorchGroup(
+                self._kind, self.rank, self.size, self._meeting, self._timeout_s,
+                f"{self._name}-pairs", self._host, _NO_LIMIT,
+            )  # fmt: skip
+            self._parts.append(self._pairs)
+            self._pairs._failed = self._failed  # noqa: SLF001
+        return self._pairs._connected()  # noqa: SLF001
+
+    def _wait(self, work: dist.Work) -> None:
+        """Have all that comes next wait for what a pair exchanges: on a GPU the device's work, on
+        the CPU this thread.
+        """
+        if self._kind == NCCL:
+            work.wait()
+        else:
+            work.wait(_NO_LIMIT)
+
     def _connected(self) -> Any:
         """Connect to the other ranks, who do so too, unless done."""
         if self._ranks is not None:
@@ -181,7 +209,7 @@ class TorchGroup:
         make = {GLOO: _gloo, NCCL: _nccl}[self._kind]
         with _as_group_error():
             prefixed = PrefixStore(self._name, store)
-            self._ranks = make(prefixed, self.rank, self.size, self._timeout_s, self._host)
+            self._ranks = make(prefixed, self.rank, self.size, self._limit, self._host)
         return self._ranks
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
@@ -215,17 +243,17 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _gloo(store: Store, rank: int, size: int, timeout_s: float, host: str) -> Any:
+def _gloo(store: Store, rank: int, size: int, limit: timedelta, host: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     # Without a device of its own, gloo would listen on whatever this host's name stands for.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    options._timeout = limit  # noqa: SLF001
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, timeout_s: float, _host: str) -> Any:
+def _nccl(store: Store, rank: int, size: int, limit: timedelta, _host: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    options._timeout = limit  # noqa: SLF001
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

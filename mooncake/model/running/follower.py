@@ -465,6 +465,7 @@ def _load(
         eplb=options.eplb,
         host=device.host_experts(),
         with_mtp=options.with_mtp,
+        copies=device.open_copies(),
     )
 
 

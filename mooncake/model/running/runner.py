@@ -373,7 +373,7 @@ class ModelRunner:
             self._sampler.forget(sequence_id)
         for start in plan.starts:
             self._sampler.start(start)
-        way = self._tell(plan) if self._untold is None else Way.AS_IT_COMES
+        way = self._tell(plan) if self._untold is None else self._way(plan)
         if self._drafts is not None:
             self._drafts.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
         if not plan.slots:
@@ -478,7 +478,9 @@ class ModelRunner:
         if not every:
             logits = logits[: len(slots)].index_select(0, self._copies.send(torch.tensor(rows)))
         drawn = self._sampler.begin(logits, [slots[row].sequence_id for row in rows])
-        if every and drawn.logits is None and decoder.settled(slots):
+        # A stage before this one would compute a guess before steps that it knows of.
+        settled = self._untold is None and decoder.settled(slots)
+        if every and drawn.logits is None and settled:
             if self._lead is not None:
                 self._lead.ahead(drawn.tokens)
             decoder.run_ahead(slots, drawn.tokens)

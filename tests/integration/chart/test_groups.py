@@ -128,7 +128,10 @@ def test_groups_are_scaled_by_load(kind: str) -> None:
     ("setting", "message"),
     [
         ("prefill.shape.pipelineParallelSize=1", "there is one stage; give prefill.shape.pipe"),
-        ("prefill.shape.gpu=nvidia.com/gpu", "stages are computed by CPUs so far"),
+        (
+            "prefill.shape.gpu=nvidia.com/gpu",
+            "stages in pods of their own are computed by CPUs so far",
+        ),
         ("kubeRay.enabled=true", "leave out kubeRay.enabled"),
     ],
 )

@@ -279,7 +279,7 @@ def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
 def test_each_worker_has_its_shape_and_each_rank_a_gpu(tmp_path: Path) -> None:
     shapes = {
         "prefill": {
-            "shape": {"tensorParallelSize": 4, "gpu": "nvidia.com/gpu"},
+            "shape": {"tensorParallelSize": 4, "pipelineParallelSize": 2, "gpu": "nvidia.com/gpu"},
         },
         "decode": {
             "shape": {
@@ -290,14 +290,15 @@ def test_each_worker_has_its_shape_and_each_rank_a_gpu(tmp_path: Path) -> None:
     }  # fmt: skip
     documents = from_file({**NEEDED, **shapes}, tmp_path)
     config = {role: served(container) for role, (_, container) in pods(documents).items()}
-    assert config["prefill"].tensor_parallel_size == 4
+    prefill = config["prefill"]
+    assert (prefill.tensor_parallel_size, prefill.pipeline_parallel_size) == (4, 2)
     decode = config["decode"]
     assert (decode.tensor_parallel_size, decode.decode_context_parallel_size) == (8, 2)
     resources = {
         role: workload["spec"]["template"]["spec"]["containers"][0]["resources"]
         for role, workload in workloads(documents).items()
     }
-    assert resources["prefill"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": 4}
+    assert resources["prefill"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": 8}
     assert resources["prefill"]["requests"]["memory"] == "32Gi"
     assert resources["decode"]["limits"] == {"memory": "9Gi", "amd.com/gpu": 8}
     assert resources["decode"]["requests"]["cpu"] == 3
@@ -310,14 +311,6 @@ def test_gpus_that_are_not_one_a_rank_are_refused() -> None:
             *SETTINGS, "decode.shape.gpu=nvidia.com/gpu", "decode.shape.tensorParallelSize=8",
             "decode.resources.limits.nvidia\\.com/gpu=4",
         )  # fmt: skip
-
-
-def test_stages_on_gpus_are_refused_as_serve_does() -> None:
-    gpu = "prefill.shape.gpu=nvidia.com/gpu"
-    with pytest.raises(
-        ValueError, match=r"prefill\.shape\.gpu: stages are computed by CPUs so far"
-    ):
-        rendered(*SETTINGS, gpu, "prefill.shape.pipelineParallelSize=2")
 
 
 def test_engines_start_a_pod_before_one_ends_and_have_time_to_finish() -> None:

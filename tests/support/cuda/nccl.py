@@ -70,7 +70,8 @@ class Communicator:
         else:
             descriptor = os.open(store.get(name).decode(), os.O_RDWR)
         self._memory = mmap.mmap(descriptor, whole)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # another thread writes there, too
+            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._memory[rank] = 1
         end_s = time.monotonic() + timeout_s
         while not all(self._memory[:size]):

@@ -244,8 +244,14 @@ def test_some_shapes_are_planned_and_not_served_yet(
         assert plan.ranks[Role.DECODE].shape == Shape(tp=2, dcp=dcp)
     plan = plan_for(model, enable_expert_parallel=True, **served)
     assert plan.ranks[Role.DECODE].shape == Shape(tp=2, ep=2)
+    stages = {"pipeline_parallel_size": 2, "colocated": True}
+    plan = plan_for(model, **served, **stages)
+    assert plan.ranks[Role.DECODE].shape == Shape(tp=2, pp=2)
     refused = {
-        "pipeline-parallel-size=2 is not supported on GPUs yet": {"pipeline_parallel_size": 2},
+        "stage-hosts: stages on GPUs are all on the worker's machine so far": {
+            "pipeline_parallel_size": 2,
+            "stage_hosts": ("10.0.0.8:7100",),
+        },
         "data-parallel-size=2 is not supported on GPUs yet": {
             "data_parallel_size": 2,
             "enable_expert_parallel": True,

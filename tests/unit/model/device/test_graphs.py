@@ -174,15 +174,18 @@ def test_the_ladder_ends_with_the_most_and_wastes_little() -> None:
 def test_pages_fill_what_weights_and_steps_leave() -> None:
     gib = 2**30
     memory = GpuMemory(total_bytes=100 * gib, resident_bytes=60 * gib, step_bytes=5 * gib)
-    pages = pages_that_fit([memory], utilization=0.9, block_bytes=gib, least_pages=20)
+    pages = pages_that_fit([memory], utilization=0.9, page_bytes=[gib], least_pages=20)
     assert pages == 20
     with pytest.raises(ConfigError, match=r"room for 20 KV pages .* takes 21"):
-        pages_that_fit([memory], utilization=0.9, block_bytes=gib, least_pages=21)
+        pages_that_fit([memory], utilization=0.9, page_bytes=[gib], least_pages=21)
     less = GpuMemory(total_bytes=100 * gib, resident_bytes=63 * gib, step_bytes=5 * gib)
     ranks = [memory, less, memory]
-    assert pages_that_fit(ranks, utilization=0.9, block_bytes=gib, least_pages=17) == 17
+    alike = [gib] * 3
+    assert pages_that_fit(ranks, utilization=0.9, page_bytes=alike, least_pages=17) == 17
     with pytest.raises(ConfigError, match=r"leaves on rank 1 room for 17 KV pages .* takes 18"):
-        pages_that_fit(ranks, utilization=0.9, block_bytes=gib, least_pages=18)
+        pages_that_fit(ranks, utilization=0.9, page_bytes=alike, least_pages=18)
+    of_stages = [gib, gib // 2, gib]
+    assert pages_that_fit(ranks, utilization=0.9, page_bytes=of_stages, least_pages=20) == 20
 
 
 @pytest.mark.parametrize("backend", ["reference", INTERPRETED])

@@ -308,3 +308,5 @@ def test_a_gpu_that_does_not_give_up_its_exchanges_is_a_fault_of_the_process(
     stuck.opened.set()
     with pytest.raises(GroupError, match="have been ended"):
         group._connected()
+    with pytest.raises(GroupError, match="have been ended"):
+        group.receive(torch.empty(1), 1)
