@@ -45,6 +45,7 @@ class Served:
         self.engine = Engine(config, "layout", runner)
         self.layers: list[LayerDone] = []
         self.logprobs: dict[int, list[float]] = {}
+        self.counters: dict[str, float] = {}
 
     def run(
         self, joins: Joins, first: int = 0, aborted: tuple[int, int] | None = None
@@ -77,6 +78,7 @@ class Served:
             if not isinstance(event, StepResult):
                 continue
             assert event.error is None, event.error
+            self.counters |= event.counters
             for sample in event.samples:
                 if sample.logprobs is not None:
                     found = self.logprobs.setdefault(sample.sequence_id, [])

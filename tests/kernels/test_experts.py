@@ -146,6 +146,32 @@ def test_int4_groups(config: ExpertsConfig, dtype: torch.dtype) -> None:
     assert_product(reference, wanted, 2 * gate)  # rounds each expert's output and its weight
 
 
+@pytest.mark.parametrize("name", ["experts", "experts_fp8", "experts_int4"])
+def test_experts_change_places_by_their_slots(name: str) -> None:
+    """What lies in two slots is exchanged: rows of the one are computed by the other's number."""
+    inner, hidden = 64, 128
+    gate_up, down = plain(3, inner, hidden, seed=51)
+    stored = {
+        "experts": (gate_up, down),
+        "experts_fp8": (*fp8(gate_up.view(3, 2, inner, hidden), 52), *fp8(down, 53)),
+        "experts_int4": (
+            *int4((3, 2, inner, hidden), 54, torch.float32),
+            *int4((3, hidden, inner), 55, torch.float32),
+        ),
+    }[name]
+    fast = kernel(name, "triton")(*stored)
+    x = random(5, hidden, seed=56)
+    experts, weights = routing(5, 2, 3, seed=57)
+    wanted = fast(x, experts, weights)
+    places = [fast.slot(number) for number in (0, 2)]
+    kept = [[part.clone() for part in parts] for parts in places]
+    for parts, others in zip(places, reversed(kept), strict=True):
+        for part, other in zip(parts, others, strict=True):
+            part.copy_(other)
+    assert not torch.equal(fast(x, experts, weights), wanted)
+    assert_product(fast(x, 2 - experts, weights), wanted, 1e-10)
+
+
 def test_int4_words_hold_the_codes_of_a_threads_registers() -> None:
     """Where PTX says that a thread of wgmma holds the numbers of a 64 x 16 tile of its first
     operand; rows and columns that are filled up are zeros.

@@ -62,6 +62,15 @@ class _GroupedExperts:
         products = self._gate_up, self._down
         return sum(each.values.nbytes + each.factors.nbytes for each in products)
 
+    def slot(self, number: int) -> list[torch.Tensor]:
+        """Return where the weights of an expert lie, to be read and written."""
+        parts: list[torch.Tensor] = []
+        for product in (self._gate_up, self._down):
+            parts.append(product.values)
+            if product.factors is not product.values:
+                parts.append(product.factors)
+        return [part.view(self._num_experts, -1)[number] for part in parts]
+
     def fix_tiles(self, rows: int) -> None:
         """Take for every batch the tiles of `rows` rows an expert, and no product in parts: bits
         then depend on no batch.

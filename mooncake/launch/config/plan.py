@@ -572,11 +572,6 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             "stage-hosts: stages on GPUs are all on the worker's machine so far; leave it out, "
             "or use --device cpu"
         )
-    if device == "cuda" and config.enable_eplb:
-        raise ConfigError(
-            "enable-eplb: experts are not moved between GPUs yet, only shared (-ep); leave it out, "
-            "or use --device cpu"
-        )
     if device == "cuda" and shape.num_ranks > 1 and config.rank_backend != "auto":
         raise ConfigError(
             f"rank-backend={config.rank_backend}: ranks on GPUs exchange by NCCL; leave it out"

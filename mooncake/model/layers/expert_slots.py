@@ -61,6 +61,10 @@ class ExpertSlots:
         computed as others are, and counted so.
         """
         self._one = torch.ones(1, dtype=torch.int64, device=device)
+        # Written anew where they lie: captured steps read them there.
+        most = num_slots - num_experts + 1
+        self._slots = torch.empty(num_experts + 1, most, dtype=torch.int64, device=device)
+        self._num_slots = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
         self._read()
 
     def place(self, placement: Placement) -> None:
@@ -100,13 +104,13 @@ class ExpertSlots:
         return self._slots[known, turn]
 
     def _read(self) -> None:
-        """Make the tables: [experts + 1, most slots of one] -> slot of this rank, or `NOBODY`."""
+        """Fill the tables: [experts + 1, most slots of one] -> slot of this rank, or `NOBODY`."""
         size, rank = self._ranks.all.size, self._ranks.all.rank
         each = len(self.placement) // size
         slots: list[list[int]] = [[] for _ in range(self._num_experts)]
         for slot, expert in enumerate(self.placement):
             slots[expert].append(slot % each if slot // each == rank else NOBODY)
-        most = max(map(len, slots))
+        most = self._slots.shape[1]
         filled = [[*mine, *[NOBODY] * (most - len(mine))] for mine in (*slots, [NOBODY])]
-        self._slots = torch.tensor(filled, device=self._device)
-        self._num_slots = torch.tensor([*map(len, slots), 1], device=self._device)
+        self._slots.copy_(torch.tensor(filled))
+        self._num_slots.copy_(torch.tensor([*map(len, slots), 1]))

@@ -53,6 +53,10 @@ class _Stored:
         self._reference = made(*(inner(each) for each in stored))
         the_machine().finish_all()  # a reference may read what it is made of
 
+    def slot(self, number: int) -> list[Any]:
+        """Return where the weights of an expert lie."""
+        return [each[number] for each in self._stored]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return queue(self._op, self._reference, args, kwargs, self._stored)
 

@@ -244,6 +244,8 @@ def test_some_shapes_are_planned_and_not_served_yet(
         assert plan.ranks[Role.DECODE].shape == Shape(tp=2, dcp=dcp)
     plan = plan_for(model, enable_expert_parallel=True, **served)
     assert plan.ranks[Role.DECODE].shape == Shape(tp=2, ep=2)
+    plan = plan_for(model, enable_expert_parallel=True, enable_eplb=True, **served)
+    assert plan.options.eplb is not None
     stages = {"pipeline_parallel_size": 2, "colocated": True}
     plan = plan_for(model, **served, **stages)
     assert plan.ranks[Role.DECODE].shape == Shape(tp=2, pp=2)
@@ -255,10 +257,6 @@ def test_some_shapes_are_planned_and_not_served_yet(
         "data-parallel-size=2 is not supported on GPUs yet": {
             "data_parallel_size": 2,
             "enable_expert_parallel": True,
-        },
-        "enable-eplb: experts are not moved between GPUs yet": {
-            "enable_expert_parallel": True,
-            "enable_eplb": True,
         },
         "rank-backend=gloo: ranks on GPUs exchange by NCCL": {"rank_backend": "gloo"},
         "8 ranks and 4 GPU": {"prefill": 3, "num_gpu_blocks_override": 100_000},
