@@ -1,1 +1,1 @@
-"""Kernels of Mooncake; see the modules, nothing is imported here on purpose."""
+"""Kernels of Mooncake; see the modules. This package imports nothing on purpose."""

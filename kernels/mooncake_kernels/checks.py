@@ -28,7 +28,7 @@ Outputs = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One op on one backend. difference: see `difference`; None where it could not be run."""
+    """One op on one backend. difference: see `difference`; None: it could not be run."""
 
     op: str
     backend: str
@@ -43,7 +43,7 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class Case:
-    """What an op is called with: `run` takes an implementation and returns what to compare."""
+    """The arguments of an op: `run` takes an implementation and returns the outputs to compare."""
 
     run: Callable[[Any], Outputs]
     gate: float
@@ -52,7 +52,7 @@ class Case:
 def check_kernels(device: torch.device) -> Iterator[CheckRow]:
     """Yield a row for every op and every backend but the reference, in the order of names.
 
-    On a GPU with Kimi-K2's widths (few experts and short contexts), else with tiny ones.
+    On a GPU the widths are Kimi-K2's (with few experts and short contexts), otherwise tiny ones.
     """
     for op in ops():
         for backend in backends(op):
@@ -93,10 +93,10 @@ def _unusable(backend: str, device: torch.device) -> str:
 
 
 def difference(got: Outputs, wanted: Outputs) -> float:
-    """Return the largest difference of any output: 0 is equal.
+    """Return the largest difference of any output; 0 means equal.
 
-    Of integers the share that is not equal; else 1 - 2<x, y> / (<x, x> + <y, y>) over what is
-    finite in `wanted`, or 1 where something else is finite in `got`.
+    For integers this is the share that is not equal. Otherwise it is 1 - 2<x, y> / (<x, x> + <y,
+    y>) over the numbers that are finite in `wanted`, or 1 when other numbers are finite in `got`.
     """
     worst = 0.0
     for x, y in zip(got, wanted, strict=True):
@@ -163,7 +163,7 @@ def _rotate(s: ModelShape, device: torch.device) -> Case:
 
 
 def _kv_write(query: bool) -> Callable[[ModelShape, torch.device], Case]:
-    """query: with the norm of the query."""
+    """`query`: whether to include the norm of the query."""
 
     def case(s: ModelShape, device: torch.device) -> Case:
         make = Maker(device)

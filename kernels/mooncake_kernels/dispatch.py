@@ -1,6 +1,6 @@
-"""Which implementations an op has. A table of names; modules are loaded when first asked for.
+"""Which implementations an op has: a table of names. Modules are loaded when first requested.
 
-Every op has a `reference` in plain torch: the definition that faster backends are tested against.
+Every op has a `reference` in plain torch, the definition against which faster backends are tested.
 """
 
 from __future__ import annotations
@@ -150,16 +150,18 @@ def ops() -> list[str]:
 
 
 def backends(op: str) -> list[str]:
-    """Return the backends of `op`, the reference first. KeyError: there is no such op."""
+    """Return the backends of `op`, the reference first. Raises KeyError when there is no
+    such op.
+    """
     return sorted(_TABLE[op], key=lambda name: (name != REFERENCE, name))
 
 
 def kernel(op: str, backend: str = REFERENCE) -> Any:
-    """Return the callable of `op` in `backend`; all backends of an op share one contract.
+    """Return the callable of `op` in `backend`. All backends of an op share one contract.
 
     Raises:
-        KeyError: no such op, or it has no such backend.
-        ImportError: the backend's own dependency is not installed (Triton, say).
+        KeyError: there is no such op, or it has no such backend.
+        ImportError: the backend's own dependency (Triton, for example) is not installed.
     """
     target = _TABLE[op].get(backend)
     if target is None:

@@ -1,4 +1,4 @@
-"""Random inputs of the kernels' shapes, seeded, for checks, tuning and benchmarks."""
+"""Random, seeded inputs of the kernels' shapes, for checks, tuning and benchmarks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Maker:
         return best.indices, torch.softmax(best.values, dim=-1)
 
     def experts(self, kind: str, num_experts: int, inner: int, hidden: int) -> Tensors:
-        """Return what the experts of `kind` ("plain", "fp8", "int4") are made of."""
+        """Return the tensors from which the experts of `kind` ("plain", "fp8", "int4") are made."""
         if kind == "plain":
             gate_up = self._stack(num_experts, 2 * inner, hidden, hidden**-0.5)
             return gate_up, self._stack(num_experts, hidden, inner, inner**-0.5)
@@ -90,7 +90,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The widths of a model that kernels see; `heads` and `inner` of one rank."""
+    """The widths of a model that kernels see. `heads` and `inner` are those of one rank."""
 
     hidden: int
     heads: int
@@ -110,8 +110,8 @@ class ModelShape:
 
 
 KIMI_K2_TP8 = ModelShape(7168, 8, 512, 64, 128, 128, 384, 8, 256, 163840, 64)
-"""One of eight ranks that split heads and every expert."""
+"""The shape of one of eight ranks that split heads and every expert."""
 TINY = ModelShape(96, 2, 32, 16, 24, 24, 6, 2, 32, 200, 16)
 """For the interpreter."""
 TINY_BLOCKED = ModelShape(128, 8, 32, 32, 24, 24, 6, 2, 64, 200, 16)
-"""For compiled CPU code, which takes widths in whole blocks."""
+"""The shape for compiled CPU code, which needs widths in whole blocks."""

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 _FLUSH_BYTES = 256 * 2**20
-"""Five times the L2 of an H200: writing it leaves nothing of the last run behind."""
+"""Five times the L2 of an H200, so that writing it leaves nothing of the last run there."""
 _WARM_UP = 3
 
 Timer = Callable[[Callable[[], object]], float]
-"""Returns the seconds a call takes."""
+"""Returns the seconds that a call takes."""
 
 
 def local_device() -> tuple[torch.device, str]:
-    """Return the device to run on here, a CUDA GPU where there is one, and its name."""
+    """Return the device to run on here, a CUDA GPU if there is one, and its name."""
     if torch.cuda.is_available():
         return torch.device("cuda"), torch.cuda.get_device_name()
     return torch.device("cpu"), "this CPU"
@@ -26,8 +26,8 @@ def local_device() -> tuple[torch.device, str]:
 def cuda_seconds(function: Callable[[], object], repeats: int = 20) -> float:
     """Return the median device seconds of `function`, which must not touch the host.
 
-    The call is captured once, so that the time is the device's and not that of launching; before
-    each replay a large buffer is written, so that weights and KV come from memory as in serving.
+    The call is captured once, so that the time is the device's and not that of launching. A large
+    buffer is written before each replay, so that weights and KV come from memory as in serving.
     """
     cuda: Any = torch.cuda
     stream = cuda.Stream()
@@ -53,7 +53,9 @@ def cuda_seconds(function: Callable[[], object], repeats: int = 20) -> float:
 
 
 def copy_bandwidth(num_bytes: int = 4 * 2**30) -> float:
-    """Return the bytes per second (read plus written) of a large copy: what floors are made of."""
+    """Return the bytes per second (read plus written) of a large copy, from which floors are
+    computed.
+    """
     source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return num_bytes / cuda_seconds(lambda: target.copy_(source))

@@ -1,7 +1,7 @@
-"""Measures configurations of the experts on a GPU: what `mooncake tune` runs, never serving.
+"""Measures configurations of the experts on a GPU. `mooncake tune` runs this; serving never does.
 
-Gate-up and down are timed inside the whole layer, one after the other: first the best gate-up with
-a plain down, then the best down with that gate-up, for each way of cutting rows into tiles.
+Gate-up and down are timed inside the whole layer, one after the other. For each way of cutting rows
+into tiles, this finds the best gate-up with a plain down, then the best down with that gate-up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KIMI_K2_RANKS: dict[str, tuple[int, int]] = {
 """How Kimi-K2's experts are split -> (experts, inner width) of a rank."""
 HIDDEN = 7168
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
-"""Tokens a step has."""
+"""The numbers of tokens that a step may have."""
 
 _OPS = {"plain": "experts", "fp8": "experts_fp8", "int4": "experts_int4"}
 
@@ -40,7 +40,9 @@ Progress = Callable[[int, int], None]
 
 
 def rank_shape(kind: str, split: str) -> ExpertsShape:
-    """Return the shape of Kimi-K2's experts on a rank. KeyError: no such split."""
+    """Return the shape of Kimi-K2's experts on a rank. Raises KeyError when there is no
+    such split.
+    """
     num_experts, inner = KIMI_K2_RANKS[split]
     return ExpertsShape(kind, num_experts, inner, HIDDEN)
 
@@ -65,7 +67,8 @@ def product_tiles(swap: bool, kind: str) -> Iterator[ProductTile]:
                 yield ProductTile(width, step, 1, programs, width // 16, stages)
     else:
         for width, step, stages in itertools.product((64, 128), steps, (3, 4)):
-            # Of FP8's four warps the compiler makes groups that fetch and multiply; of eight none.
+            # With four warps for FP8 the compiler makes groups that fetch and multiply, with eight
+            # it does not.
             for group, warps in itertools.product((4, 16), (4,) if kind == "fp8" else (4, 8)):
                 yield ProductTile(width, step, group, 1, warps, stages)
 
@@ -81,7 +84,7 @@ def tune_experts(
 ) -> dict[int, ExpertsConfig]:
     """Return pairs of a batch -> the fastest configuration found, for each batch of `batches`.
 
-    A configuration that the device cannot run (too much shared memory) is passed over.
+    Configurations that the device cannot run (too much shared memory) are skipped.
     """
     make = Maker(device or torch.device("cuda"))
     stored = make.experts(shape.format, shape.num_experts, shape.inner, shape.hidden)

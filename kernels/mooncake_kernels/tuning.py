@@ -1,8 +1,9 @@
-"""Which tile sizes a kernel is launched with: tables measured on a device, else a rule of thumb.
+"""Which tile sizes a kernel is launched with: from tables measured on a device, else by a rule of
+thumb.
 
-A table is a JSON file in `tuned/`, made by `mooncake tune` and never while serving:
-`{"device": ..., "triton": "3.6", "entries": {"experts/int4/384/256/7168": {"128": {...}}}}`; the
-inner key is the batch, of which the nearest is taken. Knows no torch and no Triton.
+A table is a JSON file in `tuned/`, made by `mooncake tune` and never while serving: `{"device":
+..., "triton": "3.6", "entries": {"experts/int4/384/256/7168": {"128": {...}}}}`. The inner key is
+the batch; the nearest one is used. Knows no torch and no Triton.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 TABLES = Path(__file__).parent / "tuned"
 
 _FEW_ROWS = (16, 32, 64)
-"""Rows of an expert up to which weights are made the rows of the product."""
+"""Up to this many rows of an expert, weights are made the rows of the product."""
 
 
 @dataclass(frozen=True)
 class ProductTile:
-    """How one grouped product is cut. `programs`: a multiprocessor; 0 columns_step: all of K."""
+    """How one grouped product is cut. `programs`: per multiprocessor. columns_step 0: all of K."""
 
     block_w: int
     block_k: int
@@ -36,8 +37,8 @@ class ProductTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How the absorbed decode walks a context: step_tokens of a page at a time, in so many stages;
-    0: as suits the number of rows and the cache. warpgroups: Hopper's own form
+    """How the absorbed decode walks a context: step_tokens of a page at a time, in so many stages.
+    0: what suits the number of rows and the cache. warpgroups: use Hopper's own form
     (`triton.mla_decode_hopper`), which has steps and stages of its own.
     """
 
@@ -60,19 +61,19 @@ class ExpertsConfig:
 
     @classmethod
     def from_table(cls, entry: Mapping[str, Any]) -> ExpertsConfig:
-        """Read what `to_table` wrote. TypeError: keys are missing or unknown."""
+        """Read what `to_table` wrote. Raises TypeError when keys are missing or unknown."""
         tiles = {name: ProductTile(**entry.get(name, {})) for name in ("gate_up", "down")}
         values: dict[str, Any] = {**entry, **tiles}
         return cls(**values)
 
     def to_table(self) -> dict[str, object]:
-        """Return what JSON can hold."""
+        """Return the configuration in a form for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """What an entry is looked up by. inner, hidden: of this rank; format: plain, fp8 or int4."""
+    """The key of an entry. inner, hidden: of this rank; format: plain, fp8 or int4."""
 
     format: str
     num_experts: int
@@ -87,14 +88,14 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class Target:
-    """A device and a Triton release; tables of one say nothing of another."""
+    """A device and a Triton release. The tables of one target say nothing about another."""
 
     device: str
     triton: str
 
     @property
     def file_name(self) -> str:
-        """Return e.g. `nvidia-h200.triton-3.6.json`."""
+        """Return the name of the target's file, e.g. `nvidia-h200.triton-3.6.json`."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         return f"{slug}.triton-{'.'.join(self.triton.split('.')[:2])}.json"
 
@@ -102,9 +103,10 @@ class Target:
 def experts_config(
     shape: ExpertsShape, pairs: int, target: Target | None, tables: Path = TABLES
 ) -> ExpertsConfig:
-    """Return the configuration for `pairs` (token, choice) pairs: the table's nearest, else a rule.
+    """Return the configuration for `pairs` (token, choice) pairs: the table's nearest, else by a
+    rule.
 
-    target: None where there is nothing to measure (the interpreter).
+    target: None when there is nothing to measure (the interpreter).
     """
     if target is not None:
         batches = _table(tables / target.file_name).get(shape.key)
@@ -128,7 +130,7 @@ def _table(path: Path) -> dict[str, dict[int, ExpertsConfig]]:
 def save_table(
     path: Path, target: Target, entries: Mapping[str, Mapping[int, ExpertsConfig]]
 ) -> None:
-    """Write or extend the table at `path`; entries of the same key and batch are replaced."""
+    """Write or extend the table at `path`. Entries of the same key and batch are replaced."""
     merged = {key: dict(batches) for key, batches in _table(path).items()}
     for key, batches in entries.items():
         merged.setdefault(key, {}).update(batches)
@@ -148,10 +150,11 @@ def default_experts_config(shape: ExpertsShape, pairs: int) -> ExpertsConfig:
     for block_t in _FEW_ROWS:
         if rows <= block_t // 2:
             tile = ProductTile(64, 128, 1, 3 if block_t < 64 else 2, 4, 4)
-            # Two steps of an expert's short inner width: around them less is spent in wider tiles.
+            # Use two steps over an expert's short inner width, because around these, wider tiles
+            # spend less.
             wide = shape.format == "int4" and block_t < _FEW_ROWS[-1]
             return ExpertsConfig(block_t, True, tile, replace(tile, block_w=128) if wide else tile)
-    if shape.format == "fp8":  # of four warps the compiler makes two groups and one that fetches
+    if shape.format == "fp8":  # with four warps the compiler makes two groups and one that fetches
         gate_up = ProductTile(64, 128, 8, 1, 4, 4)
         return ExpertsConfig(128, False, gate_up, replace(gate_up, block_w=128))
     gate_up = ProductTile(64, 128 if shape.format != "plain" else 64, 8, 1, 8, 3)

@@ -1,6 +1,6 @@
-"""Dense products and attention in float32, whatever their inputs: for CPUs without instructions
-for bfloat16, on which torch multiplies it eight times slower than float32 (Zen 3: 10 and 80 GFLOP/s
-a core). What they compute is defined in `reference.mla` and `reference.linear`.
+"""Dense products and attention in float32, whatever their inputs. They are for CPUs without
+bfloat16 instructions, on which torch multiplies it eight times slower than float32 (Zen 3: 10 and
+80 GFLOP/s per core). `reference.mla` and `reference.linear` define the results.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from mooncake_kernels.reference import mla
 from mooncake_kernels.reference.paged import PagedSpan
 
 _FEW_ROWS = 4
-"""Fewer are multiplied as they are: widening the weight would take longer."""
+"""Fewer rows are multiplied directly, because widening the weight would take longer."""
 
 
 def is_faster(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch multiplies this dtype slower than float32, for want of instructions."""
+    """Whether torch multiplies this dtype slower than float32, because the CPU lacks
+    instructions.
+    """
     return dtype == torch.bfloat16 and device.type == "cpu" and not build.has_bf16()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias`, [rows, out]; the weight takes no more memory between calls."""
+    """Return `x @ weight.T + bias`, [rows, out]. The weight takes no more memory between calls."""
     if x.shape[0] < _FEW_ROWS:
         return reference.linear(x, weight, bias)
     bias = None if bias is None else bias.float()

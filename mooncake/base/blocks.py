@@ -55,7 +55,7 @@ class KeyChain(Sequence[BlockKey]):
         if isinstance(at, slice):
             start, stop, step = at.indices(len(self))
             if step != 1:
-                raise ValueError("chains are cut, not thinned out")
+                raise ValueError("a slice of a key chain must have step 1")
             return KeyChain(packed[start * KEY_BYTES : stop * KEY_BYTES])
         if at < 0:
             at += len(self)

@@ -1,5 +1,5 @@
-"""Maps with a bound on their entries, or on the size of these. They drop the oldest, so that
-strangers cannot fill memory.
+"""Maps with a bound on the number or the total size of their entries. They drop the oldest entries,
+so that strangers cannot fill memory.
 
 Their users own them. They are not safe for several threads.
 """
@@ -15,7 +15,9 @@ V = TypeVar("V")
 
 
 class BoundedMap(OrderedDict[K, V]):
-    """A map of at most `bound` entries. A new one drops the entry set or used longest ago."""
+    """A map of at most `bound` entries. A new entry drops the one that was set or used longest
+    ago.
+    """
 
     def __init__(self, bound: int) -> None:
         super().__init__()
@@ -31,7 +33,9 @@ class BoundedMap(OrderedDict[K, V]):
         return len(self) > self.bound
 
     def use(self, key: K) -> V | None:
-        """Return the value of `key`, which becomes the newest entry; None: there is none."""
+        """Return the value of `key` and make it the newest entry. Returns None when there is
+        none.
+        """
         value = self.get(key)
         if value is not None:
             self.move_to_end(key)
@@ -39,15 +43,16 @@ class BoundedMap(OrderedDict[K, V]):
 
 
 class SizedMap(BoundedMap[K, V]):
-    """A map whose entries together have a size of at most `bound`, by their keys. Entries are set
-    and deleted by `[]` alone; one that is too large by itself is not kept, and drops no other.
+    """A map whose keys together have a size of at most `bound`. Set and delete entries by `[]`
+    only. The map does not keep an entry that is larger than `bound`, and drops no other entry for
+    it.
     """
 
     def __init__(self, bound: int, size_of: Callable[[K], int]) -> None:
         super().__init__(bound)
         self._size_of = size_of
         self.size = 0
-        """Of all entries."""
+        """The size of all entries together."""
 
     def __setitem__(self, key: K, value: V) -> None:
         if key not in self:

@@ -1,5 +1,5 @@
-"""Threads with a stack for deep recursion in C: where processes have no limit on their stack,
-threads get 2 MiB, and an overflow ends the process.
+"""Threads with a stack for deep recursion in C. Where processes have no limit on their stack, new
+threads get only 2 MiB, and an overflow ends the process.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STACK_BYTES = 64 * 2**20
-"""Of each thread; only what is used takes memory."""
+"""The size of each thread's stack. Only what a thread uses takes memory."""
 
 _STACK_SIZE = threading.Lock()
-"""Held while the size for new threads, which is one for the whole process, is another."""
+"""A caller holds this while it changes the stack size for new threads: the whole process has one.
+"""
 
 
 def start_deep_thread(work: Callable[[], object], name: str) -> threading.Thread:

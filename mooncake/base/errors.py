@@ -92,7 +92,7 @@ class Unreachable(Unavailable):
 
 
 class Forbidden(MooncakeError):
-    """The credential is not of the role, or of the tenant, that this takes."""
+    """The credential does not have the role, or is not of the tenant, that this request needs."""
 
     http_status = 403
     error_type = "Forbidden"

@@ -20,7 +20,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str
     """llguidance's dialect of Lark: `<[ID]>` is a token, `%json {…}` fits a JSON schema."""
     end_ids: list[int]
-    """Tokens that end the output: allowed exactly where the grammar is complete."""
+    """Tokens that end the output. They are allowed only where the grammar is complete."""
     free: bool = False
     """The output begins with free text: a think block that the prompt opened, or prose that may
     lead to a tool call.
@@ -28,8 +28,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     optional: bool = False
     """The output may end before the grammar has begun."""
     triggers: list[int] = []
-    """Tokens that begin the grammar in free text, as its first token."""
+    """These tokens end the free text; each is also the first token of the grammar."""
     think_begin: int | None = None
-    """Allowed as the very first token; free text up to `think_end` follows."""
+    """This token is allowed only as the first one. Free text up to `think_end` follows it."""
     think_end: int | None = None
-    """Ends free text: the grammar begins with the next token."""
+    """This token ends free text. The grammar begins with the next token."""

@@ -1,4 +1,4 @@
-"""Block events for routers outside the cluster, in vLLM's words, and where to publish them."""
+"""Block events for routers outside the cluster, and where to publish them. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mooncake.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class KvEventsConfig:
-    """What `--kv-events-config` says, by vLLM's names.
+    """The content of `--kv-events-config`; the keys have vLLM's names.
 
     Raises:
-        ConfigError: a value is out of range; the key is named.
+        ConfigError: a value is out of range; the message names the key.
     """
 
     enable_kv_cache_events: bool = True
     publisher: str = "zmq"
     endpoint: str = "tcp://127.0.0.1:5557"
-    """The address of the events. Whoever connects reads the tokens of prompts and answers."""
+    """The address of the events. Whoever connects can read the tokens of prompts and answers."""
     replay_endpoint: str | None = None
-    """Where missed batches can be asked for; None: nowhere."""
+    """The address at which routers ask for missed batches; None: there is none."""
     buffer_steps: int = 10_000
-    """Batches kept for replays."""
+    """How many batches are kept for replays."""
     topic: str = ""
 
     def __post_init__(self) -> None:
@@ -43,18 +43,18 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Names the block before the first; None: there is none."""
+    """The hash of the block before the first; None: there is none."""
     token_ids: list[int]
     """The tokens of all blocks, `block_size` each."""
     block_size: int
     medium: str
-    """GPU (an engine's memory), CPU (a pool node's) or STORAGE (its SSD)."""
+    """GPU (an engine's memory), CPU (a pool node's memory) or STORAGE (a pool node's SSD)."""
     lora_id: None = None
     lora_name: None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that are in no such memory of the cluster any more."""
+    """Blocks that no memory of this medium in the cluster holds any more."""
 
     block_hashes: list[int]
     medium: str

@@ -26,8 +26,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     kv_width: int
     dtype: str
     fingerprint: str
-    """Names model revision, weights and this layout. It is the root of every block key, and
-    compared at every handshake.
+    """The hash of the model revision, the weights and this layout. It is the root of every block
+    key, and peers compare it at every handshake.
     """
 
     @property
@@ -60,7 +60,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     ) -> KvLayout:
         """Return the layout of `spec` with KV in `dtype`; `weights_revision` names the weights.
 
-        with_mtp: behind the model's layers lies the KV of its first MTP layer.
+        with_mtp: the KV of the first MTP layer follows that of the model's layers.
         """
         num_layers = spec.num_hidden_layers + with_mtp
         parts = [
@@ -84,12 +84,12 @@ class SegmentRef(msgspec.Struct, frozen=True, array_like=True):
     endpoints: dict[str, str]
     """Protocol -> address, e.g. {"tcp": "127.0.0.1:4301"}; the reader chooses."""
     host: str
-    """Two processes with equal hosts may use same-host protocols."""
+    """Two processes with the same host may use same-host protocols."""
 
 
 class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks in one region: the slice of the layer `n` layers after the first that lies there of
-    block `i` starts at `offsets[i] + n * layer_stride`.
+    """Where blocks lie in one region. In the n-th layer stored there (from 0), the slice of block
+    `i` starts at byte `offsets[i] + n * layer_stride`.
     """
 
     segment: SegmentRef
@@ -97,31 +97,33 @@ class BlockPlaces(msgspec.Struct, frozen=True, array_like=True):
     layer_stride: int
     offsets: list[int]
     grant: int = 0
-    """By which they may be written to; 0: they are to be read."""
+    """The grant that allows peers to write to these blocks; 0: peers only read them."""
 
 
 class PageArray(msgspec.Struct, frozen=True):
     """The pages of an engine that lie in one region: `[homes, layers, pages of a home, tokens,
     width]`.
 
-    A page's *home* says which ranks hold it where ranks share the pages out: the first
-    `num_pages / num_homes` pages lie with the first, and so on. Pages keep their numbers wherever
-    they lie: of an array that holds one home the first page need not be 0.
+    Ranks may share out the pages among them. A page's *home* says which ranks hold it: the first
+    `num_pages / num_homes` pages have home 0, and so on. A page keeps its number wherever it lies,
+    so the first page of an array with one home may have a number other than 0.
     """
 
     layout: KvLayout
     num_pages: int
-    """Of the engine, in all homes."""
+    """The number of pages of the engine, in all homes."""
     num_homes: int = 1
     home: int | None = None
-    """The only one that this region holds; None: it holds all."""
+    """The only home whose pages this region holds; None: it holds all homes."""
     first_layer: int = 0
     stop_layer: int | None = None
-    """Layers from `first_layer` to the one before this lie here; None: to the last."""
+    """This region holds the layers from `first_layer` up to but without this one; None: all the
+    rest.
+    """
 
     @property
     def layers(self) -> range:
-        """The layers of the model that lie here."""
+        """The layers of the model that this region holds."""
         stop = self.layout.num_layers if self.stop_layer is None else self.stop_layer
         return range(self.first_layer, stop)
 
@@ -131,7 +133,7 @@ class PageArray(msgspec.Struct, frozen=True):
 
     @property
     def home_bytes(self) -> int:
-        """Bytes of the pages of one home."""
+        """The size in bytes of the pages of one home."""
         return len(self.layers) * self.layer_stride
 
     @property
@@ -144,12 +146,14 @@ class PageArray(msgspec.Struct, frozen=True):
 
     @property
     def layer_stride(self) -> int:
-        """Bytes from a page's slice to that of the next layer."""
+        """The number of bytes from a page's slice to its slice in the next layer."""
         return self.pages_of_home * self.layout.slice_bytes
 
     def of_rank(self, rank: int, layers: range | None = None) -> PageArray:
-        """Return what `rank` holds in a memory of its own, where this is what all ranks hold:
-        neighbours are at different homes. `layers`: those of its stage; None: all.
+        """Return the part of this array that `rank` holds in a memory of its own. This array
+        describes the pages of all ranks; neighbouring ranks hold different homes.
+
+        layers: the layers of the rank's stage; None: all.
         """
         layers = layers or self.layers
         return msgspec.structs.replace(
@@ -157,11 +161,13 @@ class PageArray(msgspec.Struct, frozen=True):
         )
 
     def holds(self, page: int) -> bool:
-        """Whether a page of the engine lies here."""
+        """Whether this region holds a page of the engine."""
         return self.home is None or page // self.pages_of_home == self.home
 
     def offset(self, page: int) -> int:
-        """Return the byte at which the first slice of a page begins that lies here."""
+        """Return the byte at which the first slice of a page begins. This region must hold the
+        page.
+        """
         home, within = divmod(page, self.pages_of_home)
         before = home if self.home is None else 0
         return before * self.home_bytes + within * self.layout.slice_bytes
@@ -169,14 +175,14 @@ class PageArray(msgspec.Struct, frozen=True):
     def places(
         self, segment: SegmentRef, region: int, pages: Sequence[int], grant: int = 0
     ) -> BlockPlaces:
-        """Return the places of `pages` for peers."""
+        """Return where `pages` lie, for peers that read or write them."""
         offsets = [self.offset(page) for page in pages]
         return BlockPlaces(segment, region, self.layer_stride, offsets, grant)
 
 
 class Home(msgspec.Struct, frozen=True):
-    """Which pages of an engine a rank holds: of `num_homes` equal shares, in order, the share
-    `home`.
+    """Which pages of an engine a rank holds. The pages are cut in order into `num_homes` equal
+    shares; the rank holds the share with the number `home`.
     """
 
     home: int

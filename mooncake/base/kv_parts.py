@@ -1,8 +1,8 @@
-"""What each of several memories holds of a sequence's blocks, and who copies what to whom. Pure.
+"""Which memory holds what of a sequence's blocks, and which rank copies what to whom. Pure.
 
-Ranks of an instance with memories of their own hold pages in copies (latent KV has one head, which
-cannot be cut), at one home each (decode context parallel), or some layers of each (pipelines). The
-ranks of its peer may do otherwise: the two lists of parts are enough to copy every slice once.
+The ranks of an instance may each hold all pages (latent KV has one head, which cannot be cut), only
+the pages of one home (decode context parallel), or only some layers (pipelines). The ranks of the
+peer may do this in another way. The two lists of parts are enough to copy every slice once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KvPart(msgspec.Struct, frozen=True, array_like=True):
     indexes: list[int]
     """Positions in the sequence of the blocks in `places`."""
     first_layer: int
-    """`places` say where its slices begin."""
+    """The first layer that lies at `places`; the offsets there are those of its slices."""
     stop_layer: int
 
     def __post_init__(self) -> None:
@@ -58,8 +58,10 @@ def part_of(
     first_index: int,
     grant: int = 0,
 ) -> KvPart:
-    """Return where peers may write, by `grant`, what `array`, in that region, holds of `pages`,
-    which take the blocks of a sequence from `first_index` on.
+    """Return the part of a sequence's blocks that `array` holds in `region`.
+
+    pages: the pages of the sequence's blocks, from the block `first_index` on. grant: allows peers
+    to write to them.
     """
     held = [number for number, page in enumerate(pages) if array.holds(page)]
     places = array.places(segment, region, [pages[number] for number in held], grant)
@@ -70,9 +72,9 @@ def part_of(
 def reshard(
     mine: Sequence[PageArray], theirs: Sequence[KvPart], pages: Mapping[int, int], layers: range
 ) -> list[Move]:
-    """Return what each rank of an instance writes so that every part of `theirs` gets `layers` of
-    the blocks `pages` (index -> page), as far as it has room for them: each slice once, from a rank
-    that holds it. Ranks that hold the same slices take blocks in turn.
+    """Return what each rank of an instance writes so that every part of `theirs` gets its share of
+    `layers` of the blocks in `pages` (index -> page). Each slice is written once, by a rank that
+    holds it; ranks that hold the same slices take turns by block.
 
     mine: what the memory of each rank holds.
     """
@@ -105,8 +107,9 @@ def reshard(
 
 
 def copies(mine: Sequence[PageArray], pages: Sequence[int], there: BlockPlaces) -> list[Move]:
-    """Return what each rank reads so that every memory gets what it holds of the blocks `there`,
-    whole ones that go to `pages` in this order: a page of which there are copies is read for each.
+    """Return what each rank reads so that every memory gets its part of the blocks at `there`.
+    These are whole blocks and go to `pages` in this order. When several ranks hold copies of a
+    page, each of them reads it.
     """
     moves = []
     for rank, array in enumerate(mine):

@@ -1,7 +1,7 @@
-"""Sampling settings that may be large: a grammar, lists of tokens, a bias for many of them.
+"""Sampling settings that may be large: a grammar, lists of tokens, a bias for many tokens.
 
-The sequences of one call have them in common, and often so have the calls of one client. So they
-are named by their content, and travel to each worker once (`messages.RequestTask`).
+The sequences of one call share them, and often the calls of one client do. So each setting has a
+name made from its content, and travels to each worker once (`messages.RequestTask`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from mooncake.base.grammar import Grammar
 from mooncake.base.sampling import SamplingParams
 
 MIN_NAMED_BYTES = 4096
-"""Smaller settings travel with each request: a name would save little."""
+"""A smaller setting travels with each request, because a name would save little."""
 
 MAX_SETTINGS_BYTES = 4 << 20
-"""Of the large settings of one request, by `settings_bytes`: the API server refuses more, so that
-what gateways and workers keep has room for those of several clients."""
+"""The bound on the large settings of one request, by `settings_bytes`. The API server refuses a
+request with more, so that gateways and workers have room for the settings of several clients.
+"""
 
 Setting = Grammar | dict[int, float] | list[int] | frozenset[int] | list[list[int]]
 
@@ -28,11 +29,11 @@ class SettingName(msgspec.Struct, frozen=True, array_like=True):
 
     digest: bytes
     num_bytes: int
-    """Of memory, about."""
+    """About how much memory the setting takes."""
 
 
 class LargeSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The values of some of these fields of `SamplingParams`; None = not among them."""
+    """The large fields of `SamplingParams`. None: the field is not among those sent."""
 
     grammar: Grammar | None = None
     logit_bias: dict[int, float] | None = None
@@ -45,8 +46,9 @@ LARGE_SETTINGS = LargeSettings.__struct_fields__
 
 _ENCODER = msgspec.msgpack.Encoder()
 _CHAR_BYTES, _INT_BYTES, _ENTRY_BYTES, _LIST_BYTES = 4, 40, 160, 64
-"""Bytes of memory of a character, an int in a list, an int with its float in a dictionary, and of
-an empty list: at most, so that what is bounded by them keeps its bound."""
+"""How many bytes a character, an int in a list, an int with its float in a dictionary, and an empty
+list take at most. They must not be too small, because bounds on memory are computed from them.
+"""
 
 
 def setting_bytes(sampling: SamplingParams) -> dict[str, int]:

@@ -19,7 +19,7 @@ class Machine(Protocol):
         """Take one message, transfer completion or runner event. Unknown events are ignored."""
 
     def tick(self, now: float) -> float | None:
-        """Do what is due; return the latest time of the next call (None: no timer)."""
+        """Do the work that is due. Return the latest time of the next call (None: no timer)."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a resource was lost or freed twice (free + held = total)."""

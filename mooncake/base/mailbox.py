@@ -1,6 +1,6 @@
-"""A mailbox: what other threads have for one loop, with the descriptor that the loop waits for.
+"""A mailbox: items that other threads put for one loop, with a descriptor that the loop waits for.
 
-The only place of its kind: every port that a driver polls keeps its events in one.
+Every port that a driver polls keeps its events in a mailbox.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Mailbox(Generic[T]):
     """Items in the order in which they were put, by any thread."""
 
     def __init__(self, bound: int | None = None) -> None:
-        """Keep at most `bound` items; None: as many as come."""
+        """Keep at most `bound` items; None: there is no bound."""
         self._bound = bound
         self._items: list[T] = []
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class Mailbox(Generic[T]):
             return True
 
     def ring(self) -> None:
-        """Make the descriptor readable, with nothing put."""
+        """Make the descriptor readable without putting an item."""
         with self._lock:
             self._ring()
 
@@ -48,7 +48,7 @@ class Mailbox(Generic[T]):
 
     def receive(self) -> list[T]:
         """Take all items out, oldest first, without waiting."""
-        if not self._items and not self._rung:  # without the lock: loops ask often, and for nothing
+        if not self._items and not self._rung:  # no lock: loops ask often, mostly in vain
             return []
         with self._lock:
             if self._rung and self._descriptor >= 0:

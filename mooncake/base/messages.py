@@ -27,9 +27,9 @@ from mooncake.base.request import (
 from mooncake.base.work_span import WorkSpan
 
 PROTOCOL_VERSION = 7
-"""What messages mean. It grows with a change that a former release would misread."""
+"""The version of the protocol. It grows with each change that an older release would misread."""
 OLDEST_PROTOCOL_VERSION = 7
-"""The first version with which this release still works together, in both directions."""
+"""The oldest protocol version with which this release works together, in both directions."""
 
 
 class Role(str, Enum):
@@ -59,7 +59,7 @@ class Answer(Message, frozen=True):
     """The base of answers to a message with a ticket."""
 
     asker: WorkerRef
-    """Tickets begin anew with each boot: another boot at the same address ignores the answer."""
+    """Tickets begin anew with each boot, so another boot at the same address ignores the answer."""
     ticket: int
 
 
@@ -92,7 +92,7 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
 
 OWN_RELEASE = Release(__version__, PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION)
 UNNAMED_RELEASE = Release("0.1.0 or before", 6, 6)
-"""Of a process that does not say."""
+"""The release of a process that names none."""
 
 
 def is_former(worker: WorkerRef, present: WorkerRef) -> bool:
@@ -111,7 +111,7 @@ class CostSample(msgspec.Struct, frozen=True, array_like=True):
     """The sum over sequences of the tokens that each new token attends to before this step."""
     num_sequences: int
     seconds: float
-    """Of the slowest stage, where a step goes through several."""
+    """The duration of the slowest stage, where a step goes through several."""
 
 
 class WorkerHello(Message, frozen=True, tag="hello"):
@@ -131,15 +131,17 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     max_num_seqs: int = 0
     max_batched_tokens: int = 0
     num_stages: int = 1
-    """Through which each step of an engine goes, one after the other."""
+    """The number of stages that each step of an engine goes through, one after the other."""
     expert_group: str = ""
-    """The same of all workers that share routed experts: when one of them ends, all do. Empty: it
-    has its own.
+    """An id common to all workers that share routed experts: when one of them ends, all of them do.
+    Empty: the worker has experts of its own.
     """
     profile: list[CostSample] = []
     """Steps measured at start; the Conductor fits its cost models to them."""
     health_url: str = ""
-    """Where probes ask its process; empty for a thread of the gateway's process."""
+    """The address where probes ask the worker's process; empty for a thread of the gateway's
+    process.
+    """
     release: Release = UNNAMED_RELEASE
     transports: list[str] = []
     """The transports by which it moves KV to and from other processes."""
@@ -159,14 +161,16 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_blocks: int = 0
     """Free blocks that still hold reusable content."""
     draining: bool = False
-    """The worker wants to leave: what others can do is not given to it."""
+    """The worker wants to leave, so the gateway gives it no work that others can do."""
     lends: bool = False
-    """An engine that leaves: its blocks can be read as a pool node's, until it is relieved."""
+    """The engine wants to leave. Until it is relieved, others can read its blocks like a pool
+    node's.
+    """
     counters: dict[str, float] = {}
     """Counts since start, by name (`blocks_fetched`, `preemptions`, …), for /metrics."""
     expert_rows: list[int] = []
-    """Rows of each routed expert that this worker computed in the last window, of all layers; none
-    where it has all experts to itself.
+    """Rows that this worker computed for each routed expert in the last window, over all layers.
+    Empty when the worker holds all experts itself.
     """
 
 
@@ -178,9 +182,9 @@ class LoadReport(Message, frozen=True, tag="load"):
     samples: list[CostSample] = []
     """Steps measured since the last report (at most 64)."""
     block_nos: dict[Tier, int] = {}
-    """The number of each tier's last block events, which shows when they were lost."""
+    """The number of the last `BlockEvents` of each tier. A gap shows that events were lost."""
     clock_s: float = 0.0
-    """What the worker's own clock shows: the times of its `WorkSpan`s are by it."""
+    """The time on the worker's own clock. The times of its `WorkSpan`s are by the same clock."""
 
 
 class BlockEvents(Message, frozen=True, tag="blocks"):
@@ -203,7 +207,7 @@ class StepOutputs(Message, frozen=True, tag="outputs"):
 
     def smaller(self) -> list[StepOutputs]:
         """Return messages to send instead of this one, which is longer than a message may be: its
-        halves. One output that is too long by itself ends its request, and says what to do.
+        halves. An output that is too long by itself becomes an error that says what to do.
         """
         if len(self.outputs) > 1:
             middle = len(self.outputs) // 2
@@ -234,10 +238,12 @@ _TOO_LONG = FinishInfo(
 
 
 class DoubtPeers(Message, frozen=True, tag="doubt"):
-    """These peers have held resources here for long. The gateway sends `PeerLost` for each that is
-    not in the cluster: the first `PeerLost` may have been lost, or the gateway may have restarted.
+    """The sender names peers that have held its resources for long. The gateway sends `PeerLost`
+    for each that is not in the cluster. The first `PeerLost` may have been lost, or the gateway may
+    have restarted.
 
-    Another gateway that sends this hears nothing of these workers, and is sent `PeersHeard`.
+    A gateway also sends it to another gateway when it hears nothing of these workers; `PeersHeard`
+    answers.
     """
 
     worker: WorkerRef
@@ -255,8 +261,8 @@ class Booking(_Value, frozen=True, tag="booking"):
     """The worker that computes the prompt: a prefill worker, or `decode` itself."""
     decode: WorkerRef
     keys: bytes
-    """Keys of all full blocks of the prompt, concatenated: similar requests find the prefix before
-    it is stored.
+    """The keys of all full blocks of the prompt, concatenated. Similar requests find the prefix by
+    them before it is stored.
     """
     sources: tuple[BlockSource, ...]
     num_tokens: int
@@ -286,16 +292,18 @@ class GatewayNews(Message, frozen=True, tag="gateway"):
     """The other gateways it knows."""
     news: list[Booking | BookingOver] = []
     open: list[str] | None = None
-    """Sometimes: the ids of all requests it has booked; bookings that are not listed have ended."""
+    """Sent now and then: the ids of all requests that it has booked. Other bookings have ended."""
     send_all: bool = False
     """The sender does not know the receiver's bookings and asks for all of them."""
     release: Release = UNNAMED_RELEASE
     turn: float = 0.0
-    """The latest turn that it knows to be served: turns of all gateways are compared by engines."""
+    """The latest turn that it knows to be served. Engines compare the turns of all gateways."""
 
 
 class PeersHeard(Message, frozen=True, tag="heard"):
-    """The answer to `DoubtPeers` of another gateway: the workers that are heard here, and not."""
+    """The answer to another gateway's `DoubtPeers`: which of the workers this gateway hears
+    from.
+    """
 
     gateway: WorkerRef
     heard: list[WorkerRef] = []
@@ -316,33 +324,35 @@ class Welcome(Message, frozen=True, tag="welcome"):
     gateways: list[WorkerRef] = []
     """Other gateways of this cluster: send a hello to them too."""
     relieved: bool = False
-    """Others of its role have taken its place, and what they go on with: when it wants to leave, it
-    may.
+    """Other workers of its role have taken its place and its work, so it may leave when it wants
+    to.
     """
 
 
 class PeerLost(Message, frozen=True, tag="peer_lost"):
-    """A worker is gone for good: what it held, wrote or read is reclaimed now."""
+    """A worker is gone for good. The receiver reclaims at once what that worker held, wrote or
+    read.
+    """
 
     worker: WorkerRef
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Finish what runs, to leave. A pool node accepts no new work; an engine goes on until another
-    one of its role can take its place.
+    """Finish the running work, then leave. A pool node accepts no new work. An engine goes on until
+    another one of its role can take its place.
     """
 
     next_role: Role | None = msgspec.field(default=None, name="then")
-    """Then leave, and come back in this role. Only for prefill and decode."""
+    """Leave and come back in this role. Only for prefill and decode."""
 
 
 class Refused(Answer, frozen=True, tag="refused"):
     """The receiver of a message did not take it: the sender's credential does not allow it, or the
-    two cannot work together.
+    two releases cannot work together.
     """
 
     message: str
-    """The type of what was sent, as `PutStart`; of an unknown one its tag."""
+    """The type of the refused message, such as `PutStart`; the tag where the type is unknown."""
     reason: str
 
 
@@ -354,7 +364,7 @@ class AskCluster(Message, frozen=True, tag="ask_cluster"):
 
 
 class ClusterTold(Answer, frozen=True, tag="cluster_told"):
-    """What a gateway was told of its cluster, or decides of it."""
+    """The facts that a gateway was given about its cluster, or has decided."""
 
     facts: bytes
     """The bytes of `launch.cluster.facts.encode_facts`; no state machine reads them."""
@@ -378,28 +388,31 @@ class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     first: int
     stop: int
     others: list[WorkerRef] = []
-    """Pool nodes that hold this run or its beginning, to ask when `store` fails."""
+    """Pool nodes that hold this run or its beginning. Ask them when `store` fails."""
 
 
 class RequestTask(Message, frozen=True, kw_only=True):
-    """The base of the tasks that carry a request. The large settings of its sampling may be named
-    instead: then `request.sampling` has their defaults, and the worker puts them back
-    (`instance.kept_settings`), or turns the task away when it does not have them.
+    """The base of the tasks that carry a request. A task may name the large settings of its
+    sampling instead of carrying them. Then `request.sampling` has the defaults for them. The worker
+    puts the settings back (`instance.kept_settings`), or turns the task away when it does not have
+    them.
     """
 
     request: GenerateRequest
     attempt: int
     gateway: WorkerRef
     output_tokens: list[int] = []
-    """Already delivered by an earlier attempt."""
+    """Tokens that an earlier attempt has already delivered."""
     sources: list[BlockSource] = []
-    """Where blocks of the prompt lie, for the worker that computes it."""
+    """Where the worker that computes the prompt finds blocks of it."""
     turn: float = 0.0
-    """Place in the order: smaller goes first."""
+    """The request's place in the order: the smallest goes first."""
     named: dict[str, SettingName] = {}
-    """Field of `SamplingParams` -> the setting that belongs there."""
+    """The name of the setting of each field of `SamplingParams` that is not in the request
+    itself.
+    """
     settings: LargeSettings | None = None
-    """Those of the named settings that this worker is sent for the first time."""
+    """Named settings that this worker gets for the first time."""
 
 
 class PrefillTask(RequestTask, frozen=True, kw_only=True, tag="prefill"):
@@ -407,7 +420,9 @@ class PrefillTask(RequestTask, frozen=True, kw_only=True, tag="prefill"):
 
     decode: WorkerRef
     num_replicate_blocks: int = 0
-    """This many leading blocks are hot: put them into the own node's pool even if reused."""
+    """This many leading blocks are hot: put them into this node's pool even when they were
+    reused.
+    """
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
@@ -417,7 +432,7 @@ class Reserved(Message, frozen=True, tag="reserved"):
     attempt: int
     decode: WorkerRef
     parts: list[KvPart]
-    """One for each memory that is to get some of them."""
+    """One part for each memory that gets some of the blocks."""
 
 
 # ---------------------------------------------------------------- to decode
@@ -438,27 +453,29 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
     token: int
     num_cached_tokens: int
     pushed: bool = True
-    """False: nothing was pushed, because decode had no room in time; take the blocks from the pool
-    or compute them.
+    """False: nothing was pushed, because decode had no room in time. Decode takes the blocks from
+    the pool or computes them.
     """
     sources: list[BlockSource] = []
-    """The places of the blocks when they were not pushed."""
+    """Where the blocks lie when they were not pushed."""
     checksums: list[int] = []
-    """Of each pushed block, in the order of `Reserved.indexes`; none: do not compare."""
+    """The checksum of each pushed block, in the order of `Reserved.indexes`. Empty: compare
+    none.
+    """
     spans: tuple[WorkSpan, ...] = ()
     """Of a traced request: the push, for decode to pass on with its first output."""
 
 
 class BlocksPushed(Message, frozen=True, tag="blocks_pushed"):
-    """Some blocks have arrived whole: compare them now, so that few are left when `KVReady` comes,
-    which names these once more.
+    """Some blocks have arrived whole. Decode compares them now, so that few are left for `KVReady`,
+    which names them again.
     """
 
     request_id: str
     attempt: int
     indexes: list[int]
     checksums: list[int]
-    """Of each, see `kvstore.block_checksum`."""
+    """The checksum of each of these blocks (`kvstore.block_checksum`)."""
 
 
 class PushEnded(Message, frozen=True, tag="push_ended"):
@@ -468,7 +485,7 @@ class PushEnded(Message, frozen=True, tag="push_ended"):
     attempt: int
     prefill: WorkerRef
     failed: bool = False
-    """Decode must tell the gateway that this attempt failed; prefill has not."""
+    """This attempt has failed, and decode must tell the gateway, because prefill has not."""
 
 
 # ---------------------------------------------------------------- to prefill and decode
@@ -497,11 +514,11 @@ class PinGranted(Answer, frozen=True, tag="pin_granted"):
     num_blocks: int
     places: BlockPlaces
     checksums: list[int] = []
-    """Of each block, 0 where it is not known; empty: none is known."""
+    """The checksum of each block, 0 where it is not known. Empty: none is known."""
     more: bool = False
-    """The blocks that follow are on this node's disk: unpin these, then ask for those."""
+    """The blocks after these are on this node's disk. Unpin these, then ask for the others."""
     num_from_ssd: int = 0
-    """How many of the blocks came up from this node's disk and have not been read since."""
+    """How many of the blocks were loaded from this node's disk and have not been read since."""
 
 
 # ---------------------------------------------------------------- to kvstore
@@ -509,17 +526,17 @@ class PinGranted(Answer, frozen=True, tag="pin_granted"):
 
 class ChainHead(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of a chain before those that a message names. The same request uses them, wherever
-    its worker found them: so they count as used too, and are evicted after the blocks that follow
+    its worker found them. So they count as used too, and are evicted after the blocks that follow
     them.
     """
 
     keys: list[BlockKey] = []
     num_counted: int = 0
-    """This many leading blocks were already counted as used by this request."""
+    """This request has already counted this many leading blocks as used."""
 
     @property
     def counted(self) -> frozenset[BlockKey]:
-        """The blocks already counted."""
+        """The blocks that are already counted."""
         return frozenset(self.keys[: self.num_counted])
 
 
@@ -546,12 +563,12 @@ class PutEnd(Message, frozen=True, tag="put_end"):
     written: list[BlockKey] = []
     dropped: list[BlockKey] = []
     checksums: list[int] = []
-    """Of each block in `written`, if the writer has computed them; else empty."""
+    """The checksum of each block in `written` if the writer has computed them, else empty."""
 
 
 class PinBlocks(Message, frozen=True, tag="pin"):
-    """Ask to read a run of blocks; they stay until `Unpin` or the reader is lost. An engine that
-    leaves is asked, too.
+    """Ask to read a run of blocks. They stay until `Unpin`, or until the reader is lost. An engine
+    that leaves accepts this message too.
     """
 
     reader: WorkerRef

@@ -22,7 +22,7 @@ MAX_SIZE = 2**31 - 1
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
 Factor = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-"""Bounds of what a `config.json` says: with none of these values a product or a root overflows."""
+"""Bounds on the values in `config.json`: within them no product and no root overflows."""
 
 
 class YarnScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +67,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool
     attention_bias: bool
     num_nextn_predict_layers: Count
-    """MTP layers, behind the last one: they only make drafts (`--speculative-config`)."""
+    """The number of MTP layers after the last layer. They only make drafts
+    (`--speculative-config`).
+    """
     dtype: str
-    """As stored in the checkpoint: "bfloat16", "float16" or "float32"."""
+    """The dtype of the checkpoint's tensors: "bfloat16", "float16" or "float32"."""
     bos_token_id: Count | None
     eos_token_ids: list[Count]
     quantization: dict[str, Any] | None
@@ -165,12 +167,14 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error, not longer than a line."""
+    """Return a value as text for an error message, at most a line long."""
     return repr(value)[:80]
 
 
 def _as_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object under `key`, an empty one where there is none. Raises CheckpointError."""
+    """Return the object under `key`, or an empty one when it is missing. Raises CheckpointError
+    when the value is no object.
+    """
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise CheckpointError(f"config.json: {key} must be an object, not {_shown(value)}")

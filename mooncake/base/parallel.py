@@ -1,13 +1,13 @@
 """The shape of an instance: how many ranks share one model, and how. Pure values and rules.
 
 An instance is one replica of the model on one or more ranks, each a process with a device of its
-own. Its layers are cut into `pp` stages (pipeline parallel), which pass activations on. The `tp`
-ranks of a stage each hold a part of each of its layers (tensor parallel). Of these, `dcp` share out
-the KVCache (decode context parallel): with 1 every rank holds the KV of every block, since the
-latent KV of MLA has one head and cannot be cut by heads.
+own. Its layers are cut into `pp` stages (pipeline parallel), each of which passes activations to
+the next. The `tp` ranks of a stage each hold a part of each of its layers (tensor parallel). Groups
+of `dcp` ranks share out the KVCache (decode context parallel). With `dcp` 1 every rank holds the KV
+of every block, because the latent KV of MLA has one head and cannot be cut by heads.
 
-`dp` instances, each with sequences and pages of its own, may hold the routed experts together (data
-and expert parallel): of the `ep` ranks that they have in a stage each has some experts whole. With
+`dp` instances may share the routed experts (data and expert parallel). Each has sequences and pages
+of its own. In each stage, each of the `ep` ranks of these instances holds some whole experts. With
 `ep` 1 each rank has columns of every expert.
 
 Rank 0 samples, so it is in the last stage: ranks are numbered from that stage backwards.
@@ -68,7 +68,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         """Return the shape written as "tp8", "tp8-pp2-dcp8" or "tp8-dp2-ep16".
 
         Raises:
-            ConfigError: it is not of that form, or not a shape that can be.
+            ConfigError: the text does not have that form, or no instance can have that shape.
         """
         match = _WORDS.fullmatch(words)
         if match is None:
@@ -85,18 +85,18 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flags(self) -> str:
-        """The shape as flags of `serve`."""
+        """The shape as flags of `mooncake serve`."""
         others = (PP_FLAG, self.pp), (DCP_FLAG, self.dcp), (DP_FLAG, self.dp)
         given = [f" --{flag} {size}" for flag, size in others if size > 1]
         return f"--{TP_FLAG} {self.tp}{''.join(given)}" + f" --{EP_FLAG}" * (self.ep > 1)
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of the instance."""
+        """The number of all ranks of the instance."""
         return self.tp * self.pp
 
     def stage_of(self, rank: int) -> int:
-        """Return the stage, counted from that with the first layers, in which `rank` is."""
+        """Return the stage of `rank`; the stage with the first layers is 0."""
         return self.pp - 1 - rank // self.tp
 
     def ranks_of(self, stage: int) -> range:
@@ -108,11 +108,12 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 def stage_layers(num_layers: int, pp: int) -> list[range]:
     """Return the layers of each stage, first stage first.
 
-    Where they do not divide, stages between the ends have one more before the first has, and that
-    before the last: the ends hold the embedding and the head, and the first layers are small.
+    When the layers do not divide evenly, the middle stages get one more first, then the first
+    stage, never the last. The ends also hold the embedding and the head, and the first layers are
+    small.
 
     Raises:
-        ConfigError: a stage would have none.
+        ConfigError: a stage would have no layer.
     """
     if pp > num_layers:
         raise ConfigError(
@@ -129,7 +130,7 @@ def stage_layers(num_layers: int, pp: int) -> list[range]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides `number`, smallest first."""
+    """Return the divisors of `number`, smallest first."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 

@@ -13,17 +13,17 @@ from mooncake.base.messages import Answer, Message, Tier, WorkerLoad, WorkerRef
 
 
 class LastingPin(str, Enum):
-    """How a pool node protects a block that no request uses. It outlives the client that set it,
-    other than the short pin of a reader (`PinBlocks`).
+    """How a pool node protects a block that no request uses. This pin outlives the client that set
+    it, unlike the short pin of a reader (`PinBlocks`).
     """
 
     NONE = "no"
-    """The eviction policy decides."""
+    """The block has no pin: the eviction policy decides."""
     SOFT = "soft"
-    """Evicted after all others."""
+    """The block is evicted after all blocks without this pin."""
     HARD = "hard"
-    """Never evicted. Such blocks count towards their tenant's quota, and a node has a limit on
-    them.
+    """The block is never evicted. It counts towards its tenant's quota, and a node has a limit on
+    such blocks.
     """
 
 
@@ -39,9 +39,10 @@ class FindBlocks(Message, frozen=True, tag="find"):
 
 
 class RemoveBlocks(Message, frozen=True, tag="remove"):
-    """Take blocks out of all tiers of a node for good, except those with a hard pin; answered by
-    `BlocksRemoved` once no later boot of the node can find them. Readers finish what they read.
-    From a gateway: what was removed while the node was away.
+    """Take blocks out of all tiers of a node for good, except those with a hard pin. Readers finish
+    what they read. `BlocksRemoved` answers once no later boot of the node can find the blocks.
+
+    A gateway sends this too, for blocks that were removed while the node was away.
     """
 
     asker: WorkerRef
@@ -50,8 +51,8 @@ class RemoveBlocks(Message, frozen=True, tag="remove"):
 
 
 class SetPins(Message, frozen=True, tag="set_pins"):
-    """Set the lasting pins of blocks in DRAM, which anyone may change later; answered by
-    `PinsSet`. A node that was started again has none.
+    """Set the lasting pins of blocks in DRAM; answered by `PinsSet`. Anyone may change them later.
+    A node forgets all pins when it restarts.
     """
 
     asker: WorkerRef
@@ -59,9 +60,9 @@ class SetPins(Message, frozen=True, tag="set_pins"):
     keys: list[BlockKey]
     pin: LastingPin
     epoch: str = ""
-    """The boot of the node that is meant; another one does nothing. Empty: any."""
+    """The boot of the node that is meant; any other boot does nothing. Empty: any boot."""
     lift: bool = False
-    """Whether blocks that are on SSD only are brought up first."""
+    """Whether the node first loads blocks that are only on its SSD."""
 
 
 class DescribeBlocks(Message, frozen=True, tag="describe"):
@@ -82,20 +83,20 @@ class AskPool(Message, frozen=True, tag="ask_pool"):
 
 
 class FindReplicas(Message, frozen=True, tag="find_replicas"):
-    """Ask a gateway which pool nodes hold a run of blocks, and which nodes there are; answered by
-    `ReplicasFound`.
+    """Ask a gateway which pool nodes hold a run of blocks, and which nodes there are.
+    `ReplicasFound` answers.
     """
 
     asker: WorkerRef
     ticket: int
     keys: list[BlockKey]
     every: bool = False
-    """Whether all nodes are to be named."""
+    """Whether the answer names all pool nodes."""
 
 
 class TakeOver(Message, frozen=True, tag="take_over"):
-    """Asks a node to copy blocks of one tenant that only the sender has, which drains; the copies
-    are the node's own from then on. Answered by `TakenOver`.
+    """Ask a node to copy blocks of one tenant that only the sender has, because the sender drains.
+    The copies then belong to that node. `TakenOver` answers.
     """
 
     source: WorkerRef
@@ -103,9 +104,10 @@ class TakeOver(Message, frozen=True, tag="take_over"):
     keys: list[BlockKey]
     tenant: str = ""
     pin: LastingPin = LastingPin.NONE
-    """Their lasting pin, which is set as far as the node has room for it."""
+    """The lasting pin of the blocks. The node sets it as far as it has room for it."""
     reused: bool = False
-    """Whether they were asked for more than once: they are worth more than blocks that were not."""
+    """Whether readers asked for the blocks more than once. Such blocks are worth more than others.
+    """
 
 
 # ---------------------------------------------------------------- to a gateway
@@ -113,7 +115,7 @@ class TakeOver(Message, frozen=True, tag="take_over"):
 
 class FindHomes(Message, frozen=True, tag="find_homes"):
     """A node that drains asks which of its blocks other nodes hold too, and which nodes could take
-    the others; answered by `HomesFound`.
+    the rest. `HomesFound` answers.
     """
 
     asker: WorkerRef
@@ -122,8 +124,8 @@ class FindHomes(Message, frozen=True, tag="find_homes"):
 
 
 class ForgetBlocks(Message, frozen=True, tag="forget_blocks"):
-    """Tell a gateway that blocks are being removed from all nodes, so that it tells a node that is
-    away when that comes back. Answered by `ReplicasFound` with all nodes there are now.
+    """Tell a gateway that blocks are being removed from all nodes. The gateway tells this to a node
+    that is away when it comes back. `ReplicasFound` answers, with all nodes that there are now.
     """
 
     asker: WorkerRef
@@ -135,12 +137,12 @@ class ForgetBlocks(Message, frozen=True, tag="forget_blocks"):
 
 
 class TakenOver(Answer, frozen=True, tag="taken_over"):
-    """Those of the blocks asked for that the node stores now."""
+    """The blocks among those asked for that the node stores now."""
 
     store: WorkerRef
     keys: list[BlockKey]
     is_full: bool = False
-    """Whether the node has no room for more blocks of their kind."""
+    """Whether the node has no room for more blocks of this kind."""
 
 
 class Home(msgspec.Struct, frozen=True, array_like=True):
@@ -148,16 +150,16 @@ class Home(msgspec.Struct, frozen=True, array_like=True):
 
     store: WorkerRef
     num_free_blocks: int
-    """When it last reported."""
+    """The free blocks when the node last reported."""
 
 
 class HomesFound(Answer, frozen=True, tag="homes"):
-    """Where blocks of a node that drains are, or could go: a hint, as only nodes know what they
-    hold.
+    """Where blocks of a node that drains are, or could go. This is a hint: only nodes know what
+    they hold.
     """
 
     elsewhere: list[bool]
-    """Of each block asked for, whether a node that does not drain holds it too."""
+    """For each block asked for, whether a node that does not drain holds it too."""
     homes: list[Home]
 
 
@@ -169,8 +171,8 @@ class BlocksFound(Answer, frozen=True, tag="found"):
 
 
 class ReplicasFound(Answer, frozen=True, tag="replicas"):
-    """Pool nodes that live, those that hold most of the run first, and how many of its leading
-    blocks each holds. A hint: only nodes know what they hold.
+    """The living pool nodes, and how many leading blocks of the run each holds. Nodes that hold
+    most come first. This is a hint: only nodes know what they hold.
     """
 
     stores: list[WorkerRef]
@@ -178,14 +180,14 @@ class ReplicasFound(Answer, frozen=True, tag="replicas"):
 
 
 class BlocksRemoved(Answer, frozen=True, tag="removed"):
-    """What became of each block of a `RemoveBlocks`."""
+    """The result for each block of a `RemoveBlocks`."""
 
     store: WorkerRef
     removed: list[bool]
-    """Whether it was here and is gone for good."""
+    """Whether the node had the block, which is now gone for good."""
     left: list[bool]
-    """Whether it is here still, or may be again: a hard pin is on it, or its disk could not erase
-    it.
+    """Whether the node still has the block, or may have it again: it has a hard pin, or the disk
+    could not erase it.
     """
 
 
@@ -196,23 +198,23 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     pin: LastingPin = LastingPin.NONE
     num_readers: int = 0
-    """Readers that have it pinned now; the node itself may be one."""
+    """How many readers have it pinned now; the node itself may be one of them."""
 
 
 class BlocksDescribed(Answer, frozen=True, tag="described"):
-    """The copies that a node has of each block asked for, the fastest tier first."""
+    """The node's copies of each block asked for, the fastest tier first."""
 
     store: WorkerRef
     copies: list[list[BlockCopy]]
 
 
 class PinsSet(Answer, frozen=True, tag="pins_set"):
-    """What became of each block of a `SetPins`."""
+    """The result for each block of a `SetPins`."""
 
     store: WorkerRef
     done: list[bool]
-    """Whether it has the pin asked for; False: it is not in DRAM, there is no room for more hard
-    pins, or another boot was meant.
+    """Whether the block has the pin that was asked for. False: the block is not in DRAM, there is
+    no room for more hard pins, or another boot was meant.
     """
 
 
@@ -220,14 +222,14 @@ class DrainProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """How far the blocks of a node that drains have been copied to others."""
 
     over: bool
-    """Whether no more are copied: all that can be have been, or the time is up."""
+    """Whether the node copies no more: it has copied all it can, or the time is up."""
     num_copied: int = 0
     num_elsewhere: int = 0
     """Blocks that other nodes hold too."""
     num_left: int = 0
     """Blocks that only this node holds, in DRAM or on SSD."""
     num_left_on_ssd: int = 0
-    """Of those, blocks on a disk: the next boot finds them."""
+    """How many of these are on a disk, where the next boot finds them."""
 
 
 class TenantUse(msgspec.Struct, frozen=True, array_like=True):
@@ -250,16 +252,16 @@ class PoolState(Answer, frozen=True, tag="pool_state"):
     num_ssd_blocks: int = 0
     num_ssd_stored: int = 0
     num_pinned: int = 0
-    """Blocks in DRAM that are pinned by readers."""
+    """Blocks in DRAM that readers have pinned."""
     num_quarantined: int = 0
     num_hard_pinned: int = 0
     num_soft_pinned: int = 0
     draining: bool = False
     drained: bool = False
-    """Whether the process may be ended: nothing is open, other nodes take no more of its blocks,
-    and what was worth a disk is there.
+    """Whether the process may end: no operation is open, other nodes take no more of its blocks,
+    and the blocks worth keeping are on disk.
     """
     drain: DrainProgress | None = None
-    """Of a node that drains."""
+    """The progress of the drain, when the node drains."""
     tenants: tuple[TenantUse, ...] = ()
-    """Tenants that have a quota."""
+    """The use of each tenant that has a quota."""

@@ -25,8 +25,8 @@ from mooncake.base.work_span import WorkSpan
 
 
 class Priority(str, Enum):
-    """The class of service. A class is a weight: where classes compete for something, each gets its
-    part of it, and none waits for ever.
+    """The class of service. Each class has a weight: when classes compete, each gets its share by
+    weight, and none waits for ever.
     """
 
     PREMIUM = "premium"
@@ -35,26 +35,26 @@ class Priority(str, Enum):
 
     @property
     def order(self) -> int:
-        """The rank of the class among those whose turns are equal; 0 goes first."""
+        """The class's place among requests with equal turns; 0 goes first."""
         return _CLASS_ORDER[self]
 
     @property
     def weight(self) -> int:
-        """How many times the share of a batch request it has."""
+        """The class's share as a multiple of the batch class's share."""
         return _CLASS_WEIGHT[self]
 
 
 _CLASS_ORDER = {priority: order for order, priority in enumerate(Priority)}
-"""In the order of their definition."""
+"""The classes in the order of their definition."""
 _CLASS_WEIGHT = {Priority.PREMIUM: 16, Priority.INTERACTIVE: 4, Priority.BATCH: 1}
 
 Flow = tuple[Priority, str]
-"""(class, tenant): who shares with whom."""
+"""(class, tenant): one party among those that share."""
 
 
 def fair_shares(flows: Iterable[Flow]) -> dict[Flow, float]:
-    """Return each flow's part of a whole that all of them want, by the weights of their classes. A
-    tenant that uses premium and interactive has one share, which it divides between them.
+    """Return the share of each flow when all flows want the same resource, by the weights of their
+    classes. A tenant that uses both premium and interactive has one share, which these divide.
     """
     weights = {(priority, tenant): float(priority.weight) for priority, tenant in flows}
     for tenant in [tenant for priority, tenant in weights if priority is Priority.PREMIUM]:
@@ -76,16 +76,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Token ids, packed by `pack_tokens`."""
     sampling: SamplingParams
     tenant: str = ""
-    """Part of the root of the block keys: a tenant can neither hit nor probe another's cache."""
+    """A part of the root of the block keys: no tenant can reuse another's cache, or learn what is
+    in it.
+    """
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
     ttft_slo_s: float | None = None
-    """Overrides the cluster's limit for this request."""
+    """The request's own limit, in place of the cluster's."""
     tbt_slo_s: float | None = None
     timeout_s: float | None = None
-    """The request fails with 408 when it has not finished this long after it was accepted."""
+    """The request fails with 408 when it has not finished this many seconds after it was accepted.
+    """
     traced: bool = False
-    """Its workers tell what they did for it and when (`RequestOutput.spans`)."""
+    """Its workers report what they did for it and when (`RequestOutput.spans`)."""
 
     def __post_init__(self) -> None:
         unpack_tokens(self.prompt)
@@ -96,8 +99,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def prompt_price(self) -> int:
-        """What the prompt counts in tokens where tenants and keys share: with log-probabilities it
-        is computed without a cache, and each of them counts as one more."""
+        """How many tokens the prompt counts for in the shares of tenants and keys. A prompt with
+        log-probabilities is computed without a cache, and each log-probability counts as one more
+        token.
+        """
         wanted = self.sampling.num_prompt_logprobs
         return len(self.prompt_tokens) * (1 if wanted is None else wanted + 2)
 
@@ -111,7 +116,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class RequestState(str, Enum):
-    """The state of a request at the gateway; see the module's picture."""
+    """The state of a request at the gateway; see the picture in the module's docstring."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -129,7 +134,9 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.DECODING: frozenset({RequestState.QUEUED, RequestState.FINISHED}),
     RequestState.FINISHED: frozenset(),
 }
-"""Legal transitions; back to QUEUED means "to be placed again" after a worker was lost."""
+"""The legal transitions. Back to QUEUED means that a worker was lost and the request is placed
+again.
+"""
 
 
 class FinishReason(str, Enum):
@@ -138,9 +145,9 @@ class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    """The client disconnected or asked for it."""
+    """The client disconnected, or asked for the end."""
     REJECTED = "rejected"
-    """Refused before any work was done; `Failure` has the status and reason."""
+    """The request was refused before any work was done; `Failure` has the status and reason."""
     ERROR = "error"
 
 
@@ -148,9 +155,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities of one token under the raw (temperature 1) distribution."""
 
     logprob: float
-    """Of the token itself."""
+    """The log-probability of the token itself."""
     rank: int
-    """1 = the most likely token."""
+    """The token's rank; 1 is the most likely token."""
     top: list[tuple[int, float]]
     """(token id, logprob) of the most likely tokens, best first."""
 
@@ -161,14 +168,14 @@ NO_LOGPROBS = msgspec.Raw()
 
 
 def packed_logprobs(entries: PromptLogprobs | None) -> msgspec.Raw:
-    """Return `entries` as they travel: encoded, so that the gateway's event loop passes them on
-    without reading up to a hundred thousand of them. None = `NO_LOGPROBS`.
+    """Return `entries` encoded as they travel, so that the gateway's event loop passes them on
+    without reading up to a hundred thousand of them. None becomes `NO_LOGPROBS`.
     """
     return NO_LOGPROBS if entries is None else msgspec.Raw(_ENCODER.encode(entries))
 
 
 def unpacked_logprobs(packed: msgspec.Raw) -> PromptLogprobs:
-    """Return what `packed_logprobs` was given."""
+    """Return the entries that `packed_logprobs` encoded."""
     return _DECODER.decode(packed)
 
 
@@ -177,7 +184,7 @@ _DECODER = msgspec.msgpack.Decoder(PromptLogprobs)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a request did not succeed, in the terms of `base.errors`."""
+    """Why a request did not succeed. The codes are those of `base.errors`."""
 
     status: int
     error_type: str
@@ -210,7 +217,7 @@ class FinishInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CacheHits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a prompt was reused, by the place it came from."""
+    """How many tokens of a prompt were reused, by the place that they came from."""
 
     hbm: int = 0
     """The pages of the worker that computed the prompt."""
@@ -223,32 +230,36 @@ class CacheHits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheMisses(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a prompt was computed, by the reason why it was not reused."""
+    """How many tokens of a prompt were computed, by the reason why they were not reused."""
 
     not_seen: int = 0
-    """The gateway knows of no copy, now or lately, of it or of a block before it."""
+    """The gateway knows of no copy of the block, or of a block before it, now or in the recent
+    past.
+    """
     evicted: int = 0
-    """It was cached: it, or a block behind it, has been removed, and no copy of it, or of a block
-    before it, is left.
+    """The block was cached. It, or a block after it, has been removed, and no copy is left of it or
+    of a block before it.
     """
     out_of_reach: int = 0
-    """It, or a block before it, is only in the pages of another engine, which lends none."""
+    """Only another engine, which lends no pages, holds the block or a block before it."""
     recomputed: int = 0
-    """Pools had it; placement took computing it for quicker, or its policy does not fetch it."""
+    """Pools held the block, but placement expected that computing it is faster, or its policy does
+    not fetch.
+    """
     fetch_failed: int = 0
-    """Placement counted on it, and the worker did not find it or could not fetch it."""
+    """Placement counted on the block, but the worker did not find it or could not fetch it."""
 
 
 class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the tokens in a prompt's reusable blocks: hits and misses are all of them. The
-    last token is always computed, so its block is not reusable.
+    """How each token in a prompt's reusable blocks was obtained: hits and misses together are all
+    of them. The last token is always computed, so its block is not reusable.
     """
 
     hits: CacheHits = CacheHits()
     misses: CacheMisses = CacheMisses()
 
     def __add__(self, other: CacheUse) -> CacheUse:
-        """Return what became of both prompts."""
+        """Return the sum of both."""
         return CacheUse(
             hits=CacheHits(**_sums(self.hits, other.hits)),
             misses=CacheMisses(**_sums(self.misses, other.misses)),
@@ -261,29 +272,29 @@ def _sums(one: msgspec.Struct, other: msgspec.Struct) -> dict[str, int]:
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one request, or its end: from a worker to the gateway, and, without the end and
-    in order of position, from there to the client's call. Repeats show by `start`.
+    """New tokens of one request, or its end, from a worker to the gateway. The gateway passes it on
+    to the client's call without the end, in order of position. `start` shows repeats.
     """
 
     request_id: str
     attempt: int
     start: int
-    """Output position of the first token of `tokens`."""
+    """The position in the output of the first of `tokens`."""
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: msgspec.Raw = NO_LOGPROBS
-    """By `packed_logprobs`."""
+    """Made by `packed_logprobs`."""
     num_cached_tokens: int | None = None
-    """With the first output of an attempt: prompt tokens whose KV was reused."""
+    """Prompt tokens whose KV was reused. Set in the first output of an attempt."""
     fetched: CacheHits | None = None
-    """With the same output: how many blocks of these were fetched; None: none were."""
+    """How many blocks of these were fetched. Set in the same output; None: none were."""
     spans: tuple[WorkSpan, ...] = ()
     """Of a traced request: what the worker did for it since its last output."""
     finish: FinishInfo | None = None
 
 
 class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
-    """The one last event of every accepted request."""
+    """The last event of every accepted request. Each request has exactly one."""
 
     request_id: str
     reason: FinishReason
@@ -292,7 +303,8 @@ class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was reused instead of computed."""
     cache: CacheUse | None = None
-    """None: the prompt was not computed, or for its log-probabilities, without a cache."""
+    """None: the prompt was not computed, or was computed without a cache for its log-probabilities.
+    """
     stop_token_id: int | None = None
     failure: Failure | None = None
     """Set exactly when `reason` is REJECTED or ERROR."""
@@ -300,13 +312,14 @@ class FinalEvent(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
 
 OutputEvent = RequestOutput | FinalEvent
 Sink = Callable[[OutputEvent], None]
-"""Gets the events of one request in order. It may call the gateway from within; must not raise."""
+"""Receives the events of one request in order. It may call the gateway, but must not raise."""
 
 
 def request_finish(
     request: GenerateRequest, output_tokens: Sequence[int], max_model_len: int | None = None
 ) -> tuple[FinishReason | None, int | None]:
-    """Return (reason, stop token) when the newest of `output_tokens` ends the request, else Nones.
+    """Return (reason, stop token) when the newest of `output_tokens` ends the request, else two
+    Nones.
 
     A stop token ends it only after `min_tokens` tokens before it, in agreement with the sampler's
     mask.

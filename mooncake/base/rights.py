@@ -1,8 +1,8 @@
 """Which messages each role of a credential may send, and what a pool client may name in them.
 
-Pure. The owner of a channel asks `refusal` for every message that arrives: what is not in the table
-is refused. Workers and gateways are taken at their word about what they hold; clients and operators
-speak for themselves only, and a tenant's client names keys of its tenant only.
+Pure. The owner of a channel calls `refusal` for every message that arrives. A message that is not
+in the table is refused. The rules trust workers and gateways in what they say they hold. Clients
+and operators speak for themselves only, and a tenant's client names keys of its tenant only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SENDERS: dict[type[m.Message], frozenset[CredentialRole]] = {
     )
     for message in messages
 }  # fmt: skip
-"""The roles that may send each message; tests hold it to be complete."""
+"""The roles that may send each message. A test checks that every message is listed."""
 
 SPEAKERS: dict[type[m.Message], str] = {
     m.WorkerHello: "worker", m.LoadReport: "worker", m.BlockEvents: "worker", m.PeerLost: "worker",
@@ -68,7 +68,7 @@ SPEAKERS: dict[type[m.Message], str] = {
     m.Replicate: "asker", p.RemoveBlocks: "asker", p.SetPins: "asker", p.DescribeBlocks: "asker",
     p.ForgetBlocks: "asker", p.FindBlocks: "asker", p.AskPool: "asker", p.FindReplicas: "asker",
 }  # fmt: skip
-"""The field of each message of a client that names the client."""
+"""The field in which each message of a client names the client."""
 KEY_FIELDS: dict[type[m.Message], tuple[str, ...]] = {
     kind: tuple(
         name
@@ -77,7 +77,7 @@ KEY_FIELDS: dict[type[m.Message], tuple[str, ...]] = {
     )
     for kind in SENDERS
 }
-"""The fields of each message of a client that name blocks."""
+"""The fields in which each message of a client names blocks."""
 _ABOUT_BLOCKS = frozenset(
     {
         m.PutStart, m.PutEnd, m.PinBlocks, m.Unpin, m.Replicate, m.Prefetch, p.RemoveBlocks,
@@ -85,11 +85,12 @@ _ABOUT_BLOCKS = frozenset(
     }
 )  # fmt: skip
 MAX_KEYS = 1 << 15
-"""The most blocks that one of these may name, those of two million tokens: its receiver does all of
-one message before it does anything for others.
+"""How many blocks one such message may name at most: those of two million tokens. The receiver
+handles a whole message before it does anything else.
 """
 MAX_NAME_CHARS = 1024
-"""The most of a client's id, epoch and address together, which others remember."""
+"""The longest id, epoch and address together that a client may have, because others remember them.
+"""
 _OF_TENANTS = frozenset(kind for kind in SENDERS if "tenant" in kind.__struct_fields__)
 _ENGINES = frozenset((m.Role.PREFILL, m.Role.DECODE, m.Role.KVSTORE))
 _MARK_BYTES = 6
@@ -103,10 +104,11 @@ def tenant_mark(tenant: str) -> bytes:
 
 
 def tenant_key(key: BlockKey, tenant: str) -> BlockKey:
-    """Return the key under which a pool client of `tenant` stores `key`; of such a key, itself.
+    """Return the key under which a pool client of `tenant` stores `key`. A key that already has
+    this form stays as it is.
 
-    No tenant can make a key of another's, nor of a block of an engine, on purpose: all their bytes
-    follow from hashes, and the last ones from the tenant's name.
+    No tenant can make, on purpose, a key of another tenant or of an engine's block: all bytes of
+    those follow from hashes, and the last ones from the tenant's name.
     """
     mark = tenant_mark(tenant)
     if key.endswith(mark):
@@ -120,18 +122,20 @@ def is_clients(key: BlockKey, tenant: str) -> bool:
 
 
 def channel_key_of(worker: m.WorkerRef) -> str:
-    """Return the key that an address ends in; empty: one without a key."""
+    """Return the key at the end of an address; empty when it has none."""
     return worker.address.partition("#")[2]
 
 
 def client_id(channel_key: str) -> str:
-    """Return how the ids of clients begin that prove this key: no client can take another's id."""
+    """Return the prefix of the ids of clients that prove this key. So no client can take another's
+    id.
+    """
     return f"client-{channel_key[:12]}-"
 
 
 def client_key(worker: m.WorkerRef) -> str:
-    """Return the key of the certificate by which a pool client speaks; empty: `worker` is none.
-    Clients that share a credential share the key.
+    """Return the key of the certificate with which a pool client speaks; empty when `worker` is no
+    client. Clients that share a credential share the key.
     """
     key = channel_key_of(worker)
     return key if key and f"{worker.worker_id}-".startswith(client_id(key)) else ""
@@ -146,7 +150,7 @@ def _ip(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def _is_same_host(address: str, whence: str) -> bool:
-    """Return whether an address ("tcp://HOST:PORT#KEY") is of the host at the other end of a
+    """Whether an address ("tcp://HOST:PORT#KEY") names the host at the other end of a
     connection.
     """
     scheme, _, place = address.partition("#")[0].partition("://")
@@ -165,21 +169,21 @@ def _is_long(worker: m.WorkerRef) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """Who sends on a connection, as its credential says."""
+    """The sender on a connection, as its credential describes it."""
 
     name: str
     roles: frozenset[CredentialRole]
     tenant: str | None
-    """Whose blocks a pool client may name; None: of all tenants."""
+    """The tenant whose blocks a pool client may name; None: all tenants."""
     channel_key: str
-    """In hexadecimal: the key that its connections prove, and that its address ends in."""
+    """The key, in hexadecimal, that its connections prove. Its address ends in this key."""
     may_send: frozenset[type[m.Message]] = field(init=False)
     mark: bytes = field(init=False)
-    """Of its tenant."""
+    """The mark of its tenant (`tenant_mark`)."""
     own_id: str = field(init=False)
-    """How its ids begin."""
+    """The prefix of its ids."""
     speaks_for_itself: bool = field(init=False)
-    """Whether it may name no other process as the sender."""
+    """Whether it may name only itself as the sender."""
 
     def __post_init__(self) -> None:
         allowed = frozenset(kind for kind, roles in SENDERS.items() if roles & self.roles)
@@ -189,8 +193,8 @@ class Sender:
         object.__setattr__(self, "speaks_for_itself", self.roles <= _SCOPED)
 
     def is_own(self, worker: m.WorkerRef, whence: str) -> bool:
-        """Return whether `worker` can only be the sender itself: it has the key and the host that
-        the connection has proven. `whence`: the IP address at its other end.
+        """Whether `worker` can only be the sender itself: it has the key and the host that the
+        connection has proven. `whence` is the IP address at the connection's other end.
         """
         return (
             not _is_long(worker)
@@ -201,8 +205,8 @@ class Sender:
 
 
 def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
-    """Return why `sender` may not send `message` on a connection from the IP address `whence`;
-    None: it may.
+    """Return why `sender` may not send `message` on a connection from the IP address `whence`.
+    Returns None when it may.
     """
     kind = type(message)
     if kind not in sender.may_send:
@@ -221,7 +225,9 @@ def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
 
 
 def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | None:
-    """Return why a client or operator may not send this; None: it names only what is its own."""
+    """Return why a client or operator may not send this. Returns None when it names only what is
+    its own.
+    """
     speaker = speaker_of(message)
     if speaker is not None and _is_long(speaker):
         return f"{sender.name} names itself by more than {MAX_NAME_CHARS} characters"
@@ -252,13 +258,13 @@ def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | No
 
 
 def _num_keys(message: AnyMessage) -> int:
-    """Return how many blocks a message names, a block in two fields twice."""
+    """Return how many blocks a message names. A block in two fields counts twice."""
     found = (getattr(message, name) for name in KEY_FIELDS[type(message)])
     return sum(len(each.keys if isinstance(each, m.ChainHead) else each) for each in found)
 
 
 def speaker_of(message: AnyMessage) -> m.WorkerRef | None:
-    """Return whom a message of a client names as its sender; None if it names no one."""
+    """Return the sender that a message of a client names; None if it names no one."""
     named = getattr(message, SPEAKERS.get(type(message), ""), None)
     return named if isinstance(named, m.WorkerRef) else None
 

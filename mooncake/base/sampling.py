@@ -32,17 +32,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int = 0
     """64-bit, unsigned."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Sampling one of these ends the output with reason `stop`; includes the model's EOS ids unless
-    `ignore_eos`.
+    """Sampling one of these ends the output with reason `stop`. Includes the model's EOS ids unless
+    `ignore_eos` is set.
     """
     ignore_eos: bool = False
     num_logprobs: int | None = None
-    """None = no logprobs; 0 = of the sampled token only; n = also of the n most likely tokens."""
+    """None: no logprobs; 0: of the sampled token only; n: also of the n most likely tokens."""
     num_prompt_logprobs: int | None = None
     bad_words: list[list[int]] = []
-    """Token sequences that never appear: the last token of one is masked after its other tokens."""
+    """Token sequences that never appear: after all but the last token of one, the last is masked.
+    """
     grammar: Grammar | None = None
-    """None = any text."""
+    """None: any text is allowed."""
 
     @property
     def greedy(self) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 
 class VitalThread(threading.Thread):
-    """A daemon thread whose fault is its process's: others wait for what it does, and would wait
-    for ever. Where `launch` owns the process, an exception that leaves one ends the process, so
+    """A daemon thread whose failure is its process's failure, because others would wait for it for
+    ever. Where `launch` owns the process, an exception that leaves the thread ends the process, so
     that peers notice and another process takes its place. A program that only imports this package
-    is not ended: Python prints the exception.
+    goes on; Python prints the exception.
     """
 
     def __init__(self, target: Callable[..., object], name: str, *args: Any) -> None:

@@ -80,7 +80,7 @@ def json_vocabulary(document: Mapping[str, Any], path: Path) -> Vocabulary:
     byte-fallback).
 
     Raises:
-        CheckpointError: another kind of tokenizer; the message names `path`.
+        CheckpointError: the file has another kind of tokenizer; the message names `path`.
     """
     to_bytes = _level_bytes if decoder_kind(document, path) == "level" else _fallback_bytes
     added = {int(token["id"]): token for token in document.get("added_tokens") or []}
@@ -114,7 +114,7 @@ def load_vocabulary(path: Path) -> Vocabulary:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} when there is no such file."""
+    """Return the object in a JSON file, or {} when there is no such file."""
     if not path.is_file():
         return {}
     try:

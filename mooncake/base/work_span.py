@@ -1,6 +1,6 @@
-"""What a worker tells of its work on a traced request: spans of time by its own clock.
+"""What a worker reports about its work on a traced request: spans of time by its own clock.
 
-Names and figures only: no tokens, no text.
+Spans hold only names and figures: no tokens, no text.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 Fact = str | int | float | bool
-"""The value of an attribute."""
+"""The type of an attribute's value."""
 
 
 class WorkEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -24,7 +24,7 @@ class WorkSpan(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     worker_id: str
-    """Whose clock it is, as `LoadReport.clock_s` tells it."""
+    """The worker whose clock gives the times; `LoadReport.clock_s` tells that clock."""
     start_s: float
     end_s: float
     facts: dict[str, Fact] = {}

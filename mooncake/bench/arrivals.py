@@ -41,7 +41,9 @@ class Arrivals:
     rate: float = math.inf
     """Requests per second; infinite: all at once."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of gaps: 1 is a Poisson process, more is more even."""
+    """The shape of the gamma distribution of gaps: 1 is a Poisson process, a larger value is more
+    even.
+    """
     ramp: Ramp | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +59,8 @@ class Arrivals:
     def times_s(self, count: int, seed: int) -> list[float]:
         """Return when each of `count` requests is sent, in seconds after the beginning.
 
-        Without a ramp the last one is at count / rate exactly, so that no seed changes the load.
+        Without a ramp the last request is sent at exactly count / rate, so that no seed changes the
+        load.
         """
         if self.ramp is None and self.rate == math.inf:
             return [0.0] * count

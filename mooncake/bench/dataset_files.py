@@ -15,11 +15,13 @@ from mooncake.base import ConfigError
 from mooncake.bench.samples import PromptSource, Sample
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one of a trace's `hash_ids` stands for."""
+"""The number of tokens that one entry of a trace's `hash_ids` stands for."""
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOKENS = 4, 1024, 2048
-"""Conversations outside of these lengths are left out, as everybody does with ShareGPT."""
+"""Bounds of the lengths of conversations. Others are left out, as other benchmarks on
+ShareGPT do.
+"""
 CHARS_PER_TOKEN = 4
-"""Where no tokenizer is at hand to count."""
+"""Characters per token, used when there is no tokenizer to count with."""
 
 
 class _Turn(msgspec.Struct):
@@ -55,7 +57,7 @@ def read_samples(
     """Return up to `count` samples of the file `path` in the format called `name`.
 
     Raises:
-        ConfigError: the file is not there or not in that format.
+        ConfigError: the file does not exist or is not in that format.
     """
     if path is None:
         raise ConfigError(f"dataset-name {name} needs --dataset-path FILE")
@@ -80,7 +82,7 @@ def read_samples(
 def sharegpt(
     data: bytes, count: int, prompts: PromptSource, *, seed: int, output_len: int | None
 ) -> list[Sample]:
-    """Return the first turns of random conversations, answers as long as the recorded ones."""
+    """Return the first turns of random conversations. Answers are as long as the recorded ones."""
     conversations = [
         each
         for each in msgspec.json.decode(data, type=list[_Conversation])
@@ -106,7 +108,9 @@ def sharegpt(
 def custom(
     data: bytes, count: int, prompts: PromptSource, *, output_len: int | None
 ) -> list[Sample]:
-    """Return prompts of JSON lines {"prompt": …, "output_tokens": …}, over and over if too few."""
+    """Return prompts from JSON lines {"prompt": …, "output_tokens": …}, repeated when there are too
+    few.
+    """
     lines = msgspec.json.Decoder(_Custom).decode_lines(data)
     samples = [
         Sample(

@@ -1,4 +1,6 @@
-"""What became of a server's drafts (speculative decoding) during a run: its counters, twice."""
+"""What became of a server's drafts (speculative decoding) during a run, from its counters before
+and after.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ _COUNTER = re.compile(
     r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})? (\S+)$",
     re.MULTILINE,
 )
-"""As Mooncake and vLLM name them."""
+"""The names of the counters in Mooncake and in vLLM."""
 _AT = re.compile(
     r"^\w+:spec_decode_num_accepted_tokens_per_pos(?:_total)?"
     r'\{(?:.*,)?position="(\d{1,2})"(?:,.*)?\} (\S+)$',
@@ -27,7 +29,7 @@ class DraftCounts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: tuple[int, ...] = ()
-    """By their position among a step's drafts, as far as there are any."""
+    """Accepted drafts by their position in the step, as far as the server counts them."""
 
     def since(self, before: DraftCounts) -> DraftCounts:
         """Return what has been added since `before`."""
@@ -43,17 +45,19 @@ class DraftCounts:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts, in percent."""
+        """The share of drafts that were accepted, in percent."""
         return 100 * self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Of all steps with drafts the share in which the first, second... was accepted."""
+        """The shares of steps with drafts in which the first, the second (and so on) draft was
+        accepted.
+        """
         return [number / self.drafts for number in self.accepted_at] if self.drafts else []
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a step with drafts gave a sequence, on average."""
+        """The average number of tokens that a step with drafts gave a sequence."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
 

@@ -1,4 +1,4 @@
-"""One request to an OpenAI endpoint: its body, and what its stream of events tells about time.
+"""One request to an OpenAI endpoint: its body, and the times of the events in its stream.
 
 Owns nothing that outlives a request.
 """
@@ -34,7 +34,7 @@ class Target:
     model: str
     headers: dict[str, str]
     fields: dict[str, Any]
-    """Further fields of every body (sampling, ignore_eos, …)."""
+    """More fields of every body (sampling, ignore_eos, …)."""
     request_id_prefix: str = ""
 
 
@@ -45,16 +45,16 @@ class Output:
     num_prompt_tokens: int
     num_output_tokens: int = 0
     start_s: float = 0.0
-    """When it was sent, by the clock of `time.perf_counter`."""
+    """When the request was sent, by the clock of `time.perf_counter`."""
     queued_s: float = 0.0
-    """Time that it waited in the client for a free place."""
+    """How long the request waited in the client for a free place."""
     ttft_s: float = 0.0
     latency_s: float = 0.0
     itls_s: list[float] = dataclasses.field(default_factory=list)
     """Gaps between events with new text; several tokens may come in one event."""
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    """Filled where the target's fields ask for `return_token_ids`."""
+    """The token ids; only where the target's fields ask for `return_token_ids`."""
     error: str = ""
 
     @property
@@ -123,7 +123,7 @@ class _Reader:
         self._last_s = 0.0
         self._done = False
         self.raw = b""
-        """The beginning of the body: of an answer that is no stream it holds the error."""
+        """The beginning of the body. It holds the error when the answer is no stream."""
 
     def take(self, body: bytes, now: float) -> None:
         """Parse body bytes received at `now` (seconds)."""

@@ -1,6 +1,7 @@
-"""`mooncake eval`: generated tasks sent to an OpenAI endpoint, and how many answers are right.
+"""`mooncake eval`: sends generated tasks to an OpenAI endpoint and counts the right answers.
 
-Greedy, one answer a sample. Owns the run; what is right is the tasks' own to say.
+Decoding is greedy, with one answer to each sample. This module owns the run; each task decides
+which answers are right.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_WRONG_KEPT = 5
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Who is asked, and what every request says."""
+    """The endpoint, and the fields that every request shares."""
 
     client: HttpClient
     headers: Mapping[str, str]
@@ -33,17 +34,17 @@ class Endpoint:
 
 @dataclass
 class Score:
-    """How one task went."""
+    """The result of one task."""
 
     task: str
     num_samples: int
     num_right: int = 0
     failures: list[str] = field(default_factory=list)
-    """Why requests got no answer; those samples count as wrong."""
+    """Why requests got no answer. These samples count as wrong."""
     wrong: list[dict[str, Any]] = field(default_factory=list)
-    """The first few wrong answers: what was asked, wanted and given."""
+    """The first few wrong answers: the question, the right answer and the given one."""
     tool_calls: ToolCalls = field(default_factory=ToolCalls)
-    """Of the requests with tools that were answered."""
+    """The calls in those requests with tools that were answered."""
 
     @property
     def accuracy(self) -> float:
@@ -51,7 +52,7 @@ class Score:
 
     @property
     def standard_error(self) -> float:
-        """Of the accuracy, of a sample of this size."""
+        """The standard error of the accuracy for a sample of this size."""
         return math.sqrt(self.accuracy * (1 - self.accuracy) / self.num_samples)
 
     def document(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def body_of(sample: Sample, endpoint: Endpoint) -> bytes:
 
 
 def _sent(message: Message) -> Message:
-    """Return a message as clients send it back: an answer without its thoughts."""
+    """Return a message as clients send it back: an answer without its reasoning."""
     return {key: value for key, value in message.items() if key != "reasoning"}
 
 
@@ -124,10 +125,10 @@ def _judge(score: Score, sample: Sample, choice: Mapping[str, Any]) -> None:
 
 
 async def _ask(endpoint: Endpoint, sample: Sample) -> Mapping[str, Any]:
-    """Return the choice that the endpoint answers with: a message, and why it finished.
+    """Return the choice in the endpoint's answer: a message, and why it finished.
 
     Raises:
-        RequestFailed: it did not answer, or not with a message.
+        RequestFailed: the endpoint did not answer, or its answer holds no message.
     """
     body = bytearray()
     answer = await endpoint.client.request(

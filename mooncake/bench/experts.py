@@ -1,5 +1,5 @@
-"""How even the rows of ranks are that share experts, before a run and in it: the server's counters,
-twice.
+"""How evenly the ranks that share experts were loaded, before a run and during it. The figures are
+the server's counters at both times.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _COUNTER = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertRows:
-    """Rows of ranks, of all windows since a server's start, or of those that ended in a run."""
+    """Rows of ranks, over all windows since a server's start, or over those that ended in a run."""
 
     mean: float = 0.0
     most: float = 0.0
-    """Of the rank that had most in each window and layer."""
+    """The rows of the busiest rank, summed over windows and layers."""
 
     def since(self, before: ExpertRows) -> ExpertRows:
         """Return what has been added since `before`."""
@@ -27,12 +27,16 @@ class ExpertRows:
 
     @property
     def balance(self) -> float | None:
-        """Mean over most, 1 where all ranks have as many; None: nothing was counted."""
+        """The mean divided by the most; 1 means that all ranks had the same number. None: nothing
+        was counted.
+        """
         return self.mean / self.most if self.most > 0 else None
 
 
 def parse_rows(text: str) -> ExpertRows:
-    """Return the sums of all workers in Prometheus' text; zeros where there are none."""
+    """Return the sums over all workers in a text in Prometheus' format; zeros when there
+    are none.
+    """
     found = {"mean": 0.0, "most": 0.0}
     for name, value in _COUNTER.findall(text):
         found[name] += float(value)

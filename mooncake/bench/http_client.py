@@ -17,14 +17,16 @@ from mooncake.base import ConfigError
 from mooncake.bench.http_wire import ResponseReader, WireError, request_head
 
 TIMEOUT_S = 6 * 3600.0
-"""Of one request as a whole: a server that has died without closing must not hold us for ever."""
+"""The limit for one whole request. Without it, a server that died without closing would block the
+client for ever.
+"""
 
 OnData = Callable[[bytes, float], None]
-"""Given body bytes and when they came (`time.perf_counter`)."""
+"""A function that gets body bytes and the time when they came (`time.perf_counter`)."""
 
 
 class RequestFailed(Exception):
-    """Raised when no complete answer came; the message says why."""
+    """No complete answer came; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,7 @@ class HttpClient:
         )
         try:
             _, connection = await asyncio.shield(opening)
-        except asyncio.CancelledError:  # who asked has left: nobody else would close it
+        except asyncio.CancelledError:  # the caller has left, and nobody else would close it
             opening.add_done_callback(_close_when_made)
             raise
         except OSError as error:

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 response (by httptools) and its server-sent events, from bytes. Pure.
+"""One HTTP/1.1 response (parsed by httptools) and its server-sent events, from bytes. Pure.
 
-Only the parser of a library: a whole client costs more per event than a small server takes to make
-one, and on a machine that runs both the client would be part of what it measures.
+This uses only the parser of a library. A whole client costs more per event than a small server
+needs to make one, and on a machine that runs both, the benchmark would measure the client too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class WireError(Exception):
-    """Raised when the peer does not speak HTTP/1.1."""
+    """The peer does not speak HTTP/1.1."""
 
 
 def request_head(
@@ -50,10 +50,10 @@ class ResponseReader:
         return self._keep_alive and self.done
 
     def feed(self, data: bytes) -> bytes:
-        """Parse what came from the peer and return the body bytes in it.
+        """Parse bytes that came from the peer and return the body bytes in them.
 
         Raises:
-            WireError: this is no HTTP/1.1 response, or there is more than one.
+            WireError: they are no HTTP/1.1 response, or there is more than one.
         """
         if self.status == 0:
             self._num_head_bytes += len(data)
@@ -106,7 +106,7 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        """The event that has begun, in the pieces in which it came; none is empty."""
+        """The event that has begun, in the pieces in which it came. No piece is empty."""
         self._has_cr = False
         """Whether the last byte was a CR, which waits for its LF and is not in `_parts`."""
 
@@ -121,7 +121,7 @@ class EventSplitter:
             return []
         last = self._parts[-1][-1:] if self._parts else b""
         self._parts.append(body)
-        if b"\n\n" not in last + body:  # joining what came for each piece would take its square
+        if b"\n\n" not in last + body:  # joining at each piece would take quadratic time
             return []
         *events, rest = b"".join(self._parts).split(b"\n\n")
         self._parts = [rest] if rest else []

@@ -1,4 +1,4 @@
-"""Figures of a finished benchmark, defined as `vllm bench serve` defines them. Pure."""
+"""The figures of a finished benchmark, defined as in `vllm bench serve`. Pure."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ class Metrics:
     spreads: dict[str, Spread]
     """ttft, tpot, itl, e2el, client_queue_time -> its distribution."""
     drafts: DraftCounts = NO_DRAFTS
-    """As far as the server has reported them."""
+    """The counts of drafts, as far as the server has reported them."""
     expert_balance_before: float | None = None
-    """Of ranks that share experts, mean over most rows, since the server's start until the run."""
+    """The mean rows of ranks that share experts, divided by the most, from the server's start to
+    the run.
+    """
     expert_balance: float | None = None
-    """Of the windows that ended in the run; None: none did, or no ranks share any."""
+    """The same for the windows that ended in the run. None: none ended, or no ranks share
+    experts.
+    """
 
     @property
     def request_throughput(self) -> float:
@@ -70,7 +74,7 @@ def metrics_of(
     percentiles: Sequence[float],
     goodput_ms: Mapping[str, float],
 ) -> Metrics:
-    """Return the figures of `outputs`; failed ones count as failed and nowhere else."""
+    """Return the figures of `outputs`. Failed requests count as failed and nowhere else."""
     good = [output for output in outputs if output.success]
     series = {
         "ttft": [output.ttft_s for output in good],
@@ -104,10 +108,10 @@ def spread(values_s: Sequence[float], percentiles: Sequence[float]) -> Spread:
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """Return the limits of "ttft:300 tpot:50" in milliseconds.
+    """Return the limits in "ttft:300 tpot:50" in milliseconds.
 
     Raises:
-        ConfigError: a word is not like that.
+        ConfigError: a word does not have that form.
     """
     limits: dict[str, float] = {}
     for word in words:
@@ -142,8 +146,8 @@ def _busiest_second(outputs: Sequence[Output]) -> int:
 
 
 def _most_at_once(outputs: Sequence[Output]) -> int:
-    """Return the largest number of requests that ran at the same time; a request that ends in the
-    moment another starts does not overlap it.
+    """Return the largest number of requests that ran at the same time. A request that ends at the
+    moment when another starts does not overlap it.
     """
     changes = [(output.start_s, 1) for output in outputs]
     changes += [(output.start_s + output.latency_s, -1) for output in outputs]

@@ -15,7 +15,7 @@ from mooncake.bench.samples import Sample
 from mooncake.telemetry.stats import percentile
 
 Generate = Callable[[Sequence[Sample]], int]
-"""Runs all samples at once to their full length and returns how many tokens were made."""
+"""Runs all samples at once to their full length. Returns how many tokens were generated."""
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -89,7 +89,7 @@ class Latency:
 def throughput(
     generate: Generate, samples: Sequence[Sample], clock: Callable[[], float] = time.perf_counter
 ) -> Throughput:
-    """Run `samples` as one batch and return how fast that was."""
+    """Run `samples` as one batch and return the measured throughput."""
     start_s = clock()
     num_output_tokens = generate(samples)
     return Throughput(

@@ -135,4 +135,4 @@ def document(metrics: Metrics, outputs: Sequence[Output], shown: Sequence[str]) 
 DETAILS = (
     "input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors",
 )  # fmt: skip
-"""Lists with an entry a request: only in files saved with --save-detailed."""
+"""Lists with one entry for each request: only in files saved with --save-detailed."""

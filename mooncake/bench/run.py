@@ -1,4 +1,4 @@
-"""What one benchmark of a server is asked to do. Values only."""
+"""The settings of one benchmark of a server. Values only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ class Run:
     arrivals: Arrivals
     max_concurrency: int | None = None
     num_warmups: int = 0
-    """So many of the first samples are sent before, and not counted."""
+    """This many of the first samples are sent before the run and not counted."""
     ready_timeout_s: float = 0.0
-    """How long to wait for the server's first answer; 0: no look before the run."""
+    """How many seconds to wait for the server's first answer; 0: do not check the server before the
+    run.
+    """
     self_timed: bool = False
-    """Send at the dataset's own times."""
+    """Send the requests at the times that the dataset gives."""
     progress: bool = True
     seed: int = 0
     percentiles: tuple[float, ...] = (99.0,)

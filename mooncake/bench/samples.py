@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 _WORD = re.compile(rb" [A-Za-z]{2,}")
-"""Tokens that stand for themselves in any text made of them, so that lengths survive encoding."""
+"""Tokens that stay themselves in any text made of them, so that lengths survive encoding."""
 MIN_WORDS = 100
 MAX_FITS = 4
-"""Times that a text is cut or filled until it encodes to the length that was asked for."""
+"""How often a text is cut or filled at most, until it encodes to the wanted length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,22 @@ class Sample:
     """One request of a benchmark."""
 
     prompt: str | list[int] | list[Message]
-    """Text, token ids (completions only) or a conversation (chat only)."""
+    """The prompt: text, token ids (completions only) or a conversation (chat only)."""
     num_prompt_tokens: int
-    """As far as the client knows; the server's own count is not used, as it may add a template."""
+    """The number of prompt tokens as far as the client knows. The server's count is not used,
+    because the server may add a template.
+    """
     num_output_tokens: int
-    """The most tokens that are asked for."""
+    """The largest number of tokens that is asked for."""
     at_s: float | None = None
-    """When it is sent after the beginning, where the dataset says so."""
+    """When to send it, in seconds after the beginning, where the dataset says so."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomShape:
-    """Lengths of random prompts: `prefix` tokens equal for all, then `input` of its own."""
+    """Lengths of random prompts: `prefix` tokens common to all, then `input` tokens of each
+    prompt's own.
+    """
 
     input_len: int = 1024
     output_len: int = 128
@@ -62,7 +66,9 @@ class RepetitionShape:
 
 
 class PromptSource:
-    """Draws random tokens and forms prompts: text when there is a tokenizer, else token ids."""
+    """Draws random tokens and makes prompts of them: text when there is a tokenizer, else token
+    ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -103,7 +109,7 @@ def random_samples(
     """Return `count` random prompts.
 
     Raises:
-        ConfigError: the lengths of `shape` contradict each other.
+        ConfigError: the lengths in `shape` contradict each other.
     """
     if not 0 <= shape.range_ratio < 1:
         raise ConfigError("random-range-ratio: must be at least 0 and below 1")
@@ -128,7 +134,7 @@ def random_samples(
 def repetition_samples(
     shape: RepetitionShape, count: int, prompts: PromptSource, seed: int
 ) -> list[Sample]:
-    """Return `count` prompts over `num_prefixes` prefixes, evenly and in random order.
+    """Return `count` prompts spread evenly over `num_prefixes` prefixes, in random order.
 
     Raises:
         ConfigError: there are fewer prompts than prefixes.

@@ -1,6 +1,6 @@
-"""`mooncake bench serve`: sends a dataset to an OpenAI endpoint as asked and measures the answers.
+"""`mooncake bench serve`: sends a dataset to an OpenAI endpoint and measures the answers.
 
-Owns the run: concurrency, the clock, the progress bar. Figures are computed by `metrics`.
+Owns the run: concurrency, the clock, the progress bar. `metrics` computes the figures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from mooncake.bench.run import Run
 from mooncake.bench.samples import Sample
 
 REFRESHES_PER_S = 2
-"""Of the progress bar: the machine may be the server's too."""
+"""How often per second the progress bar is drawn: seldom, because the server may run on the same
+machine.
+"""
 READY_POLL_S = 1.0
 MAX_SHOWN_ERRORS = 10
 
@@ -104,7 +106,7 @@ async def benchmark(
 
 
 async def server_metrics(client: HttpClient, headers: dict[str, str]) -> str:
-    """Return what a server has counted so far, in Prometheus' text; "" if it does not say."""
+    """Return the server's counters so far, as text in Prometheus' format; "" if it gives none."""
     body = bytearray()
     try:
         answer = await client.request(
@@ -172,15 +174,16 @@ def file_name(label: str, model: str, rate: float, max_concurrency: int | None, 
 
 
 def rate_word(rate: float) -> float | str:
-    """Return the rate as results write it: JSON has no infinity."""
+    """Return the rate as result files write it, because JSON has no infinity."""
     return "inf" if rate == math.inf else rate
 
 
 def rendered(document: dict[str, Any], old: str | None) -> str:
-    """Return the text of a result file; with `old`, the old file's text with this run appended.
+    """Return the text of a result file. With `old`, that is the old file's text with this run
+    appended.
 
     Raises:
-        ConfigError: `old` is no result file.
+        ConfigError: `old` is not a result file.
     """
     if old is None:
         return json.dumps(document)

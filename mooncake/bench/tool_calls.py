@@ -1,5 +1,5 @@
-"""The measures of Moonshot's K2 Vendor Verifier: whether tools are called just when they should be,
-and whether calls fit what was declared. Pure.
+"""The measures of Moonshot's K2 Vendor Verifier: whether a model calls tools exactly when it
+should, and whether its calls fit the declared tools. Pure.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ CALLED = "tool_calls"
 
 @dataclass
 class ToolCalls:
-    """Answers to requests with tools, by whether tools were to be called and whether they were."""
+    """Counts of answers to requests with tools: whether a call was wanted, and whether it
+    was made.
+    """
 
     called: int = 0
-    """Rightly."""
+    """A tool was called, as wanted."""
     called_wrongly: int = 0
     not_called: int = 0
-    """Though they were to be."""
+    """No tool was called, though one was wanted."""
     left_alone: int = 0
-    """Rightly."""
+    """No tool was called, as wanted."""
     num_valid: int = 0
-    """Answers with calls of which every one fits its schema."""
+    """Answers with calls in which every call fits its schema."""
 
     def add(
         self,
@@ -36,7 +38,7 @@ class ToolCalls:
         calls: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Count an answer; wanted: whether it was to call; reason: why it finished."""
+        """Count an answer. wanted: whether it should call a tool; reason: its finish reason."""
         if reason == CALLED:
             self.num_valid += fault_of_calls(tools, calls) is None
             self.called += wanted
@@ -47,7 +49,7 @@ class ToolCalls:
 
     @property
     def num_answers(self) -> int:
-        """Of requests with tools."""
+        """The number of answers to requests with tools."""
         return self.called + self.called_wrongly + self.not_called + self.left_alone
 
     @property
@@ -57,14 +59,15 @@ class ToolCalls:
 
     @property
     def trigger_similarity(self) -> float | None:
-        """F1 of calling at all: the harmonic mean of precision and recall. None: neither asked for
-        nor done."""
+        """The F1 score of calling at all: the harmonic mean of precision and recall. None: no
+        answer called a tool, and none should have.
+        """
         missed = self.called_wrongly + self.not_called
         return 2 * self.called / (2 * self.called + missed) if self.called or missed else None
 
     @property
     def schema_accuracy(self) -> float | None:
-        """The share of answers with calls that are valid. None: there are none."""
+        """The share of valid answers among those with calls. None: there are none."""
         return self.num_valid / self.num_called if self.num_called else None
 
     def document(self) -> dict[str, Any]:
@@ -76,14 +79,14 @@ class ToolCalls:
 
     @classmethod
     def total(cls, parts: Iterable[ToolCalls]) -> ToolCalls:
-        """Return the counts of all together."""
+        """Return the sum of all counts."""
         return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 def fault_of_calls(
     tools: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return what is wrong with the first wrong call, None when all are right."""
+    """Return what is wrong with the first wrong call, or None when all are right."""
     declared = {tool["function"]["name"]: tool["function"] for tool in tools}
     if not calls:
         return "no call: finish_reason says tool_calls"

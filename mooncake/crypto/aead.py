@@ -92,7 +92,7 @@ class Chunks:
         self._gcm = AESGCM(key)
 
     def seal_into(self, number: int, data: Buffer, out: memoryview) -> None:
-        """Fill `out` with chunk `number`, encrypted, and its tag: TAG_BYTES more than `data`."""
+        """Fill `out` with the encrypted chunk `number` and its tag: TAG_BYTES more than `data`."""
         self._gcm.encrypt_into(_nonce(number), data, None, out)
 
     def unseal_into(self, number: int, sealed: Buffer, out: memoryview) -> None:

@@ -59,7 +59,7 @@ class Key:
         """`secret`: KEY_BYTES of random data."""
         self._secret = secret
         self.id = self.derive("mooncake key id 1")[:ID_BYTES]
-        """Tells keys apart; says nothing of the key."""
+        """An id that tells keys apart and reveals nothing about the key."""
 
     def __repr__(self) -> str:
         return f"Key(id={self.id.hex()})"
@@ -96,7 +96,7 @@ class KeyRing:
         return cls(found)
 
     def get(self, key_id: bytes) -> Key | None:
-        """Return the key of this id, if it is here."""
+        """Return the key with this id, or None."""
         return self._by_id.get(key_id)
 
 

@@ -39,18 +39,20 @@ class DecodeJob(Job[DecodeTask]):
         self.local = task.prefill is None
         """True if no prefill worker pushes KV: gather what is cached and compute the rest here."""
         self.pages: list[int] = []
-        """Held for the KV to come: blocks of this worker's cache first, then reserved pages."""
+        """The pages held for the KV to come: blocks of this worker's cache first, then reserved
+        pages.
+        """
         self.num_passed = 0
-        """Later requests that were given room before this one."""
+        """How many later requests were given room before this one."""
         self.grant: int | None = None
         """The grant by which prefill may write to reserved pages, while it may."""
         self.num_matched = 0
         """The number of leading `pages` that came from this worker's cache."""
         self.comparison = Comparison()
         self.asked_s = 0.0
-        """When prefill was last told of the reserved pages."""
+        """When prefill was last told about the reserved pages."""
         self.num_blocks_put = 0
-        """Leading blocks that are in a pool already, or on their way to one."""
+        """How many leading blocks are in a pool already, or on their way to one."""
         self.first_own = 0
         """The first block that this node's pool may hold. Blocks before it were pushed by prefill
         and lie in the pool of prefill's node.

@@ -51,7 +51,7 @@ class DecodeWorker:
         self.instance = instance
         self._jobs: JobTable[DecodeJob] = JobTable()
         self._aborted: dict[tuple[str, int], DecodeJob] = {}
-        """(request, attempt) -> jobs to whose pages prefill may still write."""
+        """(request, attempt) -> jobs whose pages prefill may still write to."""
         self._waiting: list[DecodeJob] = []
         self._next_ask_s = float("-inf")
 
@@ -94,7 +94,9 @@ class DecodeWorker:
 
     @property
     def next_role(self) -> Role | None:
-        """The role to restart in, now that nothing is in progress here any more; None: go on."""
+        """The role to restart in, once nothing is in progress here any more; None: stay in this
+        role.
+        """
         role = self.instance.next_role
         return role if role is not None and self.quiet else None
 
@@ -309,7 +311,7 @@ class DecodeWorker:
                 self._compare(job, message.indexes, message.checksums)
 
     def _compare(self, job: DecodeJob, indexes: Iterable[int], checksums: list[int]) -> None:
-        """Hash blocks that prefill pushed, if it told what it sent."""
+        """Hash the blocks that prefill pushed, if it sent checksums."""
         if not self.instance.checksums.can_hash:
             return
         asked = job.comparison.ask(list(indexes), checksums)
@@ -490,8 +492,8 @@ class DecodeWorker:
             self._fail(job, Failure.unavailable("the prefill worker does not know this request"))
 
     def _on_peer_lost(self, message: PeerLost, now: float) -> None:
-        """Fail the jobs that waited for a lost prefill worker, and give back their pages as soon as
-        it cannot write to them any more.
+        """Fail the jobs that waited for a lost prefill worker. Their pages come back as soon as it
+        cannot write to them any more.
         """
         for job in [j for j in self._jobs if j.task.prefill == message.worker]:
             if job.stage in (Stage.WAITING, Stage.RESERVED) and not job.local:
@@ -504,7 +506,7 @@ class DecodeWorker:
 
     def _on_gateway_lost(self, gateway: WorkerRef, now: float) -> None:
         """Fail and end a lost gateway's jobs. If it is alive after all, it places them again."""
-        failure = Failure.unavailable("its gateway was taken for dead")
+        failure = Failure.unavailable("its gateway was lost")
         for job in self._jobs.of_gateway(gateway):
             self.instance.fail(job.task, failure)
             self._abort(job, now)

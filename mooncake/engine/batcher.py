@@ -1,29 +1,30 @@
-"""The planning of steps over sequences and the block pool: no runner, no time, no messages. Owns
-the waiting queue and the running batch.
+"""Plans the steps over sequences and the block pool: no runner, no time, no messages. Owns the
+waiting queue and the running batch.
 
-Rules, in the order they apply:
-  1. Running sequences first; among them those that lack one token only (a stream waits for it),
-     then prompts in chunks, each kind in rank order (`policy`), within the step's token budget.
-  2. A sequence that needs a page takes it from the last in order that holds any; when all others go
-     before it, it keeps its pages and is left out of the step. Where flows (tenants in classes)
-     share the engine, those above their share yield first, and take only from such.
-  3. Then waiting sequences, in rank order, while the sequence limit, tokens and pages last. A
-     sequence is admitted with pages for all its known tokens, so only newly sampled ones can lack
-     one later. A page for each running sequence that will grow is left free. When the front of the
-     queue waits for pages, those behind it that have theirs already (KV received from elsewhere)
-     may pass it. Then flows below their share of seats and pages take what others hold above
-     theirs; who gives up only its seat keeps its pages.
-  4. Nothing to compute and nothing in flight: the front of the queue takes the pages it needs from
-     all behind it, running or waiting.
-  5. What is left of the budget takes drafts of sequences that lack one token (`speculation`). They
-     displace nothing: where pages are short there are none.
+Rules, in the order in which they apply:
+  1. Running sequences come first. Those that lack only one token go before the others, because a
+      stream waits for it; then prompts get chunks. Each kind goes in rank order (`policy`), within
+      the step's token budget.
+  2. A sequence that needs a page takes it from the last in order that holds any. When all others go
+      before it, it keeps its pages and is left out of the step. Where flows (tenants in classes)
+      share the engine, those above their share yield first, and take pages only from such flows.
+  3. Then waiting sequences are admitted in rank order, while there are seats, tokens and pages. A
+      sequence gets pages for all its known tokens at once, so only newly sampled tokens can lack
+      one later. One page stays free for each running sequence that will grow. When the front of the
+      queue waits for pages, sequences behind it that already have theirs (KV received from
+      elsewhere) may pass it. Then flows below their share of seats and pages take what others hold
+      above theirs. A sequence that gives up only its seat keeps its pages.
+  4. When there is nothing to compute and nothing in flight, the front of the queue takes the pages
+      it needs from all sequences behind it, running or waiting.
+  5. The rest of the budget goes to drafts of sequences that lack one token (`speculation`). Drafts
+      displace nothing: where pages are short, there are none.
 Where flows meet, a step is so short that none slows down a smaller one by much (`step_shares`):
-those that get less than they want take only so many sequences, in turns, and no drafts.
-A preempted sequence keeps its tokens; its full blocks stay in the prefix cache until evicted.
-Sequences in flight keep what they have, so several steps can run at a time. They share a sequence
-only where all but the last of them compute chunks of it behind which nothing is sampled. Where
-steps go through stages, chunks take equal times (`chunks`), and a step takes of the streams only so
-many that each stage has some.
+flows that get less than they want compute only some sequences, in turns, and no drafts. A preempted
+sequence keeps its tokens. Its full blocks stay in the prefix cache until they are evicted.
+Sequences in flight keep what they have, so several steps can run at a time. Two steps share a
+sequence only where the earlier one computes a chunk of it after which nothing is sampled. Where
+steps go through stages, chunks take equal times (`chunks`), and each step takes only so many
+streams that every stage has some.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ class Batch:
     failed: list[tuple[Sequence, Failure]] = field(default_factory=list)
     """Sequences that can never run here; removed from the queues, with their pages held."""
     num_running_streams: int = 0
-    """Running sequences that lack one token only; counted where steps go through stages."""
+    """Running sequences that lack only one token. Counted only where steps go through stages."""
     streams: set[int] = field(default_factory=set)
-    """sequence_id of those of them that have a share."""
+    """The sequence_id of each stream that has a share in this step."""
     prompts_left_s: float | None = None
-    """Of a limited step: what is left for prompts; None before the first of them."""
+    """The seconds left for prompts in a step with a time limit; None before its first prompt."""
     has_free_prompt: bool = False
-    """Whether it has one of a flow that gets all it wants."""
+    """Whether the step has a prompt of a flow that gets all it wants."""
     share: StepShare | None = None
-    """What flows get that get less than they want; None: there are none."""
+    """The shares of the flows that get less than they want; None: there are no such flows."""
 
     def give(self, sequence: Sequence, max_tokens: int) -> None:
         num_tokens = sequence.num_unplanned
@@ -82,8 +83,9 @@ class Batch:
         self.budget -= num_tokens
 
     def has_no_time_for(self, sequence: Sequence) -> bool:
-        """Return whether other prompts have taken the time that streams leave in this step. Those
-        of flows that get less than they want take none from the first of the others.
+        """Return whether other prompts have used up the time that streams leave in this step.
+        Prompts of flows that get less than they want never keep out the first prompt of the other
+        flows.
         """
         left_s = self.prompts_left_s
         is_full = left_s is not None and left_s <= 0 and sequence.num_missing > 1
@@ -115,19 +117,21 @@ class Batcher:
         speculation: Speculation | None = None,
         cost: StepCostModel | None = None,
     ) -> None:
-        """`cost`: of steps, by which chunks are cut where there are stages or a limit of gaps."""
+        """`cost` predicts steps. Chunks are cut by it where there are stages or a limit on gaps."""
         self._cost = cost or StepCostModel()
         self._config = config
         self._pool = pool
         self._speculation = speculation
         self.waiting: list[Sequence] = []
-        """In rank order. Some hold pages, because their KV came from elsewhere."""
+        """The waiting queue in rank order. Some sequences hold pages, because their KV came from
+        elsewhere.
+        """
         self.running: list[Sequence] = []
-        """In rank order."""
+        """The running batch in rank order."""
         self.sharing = Sharing(config)
         self._num_turns = 0
         self._flows: Counter[Flow] = Counter()
-        """Of the sequences of both."""
+        """How many sequences each flow has in both."""
 
     def enqueue(self, sequence: Sequence) -> None:
         """Add `sequence` to the waiting queue."""
@@ -148,7 +152,9 @@ class Batcher:
         sequence.state = SequenceState.ENDED
 
     def plan(self) -> Batch:
-        """Return the next step's shares, with pages allocated; none = nothing to compute."""
+        """Return the next step's shares, with pages allocated. No shares: there is nothing to
+        compute.
+        """
         batch = Batch(budget=self._config.max_batched_tokens)
         if len(self._flows) > 1 or self.sharing.recent:
             batch.share = self.sharing.of_step(self.running, self.admissible())
@@ -158,7 +164,7 @@ class Batcher:
         is_idle = not any(sequence.steps for sequence in self.running)
         if is_idle and not batch.shares and batch.share is not None:
             batch.prompts_left_s, batch.has_free_prompt = None, False
-            batch.share.lift()  # who sits out would leave the step empty
+            batch.share.lift()  # otherwise flows that sit out would leave the step empty
             self._fill(batch)
         if is_idle and not batch.shares:
             self._admit_by_force(batch)
@@ -181,7 +187,7 @@ class Batcher:
             if batch.budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
-                continue  # yielded to one before it, in this very loop
+                continue  # it yielded to an earlier one in this very loop
             if batch.has_no_time_for(sequence):
                 continue
             if batch.most(sequence, 1) and self._grow(sequence, batch):
@@ -194,7 +200,7 @@ class Batcher:
         if config.num_stages > 1:
             most_streams = -(-batch.num_running_streams // config.num_stages)
             if sequence.num_missing == 1 and len(batch.streams) >= most_streams:
-                return  # in a later step, while this one is at its second stage
+                return  # a later step takes it, while this one is at its second stage
             computed = _num_before(sequence)
             most = chunk_sizes(self._cost, most, computed, sequence.num_unplanned)[0]
         most = batch.most(sequence, most)
@@ -209,10 +215,11 @@ class Batcher:
         sequence.last_turn = self._num_turns
 
     def _most_beside_streams(self, sequence: Sequence, batch: Batch, most: int) -> int:
-        """Return how many tokens of a prompt, at most `most`, the step takes so that the gaps of
-        its streams, and in a pipeline of those that wait behind it, keep their limit; 0 where other
-        prompts have taken the time. The first prompt, and the first of flows that get all they
-        want, have `UNIT` in any case: streams slow them down and never stop them.
+        """Return how many tokens of a prompt, at most `most`, the step computes so that the gaps of
+        its streams keep their limit. In a pipeline, this includes the streams that wait behind the
+        step. Returns 0 when other prompts have used up the time. The first prompt, and the first of
+        flows that get all they want, get `UNIT` tokens in any case: streams slow them down and
+        never stop them.
         """
         limit_s, cost = self._config.max_gap_s, self._cost
         if limit_s is None or not (batch.streams or batch.num_running_streams):
@@ -231,13 +238,15 @@ class Batcher:
         if cost.step_s(taken, computed, 1) - fixed_s > batch.prompts_left_s:
             least = min(UNIT, taken) if is_first else 0
             taken = largest_chunk(cost, taken, least, computed, batch.prompts_left_s + fixed_s)
-            batch.prompts_left_s = 0.0  # those behind it wait: they are not shorter by right
+            batch.prompts_left_s = 0.0  # prompts behind it wait for the next step
         else:
             batch.prompts_left_s -= cost.step_s(taken, computed, 1) - fixed_s
         return taken
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
-        """Allocate pages for the known tokens of `sequence`; False = not in this step."""
+        """Allocate pages for the known tokens of `sequence`. Returns False when it must miss this
+        step.
+        """
         config, num_tokens = self._config, sequence.num_tokens
         if len(sequence.pages) * config.block_tokens >= num_tokens < config.max_model_len:
             return True
@@ -272,7 +281,7 @@ class Batcher:
                 blocked = True
 
     def _admit_due(self, batch: Batch) -> None:
-        """Admit sequences of flows below their share at the cost of what others hold above theirs,
+        """Admit sequences of flows below their share. They take what other flows hold above theirs,
         the last in order first.
         """
         standing = self.standing()
@@ -293,9 +302,9 @@ class Batcher:
                 refused.add(flow)
 
     def _yielding_to_due(self, sequence: Sequence, standing: Standing) -> list[Sequence]:
-        """Return what others hold above their shares and leave to a waiting sequence, the last in
-        order first; nothing where its flow would have more than its own share, or there is no seat
-        among it and all are taken.
+        """Return the sequences above their flows' shares that yield to a waiting sequence, the last
+        in order first. Returns none when its flow would get more than its own share, or when all
+        seats are taken and none of these sequences has one.
         """
         num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
         if not standing.is_within(sequence.flow, 1, max(0, num_pages)):
@@ -308,9 +317,11 @@ class Batcher:
     def reclaim(
         self, flow: Flow, num_pages: int, outside: Mapping[Flow, int]
     ) -> list[Sequence] | None:
-        """See that `num_pages` can be allocated for a flow that is below its share, if need be by
-        preempting what others hold above theirs. Returns what was preempted; None = nothing was
-        done. `outside`: pages that flows hold outside of this batcher.
+        """Make sure that `num_pages` can be allocated for a flow that is below its share. If
+        necessary, preempt what others hold above theirs. Returns what was preempted; None: nothing
+        was done.
+
+        outside: pages that flows hold outside of this batcher.
         """
         standing = self.standing(flow, outside)
         if not standing.is_within(flow, 0, num_pages):
@@ -332,13 +343,16 @@ class Batcher:
     def standing(
         self, flow: Flow | None = None, outside: Mapping[Flow, int] = MappingProxyType({})
     ) -> Standing:
-        """Return what each flow holds and is due; `flow` wants a share, too. `outside`: pages that
-        flows hold outside of this batcher.
+        """Return what each flow holds and is due, counting `flow` as one that wants a share.
+
+        outside: pages that flows hold outside of this batcher.
         """
         return Standing(self._config, (*self.running, *self.waiting), flow, outside)
 
     def due(self, standing: Standing) -> list[tuple[Sequence, int]]:
-        """Return the sequences that are due pages before others, and how many; see `Engine.due`."""
+        """Return the sequences that are due pages before others, and how many pages; see
+        `Engine.due`.
+        """
         found: dict[Flow, tuple[Sequence, int]] = {}
         for sequence in self.waiting:
             num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
@@ -352,7 +366,7 @@ class Batcher:
         ]
 
     def claim(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its pages, if there are as many."""
+        """Give a waiting sequence its pages. Returns False when there are not enough."""
         return self._take_pages(sequence, [], Batch(budget=0), allocate=True)
 
     def _admit_by_force(self, batch: Batch) -> None:
@@ -379,9 +393,11 @@ class Batcher:
         seat: Sequence | None = None,
     ) -> bool:
         """Move `sequence` to the running batch with pages for its known tokens, from the cache, the
-        pool, or `victims` (last first). Returns False, with nothing changed, when that is not
-        possible now. Without `allocate` it is moved only if it needs no page. `seat`: gives up its
-        seat where all are taken.
+        pool, or `victims` (the last first). Returns False, with nothing changed, when that is not
+        possible now.
+
+        allocate: False: move it only if it needs no new page. seat: the sequence that gives up its
+        seat when all are taken.
         """
         if not self._take_pages(sequence, victims, batch, allocate=allocate):
             return False
@@ -398,7 +414,7 @@ class Batcher:
     def _take_pages(
         self, sequence: Sequence, victims: list[Sequence], batch: Batch, *, allocate: bool
     ) -> bool:
-        """Give a waiting sequence pages for its known tokens, as `_admit` says."""
+        """Give a waiting sequence pages for its known tokens, under the rules of `_admit`."""
         config = self._config
         matched = self._match(sequence)
         num_pages = config.num_pages(sequence.num_tokens) - len(sequence.pages) - len(matched)
@@ -422,8 +438,8 @@ class Batcher:
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Return the cached pages that `sequence` can reuse: whole blocks, and never its last known
-        token, which must be computed to sample the next one.
+        """Return the cached pages that `sequence` can reuse: whole blocks, but never the one with
+        its last known token, which must be computed to sample the next.
         """
         if not self._config.enable_prefix_caching or sequence.pages:
             return []
@@ -433,8 +449,8 @@ class Batcher:
         return self._pool.match(sequence.keys[:limit])
 
     def _make_room(self, num_pages: int, victims: list[Sequence], batch: Batch) -> bool:
-        """See that `num_pages` can be allocated, if need be by preempting `victims`, last first;
-        False = impossible; nothing was changed then.
+        """Make sure that `num_pages` can be allocated. If necessary, preempt `victims`, the last
+        first. Returns False, with nothing changed, when that is impossible.
         """
         reserve = self._num_kept({victim.sequence_id for victim in victims})
         if self._pool.num_available >= num_pages + reserve:
@@ -448,8 +464,8 @@ class Batcher:
         return True
 
     def _num_kept(self, yielding: Set[int] = frozenset()) -> int:
-        """Return how many pages are kept free for running sequences, which will grow, but for those
-        that yield.
+        """Return how many pages stay free for running sequences that will grow, except those that
+        yield.
         """
         return sum(
             len(other.pages) < self._config.num_pages(other.num_final_computed)
@@ -458,10 +474,10 @@ class Batcher:
         )
 
     def admissible(self) -> Iterable[Sequence]:
-        """Yield the waiting sequences that could be admitted now: those for which there are a seat
-        and pages, beside what running ones will take, of each flow up to the first without; and of
-        a flow below its share the first for which others would yield. What goes before them is not
-        asked.
+        """Yield the waiting sequences that could be admitted now. These are, of each flow, the
+        sequences up to the first one without a seat or pages, beside what running sequences will
+        take. If a flow is below its share, this includes the first one for which others would
+        yield. Each sequence is looked at as if none went before it.
         """
         has_seats = len(self.running) < self._config.max_num_seqs
         num_free = self._pool.num_available - self._num_kept()
@@ -479,8 +495,8 @@ class Batcher:
             yield sequence
 
     def _has_pages(self, sequence: Sequence, num_free: int) -> bool:
-        """Return whether so many free pages are enough for what a waiting sequence lacks. Those of
-        its prefix that others hold need not be free.
+        """Return whether `num_free` free pages are enough for a waiting sequence. Pages of its
+        prefix that other sequences hold need not be free.
         """
         num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
         if num_pages > num_free:
@@ -509,7 +525,9 @@ class Batcher:
                     batch.share.take_drafts(len(drafts))
 
     def _most_drafts(self, sequence: Sequence) -> int:
-        """Return how many drafts could be accepted: a token is sampled behind the last of them."""
+        """Return how many drafts could be accepted: one more token is sampled after the last of
+        them.
+        """
         if sequence.prompt_logprobs is not None:
             return 0
         num_left = sequence.max_new_tokens - len(sequence.output_tokens)
@@ -517,8 +535,8 @@ class Batcher:
         return max(0, num_left - 1)
 
     def _room_for(self, sequence: Sequence, num_drafts: int) -> int:
-        """Return how many of so many drafts there are pages for, taking free ones that no running
-        sequence will miss at its next token.
+        """Return for how many of `num_drafts` drafts there are pages. It allocates free pages that
+        no running sequence will need for its next token.
         """
         config = self._config
         num_pages = config.num_pages(sequence.num_tokens + num_drafts) - len(sequence.pages)
@@ -530,10 +548,10 @@ class Batcher:
     # ------------------------------------------------------------ giving way
 
     def _yielding_to(self, sequence: Sequence, num_pages: int) -> Sequence | None:
-        """Return the sequence that gives pages to a running one which needs so many, or None.
+        """Return the sequence that gives pages to a running one which needs `num_pages`, or None.
 
-        Whatever the shares, the first in order finds one while others hold pages: there is always
-        progress.
+        Whatever the shares are, the first sequence in order always finds one while others hold
+        pages, so there is always progress.
         """
         later = [other for other in self._holders() if rank(other) > rank(sequence)]
         if len(self._flows) == 1:
@@ -556,7 +574,9 @@ class Batcher:
                 yield sequence
 
     def _num_freed_by(self, victims: list[Sequence]) -> int:
-        """Return how many pages come free if all `victims` yield: those no other holds."""
+        """Return how many pages become free if all `victims` yield: those that no other sequence
+        holds.
+        """
         holds = Counter(page for victim in victims for page in victim.pages)
         return sum(self._pool.ref_count(page) == count for page, count in holds.items())
 
@@ -603,12 +623,12 @@ class Batcher:
 
 
 def _is_ready(sequence: Sequence) -> bool:
-    """Whether a running sequence may get a share: there is something left of it to compute, and it
-    does not only wait for its steps to end.
+    """Whether a running sequence may get a share: it has tokens left to plan and is neither aborted
+    nor failed.
     """
     return sequence.num_unplanned > 0 and not sequence.aborted and sequence.failure is None
 
 
 def _num_before(sequence: Sequence) -> int:
-    """Return the tokens of a sequence that are computed or in flight: before its next share."""
+    """Return how many tokens of a sequence are computed or in flight, before its next share."""
     return sequence.num_computed + sequence.num_in_flight

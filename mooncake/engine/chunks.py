@@ -1,11 +1,11 @@
-"""How many tokens of a prompt one step computes: so many that gaps of the streams beside it keep a
-limit, and in a pipeline so many that the prompt is through all stages soonest.
+"""How many tokens of a prompt one step computes. The gaps of the streams beside it must keep a
+limit, and in a pipeline the prompt should be through all stages as soon as possible.
 
-A pipeline takes the sum of its steps, and each stage but one waits once for the longest: sum and
-longest step are traded here. Later chunks of equal size are slower, as they attend to more, so
-that chunks shrink towards the end of a long prompt, at most until they take the time of a first
-one; but each reads the whole context and all weights again, so that they stay large where this
-costs more than the tail saves. Pure.
+A pipeline needs the sum of its steps' times, and each stage but one waits once for the longest
+step. So this module trades the sum against the longest step. Later chunks of equal size are slower,
+because they attend to more tokens. Chunks therefore shrink towards the end of a long prompt, until
+they take as long as a first one. But each chunk reads the whole context and all weights again, so
+chunks stay large where this costs more than the shorter tail saves. Pure.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from mooncake.engine.cost import StepCostModel
 UNIT = 64
 """Chunks are whole blocks of this many tokens."""
 LEAST_SHARE = 2
-"""No chunk is smaller than this part of the largest: what a step costs as such, the reading of all
-experts above all, would prevail.
+"""No chunk is smaller than the largest divided by this. Otherwise a step's fixed cost, above all
+reading all experts, would dominate.
 """
 LIMITS = (1.0, 0.875, 0.75, 0.625, 0.5)
-"""Of the time that the last chunk would take in full: the limits of a step that are compared."""
+"""The time limits of a step that are compared, as parts of the time that a full last chunk would
+take.
+"""
 
 
 def chunk_sizes(
     cost: StepCostModel, most: int, num_context_tokens: int, num_tokens: int
 ) -> Sequence[int]:
-    """Return the chunks in which a pipeline computes the `num_tokens` tokens of a prompt that lie
-    behind `num_context_tokens` others, so that the last is through all stages soonest.
+    """Return the chunks in which a pipeline computes `num_tokens` tokens of a prompt that come
+    after `num_context_tokens` others, so that the last chunk is through all stages soonest.
 
-    most: of one chunk. All but the last are multiples of `UNIT` where `most` is larger, and as
-    large as may be where there is one stage.
+    most: the largest size of a chunk. All chunks but the last are multiples of `UNIT` if `most` is
+    larger than that; with one stage they are as large as possible.
     """
     if cost.num_stages == 1 or num_tokens <= most or most <= UNIT:
         return _equal(most, num_tokens)
@@ -66,11 +68,11 @@ def _equal(most: int, num_tokens: int) -> list[int]:
 def largest_chunk(
     cost: StepCostModel, most: int, least: int, num_context_tokens: int, limit_s: float
 ) -> int:
-    """Return the largest chunk behind `num_context_tokens` that takes no longer than `limit_s`,
-    from `least` to `most` tokens; a multiple of `UNIT` where it is between them.
+    """Return the largest chunk after `num_context_tokens` that takes no longer than `limit_s`, from
+    `least` to `most` tokens. It is a multiple of `UNIT` when it lies between them.
 
-    By the cost model x tokens behind L take fixed + context L + (token + pair L) x + square x²:
-    solved for x.
+    In the cost model, x tokens after L take fixed + context L + (token + pair L) x + square x².
+    This is solved for x.
     """
     fixed, token, pair, square, of_context = cost.coefficients
     left_s = limit_s - fixed - of_context * num_context_tokens

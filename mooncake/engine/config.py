@@ -13,40 +13,42 @@ class EngineConfig:
     """How much one engine may hold and do at a time.
 
     Raises:
-        ConfigError: a value is out of range, or two contradict each other; the key is named.
+        ConfigError: a value is out of range, or two contradict each other; the message names the
+            key.
     """
 
     num_blocks: int
-    """Pages of KV in this engine's memory."""
+    """The number of pages of KV in this engine's memory."""
     max_num_seqs: int
-    """Sequences in the running batch."""
+    """The most sequences in the running batch."""
     max_batched_tokens: int
-    """Tokens computed in one step, over all sequences."""
+    """The most tokens computed in one step, over all sequences."""
     max_chunk_tokens: int
-    """Largest share of one step that a single sequence gets (`max_batched_tokens` caps it too)."""
+    """The most tokens of one sequence in one step (`max_batched_tokens` caps it too)."""
     max_model_len: int
-    """Prompt plus output tokens of one sequence."""
+    """The most tokens of one sequence, prompt plus output."""
     max_waiting: int
-    """Sequences accepted and not yet running; beyond this `Engine.add` returns False. Preempted
-    sequences come back in any case.
+    """The most sequences that are accepted and not yet running; beyond this `Engine.add` returns
+    False. Preempted sequences are always taken back.
     """
     num_homes: int = 1
-    """Ranks that share the pages out (decode context parallel), each with as many."""
+    """The number of ranks that share out the pages equally (decode context parallel)."""
     block_tokens: int = 64
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
-    """Steps submitted to the runner and not ended."""
+    """The most steps that are submitted to the runner and have not ended."""
     num_stages: int = 1
-    """Through which each step goes, one after the other (pipeline parallel)."""
+    """The number of stages that each step goes through, one after the other (pipeline parallel)."""
     in_lockstep: bool = False
-    """Whether each step waits for those of other engines, with which this one shares experts."""
+    """Whether each step waits for the steps of other engines that share experts with this one."""
     max_gap_s: float | None = None
-    """Between two tokens of a stream, as far as prompts in the same step lengthen it: their chunks
-    are cut so that a step is predicted to keep it. None: chunks are never cut for this.
+    """The longest gap between two tokens of a stream, as far as prompts in the same step lengthen
+    it. Chunks of prompts are cut so that a step is predicted to keep it. None: never for this
+    reason.
     """
     step_timeout_s: int = 120
-    """An engine whose steps make no progress for this long has failed: its worker ends. The first
-    steps, which compile, have ten times as long.
+    """When steps make no progress for this long, the engine has failed and its worker ends. The
+    first steps, which compile, may take ten times as long.
     """
     speculation: SpeculativeConfig | None = None
     """How drafts are made; None: there are none."""

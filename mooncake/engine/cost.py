@@ -20,39 +20,43 @@ Array = NDArray[np.float64]
 
 NUM_FEATURES = 5
 DEFAULT_COEFFICIENTS = (5e-3, 1e-4, 1e-9, 1e-9, 0.0)
-"""Seconds per step, token, (token, context token) pair, (token, token) pair and context token; used
-until the first sample comes.
+"""First guesses, used until a sample comes: seconds per step, token, (token, context token) pair,
+(token, token) pair and context token.
 """
 DECAY = 1 - 1 / 256
 """An old sample's weight falls to 1/e within 256 newer ones."""
 PROFILE_WEIGHT = 16.0
 """The start-up profile always counts as this many samples, so that loads not seen lately are not
-forgotten. Only its shape is used; the present speed of the machine is learned separately.
+forgotten. Only its shape is used; the machine's present speed is learned separately.
 """
 SPEED_WINDOW = 64
 PROFILE_TRUST = 8
-"""The profile's own speed counts as this many steps: one slow step is no slow worker."""
+"""The profile's own speed counts as this many steps, so that one slow step does not make a worker
+look slow.
+"""
 MAX_SPEED_RATIO = 20.0
 MIN_STEP_S = 1e-6
-"""Every step takes some time, whatever a noisy fit says: predictions are divided by."""
+"""The least predicted time of a step, whatever a noisy fit says, because others divide by it."""
 RIDGE = 1e-4
 OUTLIER_RATIO = 1.0
-"""Samples with a larger relative error count less: a page fault is not the cost of a step."""
+"""Samples with a larger relative error count less, because for example a page fault is not part of
+a step's cost.
+"""
 ERROR_DECAY = 1 - 1 / 64
 
 
 class StepCostModel:
     """Seconds of one step: a polynomial with coefficients >= 0, fitted to *relative* errors.
 
-    Terms, with n new tokens in s sequences that have c context tokens together: 1, n, n*c/s (pairs
+    For n new tokens in s sequences with c context tokens together, its terms are 1, n, n*c/s (pairs
     of new and cached tokens), n*n/s (pairs within a chunk) and c (context that is read, and for a
-    chunk expanded, however many tokens attend to it). So one model covers a chunk of prefill
-    (s = 1), a decode batch (n = s, where pairs and context are the same) and a mix (Mooncake,
-    FAST'25, 6.1: polynomial of request length and prefix length).
+    chunk expanded, however many tokens attend to it). So one model covers a chunk of prefill (s =
+    1), a decode batch (n = s, where pairs and context are the same) and a mix (Mooncake, FAST'25,
+    6.1: polynomial of request length and prefix length).
 
-    Where a step goes through several stages, its seconds are those of the slowest, which is when
-    the next can begin: what is queued counts these. The last chunk of a prompt, and each step of a
-    stream, goes through the other stages as well.
+    Where a step goes through several stages, the seconds are those of the slowest stage, because
+    the next step can begin then. Queued work is predicted with these. The last chunk of a prompt,
+    and each step of a stream, also goes through the other stages.
     """
 
     def __init__(self, profile: Sequence[CostSample] = (), num_stages: int = 1) -> None:
@@ -62,7 +66,7 @@ class StepCostModel:
         self._coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
         self._profile_coefficients: tuple[float, ...] | None = None
         self._log_slowdown = RunningMean(0.0, SPEED_WINDOW, guess_weight=PROFILE_TRUST)
-        """Log of the measured seconds over the profile's predictions."""
+        """The logarithm of measured seconds over the profile's prediction."""
         self._stale = False
         self._num_samples = 0
         self._error_sum = 0.0
@@ -77,8 +81,8 @@ class StepCostModel:
 
     @property
     def error_ratio(self) -> float | None:
-        """Mean relative error of predictions made *before* each online sample was added (recent
-        ones count more); None before the first.
+        """The mean relative error of predictions made *before* each online sample was added. Recent
+        ones count more. None before the first sample.
         """
         return self._error_sum / self._error_weight if self._error_weight else None
 
@@ -91,7 +95,7 @@ class StepCostModel:
         return self._coefficients
 
     def observe(self, samples: Iterable[CostSample]) -> None:
-        """Refine the model with measured steps; samples without time or tokens are skipped."""
+        """Refine the model with measured steps. Samples without time or tokens are skipped."""
         usable = [s for s in samples if s.seconds > 0 and s.num_new_tokens > 0]
         if not usable:
             return
@@ -118,8 +122,9 @@ class StepCostModel:
 
     def prefill_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
         """Return the predicted seconds to compute a prompt's last `num_new_tokens` tokens when the
-        KV of the `num_context_tokens` before them exists, in steps of at most `chunk_tokens` (0 =
-        one step).
+        KV of the `num_context_tokens` before them exists.
+
+        chunk_tokens: the most tokens in one step; 0: all in one step.
         """
         if num_new_tokens <= 0:
             return 0.0
@@ -136,7 +141,7 @@ class StepCostModel:
         )
 
     def tail_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
-        """Return for how long the last chunk of such a prompt (see `prefill_s`) goes on through the
+        """Return how long the last chunk of such a prompt (see `prefill_s`) still takes in the
         other stages.
         """
         if self.num_stages == 1 or num_new_tokens <= 0:
@@ -146,8 +151,8 @@ class StepCostModel:
         return (self.num_stages - 1) * self.step_s(last, context, 1)
 
     def tbt_s(self, num_sequences: int, num_context_tokens: int) -> float:
-        """Return the predicted gap between tokens of a decode batch, of which each stage has an
-        equal share.
+        """Return the predicted gap between tokens of a decode batch. Each stage has an equal share
+        of it.
         """
         stages = self.num_stages
         each = -(-num_sequences // stages)
@@ -163,7 +168,7 @@ class StepCostModel:
 
     def _fit(self) -> tuple[float, ...]:
         slowdown = math.exp(self._log_slowdown.value)
-        # The profile's samples as they would be measured now: all seconds times the slowdown.
+        # The profile's samples as they would be measured now: their seconds times the slowdown.
         gram = self._profile[0] / slowdown**2 + self._online[0]
         moment = self._profile[1] / slowdown + self._online[1]
         diagonal = np.diag(gram).copy()
@@ -174,7 +179,9 @@ class StepCostModel:
 
 
 def last_chunk(num_new_tokens: int, chunk_tokens: int) -> int:
-    """Return the tokens of the last chunk of a prompt; `chunk_tokens` 0: there is one chunk."""
+    """Return the number of tokens in the last chunk of a prompt; `chunk_tokens` 0: there is one
+    chunk.
+    """
     chunk = min(chunk_tokens, num_new_tokens) if chunk_tokens > 0 else num_new_tokens
     return num_new_tokens % chunk or chunk
 

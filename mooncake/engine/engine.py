@@ -1,11 +1,11 @@
 """The engine of one instance: sequences in, steps to the runner, tokens out.
 
-The engine owns its sequences, its pages and the steps in flight; the roles own everything that
-moves KV between workers. It acts only when called and holds no clock.
+The engine owns its sequences, its pages and the steps in flight. The roles own everything that
+moves KV between workers. The engine acts only when it is called, and holds no clock.
 
-Who owns pages: `add` takes over the references that a sequence comes with. While a sequence lives,
-its pages are the engine's. When it ends by an output (`finish` is set), its pages stay held and
-unchanged until the role calls `release(sequence)`, at once or after it has moved the KV away.
+Ownership of pages: `add` takes over the references that a sequence comes with. While a sequence
+lives, its pages are the engine's. When it ends by an output (`finish` is set), its pages stay held
+and unchanged until the role calls `release(sequence)`, at once or after it has moved the KV away.
 `abort` needs no `release`: the engine releases the pages as soon as no step in flight uses them. A
 live sequence may also be preempted, which releases its pages. So a role whose own transfers use
 pages of a live sequence takes its own references (`pool.hold`) and gives them back
@@ -42,18 +42,22 @@ from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
 from mooncake.engine.step_shares import StepShare
 
 _MAX_TICK_S = 1.0
-"""The time between two ticks counts as no more than this: a stopped process is not hung."""
+"""The time between two ticks counts as at most this many seconds, so that a process that was
+stopped is not taken for hung.
+"""
 _LONG_STEP_TOKENS = 256
-"""Steps of as many prompt tokens report their layers as progress: a slow CPU may need longer than
-`step_timeout_s` for all of them.
+"""Steps with at least this many prompt tokens report each layer as progress, because a slow CPU may
+need longer than `step_timeout_s` for all layers.
 """
 _FIRST_STEPS = 8
 _FIRST_STEP_FACTOR = 10
-"""The first steps may take so many times `step_timeout_s`: kernels are compiled for each new shape,
-and weights are touched for the first time, which a slow disk may have to bring.
+"""The first steps may take this many times `step_timeout_s`. They compile kernels for each new
+shape, and touch weights for the first time, which may have to come from a slow disk.
 """
 _STREAM_COSTS = 16
-"""Steps of streams alone whose costs are learned together: a fit takes up to 0.4 ms."""
+"""The costs of this many steps with streams alone are learned together, because a fit takes up to
+0.4 ms.
+"""
 
 
 class EngineHung(InternalError):
@@ -66,16 +70,16 @@ class InFlight:
 
     plan: StepPlan
     sequences: list[Sequence]
-    """In the order of `plan.slots`."""
+    """The sequences of the step, in the order of `plan.slots`."""
     submitted_s: float
     share: StepShare | None
-    """What it was planned with."""
+    """The share with which the step was planned."""
 
 
 class Engine:
-    """Sequences, pages and steps of one model replica. The module docstring says who owns pages.
+    """Sequences, pages and steps of one model replica. The module's docstring says who owns pages.
 
-    With `max_steps_in_flight > 1` further steps are planned from what no step in flight computes:
+    With `max_steps_in_flight > 1`, further steps are planned from what no step in flight computes:
     other sequences, and the next chunks of a prompt. Steps end in the order in which they began.
     """
 
@@ -86,7 +90,9 @@ class Engine:
         runner: Runner,
         drafter: Drafter | None = None,
     ) -> None:
-        """`drafter`: proposes tokens where `config.speculation` is set; None: as that says."""
+        """`drafter` proposes tokens where `config.speculation` is set; None: the drafter that it
+        names.
+        """
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.num_homes)
         self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
@@ -104,7 +110,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._unreleased: dict[int, Sequence] = {}
         self._in_flight: dict[int, InFlight] = {}
-        self._ended: dict[int, None] = {}  # an ordered set: what the runner may forget
+        self._ended: dict[int, None] = {}  # an ordered set: the runner may forget them
         self._next_step_id = 0
         self._next_arrival = 0
         self._cost: CostSample | None = None
@@ -112,15 +118,15 @@ class Engine:
         self._ticked_s = 0.0
         self._num_steps_ended = 0
         self.stalled_s = 0.0
-        """For how long steps have been in flight without progress."""
+        """How long steps have been in flight without progress."""
 
     # ------------------------------------------------------------ sequences in and out
 
     def add(self, sequence: Sequence, now: float) -> bool:
-        """Take over `sequence` and its pages. Returns False when the queue is full; nothing changes
-        then.
+        """Take over `sequence` and its pages. Returns False, with nothing changed, when the queue
+        is full.
 
-        KV that came with it becomes part of the prefix cache.
+        The KV that comes with it becomes part of the prefix cache.
 
         Raises:
             ValueError: its id is in use, or its fields contradict each other.
@@ -135,7 +141,7 @@ class Engine:
         self.extend_keys(sequence)
         self._publish(sequence)
         if sequence.prompt_logprobs is not None and sequence.num_computed:
-            self.pool.release(sequence.drop_kv())  # they come only from computing every token
+            self.pool.release(sequence.drop_kv())  # log-probabilities need every token computed
             sequence.num_cached_tokens = 0
         self._batcher.enqueue(sequence)
         return True
@@ -154,9 +160,9 @@ class Engine:
         return self._sequences.get(sequence_id)
 
     def abort(self, sequence_id: int) -> bool:
-        """End a sequence without any output; False = no such sequence is here.
+        """End a sequence without any output. Returns False when no such sequence is here.
 
-        The engine releases its pages, once no step in flight uses them.
+        The engine releases its pages once no step in flight uses them.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.aborted:
@@ -180,9 +186,10 @@ class Engine:
 
     def reclaim(self, flow: Flow, num_pages: int, outside: Mapping[Flow, int]) -> bool:
         """Return whether `num_pages` can be allocated for a flow (a tenant in a class) that then
-        holds no more than its share. What other flows hold above their shares is preempted for it;
-        where there are none, nothing is done. `outside`: pages that each flow holds outside of the
-        engine, which cannot be taken back.
+        holds no more than its share. If necessary, this preempts what other flows hold above their
+        shares. If that is not enough, it does nothing.
+
+        outside: pages that each flow holds outside of the engine, which cannot be taken back.
         """
         if not self._batcher.is_shared_with(flow, outside):
             return False
@@ -191,19 +198,19 @@ class Engine:
         return preempted is not None
 
     def standing(self, outside: Mapping[Flow, int]) -> Standing:
-        """Return what each flow holds and is due, with the pages that it holds `outside`."""
+        """Return what each flow holds and is due, including the pages that it holds `outside`."""
         return self._batcher.standing(outside=outside)
 
     def due(self, standing: Standing) -> list[tuple[Sequence, int]]:
-        """Return the first waiting sequence of each flow that has its share or less with the pages
-        which the sequence lacks, and how many these are; nothing where no flow has more than its
-        share.
+        """Return, for each flow, its first waiting sequence and how many pages that lacks, if the
+        flow holds no more than its share with these pages. Returns nothing when no flow holds more
+        than its share.
         """
         return self._batcher.due(standing)
 
     def claim(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its pages, before those that wait longer; False: there are not as
-        many.
+        """Give a waiting sequence its pages before those that wait longer. Returns False when there
+        are not enough pages.
         """
         return self._batcher.claim(sequence)
 
@@ -213,7 +220,7 @@ class Engine:
         """Plan and submit steps while fewer than `max_steps_in_flight` run.
 
         Returns the ends of sequences that can never run here (too long for the memory or the
-        model): usually none, but never to be ignored.
+        model). There are usually none, but the caller must not ignore them.
 
         Raises:
             EngineHung: the steps in flight have made no progress for `step_timeout_s`; the first
@@ -235,7 +242,7 @@ class Engine:
         return outputs
 
     def on_progress(self) -> None:
-        """Record that a step in flight has come further."""
+        """Record that a step in flight has made progress."""
         self.stalled_s = 0.0
 
     @property
@@ -295,7 +302,7 @@ class Engine:
                 logprobs = result.prompt_logprobs.get(sequence.sequence_id)
                 num_new = len(slot.tokens) - slot.num_drafts + max(0, len(sampled) - 1)
                 self._commit(sequence, slot.start + num_new, logprobs)
-            if sequence.steps:  # further chunks, which use its pages
+            if sequence.steps:  # later chunks of the sequence, which use its pages
                 sequence.failure = failure
             elif sequence.aborted:
                 self._drop(sequence)
@@ -306,7 +313,7 @@ class Engine:
         return outputs
 
     def calibrate(self, samples: Iterable[CostSample]) -> None:
-        """Learn of steps that were timed before the first one."""
+        """Learn from steps that were timed before the first one."""
         samples = list(samples)
         self._step_cost.observe(samples)
         self._batcher.sharing.times.calibrate(samples)
@@ -348,7 +355,7 @@ class Engine:
         return not (self._sequences or self._in_flight or self._unreleased)
 
     def on_counted(self, event: Counted) -> None:
-        """Take in what the runner has counted."""
+        """Take the runner's counts."""
         self.counters |= event.counters
         if event.expert_rows is not None:
             self._expert_rows = event.expert_rows
@@ -374,9 +381,9 @@ class Engine:
     ) -> None:
         """Raise AssertionError when pages or sequences are lost or owned twice.
 
-        `role_holds`: the pages that the role itself references by `pool.allocate` or `pool.hold`
-        (one entry per reference); if given, every reference in the pool must be accounted for.
-        `unreleased_ids`: the ended sequences that the role will still release; if given, any other
+        role_holds: the pages that the role itself references by `pool.allocate` or `pool.hold` (one
+        entry per reference). If given, every reference in the pool must be accounted for.
+        unreleased_ids: the ended sequences that the role will still release. If given, any other
         unreleased sequence is an error.
         """
         self.pool.check_integrity()
@@ -484,7 +491,7 @@ class Engine:
     def _append(
         self, sequence: Sequence, sampled: list[Sample]
     ) -> tuple[FinishReason | None, int | None]:
-        """Append the sampled tokens up to the one that ends the sequence; drop those behind it.
+        """Append the sampled tokens up to the one that ends the sequence; drop those after it.
         Return why it ends and the token that stopped it.
         """
         finish: FinishReason | None = None
@@ -509,7 +516,9 @@ class Engine:
         finish: FinishReason | None,
         stop_token_id: int | None,
     ) -> SequenceOutput:
-        """Return what the sequence gives with its new tokens; it leaves if they end it."""
+        """Return the sequence's output with its new tokens. The sequence leaves the engine if they
+        end it.
+        """
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if finish is not None:
             self._batcher.remove(sequence)
@@ -530,7 +539,7 @@ class Engine:
         return SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)
 
     def _end(self, sequence: Sequence) -> None:
-        """Move `sequence`, which left the batcher, to those whose pages the role must release."""
+        """Move a sequence that left the batcher to those whose pages the role must release."""
         self.counters["sequences_ended"] += 1
         self._forget_in_runner(sequence)
         del self._sequences[sequence.sequence_id]

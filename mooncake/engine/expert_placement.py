@@ -1,8 +1,8 @@
 """Which slots of which ranks hold which routed experts (expert parallel load balancing). Pure.
 
-The experts of a layer lie in slots, as many on each rank: slot `s` is on rank `s // slots of a
-rank`. There may be more slots than experts; then those with most rows have several. Every rank
-computes placements from the same counts, so all come to the same one.
+The experts of a layer lie in slots, equally many on each rank: slot `s` is on rank `s // slots of a
+rank`. There may be more slots than experts. Then the experts with most rows have several slots.
+Every rank computes placements from the same counts, so all get the same one.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from mooncake.base import ConfigError
 Placement = tuple[int, ...]
 """The expert of each slot."""
 Move = tuple[tuple[int, int], ...]
-"""(slot, expert that it holds from then on) of one or two slots, at once."""
+"""One or two changes at once: (slot, the expert that it holds from then on)."""
 LEAST_GAIN = 0.01
-"""Of balance, for which experts are moved at all."""
+"""Experts are moved only when the balance improves by at least this much."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EplbConfig:
-    """How experts are placed anew while they are used; names and defaults are vLLM's.
+    """How experts are placed anew while the model runs; names and defaults are vLLM's.
 
     Raises:
         ConfigError: a number is out of its range.
     """
 
     window_size: int = 1000
-    """Steps whose rows are counted for a placement, the last before it."""
+    """A placement is made from the rows of this many steps before it."""
     step_interval: int = 3000
-    """Steps from one placement to the next."""
+    """The number of steps between two placements."""
     num_redundant_experts: int = 0
-    """Slots beside one for each expert."""
+    """The number of slots in addition to one for each expert."""
 
     def __post_init__(self) -> None:
         for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
@@ -49,17 +49,17 @@ class EplbConfig:
 
 
 def first_placement(num_experts: int, num_slots: int) -> Placement:
-    """Return the placement before anything was counted: each expert in order, then those again
-    that have a second slot.
+    """Return the placement before anything is counted: each expert in order, then the experts that
+    have a second slot.
     """
     return tuple(slot % num_experts for slot in range(num_slots))
 
 
 def check_slots(num_experts: int, num_redundant: int, num_ranks: int) -> None:
-    """Check that slots divide among ranks, and that no rank could hold more than all experts.
+    """Check that slots divide evenly among ranks, and that no rank has to hold an expert twice.
 
     Raises:
-        ConfigError: they do not; names numbers that would do.
+        ConfigError: they do not; the message names numbers that would do.
     """
     num_slots = num_experts + num_redundant
     if num_slots % num_ranks:
@@ -76,7 +76,7 @@ def check_slots(num_experts: int, num_redundant: int, num_ranks: int) -> None:
 
 
 def rank_loads(counts: Sequence[float], placement: Placement, num_ranks: int) -> list[float]:
-    """Return the rows of each rank where `counts` are those of each expert, which its slots share
+    """Return the rows of each rank. `counts` has the rows of each expert, which its slots share
     evenly.
     """
     slots = [0] * len(counts)
@@ -92,17 +92,19 @@ def rank_loads(counts: Sequence[float], placement: Placement, num_ranks: int) ->
 
 
 def balance(loads: Sequence[float]) -> float:
-    """Return mean over most of the ranks' loads: 1 where all have as much, or nothing."""
+    """Return the mean of the ranks' loads divided by the largest: 1 when all are equal, or all
+    zero.
+    """
     most = max(loads)
     return math.fsum(loads) / len(loads) / most if most else 1.0
 
 
 def place(counts: Sequence[float], present: Placement, num_ranks: int) -> Placement:
-    """Return the placement of experts of these counts that balances the ranks best, by two greedy
-    rules: each further slot goes to the expert with most rows a slot; then slots, heaviest first,
-    go to the rank with least that has room. Where a rank keeps an expert, it stays in its slot.
+    """Return the placement that balances the ranks for these counts. Two greedy rules make it: each
+    further slot goes to the expert with most rows per slot; then slots, heaviest first, go to the
+    rank with the least load that has room. An expert that stays on its rank stays in its slot.
 
-    The present one is returned unless that is better by `LEAST_GAIN`.
+    Returns the present placement unless the new one is better by `LEAST_GAIN`.
     """
     num_slots = len(present)
     shares = _replicated(counts, num_slots, num_ranks)
@@ -122,8 +124,9 @@ def place(counts: Sequence[float], present: Placement, num_ranks: int) -> Placem
 
 
 def next_move(present: Placement, wanted: Placement) -> Move | None:
-    """Return what brings `present` nearer to `wanted`, while no expert is ever without a slot: an
-    expert is copied over one that has another slot, or two change places. None: they are the same.
+    """Return a move that brings `present` nearer to `wanted` and never leaves an expert without a
+    slot. Either an expert is copied over one that has another slot, or two experts change places.
+    Returns None when the placements are the same.
     """
     left = (slot for slot, expert in enumerate(present) if expert != wanted[slot])
     found = (_possible(slot, present, wanted) for slot in left)
@@ -131,7 +134,9 @@ def next_move(present: Placement, wanted: Placement) -> Move | None:
 
 
 def _possible(slot: int, held: Sequence[int], wanted: Placement) -> Move | None:
-    """Return a move after which `slot` holds what it should; None: others come first."""
+    """Return a move after which `slot` holds the expert it should. Returns None when other moves
+    must come first.
+    """
     expert, loser = wanted[slot], held[slot]
     if held.count(loser) > 1:
         return ((slot, expert),)
@@ -163,7 +168,9 @@ def _replicated(counts: Sequence[float], num_slots: int, num_ranks: int) -> list
 
 
 def _kept_in_place(held: Sequence[Sequence[int]], present: Placement) -> Placement:
-    """Return what each rank holds, in the slots where it holds it already."""
+    """Return the placement of what each rank holds; experts that a rank already has keep their
+    slots.
+    """
     each = len(held[0])
     made: list[int] = []
     for rank, experts in enumerate(held):

@@ -17,7 +17,7 @@ from mooncake.base.sampling import SamplingParams
 from mooncake.engine.ranks.kv_moves import OfRank
 
 BY_MODEL = -1
-"""A draft that the runner makes itself, of the states that it holds."""
+"""Stands for a draft that the runner makes itself from the states that it holds."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,30 +27,31 @@ class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     prompt_tokens: Sequence[int]
     output_tokens: list[int]
-    """Sampled before (elsewhere, or before a preemption): penalties and seeds count them."""
+    """Tokens that were sampled before (elsewhere, or before a preemption). Penalties and seeds
+    count them.
+    """
 
 
 class StepSlot(msgspec.Struct, frozen=True, kw_only=True):
     """The share of one sequence in a step: compute `tokens` from position `start` on, and sample
     after the last one if `sample` is set.
 
-    The last `num_drafts` of `tokens` are guesses (`speculation`): sampling begins after the token
-    before them, and goes on after each that is what was sampled. They are tokens, or each is
-    `BY_MODEL`.
+    The last `num_drafts` of `tokens` are guesses (`speculation`), or each is `BY_MODEL`. Sampling
+    begins after the token before them, and goes on after each guess that equals the sampled token.
     """
 
     sequence_id: int
     start: int
-    """The number of tokens whose KV lies in the pages already."""
+    """The number of tokens whose KV is already in the pages."""
     tokens: list[int]
     pages: list[int]
-    """The whole page table of the sequence, covering start + len(tokens) tokens. From step to step
-    it only grows, until the sequence starts anew.
+    """The whole page table of the sequence, covering start + len(tokens) tokens. It only grows from
+    step to step, until the sequence starts anew.
     """
     sample: bool
     """Sample the token after the last one."""
     num_drafts: int = 0
-    """Above 0 only with `sample`, and where no log-probabilities of the prompt are wanted."""
+    """Above 0 only with `sample`, and only when no log-probabilities of the prompt are wanted."""
 
     @property
     def drafts(self) -> list[int]:
@@ -64,11 +65,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     starts: list[SequenceStart]
     slots: list[StepSlot]
     ended: list[int]
-    """Sequences the runner may forget, before all else of this step. One that was preempted and is
-    back is in `starts` as well: its pages are others.
+    """Sequences that the runner may forget, before anything else in this step. A sequence that was
+    preempted and is back is also in `starts`, because its pages are different.
     """
     report_layers: bool = False
-    """Emit `LayerDone` when the KV of each layer is written."""
+    """Whether to emit `LayerDone` when the KV of each layer is written."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,9 +85,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV of `layer`, and of all before it, lies in the pages for all tokens of the step, so it
-    can be pushed. A later step's may come before an earlier step's: its first layers are computed
-    while the last ones of that are.
+    """The KV of `layer`, and of all layers before it, is in the pages for all tokens of the step,
+    so it can be pushed. The event of a later step may come before that of an earlier step: its
+    first layers are computed while the earlier step's last layers are.
     """
 
     step_id: int
@@ -98,8 +99,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step_id: int
     samples: list[Sample]
-    """One for each slot that samples, and one more for each accepted draft; those of a sequence in
-    the order of its tokens.
+    """One sample for each slot that samples, and one more for each accepted draft. Those of a
+    sequence come in the order of its tokens.
     """
     seconds: float
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -107,20 +108,22 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     requested and known).
     """
     failures: dict[int, Failure] = {}
-    """sequence_id -> why this sequence alone failed; it has no sample."""
+    """sequence_id -> why only this sequence failed; it has no sample."""
     error: str | None = None
-    """Why the whole step failed; nothing it wrote is valid."""
+    """Why the whole step failed. Then nothing that it wrote is valid."""
     counters: dict[str, float] = {}
-    """Counts of the runner since its start, by name, for `WorkerLoad.counters`."""
+    """The runner's counts since its start, by name, for `WorkerLoad.counters`."""
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a runner that shares experts with others has counted, also in steps of theirs."""
+    """The counts of a runner that shares experts with others, including steps that only the others
+    asked for.
+    """
 
     counters: dict[str, float]
-    """As in `StepResult`."""
+    """The counts of the same name in `StepResult`."""
     expert_rows: list[int] | None = None
-    """For `WorkerLoad.expert_rows`; None: they are what they were."""
+    """The rows for `WorkerLoad.expert_rows`; None: they have not changed."""
 
 
 RunnerEvent = LayerDone | StepResult | Counted | OfRank

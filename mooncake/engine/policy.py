@@ -1,11 +1,11 @@
 """The order of sequences: which is served first, and which yields. Pure; the only place that
 defines it.
 
-The order is that of the turns, which the gateway assigns by class and tenant, then class, then
-arrival. Turns order what waits. What runs holds seats and pages for long, so each flow (a tenant in
-a class) is also due a share of both, by the weight of its class: where flows compete, one below its
-share goes first, and takes what others hold above theirs (`Standing`). Among flows that are alike
-the waiting queue is served from its front, and pages are taken back from its rear.
+Sequences are ordered by turn, which the gateway assigns by class and tenant, then by class, then by
+arrival. Turns order the waiting sequences. Running sequences hold seats and pages for long, so each
+flow (a tenant in a class) is also due a share of both, by the weight of its class. Where flows
+compete, one below its share goes first, and takes what others hold above theirs (`Standing`).
+Otherwise the waiting queue is served from its front, and pages are taken back from its rear.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mooncake.engine.sequence import Sequence, SequenceState
 
 
 def rank(sequence: Sequence) -> tuple[float, int, int]:
-    """Return the sort key: smaller goes first. Unique in an engine."""
+    """Return the sort key: smaller goes first. It is unique in an engine."""
     return sequence.turn, sequence.flow[0].order, sequence.arrival
 
 
@@ -41,8 +41,8 @@ class Standing:
         flow: Flow | None = None,
         outside: Mapping[Flow, int] = MappingProxyType({}),
     ) -> None:
-        """`sequences`: those that run or wait; `flow` wants a share, too; `outside`: pages that
-        flows hold for what is neither.
+        """sequences: those that run or wait. flow: a flow that wants a share too. outside: pages
+        that flows hold for anything else.
         """
         self._seats: Counter[Flow] = Counter()
         self._pages: Counter[Flow] = Counter(outside)
@@ -56,8 +56,8 @@ class Standing:
         self._pages[sequence.flow] += sign * len(sequence.pages)
 
     def is_within(self, flow: Flow, num_seats: int = 0, num_pages: int = 0) -> bool:
-        """Return whether a flow holds no more than its share if it gets so much more. One seat is
-        always within.
+        """Return whether a flow holds no more than its share after it gets this many more. One seat
+        is always within its share.
         """
         share = self._shares[flow]
         most_seats = max(1, int(share * self._config.max_num_seqs))
@@ -71,13 +71,13 @@ class Standing:
         return any(other != flow and not self.is_within(other) for other in self._shares)
 
     def give_back(self, flow: Flow, num_pages: int) -> None:
-        """Count so many pages less for a flow."""
+        """Subtract `num_pages` pages from a flow's count."""
         self._pages[flow] -= num_pages
 
     def above(self, holders: Iterable[Sequence], flow: Flow) -> list[Sequence]:
-        """Return those of `holders` that other flows than `flow` have above their shares, the last
-        in order first. The first sequence of each flow is never among them: even one that is larger
-        than its flow's share comes to its end.
+        """Return the `holders` that other flows than `flow` have above their shares, the last in
+        order first. The first sequence of each flow is never among them, so even one that is larger
+        than its flow's share can finish.
         """
         ordered = sorted(holders, key=rank)
         firsts = {sequence.flow: sequence for sequence in reversed(ordered)}

@@ -1,8 +1,8 @@
-"""One sequence in an engine: its known tokens, computed tokens and pages. Owned by the `Engine` it
-was added to.
+"""One sequence in an engine: its known tokens, computed tokens and pages. Owned by the `Engine` to
+which it was added.
 
-There is no prefill and no decode here. Known tokens are computed until all are; after the last one
-a new token is sampled, which becomes known.
+There is no difference between prefill and decode here. Known tokens are computed until all are.
+Then a new token is sampled after the last one and becomes known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SequenceState(str, Enum):
     """Where a sequence is in its life."""
 
     NEW = "new"
-    """Not added yet: owned by the caller."""
+    """Not added yet; the caller owns it."""
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
@@ -27,20 +27,22 @@ class SequenceState(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class Drafting:
-    """What is known for drafting the next tokens (`speculation`); for a sequence that gets none,
-    nothing.
+    """What is known for drafting the next tokens (`speculation`). Empty for a sequence without
+    drafts.
     """
 
     text: str = ""
-    """Its last tokens, a letter each."""
+    """The sequence's last tokens, one letter for each."""
     num_read: int = 0
-    """Tokens that `text` was made of."""
+    """How many tokens `text` was made from."""
     num_tested: float = 0.0
-    """Drafts that were compared with sampled tokens, old ones counting less."""
+    """Drafts that were compared with sampled tokens. Old ones count less."""
     num_accepted: float = 0.0
 
     def learn(self, num_tested: int, num_accepted: int, keep: float) -> None:
-        """Count further drafts; of what was known before, only the share `keep` counts from now."""
+        """Count further drafts. What was known before counts only with the share `keep` from now
+        on.
+        """
         if num_tested:
             self.num_tested = keep * self.num_tested + num_tested
             self.num_accepted = keep * self.num_accepted + num_accepted
@@ -48,35 +50,35 @@ class Drafting:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable. The caller may set the first group of fields before `Engine.add`; afterwards only
-    the engine writes.
+    """A sequence is mutable. The caller may set the first group of fields before `Engine.add`;
+    afterwards only the engine writes.
 
-    KV that exists already (fetched, or pushed by another worker) is handed over by setting `pages`,
-    with one reference each for the sequence, and `num_computed`; the caller then sets
-    `num_cached_tokens` as well. A sequence prefilled elsewhere comes with its first output token in
-    `output_tokens` and `num_computed = len(prompt_tokens)`.
+    To hand over KV that exists already (fetched, or pushed by another worker), the caller sets
+    `pages`, with one reference each for the sequence, `num_computed` and `num_cached_tokens`. A
+    sequence prefilled elsewhere comes with its first output token in `output_tokens` and
+    `num_computed = len(prompt_tokens)`.
     """
 
     sequence_id: int
-    """Never reused in its engine; the runner knows the sequence by it."""
+    """The id by which the runner knows the sequence. An engine never uses it twice."""
     request: GenerateRequest
     prompt_tokens: memoryview[int] = field(init=False)
     attempt: int = 0
     turn: float = 0.0
-    """Its place in the order: smaller goes first."""
+    """The sequence's place in the order: smaller goes first."""
     flow: Flow = field(init=False)
     output_tokens: list[int] = field(default_factory=list)
     max_new_tokens: int = 0
-    """The engine ends the sequence at this many output tokens, including those it came with; 0
-    stands for the request's `max_tokens`. A prefill worker sets `len(output_tokens) + 1`.
+    """The engine ends the sequence at this many output tokens, including those it came with. 0
+    means the request's `max_tokens`. A prefill worker sets `len(output_tokens) + 1`.
     """
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
-    """Leading tokens whose KV lies in `pages`."""
+    """How many leading tokens have their KV in `pages`."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was reused instead of computed, at first admission."""
+    """Prompt tokens whose KV was reused when the sequence was first admitted."""
     report_layers: bool = False
-    """Steps with this sequence report each layer (`LayerDone`)."""
+    """Whether steps with this sequence report each layer (`LayerDone`)."""
 
     drafting: Drafting = field(default_factory=Drafting)
     keys: list[BlockKey] = field(default_factory=list)
@@ -85,24 +87,26 @@ class Sequence:
     arrival: int = -1
     added_s: float = 0.0
     started_s: float | None = None
-    """When its first step was submitted."""
+    """When the sequence's first step was submitted."""
     steps: list[int] = field(default_factory=list)
     """The steps in flight that compute this sequence and use its pages, in order. All but the last
-    are chunks behind which nothing is sampled.
+    compute chunks after which nothing is sampled.
     """
     num_in_flight: int = 0
-    """Known tokens that they compute."""
+    """How many known tokens these steps compute."""
     failure: Failure | None = None
-    """Why it fails as soon as no step computes it any more."""
+    """The failure with which the sequence ends as soon as no step computes it any more."""
     aborted: bool = False
     known_to_runner: bool = False
     last_turn: int = 0
-    """When it got its seat, or a share of a step: a count of these."""
+    """When it last got a seat or a share of a step, as a running count of these events."""
     num_published: int = 0
-    """Leading blocks that were published in the prefix cache."""
+    """How many leading blocks were published in the prefix cache."""
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Collected so far, if the request asks for them; None = not wanted, or delivered."""
+    """The entries collected so far, if the request asks for them. None: not wanted, or
+    delivered.
+    """
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.request.prompt_tokens
@@ -115,22 +119,22 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output so far."""
+        """The number of known tokens: prompt and output so far."""
         return len(self.prompt_tokens) + len(self.output_tokens)
 
     @property
     def num_missing(self) -> int:
-        """Known tokens to compute before the next one can be sampled; at least 1."""
+        """How many known tokens to compute before the next one can be sampled; at least 1."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_unplanned(self) -> int:
-        """Of these, tokens that no step in flight computes; 0: the last one samples."""
+        """How many of these no step in flight computes. 0: the last one samples."""
         return self.num_missing - self.num_in_flight
 
     @property
     def num_final_computed(self) -> int:
-        """Tokens computed in this engine unless the sequence ends early."""
+        """How many tokens this engine computes unless the sequence ends early."""
         return len(self.prompt_tokens) + self.max_new_tokens - 1
 
     def tokens_between(self, start: int, stop: int) -> list[int]:
@@ -161,7 +165,7 @@ class Sequence:
         self.num_computed = 0
         self.num_published = 0
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # they are computed again from the first token
+            self.prompt_logprobs = [None]  # the entries are computed again from the first token
         return pages
 
 
@@ -171,15 +175,17 @@ class SequenceOutput:
 
     sequence: Sequence
     tokens: Seq[int] = ()
-    """Already appended to `sequence.output_tokens`; several where drafts were accepted."""
+    """The tokens, already appended to `sequence.output_tokens`. There are several where drafts were
+    accepted.
+    """
     logprobs: list[TokenLogprobs] | None = None
-    """One entry a token, if requested."""
+    """One entry for each token, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the first token, if requested: one entry per prompt token, None for the first."""
+    """Set with the first token, if requested: one entry per prompt token, None for the first."""
     finish: FinishReason | None = None
-    """Set when the sequence has ended here; its pages stay held until `Engine.release`. Also LENGTH
-    when this engine's own `max_new_tokens` is reached: `request_finish` tells whether the request
-    is complete.
+    """Set when the sequence has ended here. Its pages stay held until `Engine.release`. LENGTH may
+    mean only that this engine's own `max_new_tokens` is reached: `request_finish` tells whether the
+    request is complete.
     """
     stop_token_id: int | None = None
     failure: Failure | None = None

@@ -1,21 +1,23 @@
-"""How much of a step each flow (a tenant in a class) gets where several have something to compute.
-Pure; `Sharing` owns what was learned of steps, what flows owe, and how long ago they met. Planning
-changes none of it: `Sharing.commit` counts a step that is submitted, `Sharing.observe` its end.
+"""How much of a step each flow (a tenant in a class) gets when several have something to compute.
+Pure. `Sharing` owns what was learned about steps, what flows owe, and how long ago they met.
+Planning changes none of it: `Sharing.commit` counts a step that is submitted, `Sharing.observe` its
+end.
 
-A row of one flow waits for the whole step, so a flow of many rows slows down all others. The step
-is therefore at most `FACTOR` times as long as the smallest of them would have it alone, or as long
-as if all had as little to compute as the smallest. The smallest gets all it wants; the others share
-what is left of the time by the weights of their classes, and their streams take turns. Each of
-these has a balance: it gets its share of each step, and pays for what it is predicted to take and
-for what the step took longer. Who owes sits out. What was not used is for later errors of
-predictions; it makes no share larger. A chunk of a prompt may take more than a share: up to
-twice as long as reading its context takes. Chunks that fit a share would read a long context for
-few tokens each. Batch is never the smallest, so no other class waits for it.
+A row of one flow waits for the whole step, so a flow with many rows slows down all others.
+Therefore the step is at most `FACTOR` times as long as the smallest flow's own step would be, or as
+long as if all flows had as little to compute as the smallest. The smallest flow gets all it wants.
+The others share the rest of the time by the weights of their classes, and their streams take turns.
+Each of these flows has a balance: it receives its share of each step, and pays for the time that it
+is predicted to take and for its part of any delay. A flow that owes sits out. An unused balance
+only covers later prediction errors; it makes no share larger. A chunk of a prompt may take more
+than a share, up to twice as long as reading its context takes: chunks that fit a share would read a
+long context for few tokens each. Batch never counts as the smallest, so no other class waits for
+it.
 
-For `NUM_AFTER` steps after flows met, one that is alone has steps of at most `AFTERWARDS` times the
-length of the smallest's own: who comes back does not wait for a long one. After these, and where it
-was alone before, it is not limited.
-The tokens of a step's budget are shared by the same weights, where prompts want more.
+For `NUM_AFTER` steps after flows met, a flow that is alone has steps of at most `AFTERWARDS` times
+the length of the smallest flow's own. So a flow that comes back does not wait for a long step.
+After these steps, and where it was alone before, it is not limited. Where prompts want more than a
+step's token budget, they share it by the same weights.
 """
 
 from __future__ import annotations
@@ -34,26 +36,28 @@ from mooncake.engine.cost import StepCostModel
 from mooncake.engine.sequence import Sequence
 
 FACTOR = 2.0
-"""The predicted time of a step where flows meet, over that of one with only what the smallest flow
-wants. It bounds predictions of steps, not times of requests: these also wait for the step under way
-when they come, for what predictions miss, and for work outside of steps. It was chosen so that they
-took less than three times as long as alone with k2-demo on two quiet cores.
+"""The predicted time of a step where flows meet, divided by that of a step with only what the
+smallest flow wants. It bounds predictions of steps, not times of requests. These also wait for the
+step that runs when they come, for prediction errors, and for work outside of steps. It was chosen
+so that they took less than three times as long as alone, with k2-demo on two quiet cores.
 """
 AFTERWARDS = 8.0
 NUM_AFTER = 32
 MOST_OWED = 32
-"""Shares of a step that a flow owes at most, however much it had to take at once."""
+"""A flow owes at most this many shares of a step, however much it had to take at once."""
 MOST_LATE = 2
-"""Shares of a step that it pays at most because one step took longer than predicted."""
+"""A flow pays at most this many shares because one step took longer than predicted."""
 _LEARNED_TOGETHER = 16
-"""Steps: a fit takes up to 0.4 ms."""
+"""This many steps are learned together, because a fit takes up to 0.4 ms."""
 _LEAST_REST = 0.1
-"""Of a measured step, what counts for its prompts whatever its rows are thought to take."""
+"""At least this part of a measured step counts for its prompts, whatever its rows are predicted to
+take.
+"""
 
 
 class StepTimes:
-    """Predicts what sequences add to a step. Rows of single tokens are learned apart from chunks of
-    prompts: on a CPU one costs ten times as much as a token of a chunk.
+    """Predicts how much time sequences add to a step. Rows of single tokens are learned apart from
+    chunks of prompts, because on a CPU a row costs ten times as much as a token of a chunk.
     """
 
     def __init__(self) -> None:
@@ -63,7 +67,7 @@ class StepTimes:
         self._unlearned: deque[tuple[CostSample, bool]] = deque(maxlen=4 * _LEARNED_TOGETHER)
 
     def calibrate(self, samples: Iterable[CostSample]) -> None:
-        """Learn of steps that were timed before the first one."""
+        """Learn from steps that were timed before the first one."""
         samples = [sample for sample in samples if sample.seconds > 0]
         rows = [one for one in samples if one.num_new_tokens == one.num_sequences]
         self._knows_rows, self._has_learned = bool(rows), bool(samples)
@@ -72,12 +76,12 @@ class StepTimes:
         self._prompts = StepCostModel([self._without_rows(one) for one in others])
 
     def observe(self, sample: CostSample, *, has_prompts: bool) -> None:
-        """Keep a measured step, to be learned when times are asked for."""
+        """Keep a measured step. It is learned when times are asked for."""
         if sample.seconds > 0 and sample.num_new_tokens > 0:
             self._unlearned.append((sample, has_prompts))
 
     def learn(self) -> None:
-        """Learn of what was kept, as soon as it is worth a fit."""
+        """Learn from the kept steps as soon as there are enough for a fit."""
         if len(self._unlearned) < (_LEARNED_TOGETHER if self._has_learned else 1):
             return
         self._has_learned = True
@@ -95,22 +99,24 @@ class StepTimes:
 
     @property
     def fixed_s(self) -> float:
-        """What a step takes beside its rows."""
+        """The time of a step without its rows."""
         return (self._rows if self._knows_rows else self._prompts).coefficients[0]
 
     @property
     def fixed_with_prompts_s(self) -> float:
-        """What a step with prompts takes beside its rows and chunks."""
+        """The time of a step with prompts, without its rows and chunks."""
         return max(self.fixed_s, self._prompts.coefficients[0])
 
     def rows_s(self, num_rows: int, num_context_tokens: int) -> float:
-        """Return what rows of single tokens add, with so much context together."""
+        """Return the time that rows of single tokens add. `num_context_tokens`: of all of them
+        together.
+        """
         if not self._knows_rows:
             return 0.0
         return self._rows.step_s(num_rows, num_context_tokens, num_rows) - self.fixed_s
 
     def chunk_s(self, num_tokens: int, num_context_tokens: int) -> float:
-        """Return what a chunk of one prompt adds."""
+        """Return the time that a chunk of one prompt adds."""
         whole_s = self._prompts.step_s(num_tokens, num_context_tokens, 1)
         return self.rows_s(1, 0) + whole_s - self._prompts.coefficients[0]
 
@@ -135,42 +141,43 @@ class Wants:
 
     num_streams: int = 0
     num_context_tokens: int = 0
-    """Of its streams."""
+    """The context of its streams."""
     chunks_s: float = 0.0
     num_tokens: int = 0
-    """Of its prompts."""
+    """The tokens of its prompts."""
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class Left:
-    """What a flow that gets less than it wants may still have of a step."""
+    """How much of a step a flow that gets less than it wants may still use."""
 
     share_s: float
-    """What it gets of the step, whatever it owes."""
+    """Its share of the step, whatever it owes."""
     seconds: float
-    """Less than nothing where it owes more than its share, or had to take more."""
+    """The seconds left. Negative when it owes more than its share, or had to take more."""
     kept_s: float
-    """Of `seconds`, for its prompts: its streams leave that."""
+    """The part of `seconds` that its streams leave for its prompts."""
     num_tokens: int
-    """How many tokens its prompts may still have."""
+    """How many more tokens its prompts may have."""
     is_short: bool
-    """Whether it gets less time than it wants; if not, fewer tokens of prompts."""
+    """Whether it gets less time than it wants. If not, its prompts get fewer tokens than
+    they want.
+    """
     pays: bool
     """Whether it has a balance: it gets less time than it wants, beside others."""
     taken_s: float = 0.0
-    """What it is predicted to take of the step."""
+    """The time that its part of the step is predicted to take."""
 
 
 class StepShare:
-    """What the flows that get less than they want may still have of a step."""
+    """How much of a step the flows that get less than they want may still use."""
 
     def __init__(
         self, times: StepTimes, left: dict[Flow, Left], smallest_s: float, num_after: int
     ) -> None:
-        """`smallest_s`: what the smallest flow wants, or wanted when there was another.
-        `num_after`: further steps in which one that is alone is limited; `NUM_AFTER` where flows
-        meet.
+        """smallest_s: what the smallest flow wants, or wanted when flows last met. num_after: for
+        how many further steps a flow that is alone stays limited; `NUM_AFTER` where flows meet.
         """
         self.left = left
         self.smallest_s = smallest_s
@@ -178,16 +185,16 @@ class StepShare:
         self._times = times
         self._limits = left
         self._others_s = 0.0
-        """What is predicted for the flows that are not limited."""
+        """The predicted time of the flows that are not limited."""
         self._fixed_s = times.fixed_s
         self._begun: set[tuple[Flow, bool]] = set()
-        """Whose first stream, or prompt (True), is in the step."""
+        """The flows whose first stream (False) or first prompt (True) is in the step."""
         self._taken: dict[int, tuple[float, int]] = {}
-        """sequence_id -> seconds and tokens of prompts that were counted for it."""
+        """sequence_id -> the seconds and tokens of prompts that were counted for it."""
 
     def lift(self) -> None:
-        """Limit nobody any more: those that sit out compute, as nobody else does. It is not counted
-        as theirs.
+        """Limit no flow any more, because nobody else computes: those that sit out may. The step
+        does not count as theirs.
         """
         self._limits = {}
 
@@ -197,9 +204,9 @@ class StepShare:
         return left is not None and left.is_short
 
     def most(self, sequence: Sequence, most: int) -> int:
-        """Return how many tokens of a sequence, at most `most`, its flow has room for. The first
-        stream of each flow has room, and so have `UNIT` tokens of its first prompt and as many as
-        are worth reading its context, unless the flow still owes time of earlier steps.
+        """Return how many tokens of a sequence, at most `most`, fit what is left for its flow. The
+        first stream of each flow always fits. So do `UNIT` tokens of its first prompt, and as many
+        as are worth reading its context, unless the flow still owes time of earlier steps.
         """
         left = self._limits.get(sequence.flow)
         if left is None:
@@ -225,8 +232,8 @@ class StepShare:
         return min(2 * context_s, MOST_OWED * left.share_s)
 
     def late_s(self, seconds: float) -> dict[Flow, float]:
-        """Return for how much of a step's time beyond its prediction each limited flow is
-        answerable: by what it took of it. Less than nothing: the step was faster.
+        """Return each limited flow's part of the step's delay over its prediction, in proportion to
+        the time that the flow was predicted to take. Negative when the step was faster.
         """
         taken = {flow: left.taken_s for flow, left in self._limits.items() if left.taken_s > 0}
         added_s = self._others_s + sum(taken.values())
@@ -236,7 +243,7 @@ class StepShare:
         return {flow: late_s * taken_s / added_s for flow, taken_s in taken.items()}
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count so many tokens of a sequence, which the step computes."""
+        """Count `num_tokens` tokens of a sequence, which the step computes."""
         context = sequence.num_computed + sequence.num_in_flight
         is_prompt = sequence.num_missing > 1
         self._begun.add((sequence.flow, is_prompt))
@@ -251,12 +258,12 @@ class StepShare:
         self._count(left, taken_s, taken_tokens)
 
     def take_back(self, sequence: Sequence) -> None:
-        """Count a sequence no more, if the step had any of it."""
+        """Undo the count of a sequence, if the step had any of it."""
         taken_s, taken_tokens = self._taken.pop(sequence.sequence_id, (0.0, 0))
         self._count(self._limits.get(sequence.flow), -taken_s, -taken_tokens)
 
     def take_drafts(self, num_drafts: int) -> None:
-        """Count drafts, which only flows have that are not limited."""
+        """Count drafts. Only flows that are not limited have any."""
         self._others_s += self._times.rows_s(num_drafts, 0)
 
     def _count(self, left: Left | None, taken_s: float, taken_tokens: int) -> None:
@@ -276,13 +283,13 @@ class Sharing:
         self._config = config
         self._smallest_s = 0.0
         self._balances: dict[Flow, float] = {}
-        """How many shares of a step flows have not used of earlier ones; less than nothing: they
-        owe them. What is owed stays while a flow is away, or alone as long as it is limited.
+        """How many shares of earlier steps each flow has not used; a negative number is owed. A
+        debt stays while the flow is away, or while it is alone and limited.
         """
         self._late: dict[Flow, float] = {}
-        """Of each flow with a balance: how many shares its last step was late."""
+        """For each flow with a balance: how many shares its last step was late."""
         self._num_after = 0
-        """Steps until a flow that is alone is not limited any more."""
+        """For how many steps a flow that is alone is still limited."""
 
     @property
     def recent(self) -> bool:
@@ -292,7 +299,7 @@ class Sharing:
     def of_step(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> StepShare | None:
         """Return what flows get of the next step; None: all that they want.
 
-        waiting: those that can be admitted to it.
+        waiting: the sequences that can be admitted to it.
         """
         self.times.learn()
         wants = self._wants(running, waiting)
@@ -325,7 +332,7 @@ class Sharing:
         return StepShare(self.times, left, smallest_s, num_after)
 
     def commit(self, share: StepShare | None) -> None:
-        """Count a step that is submitted, planned with such a share."""
+        """Count a step that is submitted and was planned with this share."""
         if share is None:
             self._num_after = max(0, self._num_after - 1)
         else:
@@ -343,16 +350,16 @@ class Sharing:
         self._late = {flow: one for flow, one in self._late.items() if flow in self._balances}
 
     def observe(self, sample: CostSample, share: StepShare | None, *, has_prompts: bool) -> None:
-        """Learn of a measured step, with the share that it was planned with."""
+        """Learn from a measured step and the share with which it was planned."""
         self.times.observe(sample, has_prompts=has_prompts)
         if share is not None and not self._config.in_lockstep:
             self.count_late(sample.seconds, share)
 
     def count_late(self, seconds: float, share: StepShare) -> None:
-        """Count what a step took longer than was predicted, or less, for those who are answerable
-        for it. A wrong prediction is wrong again; what holds up a step once is seldom theirs. So
-        the less counts of what this step and the last one that the flow had a part in were late:
-        `MOST_LATE` at most.
+        """Charge each flow for its part of a step's delay, or credit it when the step was faster. A
+        wrong prediction is wrong again, but what holds up a step only once is seldom the flow's
+        fault. So the smaller of this delay and that of the flow's last step counts, at most
+        `MOST_LATE` shares.
         """
         for flow, late_s in share.late_s(seconds).items():
             if share.left[flow].pays and flow in self._balances:
@@ -388,8 +395,8 @@ class Sharing:
 def shared_out(
     wanted: Mapping[Flow, float], whole: float, at_least: float = 0.0
 ) -> dict[Flow, float]:
-    """Return what each flow gets of `whole`: no more than it wants, and `at_least` that; the rest
-    by the weights of those that want more.
+    """Return each flow's part of `whole`. A flow gets `at_least` that much but never more than it
+    wants. The flows that want more share the rest by the weights of their classes.
     """
     given = {flow: min(want, at_least) for flow, want in wanted.items()}
     left = whole - sum(given.values())
@@ -407,8 +414,8 @@ def shared_out(
 
 
 def turn_of(sequence: Sequence, share: StepShare | None) -> tuple[bool, bool, int]:
-    """Return the sort key of running sequences in a step, before their rank: streams first; of a
-    flow that is limited those whose last step is longest ago.
+    """Return the sort key of running sequences in a step, which goes before their rank: streams
+    first. Streams of a limited flow go in order of their last step, the oldest first.
     """
     is_prompt = sequence.num_missing > 1
     if share is None or is_prompt or not share.is_limited(sequence.flow):

@@ -24,7 +24,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SKEW = datetime.timedelta(hours=1)
 """Certificates are valid from this long ago, because clocks of other machines may be slow."""
 MAX_NAME = 64
-"""Characters of a common name in X.509."""
+"""The longest common name in X.509, in characters."""
 
 _SigningKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 """The key of an authority; RSA only if others made it."""
@@ -72,7 +72,7 @@ def make_host_certificate(authority: Pem, names: Sequence[str], days: float | No
 
 
 class HostKey:
-    """The private key of a host, drawn for one certificate."""
+    """The private key of a host, made for one certificate."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -104,13 +104,13 @@ def sign_host_key(authority: Pem, names: Sequence[str], days: float | None, publ
     try:
         key = serialization.load_der_public_key(public)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"key: no public key: {error}") from error
+        raise ConfigError(f"key: not a public key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ConfigError("key: a host's key is elliptic")
+        raise ConfigError("key: not an elliptic-curve key, as a host's key must be")
     end = own.not_valid_after_utc if days is None else _after(days)
     if end > own.not_valid_after_utc:
         raise ConfigError(
-            f"days: the authority itself counts until {own.not_valid_after_utc:%Y-%m-%d} only"
+            f"days: the authority itself is valid until {own.not_valid_after_utc:%Y-%m-%d} only"
         )
     builder = (
         _builder(_name(names[0]), own.subject, key, end)
@@ -150,7 +150,7 @@ def names_in(certificate: str) -> list[str]:
         own = x509.load_pem_x509_certificate(certificate.encode())
         found = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise ConfigError(f"this is no certificate of a host: {error}") from error
+        raise ConfigError(f"this is not a certificate of a host: {error}") from error
     return [str(name.value) for name in found]
 
 
@@ -181,7 +181,7 @@ def _after(days: float) -> datetime.datetime:
     try:
         return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     except OverflowError as error:
-        raise ConfigError(f"days: {days:g} is longer than calendars go") from error
+        raise ConfigError(f"days: {days:g} is too large; give fewer days") from error
 
 
 def _builder(
@@ -217,9 +217,13 @@ def _read_authority(pem: Pem) -> tuple[x509.Certificate, _SigningKey]:
         key = serialization.load_pem_private_key(pem.key.encode(), password=None)
         limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
-        raise ConfigError(f"authority: no certificate and plain key of one: {error}") from error
+        raise ConfigError(
+            f"authority: not the certificate of one and its unencrypted key: {error}"
+        ) from error
     if not isinstance(key, _SigningKey):
-        raise ConfigError("authority: its key is neither elliptic nor RSA")
+        raise ConfigError("authority: its key is neither an elliptic-curve nor an RSA key")
     if not limits.ca or certificate.public_key() != key.public_key():
-        raise ConfigError("authority: certificate and key are no authority's, or of two")
+        raise ConfigError(
+            "authority: the certificate is not an authority's, or the key is not the certificate's"
+        )
     return certificate, key

@@ -45,7 +45,7 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True):
     expires_s: float
     """Seconds since 1970 from which it is not valid any more; 0: never."""
     channel_key: bytes
-    """Public X25519 key of its control connections."""
+    """The public X25519 key of its control connections."""
     signing_key: bytes
     """Public Ed25519 key for the holder's signatures."""
 
@@ -87,7 +87,7 @@ class ClusterKeys(msgspec.Struct, frozen=True, array_like=True):
     """The public keys of a cluster, which every credential carries."""
 
     signing_key: bytes
-    """Checks certificates, and what the cluster itself has signed."""
+    """The key that checks certificates, and what the cluster itself has signed."""
     channel_key: bytes
     """The key of control sockets whose address people type, because such an address names no
     key.
@@ -179,7 +179,7 @@ class Issued(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Credential:
-    """What one process proves itself with. `text` and the private keys are secrets."""
+    """The identity that one process proves. `text` and the private keys are secrets."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Credential:
         """
         self.certificate = check_certificate(signed, cluster)
         self.signed = signed
-        """The certificate with its signature, as peers are shown it."""
+        """The certificate with its signature, as the process shows it to peers."""
         self.cluster = cluster
         self.clusters: Sequence[ClusterKeys] = (cluster, *others)
         """Clusters whose certificates are valid, its own first. It is a new object after each
@@ -219,8 +219,8 @@ class Credential:
         """
         if given.startswith(PREFIX) != (self._secret is None):
             raise ConfigError(
-                "a process that was given the cluster secret goes on with one, and one that was "
-                "given a credential with that: restart it with the other"
+                "a running process cannot change between the cluster secret and a credential: "
+                "give it the same kind again, or restart it with the other"
             )
         if self._secret is None:
             new = _read(given)
@@ -251,7 +251,7 @@ class Credential:
 
     @property
     def channel_seed(self) -> bytes:
-        """Private X25519 key of its control connections."""
+        """The private X25519 key of its control connections."""
         return self.keys.channel_seed
 
     def sign(self, data: bytes) -> bytes:
@@ -318,7 +318,7 @@ def secrets_in(given: str) -> list[str]:
         raise ConfigError("the cluster secret is empty: set one, the same for all workers")
     if len(found) > MAX_SECRETS:
         raise ConfigError(
-            f"the cluster secret has {len(found)} lines: give it one, and while it is replaced two"
+            f"the cluster secret has {len(found)} lines: give one, or two while you replace it"
         )
     return found
 

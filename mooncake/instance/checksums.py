@@ -20,7 +20,7 @@ ChecksumsFound = Callable[[list[int], float], None]
 
 
 class Hasher(Protocol):
-    """Hashes blocks; each operation ends with one `Hashed` that the driver brings."""
+    """Hashes blocks. Each operation ends with one `Hashed`, which the driver brings."""
 
     def start(self, pages: Sequence[int]) -> int:
         """Begin to hash the blocks in `pages`; return the operation's id."""
@@ -46,7 +46,7 @@ class HashingRank(Protocol):
     def array(self) -> PageArray: ...
 
     def hash(self, pages: Sequence[int]) -> int:
-        """Begin to hash; return the number that the end names."""
+        """Begin to hash; return the number by which the end names the operation."""
 
 
 class FoundParts:
@@ -54,7 +54,7 @@ class FoundParts:
 
     def __init__(self) -> None:
         self._parts: dict[range, int] = {}
-        """By layers."""
+        """The parts by the layers that they cover."""
         self._differ = False
 
     def add(self, layers: range, part: int) -> None:

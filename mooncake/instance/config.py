@@ -13,9 +13,9 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     report_interval_s: float = 0.25
     """Seconds between two heartbeats with load reports."""
     fetch_timeout_s: float = 5.0
-    """A prefix that has not come from the pool by then is recomputed."""
+    """A prefix that has not come from the pool after this time is recomputed."""
     verify_fetches: bool = True
-    """Compare fetched blocks with the checksums that pool nodes give."""
+    """Whether to compare fetched blocks with the checksums that pool nodes give."""
     push_checksums: bool = False
     """Prefill hashes the blocks that it pushes; decode compares them before it uses them."""
     push_timeout_s: float = 30.0

@@ -228,7 +228,7 @@ class Instance:
         self._membership.ask_about(peers)
 
     def lost_gateways(self) -> list[WorkerRef]:
-        """Return the gateways that were found lost since the last call."""
+        """Return the gateways that were lost since the last call."""
         return self._membership.lost_gateways()
 
     def queue_output(self, gateway: WorkerRef, output: RequestOutput) -> None:
@@ -361,8 +361,8 @@ class Instance:
         return self._membership.welcomed
 
     def block_checksums(self, keys: list[BlockKey]) -> list[int]:
-        """Return the checksum of each leading block of `keys` that is cached in the memory of this
-        process, for comparing workers.
+        """Return the checksum of each leading block of `keys` that is cached in this process's
+        memory. Used to compare workers.
         """
         pages = self.pool.match(keys)
         return [self._own_pages.checksum(page) for page in pages]
@@ -381,8 +381,8 @@ class Instance:
         )
 
     def check_integrity(self, *, role_quiet: bool) -> None:
-        """Raise AssertionError when pages were lost or freed twice, or are held although neither
-        the instance nor its role (`role_quiet`) has anything in progress.
+        """Raise AssertionError when pages were lost or freed twice. Also raise it when pages are
+        held although neither the instance nor its role (`role_quiet`) has anything in progress.
         """
         self.engine.check_integrity()
         self.kept_settings.check_integrity()

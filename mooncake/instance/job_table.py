@@ -32,7 +32,7 @@ from mooncake.instance.reuse import PrefixReuse
 MAX_EARLY = 1024
 MAX_REMEMBERED = 4096
 EARLY_S = 10.0
-"""A reservation waits this long for its task."""
+"""How many seconds a reservation waits for its task."""
 
 TaskT = TypeVar("TaskT", bound=RequestTask)
 
@@ -49,16 +49,16 @@ class Job(Generic[TaskT]):
         )
         """Keys of all full blocks of the prompt and of the task's output tokens."""
         self.num_tokens = len(tokens)
-        """Tokens whose KV must exist before the next token is sampled."""
+        """How many tokens must have KV before the next token is sampled."""
         self._block_tokens = layout.block_tokens
         self.reuse: PrefixReuse | None = None
         self.sequence: Sequence | None = None
         self.trace: JobTrace | None = None
         """The spans of a traced request."""
         self.num_counted = 0
-        """Leading blocks that this node's pool already counts as used by this request."""
+        """How many leading blocks this node's pool already counts as used by this request."""
         self.fetched: CacheHits | None = None
-        """Blocks of the prefix that were fetched."""
+        """How many blocks of the prefix were fetched."""
 
     @property
     def request_id(self) -> str:
@@ -154,12 +154,12 @@ class JobTable(Generic[JobT]):
         return iter(list(self._jobs.values()))
 
     def add(self, job: JobT) -> None:
-        """Enter a job; the request's older attempt must have been removed."""
+        """Enter a job. The request's older attempt must have been removed."""
         assert job.request_id not in self._jobs, "an older attempt is still in progress"
         self._jobs[job.request_id] = job
 
     def get(self, request_id: str) -> JobT | None:
-        """Return the job of a request, whichever attempt it is."""
+        """Return the request's job, whichever attempt it is."""
         return self._jobs.get(request_id)
 
     def find(self, request_id: str, attempt: int) -> JobT | None:

@@ -25,7 +25,7 @@ from mooncake.transfer.engine import (
 from mooncake.transfer.grants import Fence
 
 Ended = Callable[[TransferDone, float], None]
-"""(how a move ended, now); the id is that of the move."""
+"""(how a move ended, now). The id in it is the move's."""
 
 
 class RankPages(Protocol):
@@ -42,19 +42,21 @@ class RankPages(Protocol):
     def region_id(self) -> int: ...
 
     def start(self, op: Op, move: Move, deadline_s: float) -> int:
-        """Begin a move and return its number on this rank, which its end names."""
+        """Begin a move. Return its number on this rank, by which its end names it."""
 
     def cancel(self, number: int) -> None:
         """Ask a move to stop. Its end still comes."""
 
     def hash(self, pages: Sequence[int]) -> int:
-        """Begin to hash the blocks in pages that lie here; return the number that its end names."""
+        """Begin to hash the blocks in pages that lie here. Return the number by which the end names
+        this.
+        """
 
     def revoke(self, grant: int) -> None:
         """Refuse what peers write by a grant into pages that lie here."""
 
     def fence(self, grant: int) -> Fence:
-        """Return whether something may still be written here by a revoked grant."""
+        """Return whether anything may still be written here under a revoked grant."""
 
     def on_fenced(self, grant: int, fence: Fence) -> None:
         """Record what the rank itself says about a revoked grant."""
@@ -78,7 +80,7 @@ class OwnPages:
         return self._transfer.segment
 
     def start(self, op: Op, move: Move, deadline_s: float) -> int:
-        """Begin a move as one batch; its `TransferDone` is the end."""
+        """Begin a move as one batch. Its `TransferDone` ends the move."""
         array, there, size = self.array, move.there, self.array.layout.slice_bytes
         before = move.first_layer - array.first_layer
         steps = [
@@ -144,8 +146,8 @@ class _Moving:
 
 
 class SliceMover:
-    """Copies slices (one layer of one block each) between the ranks' pages and remote places: the
-    `ReadPort` of the instance's reader.
+    """Copies slices (one layer of one block each) between the ranks' pages and remote places. It is
+    the `ReadPort` of the instance's reader.
     """
 
     def __init__(self, own: OwnPages, others: Sequence[RankPages] = ()) -> None:
@@ -159,7 +161,7 @@ class SliceMover:
         """(rank, number on this rank) -> move."""
         self._last_move = 0
         self._found: dict[int, FoundParts] = {}
-        """Page -> what other ranks have read into it."""
+        """Page -> the checksum parts of what other ranks have read into it."""
 
     @property
     def num_in_flight(self) -> int:
@@ -175,7 +177,7 @@ class SliceMover:
         ]
 
     def revoke(self, grant: int) -> None:
-        """Refuse, in every memory, what is written by a grant from now on."""
+        """Refuse, in every memory, what is written under a grant from now on."""
         for rank in self._ranks:
             rank.revoke(grant)
 
@@ -184,7 +186,7 @@ class SliceMover:
         self._ranks[rank].on_fenced(grant, fence)
 
     def fence(self, grant: int) -> Fence:
-        """Return whether something may still be written, in any memory, by a revoked grant."""
+        """Return whether anything may still be written, in any memory, under a revoked grant."""
         return max(rank.fence(grant) for rank in self._ranks)
 
     def write(

@@ -29,7 +29,7 @@ class _Pin:
     answered_s: float
     checksums: list[int] = field(default_factory=list)
     hashing: bool = False
-    """The answer waits for checksums."""
+    """Whether the answer waits for checksums."""
 
 
 class PagePins:
@@ -57,7 +57,7 @@ class PagePins:
         """Pins by reader's id, its epoch, and ticket."""
         self._num_hashing = 0
         self.num_blocks_read = 0
-        """Blocks of pins that have ended."""
+        """The number of blocks of pins that have ended."""
 
     @property
     def num_open(self) -> int:
@@ -65,7 +65,7 @@ class PagePins:
         return len(self._pins) + self._num_hashing
 
     def on_pin(self, message: PinBlocks, now: float) -> None:
-        """Pin the leading blocks of a run that are here, and answer where they lie."""
+        """Pin the leading blocks of a run that are here, and answer with their places."""
         key = _key(message.reader, message.ticket)
         pin = self._pins.get(key)
         if pin is not None:

@@ -5,9 +5,9 @@ as they become final.
                      │  every present destination gets the new slices at once;
     add_destination ─┘  one that comes late gets what is final already.
 
-So decode's reserved pages and the pool's blocks are filled by one mechanism (Mooncake, FAST'25,
-section 5: layer-wise prefill). Pages stay held from `add_block` until the push is closed *and*
-nothing of it is in flight.
+So one mechanism fills decode's reserved pages and the pool's blocks (Mooncake, FAST'25, section 5:
+layer-wise prefill). Pages stay held from `add_block` until the push is closed *and* none of it is
+in flight.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class WriteThrough:
             self._end(put, now)
 
     def _stop(self, put: _Put, now: float) -> None:
-        """End a put to a lost node, unless batches are under way: these fail by themselves."""
+        """End a put to a lost node, unless batches are under way, which fail by themselves."""
         if put.destination is None or not put.destination.moves:
             self._end(put, now)
 

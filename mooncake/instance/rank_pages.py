@@ -56,7 +56,7 @@ class FollowerPages:
         *,
         verify: bool,
     ) -> None:
-        """With `verify`, the follower hashes what it has read."""
+        """`verify`: whether the follower hashes what it has read."""
         self.array = array
         self.segment = segment
         self.region_id = region_id
@@ -123,7 +123,9 @@ class FollowerMoves:
         self._moves: dict[int, StartMove] = {}
         """Moves by number here."""
         self._hashes: dict[int, tuple[int, Moved | None]] = {}
-        """By number here -> the lead's number, and the end of the move whose blocks these are."""
+        """By number here -> the lead's number, and the end of the move that brought these
+        blocks.
+        """
         self._fences: dict[int, float] = {}
         """Revoked grants that the lead has asked about -> when to look at each."""
 

@@ -31,7 +31,7 @@ class Reservations:
         self._pool = pool
         self._resting: Resting[list[int]] = Resting(mover.fence, rest_s, self._give_back)
         self.num_rested = 0
-        """Pages of lost writers that may be used again."""
+        """How many pages of lost writers may be used again."""
 
     def _give_back(self, pages: list[int]) -> None:
         self._pool.release(pages)
@@ -43,8 +43,8 @@ class Reservations:
         return self._resting.num_held
 
     def open(self, pages: Sequence[int]) -> int | None:
-        """Return the grant by which one peer may write to `pages`, which the caller holds; None
-        when too many are open.
+        """Return the grant under which one peer may write to `pages`, which the caller holds.
+        Returns None when too many are open.
         """
         try:
             grant = self._transfer.grant()
@@ -66,7 +66,7 @@ class Reservations:
         self._resting.add(grant, held, now)
 
     def may_be_written(self, grant: int) -> set[int]:
-        """Return the pages that a write by this grant may land in (for checks)."""
+        """Return the pages that a write under this grant may land in (for checks)."""
         pages = [self._open.get(grant, []), *self._resting.held_by(grant)]
         return {page for some in pages for page in some}
 

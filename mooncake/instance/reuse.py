@@ -18,7 +18,9 @@ from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 
 Gathered = Callable[[list[int], float], None]
-"""(pages of the leading blocks, held for the callee, or none when nothing was fetched; now)"""
+"""(the pages of the leading blocks, now). They are held for the callee. There are none when nothing
+was fetched.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class PrefixReuse:
         self._gathered = gathered
         self._pages: list[int] = []
         self._fetched: dict[WorkerRef, tuple[int, int]] = {}
-        """Pool node -> (blocks that came from there, how many of these from its disks)."""
+        """Pool node -> (blocks that came from it, how many of these came from its disks)."""
         self.num_bytes = 0
         """Bytes of these blocks, and the protocol of the last."""
         self.protocol = ""
@@ -95,7 +97,7 @@ class PrefixReuse:
             self._fetches.reader.cancel(self._read, now)
 
     def _next(self, now: float) -> None:
-        """Fetch from the next source that adds something, or end."""
+        """Fetch from the next source that adds blocks, or end."""
         while self._sources and not self._cancelled:
             source = self._sources.pop(0)
             have, stop = len(self._pages), min(source.stop, len(self._keys))

@@ -1,4 +1,6 @@
-"""Which implementation each op of the model uses: requested by flags, resolved for the device."""
+"""Which implementation each op of the model uses. Flags request it; this module resolves it for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,25 @@ from mooncake.base import ConfigError
 AUTO = "auto"
 
 _FIXED_ARGUMENTS: dict[str, dict[str, object]] = {
-    # Of a context, where cuts may not depend on the batch: 4096 tokens with pages of 64.
+    # The size of a context's pieces when they may not depend on the batch: 4096 tokens with pages
+    # of 64.
     "mla_absorbed": {"split_pages": 64},
     "mla_decode": {"split_pages": 64},
     "absorb_queries": {"fixed": True},
     "linear_heads": {"fixed": True},
 }
-"""What Triton's kernels are called with where no result may depend on the batch."""
+"""The arguments of Triton's kernels when no result may depend on the batch."""
 _FIXED_ROWS_OF_EXPERT = 32
-"""The load whose tiles are taken for every load, where they may not depend on the batch."""
+"""The tiles for this load are used for every load when tiles may not depend on the batch."""
 
 
 class SideStream(Protocol):
-    """A second queue of a device, for what does not depend on the work of the first."""
+    """A second queue of a device, for work that does not depend on the work of the first."""
 
     def beside(self, work: Callable[[], torch.Tensor]) -> AbstractContextManager[torch.Tensor]:
-        """Begin `work` behind all that the device was given so far, beside what it is given inside
-        the context; what it is given after the context waits for both. The tensor that `work`
-        returns may be read after the context.
+        """Begin `work` after everything that the device has been given so far. It runs beside what
+        the device is given inside the context; what it is given after the context waits for both.
+        The tensor that `work` returns may be read after the context.
         """
 
 
@@ -46,9 +49,9 @@ class Backends:
     """The resolved choice. `attention` covers norms, rotation and the KV write too.
 
     deterministic: no result of a row may depend on what else is in the batch, nor, by `FIXED` on
-    the CPU, on how many ranks compute it. Costs speed: fixed cuts and tiles, dense products of this
-    project's own kernel, prompts in the absorbed form.
-    side: None: the device does one thing after the other.
+    the CPU, on how many ranks compute it. This costs speed: it needs fixed cuts and tiles, this
+    project's own kernel for dense products, and prompts in the absorbed form. side: the second
+    queue; None: the device does one thing after the other.
     """
 
     attention: str = REFERENCE
@@ -57,8 +60,8 @@ class Backends:
     side: SideStream | None = None
 
     def keeps(self, dtype: torch.dtype, *widths: int) -> bool:
-        """Whether FP8 and INT4 weights of these widths stay so in memory: where our kernels
-        multiply with them, on a GPU Triton's, on the CPU compiled code with bfloat16.
+        """Whether FP8 and INT4 weights of these widths stay quantized in memory. They do where our
+        kernels multiply with them: Triton's on a GPU, compiled code with bfloat16 on the CPU.
         """
         if self.moe == TRITON:
             return True
@@ -68,35 +71,37 @@ class Backends:
 
     @property
     def compiled(self) -> bool:
-        """Whether compiled code takes dense products of few rows."""
+        """Whether compiled code computes dense products of few rows."""
         return self.attention == NATIVE
 
     @property
     def adds_slabs(self) -> bool:
-        """Whether sums that ranks share are made of slabs, so that one rank makes the same."""
+        """Whether sums that ranks share are made of slabs, so that one rank computes the
+        same sums.
+        """
         return self.moe == FIXED
 
     @property
     def fuses(self) -> bool:
-        """Whether what lies between a layer's products is made in as few launches as can be: a sum
-        with the norm behind it, the query's norm with the KV write, queries where attention reads
-        them. By other backends products add their result themselves.
+        """Whether the work between a layer's products takes as few launches as possible: a sum
+        together with the norm after it, the query's norm with the KV write, queries where attention
+        reads them. With other backends, products add their result themselves.
         """
         return self.attention == TRITON
 
     def keeps_router(self, dtype: torch.dtype) -> bool:
-        """Whether a router's weight stored as `dtype` is multiplied so, its products summed in
-        float32.
+        """Whether a router's weight stored as `dtype` is multiplied in that dtype, with its
+        products summed in float32.
         """
         return self.moe == TRITON and not self.deterministic and dtype == torch.bfloat16
 
     @property
     def few_shapes(self) -> bool:
-        """Whether oneDNN multiplies for attention: it builds code for each new shape."""
+        """Whether oneDNN multiplies for attention. It builds code for each new shape."""
         return self.attention in (NATIVE, ONEDNN) and build.has_bf16()
 
     def op(self, name: str) -> Any:
-        """Return an op of the attention side; the reference where the backend has none."""
+        """Return an op of the attention side, or the reference when the backend has none."""
         backend = self.attention
         if backend in (NATIVE, ONEDNN) and not build.has_bf16():
             backend = WIDE if WIDE in dispatch.backends(name) else backend
@@ -119,16 +124,16 @@ class Backends:
 
     @property
     def linear(self) -> Callable[..., torch.Tensor] | None:
-        """Return the product dense layers must use; None: whichever is fastest."""
+        """Return the product that dense layers must use; None: whichever is fastest."""
         return kernel("linear", self.attention) if self.deterministic else None
 
     def fp8_linear(
         self, weight: torch.Tensor, factors: torch.Tensor
     ) -> Callable[..., torch.Tensor]:
         """Return the product with an e4m3 weight [out, in] that has a factor for each 128 x 128
-        block: of (x), or added to what else is given.
+        block. It is called with x, and optionally with a tensor to add to.
 
-        On a GPU rows of x are quantized in groups of 128 columns, as DeepSeek-V3 does (arXiv
+        On a GPU, rows of x are quantized in groups of 128 columns, as in DeepSeek-V3 (arXiv
         2412.19437, 3.3).
         """
         if self.moe in (AUTO, NATIVE):
@@ -139,11 +144,13 @@ class Backends:
         return lambda x, to=None: multiply(x.contiguous(), weight, factors, to)
 
     def experts(self, op: str, *stored: torch.Tensor) -> tuple[Any, str]:
-        """Return the layer of experts made of `stored`, and by what it computes, in words; op:
-        "experts", "…_fp8" or "…_int4". They are its own from here on.
+        """Return the layer of experts made of `stored`, and a description of its backend. The layer
+        owns `stored` from then on.
+
+        op: "experts", "…_fp8" or "…_int4".
 
         Raises:
-            ConfigError: the backend that is asked for cannot compute these.
+            ConfigError: the requested backend cannot compute these.
         """
         name, why = self.moe, ""
         if name in (AUTO, NATIVE):
@@ -160,7 +167,7 @@ class Backends:
                 f"moe-backend=onednn: it computes bfloat16 on CPUs that have it, not "
                 f"{stored[0].dtype} here; use auto or reference"
             )
-        # Packed anew in their own memory; a second time they fill a GPU's.
+        # They are packed anew in their own memory, because a second copy would fill a GPU's memory.
         in_place = {"in_place": True} if (op, name) == ("experts_int4", TRITON) else {}
         made = kernel(op, name)(*stored, **in_place)
         if in_place and made.num_bytes > (given := sum(part.nbytes for part in stored)):
@@ -181,15 +188,16 @@ def settle(
     deterministic: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Backends:
-    """Return the backends for `device`, `auto` replaced: Triton on a GPU; on the CPU compiled code
-    for bfloat16 where it can be had, else oneDNN's products of few shapes, else plain torch.
+    """Return the backends for `device`, with `auto` replaced. That is Triton on a GPU. On the CPU
+    it is compiled code for bfloat16 when it can be built, else oneDNN's products of few shapes,
+    else plain torch.
 
     Experts on the CPU stay `auto`: compiled code, oneDNN or the reference, whichever their dtype
     and widths allow.
 
     Raises:
-        ConfigError: Triton is asked for where it cannot run, or `deterministic` where no backend
-            can be.
+        ConfigError: Triton is requested where it cannot run, or `deterministic` where no backend
+            supports it.
     """
     on_gpu = device.type == "cuda"
     if deterministic and not on_gpu and (attention, moe) == (AUTO, AUTO):

@@ -1,6 +1,6 @@
 """Asynchronous copies between host and device: the port, and the version for a CPU.
 
-`device.cuda.CudaCopies` implements it on a GPU; on the CPU nothing has to be copied.
+`device.cuda.CudaCopies` implements it for a GPU. On the CPU nothing has to be copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Arriving(Protocol):
     """A tensor on its way to the host."""
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor once it has arrived. The only call that may block."""
+        """Return the tensor once it has arrived. Only this call may block."""
 
 
 class Mark(Protocol):
@@ -34,7 +34,7 @@ class Copies(Protocol):
         """Start copying a device tensor to the host, in the order of the device's work."""
 
     def mark(self) -> Mark | None:
-        """Return a mark after all work begun so far; None when that has ended already."""
+        """Return a mark after all work begun so far; None: that work has ended already."""
 
 
 class Here:
@@ -60,4 +60,4 @@ class HostCopies:
         return Here(values)
 
     def mark(self) -> None:
-        """Return None: work on the host has ended when its call returns."""
+        """Return None, because work on the host has ended when its call returns."""

@@ -1,8 +1,8 @@
-"""Placing routed experts anew while they are used: counts of rows in, moves of weights out.
+"""Places routed experts anew while they are used: counts of rows come in, moves of weights go out.
 
 Every rank that shares experts has the same counts at the same step, and so the same placement and
-the same moves; nothing is sent for them but the weights. At most one layer is looked at and one
-expert moved, or two exchanged, between two steps.
+the same moves. Only weights are sent for them. Between two steps, at most one layer is placed and
+one expert is moved, or two are exchanged.
 """
 
 from __future__ import annotations
@@ -34,34 +34,36 @@ class ExpertBalancer:
     def __init__(
         self, layers: list[ExpertSlots], ranks: ExpertRanks, config: EplbConfig | None
     ) -> None:
-        """config: when to place experts anew; None: never, rows are counted alone."""
+        """`config`: when to place experts anew; None: never, rows are only counted."""
         self._layers = layers
         self._ranks = ranks
         self._config = config or EplbConfig()
         self._moves_any = config is not None
         self._num_steps = 0
         self._looked_at: deque[tuple[ExpertSlots, list[int]]] = deque()
-        """Layers that may be placed anew, with the counts for that."""
+        """The layers that may be placed anew, with their counts."""
         self._wanted: Placement | None = None
-        """Of the first of them, which is being made."""
+        """The wanted placement of the first of them, which is under way."""
         self.counters = dict.fromkeys((ROWS, HOTTEST_ROWS, MEAN_ROWS, MOST_ROWS, MOVES), 0.0)
-        """Of rows: sums over layers and windows; `expert_rank_rows_mean` over
+        """Sums of rows over layers and windows. `expert_rank_rows_mean` divided by
         `expert_rank_rows_most` is the balance of the ranks.
         """
         self.num_windows = 0
-        """That were counted."""
+        """The number of windows that were counted."""
         self.rows: list[int] = []
-        """Of each expert, those that this instance computed in the last of them, of all layers."""
+        """The rows of each expert that this instance computed in the last window, over all
+        layers.
+        """
         if ranks.exchange is not None:
             self.counters |= {WAITED_S: 0.0, WAITED_FOR_S: 0.0}
 
     def between_steps(self) -> None:
-        """Count a step, and do the next part of what is to be done. All ranks call this alike.
+        """Count a step, and do the next part of the work that is due. All ranks call this alike.
 
         Raises:
             GroupError: another rank failed.
         """
-        if not self._num_steps:  # rows of steps that were only tried out
+        if not self._num_steps:  # drops the rows of trial steps
             for layer in self._layers:
                 layer.counts.zero_()
         if self._looked_at:
@@ -78,11 +80,11 @@ class ExpertBalancer:
             self._looked_at.extend(zip(self._layers, counted, strict=True))
 
     def _count(self) -> list[list[int]]:
-        """Return the rows of each expert since the last time, of each layer."""
+        """Return the rows of each expert since the last call, for each layer."""
         counters, size = self.counters, self._ranks.all.size
         counted: list[list[int]] = []
         computed = [0.0] * len(self._layers[0].counts[:-1]) if self._layers else []
-        # One read for all: a device has to come to its end for it.
+        # One read for all layers, because each read waits for the device.
         read = torch.stack([each.counts for each in self._layers]).tolist() if self._layers else []
         for layer, rows in zip(self._layers, read, strict=True):
             counts = rows[:-1]
@@ -102,7 +104,7 @@ class ExpertBalancer:
         return counted
 
     def _go_on(self) -> None:
-        """Place a layer, or make a move of the layer that is placed."""
+        """Choose a layer's placement, or make a move of the layer that is being placed."""
         layer, counts = self._looked_at[0]
         if self._wanted is None:
             self._wanted = place(counts, layer.placement, self._ranks.all.size)
@@ -115,7 +117,7 @@ class ExpertBalancer:
         self.counters[MOVES] += len(move)
 
     def _move(self, layer: ExpertSlots, move: Move) -> None:
-        """Bring experts into their slots, then send rows there."""
+        """Bring experts into their slots, then let rows go there."""
         ranks, present = self._ranks.all, layer.placement
         each = len(present) // ranks.size
         if len(move) == 2:
@@ -128,7 +130,7 @@ class ExpertBalancer:
             for source in sources
             if source // each == ranks.rank
         }
-        # The lower rank sends first where two exchange, and the other receives first.
+        # When two ranks exchange, the lower one sends first and the other receives first.
         for source, (slot, _) in sorted(zip(sources, move, strict=True)):
             giver, taker = source // each, slot // each
             if giver == taker == ranks.rank:

@@ -1,7 +1,7 @@
-"""A step plan as tensors: which rows are computed, where their KV goes, who attends to what.
+"""A step plan as tensors: which rows are computed, where their KV goes, and who attends to what.
 
-Built once a step and the same for every layer. Cheap rows (few new tokens) come first, so that
-either form of attention works on a slice of the rows.
+It is built once per step and is the same for every layer. Cheap rows (few new tokens) come first,
+so that either form of attention works on a slice of the rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mooncake.base.kv_layout import ALL_PAGES, Home
 from mooncake.engine.plan import StepSlot
 
 _FEW_ROWS = 8
-"""As many as a last token with its drafts has: by compiled code, five rows of k2-small take 0.4 to
-0.6 of the time, alone and in a batch of 16.
+"""At most as many rows as a last token with its drafts. With compiled code, five rows of k2-small
+take 0.4 to 0.6 of the time, alone and in a batch of 16.
 """
 
 PrefersAbsorbed = Callable[[int, int], bool]
@@ -30,13 +30,14 @@ PrefersAbsorbed = Callable[[int, int], bool]
 class Queries:
     """The rows that attend: the first `split` rows in the absorbed form, the rest expanded.
 
-    Rows of absorbed spans count from 0, rows of expanded spans from `split`. `rows` says which rows
-    of the step these are (None: all, in order). `batch`: the absorbed rows described on the device
-    in place of spans, as a captured step has them.
+    Rows of absorbed spans count from 0, rows of expanded spans from `split`.
 
-    Where ranks share the pages out, absorbed spans are single rows over the pages of this rank, and
-    expanded ones lie over the gathered pages of all ranks, page `i * ranks + r` of which is the
-    i-th in the list `gathered` of rank r (as long on all ranks; what fills it up is not read).
+    rows: which rows of the step these are (None: all, in order). batch: in a captured step, the
+    description of the absorbed rows on the device, instead of spans.
+
+    Where ranks share out the pages, absorbed spans are single rows over the pages of this rank.
+    Expanded spans lie over the gathered pages of all ranks: page `i * ranks + r` is the i-th in the
+    list `gathered` of rank r. These lists are equally long on all ranks; the padding is not read.
     """
 
     positions: torch.Tensor
@@ -53,16 +54,16 @@ class Queries:
 
     @property
     def few_rows(self) -> bool:
-        """Whether each absorbed span has so few rows that each may read its keys by itself."""
+        """Whether each absorbed span has so few rows that each row may read its keys by itself."""
         return all(span.num_rows <= _FEW_ROWS for span in self.absorbed)
 
     @functools.cached_property
     def span_batch(self) -> PagedBatch:
-        """The absorbed spans as one batch where the rows are, made once a step."""
+        """The absorbed spans as one batch on the rows' device, made once per step."""
         return batch_of_spans(self.absorbed, self.positions.device)
 
     def to(self, device: torch.device) -> Queries:
-        """Return the same with its tensors on `device`; spans stay with the host."""
+        """Return the same queries with their tensors on `device`. Spans stay on the host."""
         rows = None if self.rows is None else sent(self.rows, device)
         gathered = None if self.gathered is None else sent(self.gathered, device)
         positions = sent(self.positions, device)
@@ -71,8 +72,8 @@ class Queries:
 
 @dataclass(frozen=True)
 class SlotRows:
-    """Rows of one slot: in a step's inputs, or of the final hidden states that it wants, which are
-    those of all its tokens, or of the last and its drafts.
+    """Rows of one slot, in a step's inputs or in the final hidden states that it wants. The latter
+    are the rows of all its tokens, or of the last token and its drafts.
     """
 
     slot: StepSlot
@@ -84,9 +85,9 @@ class SlotRows:
 class StepInputs:
     """Tensors of one forward pass over `tokens` [rows] at `positions` [rows].
 
-    `places` [rows]: where each row's KV goes, below 0 where another rank keeps it. `queries`: all
-    rows, for every layer but the last. `outputs`: the rows of the last layer that are read, in
-    the order of `output_rows`. `input_rows`: of which slots the rows are.
+    places: [rows], where each row's KV goes; below 0: another rank keeps it. queries: all rows, for
+    every layer but the last. outputs: the rows of the last layer that are read, in the order of
+    `output_rows`. input_rows: to which slots the rows belong.
     """
 
     tokens: torch.Tensor
@@ -98,7 +99,7 @@ class StepInputs:
     input_rows: tuple[SlotRows, ...] = ()
 
     def to(self, device: torch.device) -> StepInputs:
-        """Return the same with its tensors on `device`."""
+        """Return the same inputs with their tensors on `device`."""
         if device.type == "cpu":
             return self
         return replace(
@@ -112,7 +113,8 @@ class StepInputs:
 
 
 class PageTables:
-    """Page tables of the last step's sequences as tensors: of one that grows only the end is read.
+    """Page tables of the last step's sequences as tensors. For a table that grows, only its end is
+    read.
 
     64 tables of 128k tokens take some 4 ms to read and half of one to compare.
     """
@@ -121,7 +123,7 @@ class PageTables:
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def read(self, slots: Sequence[StepSlot]) -> dict[int, torch.Tensor]:
-        """Return the table of each sequence, int32; what others had is forgotten."""
+        """Return the table of each sequence, int32. Tables of other sequences are forgotten."""
         self._known = {slot.sequence_id: self._table(slot) for slot in slots}
         return {sequence: table for sequence, (_, table) in self._known.items()}
 
@@ -145,13 +147,14 @@ def build_inputs(
 ) -> StepInputs:
     """Return the inputs of one step; `slots` is not empty.
 
-    whole: sequences whose every row is wanted at the end (prompt logprobs), not the last only.
+    whole: sequences for which all rows are wanted at the end (prompt logprobs), not only the last.
     kv_shape: [num_pages, block_tokens, kv_width] of one layer, of this rank. tables: kept from step
-    to step. home: which of the engine's pages are this rank's; where others have more, single rows
-    are absorbed, and no others.
+    to step. home: which of the engine's pages are this rank's. When other ranks hold more, single
+    rows are absorbed, and no others.
 
     Raises:
-        ValueError: a slot is empty or its page table does not cover it; names the sequence.
+        ValueError: a slot is empty or its page table does not cover it; the message names the
+            sequence.
     """
     _check(slots)
     if home.num_homes > 1:
@@ -209,7 +212,9 @@ class _Wanted:
 
 
 _Arranged = Sequence[tuple[_Wanted, bool]]
-"""Each with whether it is absorbed; those first, and first of them those of one row."""
+"""Each entry says whether it is absorbed. Absorbed ones come first, and of these the ones with a
+single row.
+"""
 
 
 def _check(slots: Sequence[StepSlot]) -> None:
@@ -261,7 +266,7 @@ def _shared_queries(
     tables: Mapping[int, torch.Tensor],
     home: Home,
 ) -> Queries:
-    """Return the queries where each rank has its share of the pages."""
+    """Return the queries when each rank has its share of the pages."""
     num_homes, (each, block_tokens, width) = home.num_homes, kv_shape
     whole_shape = torch.Size((num_homes * each, block_tokens, width))
     spans = [_span(want, 0, whole_shape, tables) for want, _ in arranged]
@@ -293,7 +298,7 @@ def _shared_queries(
 
 
 def _own_part(span: PagedSpan, row: int, kv_shape: torch.Size, home: Home) -> PagedSpan:
-    """Return what a single row sees of its context in this rank's pages; it may be nothing."""
+    """Return what a single row sees of its context in this rank's pages, which may be nothing."""
     each, block_tokens, _ = kv_shape
     homes = span.pages // each
     mine = span.pages[homes == home.home] % each
@@ -338,5 +343,7 @@ def _slot_rows(arranged: _Arranged) -> tuple[SlotRows, ...]:
 
 
 def _numbers(parts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the parts as one int64 tensor: for many parts of one number no tensor each."""
+    """Return the parts as one int64 tensor, without making a tensor for each of many small
+    parts.
+    """
     return torch.tensor([number for part in parts for number in part], dtype=torch.int64)

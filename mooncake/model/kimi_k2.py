@@ -1,6 +1,7 @@
 """Kimi-K2 (DeepSeek-V3's architecture) as a forward pass over paged latent KV.
 
-State is the weights only; KV and sequences are passed in. `loading` makes one of a checkpoint.
+The only state is the weights; KV and sequences are passed in. `loading` makes a model from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from mooncake.model.parallel.stages import Stage
 class Layer:
     """One decoder layer: attention and a dense or expert layer, each normed first and added.
 
-    What a layer makes of hidden states is (x, update): where the backend fuses, the sum of the two
-    is left to the next norm, else `update` is None.
+    A layer turns hidden states into (x, update). Where the backend fuses, the next norm adds the
+    two; otherwise `update` is None.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class Layer:
 
     @property
     def expert_slots(self) -> ExpertSlots | None:
-        """Its routed experts, where ranks share them out."""
+        """The layer's routed experts, if ranks share them out."""
         return self._mlp.slots if isinstance(self._mlp, Moe) else None
 
     def prepare(self, rows: int, most_rows: int) -> None:
-        """Have a library build what steps of `rows` rows need, `most_rows` at most."""
+        """Let a library build its code for steps of `rows` rows, at most `most_rows`."""
         self._attention.prepare(rows)
         if isinstance(self._mlp, Moe):
             self._mlp.prepare(rows, most_rows)
@@ -60,7 +61,7 @@ class Layer:
             self._mlp.prepare(rows)
 
     def serve(self, x: torch.Tensor) -> None:
-        """Compute for the rows of other ranks what they need of this one; x: [0, hidden]."""
+        """Compute what rows of other ranks need from this one; x: [0, hidden]."""
         if isinstance(self._mlp, Moe):
             self._mlp.serve(x)
 
@@ -72,7 +73,7 @@ class Layer:
         queries: Queries,
         kv: KvTensors,
     ) -> torch.Tensor:
-        """Return the layer's output for all rows, whose KV is written; needs `takes`."""
+        """Return the layer's output for all rows, whose KV is written. Requires `takes`."""
         x = self._attention.in_one(x, rotation, places, queries, kv)
         return self._mlp.add(self._output_norm(x), x)
 
@@ -84,7 +85,9 @@ class Layer:
         queries: Queries,
         kv: KvTensors,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output for the rows of `queries`; the other arguments are theirs."""
+        """Return the layer's output for the rows of `queries`. The other arguments belong to these
+        rows.
+        """
         if self._fused:
             attended = self._attention.attend(query, rotation, queries, kv)
             normed, x = self._output_norm.of_sum(x, attended)
@@ -94,7 +97,7 @@ class Layer:
 
 
 class Output:
-    """What makes logits of hidden states: a norm and the vocabulary head."""
+    """Makes logits from hidden states: a norm and the vocabulary head."""
 
     def __init__(self, norm: RmsNorm, head: Head) -> None:
         self.norm = norm
@@ -102,13 +105,13 @@ class Output:
         self.prepare = head.prepare
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [rows, vocab] float32 for `hidden` [rows, hidden]; in `out` where it is given."""
+        """Return [rows, vocab] float32 for `hidden` [rows, hidden], in `out` if it is given."""
         return self.head(self.norm(hidden), out)
 
 
 class MtpLayer:
-    """DeepSeek-V3's MTP layer (arXiv 2412.19437 section 2.2): from a token and the normed state of
-    the one before it, the normed state by which the head guesses the token that follows.
+    """DeepSeek-V3's MTP layer (arXiv 2412.19437 section 2.2). From a token and the normed state of
+    the token before it, it makes the normed state with which the head guesses the next token.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class MtpLayer:
         layer: Layer,
         norm: RmsNorm,
     ) -> None:
-        """product: of both normed, the token first."""
+        """`product`: the product of both normed inputs, the token first."""
         self._token_norm = token_norm
         self._state_norm = state_norm
         self._product = product
@@ -127,14 +130,16 @@ class MtpLayer:
         self.norm = norm
 
     def join(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return the layer's input, [rows, hidden], of embedded tokens and states as large."""
+        """Return the layer's input, [rows, hidden], from embedded tokens and states of the same
+        shape.
+        """
         return self._product(
             torch.cat((self._token_norm(embedded), self._state_norm(states)), dim=-1)
         )
 
 
 class KimiK2:
-    """The model, or one stage of it. Not safe for two threads at once on the same KV pages."""
+    """The model, or one stage of it. Two threads must not use it at once on the same KV pages."""
 
     def __init__(
         self,
@@ -151,11 +156,12 @@ class KimiK2:
         eplb: EplbConfig | None = None,
         mtp: MtpLayer | None = None,
     ) -> None:
-        """`placed`: of the device and dtype computed with. `layers`, `embedding` and `output`: what
-        `stage` has. `prefers_absorbed`: which form of attention new tokens take. `context`: the
-        ranks that share the KV of every context out; None: each has all. `sharing`: with whom
-        routed experts are shared out; None: with nobody. `eplb`: when they are placed anew. `mtp`:
-        what guesses tokens, with KV of its own behind that of the layers; None: nothing does.
+        """placed: a tensor of the device and dtype to compute with. layers, embedding, output: the
+        parts that `stage` has. prefers_absorbed: says which form of attention new tokens take.
+        context: the ranks that share out the KV of every context; None: each has all. sharing: the
+        ranks that share out the routed experts; None: each has all. eplb: when experts are placed
+        anew. mtp: the layer that guesses tokens, with KV of its own after that of the layers; None:
+        there is none.
         """
         self.spec = spec
         self.prefers_absorbed = prefers_absorbed
@@ -179,8 +185,8 @@ class KimiK2:
         self.stage.connect(self._placed.new_zeros(1, self.spec.hidden_size))
 
     def between_steps(self) -> None:
-        """Do what comes before each step and is no part of it, nor of one that is captured. All
-        ranks call this alike.
+        """Do the work between steps, which belongs to no step, not even a captured one. All ranks
+        call this alike.
         """
         if self.balancer is not None:
             self.balancer.between_steps()
@@ -192,13 +198,13 @@ class KimiK2:
         after_write: Callable[[int], None] | None = None,
         read: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Return the final hidden states of the output rows, [rows, hidden], before the last norm;
-        of a stage before the last those of all rows, which the next one gets.
+        """Return the final hidden states of the output rows, [rows, hidden], before the last norm.
+        A stage before the last returns the states of all rows, which go to the next stage.
 
-        Writes the KV of all rows; `after_write(layer)` is called as soon as a layer's is written,
-        by all ranks that have a share of it, and all layers' before it. `read(layer, states)` sees
-        what goes into each layer, [rows, hidden], which is overwritten afterwards, and at last the
-        result. The last layer attends only for rows whose output is used.
+        Writes the KV of all rows. All ranks that share a layer's KV call `after_write(layer)` as
+        soon as it and all layers' before it are written. `read(layer, states)` gets the input of
+        each layer, [rows, hidden], which is overwritten afterwards, and at last the result. The
+        last layer attends only for rows whose output is used.
         """
         stage = self.stage
         stage.begin()
@@ -257,8 +263,8 @@ class KimiK2:
         kv: KvTensors,
         after_write: Callable[[], None] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a layer's output for the rows of `queries`, of what the layer before it made; see
-        `forward` and `Layer`.
+        """Return a layer's output for the rows of `queries`, from the output of the layer before;
+        see `forward` and `Layer`.
         """
         x, update = hidden
         if update is None and queries.rows is None and layer.takes(queries, kv):
@@ -281,24 +287,27 @@ class KimiK2:
             if self._context is not None:
                 self._context.meet()
         if after_write is not None and self._context is not None:
-            after_write()  # all ranks wrote theirs before they met in this layer
+            after_write()  # all ranks wrote their KV before they met in this layer
         return x, update
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [rows, hidden] of `tokens` [rows] int64. Only the first stage can."""
+        """Return [rows, hidden] of `tokens` [rows] int64. Only the first stage has the
+        embedding.
+        """
         assert self._embedding is not None
         return self._embedding(tokens)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the states of `forward`'s result, or some of its rows."""
+        """Return the normed states of `forward`'s result, or of some of its rows."""
         assert self._output is not None
         return self._output.norm(hidden)
 
     def guess(self, inputs: StepInputs, states: torch.Tensor, kv: KvTensors) -> torch.Tensor:
-        """Return the MTP layer's states of the output rows, [rows, hidden]; writes its KV of all
-        rows. Only where there is an `mtp`.
+        """Return the MTP layer's states of the output rows, [rows, hidden]. Writes its KV of all
+        rows. Requires `mtp`.
 
-        states: of the token before each of `inputs.tokens`, by the model or by this layer.
+        states: the state of the token before each of `inputs.tokens`, from the model or from this
+        layer.
         """
         assert self.mtp is not None
         x = self.mtp.join(self.embedded(inputs.tokens), states)
@@ -313,7 +322,7 @@ class KimiK2:
         return self._output.head(states).argmax(dim=-1)
 
     def serve(self) -> None:
-        """Take part in a step of other ranks, for which this one has no rows."""
+        """Take part in a step of other ranks in which this rank has no rows."""
         assert self.exchange is not None, "nobody shares experts with this rank"
         self.between_steps()
         self.exchange.agree(0, 0)
@@ -325,27 +334,27 @@ class KimiK2:
 
     @property
     def expert_slots(self) -> list[ExpertSlots]:
-        """The routed experts of each layer that has some, where ranks share them out."""
+        """The routed experts of each layer that has some, if ranks share them out."""
         layers = [each.expert_slots for each in self._layers]
         return [slots for slots in layers if slots is not None]
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counts since the start, by name: of experts, where ranks share them out."""
+        """Counts since the start, by name: those of experts, if ranks share them out."""
         return {} if self.balancer is None else dict(self.balancer.counters)
 
     def kinds_of_layers(self) -> list[Layer]:
-        """Return a layer of each kind: dense ones come first, then those with experts."""
+        """Return a layer of each kind: a dense one first, then one with experts."""
         return list(dict.fromkeys((self._layers[0], self._layers[-1])))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [rows, vocab] float32 for `forward`'s result, or some of its rows; in `out` where
-        it is given. Only the last stage can.
+        """Return [rows, vocab] float32 for `forward`'s result, or some of its rows, in `out` if it
+        is given. Only the last stage makes logits.
         """
         assert self._output is not None, "a stage before the last makes no logits"
         return self._output(hidden, out)
 
     def prepare_head(self, rows: int) -> None:
-        """Have a library build what logits of `rows` rows need."""
+        """Let a library build its code for logits of `rows` rows."""
         if self._output is not None:
             self._output.prepare(rows)

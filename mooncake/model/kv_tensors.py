@@ -1,8 +1,8 @@
 """The engine's KV pages as tensors: a view of registered memory, never a copy of it.
 
-Owns no allocation policy: which page belongs to whom is the engine's business. A row is
-`[normed latent | rotated key part]`; the key part keeps the order of `kv_a_proj_with_mqa`'s output
-(see `mooncake_kernels.reference.rope`), so blocks may travel between engines.
+The engine decides which page belongs to whom. A row is `[normed latent | rotated key part]`. The
+key part keeps the order of `kv_a_proj_with_mqa`'s output (see `mooncake_kernels.reference.rope`),
+so blocks may travel between engines.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _DTYPES = {
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-"""e4m3 pages hold the numbers themselves, cut off at +-448: a normed latent is far below that."""
+"""e4m3 pages hold the numbers themselves, clamped to +-448. A normed latent is far below that."""
 
 
 class KvTensors:
-    """Latent KV of `num_pages` pages: one `[num_pages, block_tokens, kv_width]` tensor a layer.
+    """Latent KV of `num_pages` pages: one `[num_pages, block_tokens, kv_width]` tensor for each
+    layer.
 
-    Where ranks share the pages of an engine out, these are one rank's, and `home` says which; in a
-    stage's own memory they begin with its first layer.
+    Where ranks share out the pages of an engine, these are one rank's pages, and `home` says which.
+    In a stage's own memory they begin with its first layer.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class KvTensors:
 
     @classmethod
     def view(cls, pages: PageArray, buffer: memoryview, home: int = 0) -> KvTensors:
-        """Return the pages of `home`, or the only ones there are, among `pages`, which lie at the
-        start of `buffer` (a transfer region's memory).
+        """Return the pages of `home` among `pages`, which lie at the start of `buffer` (a transfer
+        region's memory). When `pages` has only one home, return those.
 
         Raises:
-            ConfigError: the buffer is too small, or the dtype is not one KV can be kept in.
+            ConfigError: the buffer is too small, or KV cannot be kept in the dtype.
         """
         layout, each = pages.layout, pages.pages_of_home
         dtype = _dtype(layout)
@@ -71,7 +72,7 @@ class KvTensors:
         home: Home = ALL_PAGES,
         layers: range | None = None,
     ) -> KvTensors:
-        """Return zeroed pages of `home` and of `layers`, or of all, in `device` memory."""
+        """Return zeroed pages of `home` and of `layers` (None: all) in `device` memory."""
         layers = layers or range(layout.num_layers)
         shape = (len(layers), num_pages, layout.block_tokens, layout.kv_width)
         dtype = _dtype(layout)
@@ -84,16 +85,16 @@ class KvTensors:
 
     @property
     def page_shape(self) -> torch.Size:
-        """`[num_pages, block_tokens, kv_width]`."""
+        """The shape of one layer's pages, `[num_pages, block_tokens, kv_width]`."""
         return self.layers[0].shape
 
     def of_layer(self, layer: int) -> torch.Tensor:
-        """Return the pages of a layer of the model, `page_shape`."""
+        """Return the pages of a layer of the model, in `page_shape`."""
         return self.layers[layer - self.first_layer]
 
     def write(self, layer: int, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store `rows` [tokens, kv_width] at `places` [tokens] (page * block_tokens + offset); a
-        negative place is passed over.
+        """Store `rows` [tokens, kv_width] at `places` [tokens] (page * block_tokens + offset). Rows
+        with a negative place are skipped.
         """
         held, used = self._rows[layer - self.first_layer], places >= 0
         if not bool(used.all()):

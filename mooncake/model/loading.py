@@ -1,4 +1,4 @@
-"""From a source of named tensors to a model: reads, packs and places weights layer by layer."""
+"""Makes a model from a source of named tensors: reads, packs and places weights layer by layer."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class WeightSource(Protocol):
         """Raise CheckpointError unless exactly these tensors are there."""
 
     def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
-        """Return a tensor of `shape`, or `part` of it, in a float dtype; CheckpointError if missing
-        or of another shape.
+        """Return a tensor of `shape`, or `part` of it, in a float dtype. Raises CheckpointError
+        when it is missing or has another shape.
         """
 
     def quantized(
         self, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> QuantizedWeight | None:
-        """Return the weight, or `part` of it, as stored if it is quantized in a form kernels take,
-        else None.
+        """Return the weight, or `part` of it, as stored, if it is quantized in a form that kernels
+        support. Otherwise return None.
         """
 
 
@@ -116,7 +116,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class _Place:
-    """What a model is made for."""
+    """The device, dtype and ranks for which a model is made."""
 
     dtype: torch.dtype
     device: torch.device
@@ -187,7 +187,7 @@ class _Loader:
         )  # fmt: skip
 
     def _output(self, embedding: Embedding | None) -> Output:
-        """Return what makes logits; with a tied head the weight of `embedding` does."""
+        """Return the part that makes logits. A tied head uses the weight of `embedding`."""
         norm = self._norm("model.norm.weight", self._spec.rms_norm_eps)
         tied = self._spec.tie_word_embeddings
         if tied:
@@ -216,7 +216,7 @@ class _Loader:
         )
 
     def _part(self, name: str) -> Part | None:
-        """Return what this rank holds of a tensor; None: all of it."""
+        """Return the part of a tensor that this rank holds; None: all of it."""
         shape, group = self._shapes[name], self._group
         cut = cut_of(self._spec, name, group.size, whole_experts=self._sharing is not None)
         return None if cut is None else cut.part(shape, group.rank, group.size)
@@ -232,7 +232,9 @@ class _Loader:
         return kept
 
     def _router(self, name: str) -> torch.Tensor:
-        """Return a router's weight: half the bytes, and the same logits, where it may stay so."""
+        """Return a router's weight. It stays as stored where it may: half the bytes, and the same
+        logits.
+        """
         tensor = self._tensor(name)
         kept = tensor.dtype == self._dtype and self._backends.keeps_router(tensor.dtype)
         dtype = tensor.dtype if kept else torch.float32
@@ -250,7 +252,7 @@ class _Loader:
                 self._progress(self._done, self._num_held)
 
     def _stored(self, name: str) -> QuantizedWeight | None:
-        """Return the weight as it is stored, if it may stay so."""
+        """Return the weight as it is stored, if it may stay that way."""
         part = self._part(name)
         widths = [
             size if part is None or part.dim != dim else part.size
@@ -305,7 +307,9 @@ class _Loader:
         )
 
     def _linear(self, *names: str) -> Product:
-        """Return one linear layer of several with the same input, outputs in the order given."""
+        """Return one linear layer for several with the same input. Their outputs are in the given
+        order.
+        """
         kept = self._fp8_linear(names)
         if kept is not None:
             return kept
@@ -324,7 +328,9 @@ class _Loader:
         return Linear(weight, torch.cat(filled), multiply)
 
     def _fp8_linear(self, names: Sequence[str]) -> Fp8Linear | None:
-        """Return the layer of FP8 weights if all are, without bias, and blocks stay whole."""
+        """Return the layer of FP8 weights, if all of them are FP8, without bias, and blocks stay
+        whole.
+        """
         if any(name + ".bias" in self._shapes for name in names):
             return None
         stored = [self._stored(name + ".weight") for name in names]
@@ -348,14 +354,14 @@ class _Loader:
         return torch.zeros_like(bias) if once and self._group.rank else bias
 
     def _summed(self, name: str) -> Product:
-        """Return a product whose input columns are cut as that of the whole input."""
+        """Return a product whose input columns are cut like those of the whole input."""
         if self._backends.adds_slabs:
             return self._slabbed(name, self._shapes[name + ".weight"][1])
         product = self._linear(name)
         return product if self._group.size == 1 else SummedProduct(product, self._group)
 
     def _slabbed(self, name: str, columns: int) -> SlabbedProduct:
-        """Return a product that is summed in as many slabs as a sum over `columns` is."""
+        """Return a product that is summed in as many slabs as a sum over `columns`."""
         weight, bias = self._read(name + ".weight"), self._bias_or_none(name)
         return SlabbedProduct(weight, bias, self._slabs_of(columns), self._group)
 
@@ -363,7 +369,7 @@ class _Loader:
         """Return how many slabs of a sum over `columns` this rank has.
 
         Raises:
-            ConfigError: they cannot be shared among so many ranks.
+            ConfigError: so many ranks cannot share them.
         """
         slabs = slabs_of(columns)
         if slabs % self._group.size:
@@ -378,7 +384,9 @@ class _Loader:
         return GatedMlp(self._gate_up(prefix), self._summed(prefix + "down_proj"), gated)
 
     def _shared(self, prefix: str) -> GatedMlp:
-        """Return the experts that all tokens have, summed as and with the routed ones."""
+        """Return the experts that all tokens use. Their sums are made like those of the routed
+        ones, and with them.
+        """
         down = prefix + "down_proj"
         fixed = self._backends.adds_slabs
         columns = self._spec.moe_intermediate_size
@@ -431,7 +439,7 @@ class _Loader:
         """Return (gate_up, its factors, down, its factors) of all experts as they are stored.
 
         Raises:
-            CheckpointError: one of them is not stored as the first one is.
+            CheckpointError: one of them is stored in another way than the first.
         """
         count = len(self._held)
         made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

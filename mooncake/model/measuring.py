@@ -1,7 +1,6 @@
-"""The memory that is left for KV pages, measured by all ranks of an instance together: the largest
-steps are run once, so that libraries and exchanges have what they keep, and measured the second
-time. Before them come steps of all sizes, for which kernels are compiled that no request then waits
-for.
+"""Measures the memory that is left for KV pages, by all ranks of an instance together. The largest
+steps run once, so that libraries and exchanges allocate what they keep; the second run is measured.
+Steps of all sizes come first, so that no request later waits for a kernel to be compiled.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.group import Group
 
 _ABSORBED_ROWS = 128
-"""Of a chunk that is absorbed over any context that is much longer."""
+"""Rows of a chunk that is absorbed over any much longer context."""
 _EXPANDED_ROWS = 256
-"""Of a chunk that is expanded over any context."""
+"""Rows of a chunk that is expanded over any context."""
 _FRESH_PROMPTS = 8
-"""That share a step: each has keys of its own, which are expanded together."""
+"""How many prompts share such a step. Each has keys of its own, which are expanded together."""
 
 
 class MemoryMeter(Protocol):
     """Measures the memory of a device."""
 
     def measure(self, step: Callable[[], None]) -> GpuMemory:
-        """Return what is in use now, and what `step` takes on top while it runs."""
+        """Return the memory in use now, and the extra memory that `step` takes while it runs."""
 
 
 def measure_memory(
@@ -44,9 +43,9 @@ def measure_memory(
 ) -> list[GpuMemory]:
     """Return the memory of each rank, in their order. All ranks call this at once.
 
-    The steps are over pages of their own, which count as free: those of one context, which all
-    sequences share, and of one layer, which all layers do. Logits are those of as many rows as
-    there may be sequences; `sample` does with them what the rank that samples does.
+    The steps use temporary pages, which count as free. All sequences share the pages of one
+    context, and all layers share one layer. There are logits for as many rows as there may be
+    sequences. `sample` handles them as the sampling rank does.
 
     Raises:
         GroupError: another rank was lost.
@@ -81,8 +80,9 @@ def measure_memory(
 
 
 def largest_steps(asked: Measure) -> list[list[StepSlot]]:
-    """Return the steps that need most: of a prompt the last chunk alone; as many sequences as there
-    may be, each with one token, and the chunk beside them, expanded or absorbed; several prompts.
+    """Return the steps that need the most memory: the last chunk of a prompt alone; as many
+    sequences as possible, each with one token, beside a chunk that is expanded or absorbed; several
+    prompts.
     """
     alone = asked.step_tokens
     singles = min(asked.step_sequences, alone) - 1
@@ -98,8 +98,8 @@ def largest_steps(asked: Measure) -> list[list[StepSlot]]:
 
 def steps_of_all_sizes(asked: Measure) -> list[list[StepSlot]]:
     """Return a step of each size for which other kernels may be chosen: prompts of one token, two,
-    four and so on, chunks as short of long prompts, and chunks whose context is merged of fewer
-    parts than the longest.
+    four and so on, equally short chunks of long prompts, and chunks whose context is merged from
+    fewer parts than the longest.
     """
     sizes = [1]
     while 2 * sizes[-1] <= asked.step_tokens:
@@ -114,7 +114,9 @@ def steps_of_all_sizes(asked: Measure) -> list[list[StepSlot]]:
 
 
 def _step(asked: Measure, rows: Sequence[int], context: int | None = None) -> list[StepSlot]:
-    """Return a slot for each of `rows`, the last tokens of `context` tokens, None: of the most."""
+    """Return a slot for each of `rows`: the last `rows` tokens of `context` tokens. None: of the
+    longest context.
+    """
     pages = _table(asked)
     return [
         StepSlot(
@@ -126,13 +128,13 @@ def _step(asked: Measure, rows: Sequence[int], context: int | None = None) -> li
 
 
 def _num_pages(asked: Measure) -> int:
-    """Return the pages of one context that are each home's."""
+    """Return how many pages of one context each home holds."""
     tokens = max(asked.context_tokens, asked.step_tokens)
     return -(-asked.layout.num_blocks(tokens) // asked.num_homes)
 
 
 def _table(asked: Measure) -> list[int]:
-    """Return the page table of the longest context, dealt out to all homes in turn."""
+    """Return the page table of the longest context, with its pages dealt to all homes in turn."""
     each = _num_pages(asked)
     return [home * each + page for page in range(each) for home in range(asked.num_homes)]
 

@@ -1,6 +1,6 @@
-"""Memory needed by weights, steps and KV pages, from the spec alone: no torch, no device.
+"""Memory for weights, steps and KV pages, computed from the spec alone, without torch or a device.
 
-Used by `--dry-run` and at start-up; the numbers are computed, not measured.
+`--dry-run` and start-up use it. The numbers are computed, not measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mooncake.model.options import ModelOptions
 _ROUTER, _ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
 _ALONE = Shape()
 _WIDENED = "kv_b_proj.weight"
-"""Never kept in FP8: attention multiplies with its two halves, cut apart."""
+"""This weight is never kept in FP8, because attention multiplies with its two halves separately."""
 _JOINED = (
     ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
     ("q_proj.weight", "kv_a_proj_with_mqa.weight"),
@@ -42,17 +42,17 @@ class GpuMemory:
 
     total_bytes: int
     resident_bytes: int
-    """In use: weights, libraries, other processes."""
+    """Memory in use by weights, libraries and other processes."""
     step_bytes: int
-    """What the largest step took on top while it ran."""
+    """The extra memory that the largest step took while it ran."""
 
     def beside(self, num_bytes: int) -> GpuMemory:
-        """Return the same with so much more in use."""
+        """Return the same with `num_bytes` more in use."""
         return replace(self, resident_bytes=self.resident_bytes + num_bytes)
 
 
 def room_for_pages(memory: GpuMemory, utilization: float, block_bytes: int) -> int:
-    """Return how many KV pages are left; below 0 where even the rest does not fit."""
+    """Return how many KV pages fit; below 0 when even the rest does not fit."""
     budget = int(memory.total_bytes * utilization)
     return (budget - memory.resident_bytes - 2 * memory.step_bytes) // block_bytes
 
@@ -89,17 +89,18 @@ def pages_that_fit(
 
 @dataclass(frozen=True)
 class Kept:
-    """Quantized weights that stay in memory as they are stored, of which widths they may be."""
+    """Quantized weights that stay in memory as they are stored, with the allowed widths."""
 
     format: QuantFormat
     multiple_of: int = 1
 
 
 def kept_by(options: ModelOptions, dtype: str, stored: QuantFormat | None) -> Kept | None:
-    """Return what engines that run so keep of a checkpoint `stored` so; None: all is widened.
+    """Return what engines with these options keep of a checkpoint `stored` in this format; None:
+    all weights are widened.
 
-    Triton multiplies with quantized weights, and on the CPU code that is compiled when the model is
-    loaded, with bfloat16.
+    Triton multiplies with quantized weights, and on the CPU so does bfloat16 code that is compiled
+    when the model is loaded.
     """
     if stored is None:
         return None
@@ -109,7 +110,9 @@ def kept_by(options: ModelOptions, dtype: str, stored: QuantFormat | None) -> Ke
 
 
 def _by_triton(options: ModelOptions) -> bool:
-    """Whether Triton computes routers, and experts where the model is; see `backends.settle`."""
+    """Whether Triton computes routers, and experts that are with the model; see
+    `backends.settle`.
+    """
     if options.device == "cpu":
         return options.moe_backend == "triton"  # in its interpreter
     # moe-backend is that of the experts, wherever they are.
@@ -117,9 +120,9 @@ def _by_triton(options: ModelOptions) -> bool:
 
 
 def keeps_router(options: ModelOptions, dtype: str, spec: ModelSpec) -> bool:
-    """Whether engines that run so keep routers as they are stored, in 16 bits: the rule of
-    `Backends.keeps_router`, for checkpoints whose routers have the dtype of all that they do not
-    quantize.
+    """Whether engines with these options keep routers as they are stored, in 16 bits. This is the
+    rule of `Backends.keeps_router`, for checkpoints whose routers have the dtype of everything that
+    is not quantized.
     """
     return _by_triton(options) and not options.deterministic and dtype == spec.dtype == "bfloat16"
 
@@ -138,11 +141,11 @@ def _kept_by_host(
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Bytes of the weights of one rank."""
+    """The size in bytes of one rank's weights."""
 
     on_device: int
     in_dram: int
-    """Of routed experts beside a model on a GPU."""
+    """The routed experts beside a model on a GPU."""
 
 
 def held_weights(
@@ -155,8 +158,8 @@ def held_weights(
     layers: range | None = None,
     elsewhere: bool = False,
 ) -> HeldWeights:
-    """Return what a rank of `shape` that runs so holds of a checkpoint `stored` so; of `layers`
-    alone where it is in one stage of several.
+    """Return what a rank of `shape` with these options holds of a checkpoint `stored` in this
+    format. In one of several stages this covers only `layers`.
 
     elsewhere: on another machine, where code can be compiled.
     """
@@ -196,12 +199,12 @@ def weights_bytes(
     router: str = "float32",
 ) -> int:
     """Return the bytes of the weights that a rank of `shape` holds: its parts (see `tensor_cuts`),
-    those of `layers` where others have the rest, routers as `router` and their biases as float32,
-    the rest in `dtype`.
+    only of `layers` when others have the rest. Routers are stored as `router`, their biases as
+    float32, the rest in `dtype`.
 
-    redundant: copies of routed experts that the ranks hold beside one of each. kept: what stays as
-    the checkpoint stores it; None: quantized weights are widened when they are loaded. with_mtp:
-    the MTP layer is loaded, too.
+    redundant: copies of routed experts that the ranks hold beside one of each. kept: the weights
+    that stay as stored; None: quantized weights are widened when they are loaded. with_mtp: also
+    count the MTP layer.
     """
     parts = _parts(spec, shape, layers, with_mtp)
     return sum(
@@ -213,8 +216,8 @@ def weights_bytes(
 def _parts(
     spec: ModelSpec, shape: Shape, layers: range | None, with_mtp: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of what one rank holds of each tensor, one routed expert of a layer for all,
-    as they are alike; others of its stage hold as much.
+    """Return the shape of one rank's part of each tensor. One routed expert of a layer stands for
+    all, because they are alike. Others of its stage hold as much.
     """
     return {
         name: part_shape(whole, cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1), shape.tp)
@@ -224,8 +227,8 @@ def _parts(
 
 
 def _num_alike(spec: ModelSpec, shape: Shape, redundant: int, name: str) -> int:
-    """Return how many tensors of a rank that of `tensor_shapes` with one expert stands for; there
-    are `redundant` second copies of experts on all ranks.
+    """Return how many tensors of a rank one tensor of `tensor_shapes` stands for. `redundant`: the
+    number of second copies of experts on all ranks.
     """
     return (spec.n_routed_experts + redundant) // shape.ep if ROUTED in name else 1
 
@@ -233,7 +236,7 @@ def _num_alike(spec: ModelSpec, shape: Shape, redundant: int, name: str) -> int:
 def _held_bytes(
     name: str, parts: Mapping[str, tuple[int, ...]], dtype: str, kept: Kept | None, router: str
 ) -> int:
-    """Return the bytes of a tensor in memory, factors of quantized blocks included."""
+    """Return the bytes of a tensor in memory, including factors of quantized blocks."""
     shape = parts[name]
     size = math.prod(shape)
     if name.endswith(_ROUTER):
@@ -259,8 +262,8 @@ def _fits(shape: tuple[int, ...], kept: Kept) -> bool:
 
 
 def _stays_fp8(name: str, parts: Mapping[str, tuple[int, ...]], kept: Kept) -> bool:
-    """Whether a dense weight stays FP8: not where attention cuts it, a bias is added, or the layer
-    it is joined into would not have whole blocks.
+    """Whether a dense weight stays FP8. It does not when attention cuts it, a bias is added, or the
+    layer that it is joined into would not have whole blocks.
     """
     joined = [name]
     for first, second in _JOINED:
@@ -280,10 +283,10 @@ def _stays_fp8(name: str, parts: Mapping[str, tuple[int, ...]], kept: Kept) -> b
 def workspace_bytes(
     spec: ModelSpec, dtype: str, *, step_tokens: int, step_sequences: int, num_ranks: int = 1
 ) -> int:
-    """Return an upper estimate of what one step of `step_tokens` needs beside weights and KV on one
-    of `num_ranks` ranks.
+    """Return an upper estimate of the memory that one step of `step_tokens` needs beside weights
+    and KV on one of `num_ranks` ranks.
 
-    Counts the widest moments of a layer as if they were alive together, and float32 logits.
+    It counts the widest moments of a layer as if they happened together, and float32 logits.
     """
     heads = spec.num_attention_heads // num_ranks
     attention = 2 * heads * spec.qk_head_dim + heads * spec.v_head_dim + spec.kv_width
@@ -304,10 +307,11 @@ def communication_bytes(
     step_sequences: int,
     max_model_len: int,
 ) -> int:
-    """Return what one rank keeps for exchanges with the others: a float32 sum and a gathered
-    embedding of the largest step; where KV is dealt out, the queries and outputs of all heads and
-    the latents of the longest context of one layer; between stages, the activations of two steps;
-    where instances share experts, the rows of all of them with their experts' outputs.
+    """Return how many bytes one rank keeps for exchanges with the others. These are a float32 sum
+    and a gathered embedding of the largest step. Where ranks share out KV, add the queries and
+    outputs of all heads and the latents of the longest context of one layer. Between stages, add
+    the activations of two steps. Where instances share experts, add the rows of all of them with
+    their experts' outputs.
     """
     each = DTYPE_BYTES[dtype]
     rows = step_tokens * spec.hidden_size

@@ -1,6 +1,6 @@
 """From a checkpoint directory to runners: the interface that launchers call, without tensors.
 
-Owns the loaded model; several runners of one process share its weights, each has its own pages.
+Owns the loaded model. Several runners of one process share its weights; each has its own pages.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class ModelSource:
         lead: Lead | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """Open the checkpoint, with `keys` where it is encrypted; reads headers only.
+        """Open the checkpoint, with `keys` if it is encrypted. Reads headers only.
 
-        lead: the followers that hold the other parts of the model, loading theirs already.
-        peers: the instances with which this one shares its experts, doing the same.
+        lead: the followers that hold the other parts of the model. They are already loading. peers:
+        the instances with which this one shares its experts. They are loading too.
 
         Raises:
-            ConfigError: the options ask for what this machine does not have, or these are not the
+            ConfigError: the options need something that this machine lacks, or these are not the
                 checkpoint's keys.
-            CheckpointError: it cannot be read, or `dtype` is not one that can be computed in.
+            CheckpointError: it cannot be read, or the model cannot compute in `dtype`.
         """
         self._checkpoint = Checkpoint.open(path, keys)
         if dtype not in SPEC_DTYPES:
@@ -98,7 +98,7 @@ class ModelSource:
         self._model: KimiK2 | None = None
         self._head: Eagle3Head | None = None
         self.memories: list[Opened] = []
-        """The memories of ranks from 1 on, where they have some."""
+        """The memories of ranks from 1 on, if they have any."""
 
     @functools.cached_property
     def revision(self) -> str:
@@ -107,7 +107,8 @@ class ModelSource:
         return self._checkpoint.revision(None if folder is None else Path(folder))
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the weights unless loaded; `progress(done, total)` counts tensors.
+        """Load the weights unless they are loaded. `progress` is called with (tensors done, all
+        tensors).
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of the wrong shape.
@@ -143,8 +144,8 @@ class ModelSource:
     def warm_up(
         self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Have built what steps within the limits of `config` need; see `model.warm_up`. Weights
-        must have been loaded. `progress(done, total)` counts sizes.
+        """Build the code that steps within the limits of `config` need; see `model.warm_up`. Load
+        the weights first. `progress` is called with (sizes done, all sizes).
         """
         assert self._model is not None
         began_s = time.monotonic()
@@ -155,8 +156,8 @@ class ModelSource:
             _log.info("warmed up for %d of %d sizes in %.1f s", built, known, took_s)
 
     def close(self) -> None:
-        """End the other ranks, if there are any, and the links to other instances. Runners must
-        have been closed.
+        """End the other ranks, if there are any, and the links to other instances. Close all
+        runners first.
         """
         if self._peers is not None:
             self._peers.close()
@@ -165,12 +166,12 @@ class ModelSource:
 
     @staticmethod
     def expert_timings() -> list[Timing]:
-        """Return what loading measured to choose how experts are computed on the CPU."""
+        """Return the times that loading measured to choose how the CPU computes experts."""
         return timings()
 
     @property
     def owns_pages(self) -> bool:
-        """Whether KV pages lie in the device's own memory, which the host cannot address."""
+        """Whether KV pages are in the device's own memory, which the host cannot address."""
         return self._device.owns_pages
 
     def device_pages(self, layout: KvLayout, num_pages: int) -> PageMemory:
@@ -181,9 +182,9 @@ class ModelSource:
         return self._device.pages(self._options.held_by(0, array))
 
     def num_pages(self, layout: KvLayout, config: EngineConfig) -> int:
-        """Return how many KV pages there are: as configured, or what the GPU has room for that has
-        least, all ranks measuring in one step. On GPUs that is measured in either case: kernels
-        are compiled for it that no request then waits for.
+        """Return the number of KV pages: as configured, or as many as fit on the GPU with the least
+        room; all ranks measure in one step. GPUs are measured in either case, so that no request
+        later waits for a kernel to be compiled.
 
         Raises:
             ConfigError: not even one sequence of full length fits.
@@ -227,14 +228,13 @@ class ModelSource:
         descriptor: int | None = None,
         transfer: bytes = b"",
     ) -> ModelRunner:
-        """Return a runner of `config.num_blocks` pages, loading the weights first if need be.
+        """Return a runner of `config.num_blocks` pages. Loads the weights first if necessary.
 
-        descriptor: of the memory of `pages`, which other ranks map; they need it, unless they have
-            memories of their own.
-        transfer: how these open a transfer engine (see `UsePages`); `memories` says where peers
-            reach them afterwards.
-        pages: host memory, or what `device_pages` returned. Where the device owns its pages and
-        none are given they are the runner's own, out of any transfer's reach.
+        descriptor: of the memory of `pages`, which other ranks map. They need it unless they have
+        memories of their own. transfer: how these ranks open a transfer engine (see `UsePages`).
+        Afterwards `memories` says where peers reach them. pages: host memory, or the result of
+        `device_pages`. When the device owns its pages and none are given, the runner makes its own,
+        which transfers cannot reach.
         """
         self.load()
         model = self._model
@@ -286,7 +286,7 @@ class ModelSource:
     def _draft_layer(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies
     ) -> DraftLayer | None:
-        """Return what makes drafts over these pages, if anything does."""
+        """Return the layer that makes drafts over these pages, if there is one."""
         if self._head is not None and config.speculation is not None:
             return Eagle3Rows(self._head, config.max_num_seqs, copies)
         return None if model.mtp is None else MtpRows(model, kv, copies)
@@ -303,7 +303,7 @@ class ModelSource:
     def _capture(
         self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
     ) -> CapturedSteps | None:
-        """Return captured steps where there are any; all ranks capture them at once."""
+        """Return captured steps if there are any. All ranks capture them at once."""
         sizes = self._captured(config)
         graphs = self._device.open_graphs() if sizes.most_rows else None
         return None if graphs is None else capture_steps(model, kv, graphs, sizes, copies)

@@ -13,22 +13,22 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 RANK_BACKENDS = ("auto", "shm", "gloo")
 GATHERED, DEEPEP = "allgather_reducescatter", ("deepep_high_throughput", "deepep_low_latency")
-"""How rows go to the ranks that have their experts; vLLM's names."""
+"""How rows go to the ranks that have their experts, under vLLM's names."""
 MOE_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 EXPERT_DEVICES = ("auto", "cpu")
 KV_DTYPES = {"fp8": "float8_e4m3fn"}
-"""Of `--kv-cache-dtype`, besides auto, to a layout's dtype."""
+"""Values of `--kv-cache-dtype`, besides auto -> the dtype of a layout."""
 
 
 class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers that hold the routed experts together, and which of them one is."""
+    """The workers that hold the routed experts together, and which of them this one is."""
 
     name: str
-    """The same of all, and of no others on their machine."""
+    """An id that is the same for all of them, and differs from other groups on their machine."""
     number: int
     size: int
     workers: tuple[str, ...] = ()
-    """What each is called."""
+    """The names of the workers."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,40 +37,48 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     """"cpu", "cuda" or one GPU, as "cuda:1"."""
     expert_device: str = "auto"
-    """Of routed experts: "auto", that of the rest, or "cpu", beside a model on a GPU."""
+    """The device of routed experts: "auto", the same as the rest, or "cpu", beside a model on a
+    GPU.
+    """
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     deterministic: bool = False
-    """Results do not depend on what else is in the batch."""
+    """Whether results must not depend on what else is in the batch."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for weights, steps and pages together."""
+    """The share of a GPU's memory for weights, steps and pages together."""
     measure_pages: bool = False
-    """On a GPU: as many KV pages as fit, instead of the number in the engine's settings."""
+    """Whether a GPU gets as many KV pages as fit, instead of the number in the engine's
+    settings.
+    """
     cache_dir: str | None = None
-    """Where digests of weight files are kept, so that each is hashed once; None: nowhere."""
+    """The directory that keeps digests of weight files, so that each is hashed once; None: they are
+    not kept.
+    """
     cpu_isa: str | None = None
-    """What compiled code may use of a CPU, as ONEDNN_MAX_CPU_ISA says it; None: all there is."""
+    """The CPU features that compiled code may use, as ONEDNN_MAX_CPU_ISA names them; None: all."""
     weights_key: KeySource = KeySource(name="weights-key")
     """Where the process that loads encrypted weights finds their key."""
     shape: Shape = Shape()
     """The processes among which each layer is cut, and how they share out the KVCache."""
     rank_backend: str = "auto"
-    """What they exchange tensors by, see `group_kind`."""
+    """The transport by which these exchange tensors, see `group_kind`."""
     eplb: EplbConfig | None = None
     """How ranks that share experts place them anew while they are used; None: never."""
     num_threads: int | None = None
-    """Of torch and compiled code in an engine's process; None: as many as there are cores."""
+    """The number of threads of torch and compiled code in an engine's process; None: one for each
+    core.
+    """
     with_mtp: bool = False
-    """Whether the model's first MTP layer is loaded, which makes drafts."""
+    """Whether to load the model's first MTP layer, which makes drafts."""
     draft_model: str | None = None
-    """The directory of an EAGLE-3 head, which makes drafts; None: no head does."""
+    """The directory of an EAGLE-3 head, which makes drafts; None: no head makes any."""
     graphs: bool = True
-    """On a GPU: decode steps are captured once and replayed."""
+    """Whether decode steps on a GPU are captured once and replayed."""
 
     @property
     def group_kind(self) -> str:
-        """What ranks exchange tensors by: "nccl" on GPUs; else, where nothing else is wanted, one
-        memory, as they run on one machine.
+        """The transport by which ranks exchange tensors: "nccl" on GPUs. Otherwise, unless the user
+        chose another, it is one shared memory, because they run on one machine.
         """
         return "nccl" if self.device != "cpu" else self.rank_backend
 
@@ -80,15 +88,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.group_kind in ("gloo", "nccl") and self.shape.num_ranks > 1
 
     def device_of(self, rank: int) -> str:
-        """Return the device on which a rank computes: of the GPUs that its process sees, which are
-        those of its engine, each rank has one.
+        """Return the device on which a rank computes. Its process sees the GPUs of its engine, and
+        each rank has one of them.
         """
         shared = self.device == "cpu" or self.shape.num_ranks == 1
         return self.device if shared else f"cuda:{rank}"
 
     def held_by(self, rank: int, pages: PageArray) -> PageArray:
-        """Return what the memory of `rank` holds of an engine's `pages`: of the layers of its
-        stage the pages of its home.
+        """Return what the memory of `rank` holds of an engine's `pages`: the pages of its home, in
+        the layers of its stage.
         """
         if not self.own_memories:
             return pages
@@ -97,5 +105,5 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts_apart(self) -> bool:
-        """Whether routed experts lie in DRAM, and all else on a GPU."""
+        """Whether routed experts are in DRAM and everything else on a GPU."""
         return self.expert_device == "cpu" and self.device != "cpu"

@@ -1,8 +1,8 @@
-"""Copies weights to their place by several threads, which disks and GPU uploads need for speed.
+"""Copies weights to their place with several threads, which disks and GPU uploads need for speed.
 
-Reading a mapped file means waiting for its pages, copying means waiting for memory; threads wait
-side by side. On the way to a GPU each thread has one pinned buffer, so beside the weights no more
-than a tensor for each thread is held.
+Reading a mapped file waits for its pages, and copying waits for memory; threads wait in parallel.
+On the way to a GPU each thread has one pinned buffer, so memory holds at most one tensor for each
+thread beside the weights.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ class Placer:
     """A pool of copying threads; a context manager that ends them."""
 
     def __init__(self, num_threads: int | None = None, *, staged: bool = False) -> None:
-        """`staged`: go through a buffer of the thread's own, pinned where there is a GPU."""
+        """`staged`: copy through a buffer of the thread's own, which is pinned if there is
+        a GPU.
+        """
         count = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="place-weights")
         self._staged = staged
         self._own = threading.local()
 
     def do(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run all tasks in parallel; after all have ended, raise the error of the first that
+        """Run all tasks in parallel. After all have ended, raise the error of the first that
         failed.
         """
-        inference = torch.is_inference_mode_enabled()  # of this thread alone, otherwise
+        inference = torch.is_inference_mode_enabled()  # it is set for this thread only
 
         def run(task: Callable[[], None]) -> None:
             with torch.inference_mode(inference):
@@ -50,7 +52,9 @@ class Placer:
                     task.exception()
 
     def copy(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy `tensor` (of any float dtype) into `out` of the same shape; done on return."""
+        """Copy `tensor` (of any float dtype) into `out` of the same shape. The copy is complete on
+        return.
+        """
         if not self._staged:
             out.copy_(tensor)
             return

@@ -1,5 +1,5 @@
-"""Where one rank of an engine computes, and all that depends on it: backends, copies, graphs, the
-memory of its KV pages. The same choices for a lead and its followers.
+"""The device of one rank of an engine, and everything that depends on it: backends, copies, graphs,
+the memory of its KV pages. A lead and its followers make the same choices.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class RankDevice:
     """The device of a rank of an engine."""
 
     def __init__(self, options: ModelOptions, dtype: torch.dtype, rank: int = 0) -> None:
-        """Of several ranks on GPUs, that of this one is the calling thread's from now on: what is
-        captured and exchanged there goes by the thread.
+        """With several ranks on GPUs, this rank's GPU becomes the calling thread's, because
+        captures and exchanges depend on the thread.
 
         Raises:
-            ConfigError: the options ask for what this machine does not have.
+            ConfigError: the options need something that this machine lacks.
         """
         self.device = _device(options.device_of(rank))
         if self.device.type == "cuda" and options.shape.num_ranks > 1:
@@ -59,7 +59,7 @@ class RankDevice:
 
     @property
     def owns_pages(self) -> bool:
-        """Whether KV pages lie in the device's own memory, which the host cannot address."""
+        """Whether KV pages are in the device's own memory, which the host cannot address."""
         return self.device.type != "cpu"
 
     def open_copies(self) -> Copies | None:
@@ -67,7 +67,9 @@ class RankDevice:
         return CudaCopies(self.device) if self.is_gpu else None
 
     def host_experts(self) -> HostExperts | None:
-        """Return what computes routed experts in DRAM; None: they lie where all else does."""
+        """Return the object that computes routed experts in DRAM; None: they are with the rest of
+        the model.
+        """
         if self.expert_backends is None:
             return None
         copies = self.open_copies()
@@ -75,11 +77,11 @@ class RankDevice:
         return HostExperts(self.expert_backends, copies)
 
     def open_graphs(self) -> GraphPort | None:
-        """Return what captures decode steps; None: nothing can."""
+        """Return the port that captures decode steps; None: there is none."""
         return CudaGraphs() if self.is_gpu else None
 
     def open_meter(self) -> MemoryMeter | None:
-        """Return what measures the device's memory; None: it has none of its own."""
+        """Return the meter of the device's memory; None: it has no memory of its own."""
         return CudaMeter() if self.is_gpu else None
 
     @functools.cached_property
@@ -95,7 +97,7 @@ class RankDevice:
 
     def pages(self, pages: PageArray) -> PageMemory:
         """Return pages in the device's own memory, for a transfer engine and for a rank. They are
-        zero by now: neither NICs nor copies wait for what the device has only begun.
+        zero by now, because neither NICs nor copies wait for what the device has only begun.
         """
         kv = self.allocate(pages)
         zeroed = self.page_device.copies.mark()

@@ -1,8 +1,9 @@
-"""What oneDNN would build in the middle of the first requests, built before there are any.
+"""Builds the code that oneDNN would otherwise build during the first requests.
 
 oneDNN builds code for each shape that it multiplies, in half a millisecond on a CPU with AVX-512
-and in several with AMX. Shapes are on a ladder, so they are few and known: each is multiplied once.
-Not for GPUs, and not for other dtypes than bfloat16, of which oneDNN multiplies nothing here.
+and in several with AMX. Shapes are on a ladder, so they are few and known, and each is multiplied
+once. GPUs and other dtypes than bfloat16 do not need this, because oneDNN multiplies nothing for
+them here.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from mooncake_kernels.onednn import mla
 from mooncake.model.kimi_k2 import KimiK2
 
 BUDGET_S = 0.25
-"""No further size is begun after so long: short ones come first, and what a long one builds is
-little beside the request that has it. The steps that are timed next build some of them, too.
+"""No further size is begun after this time. Short ones come first, and the code for a long one
+takes little beside the request that has it. The steps that are timed next build some of them, too.
 """
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a step: how many rows it computes, for how many it samples, over how long contexts."""
+    """The limits of a step: how many rows it computes, for how many it samples, and its longest
+    context.
+    """
 
     most_rows: int
     most_samples: int
@@ -39,8 +42,8 @@ def warm_up(
     progress: Callable[[int, int], None],
     budget_s: float = BUDGET_S,
 ) -> tuple[int, int]:
-    """Build the shapes of steps within `limits`, for `budget_s` at most; return (how many sizes
-    were built, of how many). `progress` is told the same.
+    """Build the code for steps within `limits`, for at most `budget_s`. Return (sizes built, all
+    sizes). `progress` gets the same numbers.
     """
     if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return 0, 0
@@ -58,7 +61,7 @@ def warm_up(
 
 
 def _calls(model: KimiK2, limits: Limits) -> list[Callable[[], None]]:
-    """Return what multiplies each size once: of rows, and of keys; small ones first."""
+    """Return calls that each multiply one size of rows or keys once, small ones first."""
     layers = model.kinds_of_layers()
     found: list[tuple[int, Callable[[], None]]] = []
     for rows in onednn.rungs(limits.most_rows):

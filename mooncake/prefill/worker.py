@@ -47,7 +47,9 @@ class PrefillWorker:
         self.instance = instance
         self._jobs: JobTable[PrefillJob] = JobTable()
         self._settling: list[PrefillJob] = []
-        """Jobs whose request has gone on; only the pool's copy is still being written."""
+        """Jobs whose request has moved on to decode. Only the pool's copy is still being
+        written.
+        """
 
     # ------------------------------------------------------------ Machine
 
@@ -81,7 +83,7 @@ class PrefillWorker:
     def tick(self, now: float) -> float | None:
         for gateway in self.instance.lost_gateways():
             for job in self._jobs.of_gateway(gateway):
-                self._fail(job, Failure.unavailable("its gateway was taken for dead"), now)
+                self._fail(job, Failure.unavailable("its gateway was lost"), now)
         for job in self._jobs:
             waits = job.stage is Stage.PUSHING and job.decode is None
             if waits and now - job.sampled_s >= self.instance.config.hold_s:
@@ -123,7 +125,9 @@ class PrefillWorker:
 
     @property
     def next_role(self) -> Role | None:
-        """The role to restart in, now that nothing is in progress here any more; None: go on."""
+        """The role to restart in, once nothing is in progress here any more; None: stay in this
+        role.
+        """
         role = self.instance.next_role
         return role if role is not None and self.quiet else None
 

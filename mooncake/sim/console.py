@@ -1,4 +1,4 @@
-"""The simulator in a terminal: a bar while it runs, tables of what came out, pages of faults."""
+"""The simulator in a terminal: a progress bar while it runs, tables of results, pages of faults."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.workload import Workload
 
 GC_EVERY = 200_000
-"""Objects between two collections: a simulation makes few cycles and very many values."""
+"""How many objects may be made between two garbage collections: a simulation makes few cycles and
+very many values.
+"""
 
 
 def run(config: SimulationConfig, workload: Workload, console: Console) -> SimulationResult:
-    """Run one simulation with a bar, and return what came out."""
+    """Run one simulation with a progress bar, and return its result."""
     gc.set_threshold(GC_EVERY)
     simulation = Simulation(config, workload)
     what = f"{config.engine} {config.num_prefill}P{config.num_decode}D {config.scheduler.policy}"
@@ -34,7 +36,7 @@ def run(config: SimulationConfig, workload: Workload, console: Console) -> Simul
 
 @contextmanager
 def progress_of(what: str, total: int, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar; yields what moves it: (requests that have ended, all of them)."""
+    """Show a progress bar. Yields the function that moves it: (ended requests, all requests)."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,

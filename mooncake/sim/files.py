@@ -15,7 +15,7 @@ from mooncake.sim.workload import TraceLine, parse_trace
 
 
 def read_trace(name: str) -> list[TraceLine]:
-    """Return the requests of a trace file; raises ConfigError where it cannot be read."""
+    """Return the requests of a trace file. Raises ConfigError when it cannot be read."""
     try:
         with open(name, "rb") as file:
             return parse_trace(file, name)
@@ -27,7 +27,7 @@ def read_faults(path: str) -> list[Fault]:
     """Return the faults in a YAML list or in JSONL.
 
     Raises:
-        ConfigError: the file cannot be read; the message names the fault that is wrong.
+        ConfigError: the file cannot be read; the message names the wrong fault.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -50,12 +50,14 @@ def read_faults(path: str) -> list[Fault]:
 
 
 def as_json(value: object) -> str:
-    """Return JSON that is the same for the same value."""
+    """Return JSON text; equal values give equal text."""
     return json.dumps(msgspec.to_builtins(value), indent=1, sort_keys=True) + "\n"
 
 
 def check_writable(*names: str | None) -> None:
-    """Raise ConfigError where a file could not be written: before the work, not after it."""
+    """Raise ConfigError when a file could not be written. Call this before the work, not
+    after it.
+    """
     for name in names:
         if name is None:
             continue
@@ -67,7 +69,7 @@ def check_writable(*names: str | None) -> None:
 
 
 def write(name: str | None, text: str) -> None:
-    """Write a file if one is asked for."""
+    """Write a file if the user asked for it."""
     if name is None:
         return
     try:

@@ -1,6 +1,6 @@
 """Measurements of a simulated cluster: the times of every request, and the cluster over time.
 
-Fed by the clients' streams and by lifetime events. Decides nothing.
+The clients' streams and lifetime events feed it. It decides nothing.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class RequestMeasure:
         self.gaps_s = array("d")
         self.final: FinishReason | None = None
         self.refused: str | None = None
-        """Why, where it was."""
+        """Why the request was refused, if it was."""
         self.shed = False
-        """Refused after its prompt had been computed."""
+        """Whether it was refused after its prompt had been computed."""
         self.abandoned = False
         """Whether its gateway was restarted, so that no final event will come."""
         self.num_finals = 0
@@ -107,7 +107,7 @@ class RequestMeasure:
         return None if self.first_s is None else self.first_s - self.submitted_s
 
     def inside(self, ttft_slo_s: float, tbt_slo_s: float) -> bool:
-        """Whether the request kept both limits: an effective request (Mooncake,
+        """Whether the request kept both limits, which makes it an effective request (Mooncake,
         FAST'25, section 5: a request's TBT is the mean of its slowest tenth of gaps).
         """
         ttft_s = self.ttft_s
@@ -124,21 +124,23 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s: float
     prefill_load: float
-    """Predicted queueing time of a prefill instance, mean, over the TTFT limit."""
+    """The mean predicted queueing time of prefill instances, divided by the TTFT limit."""
     decode_load: float
-    """Predicted gap between tokens of a decode instance, mean, over the TBT limit."""
+    """The mean predicted gap between tokens of decode instances, divided by the TBT limit."""
     prefill_busy: float
-    """Share of the time since the last moment that prefill instances computed."""
+    """The share of the time since the last moment in which prefill instances computed."""
     decode_busy: float
     num_decoding: int
     hit_rate: float
-    """Of the prompts finished since the last moment."""
+    """The hit rate of the prompts finished since the last moment."""
     num_completed: int
     num_rejected: int
     replicas: list[float]
-    """Copies in the pools of the 1st, 10th, 100th, 1000th and 10000th most used block so far."""
+    """How many copies the pools have of the 1st, 10th, 100th, 1000th, 10000th most used block."""
     holders: list[float] = []
-    """Nodes that have them for prefill to use: in a pool or in a prefill instance's own HBM."""
+    """How many nodes have them for prefill to use: in a pool or in a prefill instance's own
+    HBM.
+    """
 
 
 class Measures:
@@ -147,7 +149,7 @@ class Measures:
     def __init__(self) -> None:
         self.requests: list[RequestMeasure] = []
         self.rejected: Counter[str] = Counter()
-        """By reason."""
+        """Rejected requests by reason."""
         self.num_ended = 0
         self.num_completed = 0
         self.hit_tokens = 0

@@ -1,6 +1,6 @@
-"""The smallest cluster that keeps almost every request inside both limits, and its P:D ratio.
+"""Finds the smallest cluster that keeps almost every request inside both limits, and its P:D ratio.
 
-Pure search; a function passed in simulates one cluster.
+Pure search. A function passed in simulates one cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     num_decode: int
     effective_ratio: float
     ttft_inside: bool
-    """Whether waiting for the first token is not what is missing."""
+    """Whether the wait for the first token is short enough."""
     ttft_p99_s: float
     tbt_p99_ms: float
     prefill_utilisation: float
@@ -55,10 +55,11 @@ class _Search:
 
 
 def plan_cluster(base: SimulationConfig, attempt: Attempt, max_nodes: int) -> list[Tried]:
-    """Return all clusters tried, smallest first, one marked `chosen` if any is enough.
+    """Return all clusters that were tried, smallest first; one is marked `chosen` if any is enough.
 
-    Grows the pool that misses its limit until the cluster is enough, then takes instances away,
-    one pool after the other and one traded for another, as long as it stays so.
+    The search grows the pool that misses its limit until the cluster is enough. Then it takes
+    instances away, first from one pool, then from the other, then trades one for another, as long
+    as the cluster stays enough.
     """
     search = _Search(base, attempt)
     best = _grow(search, max_nodes)
@@ -90,12 +91,12 @@ def _grow(search: _Search, max_nodes: int) -> Tried | None:
 
 
 def _shrink(search: _Search, best: Tried) -> Tried | None:
-    """Return a smaller cluster that is enough, the one with the larger pool cut first."""
+    """Return a smaller cluster that is enough. The larger pool is cut first."""
     prefill, decode = best.num_prefill, best.num_decode
     steps = [(prefill - 1, decode), (prefill, decode - 1)]
     if decode > prefill:
         steps.reverse()
-    # One instance fewer, with the other pool stronger by one.
+    # Remove one instance and strengthen the other pool by one.
     steps += [(prefill - 2, decode + 1), (prefill + 1, decode - 2)]
     for num_prefill, num_decode in steps:
         if num_prefill >= 1 and num_decode >= 1:

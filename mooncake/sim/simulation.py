@@ -1,6 +1,6 @@
 """A trace on a simulated cluster: builds the world, plays the clients, takes the measures.
 
-Makes no decision about requests: the shipped machines do.
+It makes no decision about requests; the shipped machines do.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from mooncake.sim.world.world import WorkerSpec, World, WorldConfig
 from mooncake.transfer.engine import Region
 
 START_S = 2.0
-"""When the first request comes: all workers have been welcomed."""
+"""When the first request comes. By then all workers have been welcomed."""
 LAYER_GROUPS = 4
 EXCHANGE_S = 30.0
-"""Of the ranks of an instance, as in life (`launch.worker.rank_processes`)."""
+"""The time limit of an exchange between ranks, as in `launch.worker.rank_processes`."""
 REPORT_INTERVAL_S = 1.0
 COUPLED = ("coupled", "coupled-prefix", "coupled-chunked")
-"""Baselines: every node one engine that computes prompts and decodes (Mooncake, FAST'25, 5.1): as
-it is, with a prefix cache in its own HBM, with prompts in chunks between decode steps."""
+"""Baselines in which every node is one engine that computes prompts and decodes (Mooncake, FAST'25,
+5.1): plain, with a prefix cache in its own HBM, or with prompts in chunks between decode steps.
+"""
 ENGINES = ("mooncake", *COUPLED)
 
 
@@ -57,52 +58,56 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelFigures
     hardware: HardwareFigures
     shape: Shape | None = None
-    """Of every instance; None: all GPUs of as few nodes as hold the weights, KV shared out."""
+    """The shape of every instance. None: all GPUs of as few nodes as hold the weights, which share
+    out the KV.
+    """
     expert_sends: ExpertSends | None = None
-    """How rows get to experts that instances have in common; None: all ranks gather all rows."""
+    """How rows get to experts that instances share; None: all ranks gather all rows."""
     num_played: int | None = None
-    """Of the instances of an engine that share experts, so many are played, each as if all others
-    had as many rows as itself; None: all, which step together.
+    """How many of an engine's instances that share experts are simulated, each as if all others had
+    as many rows as itself. None: all are simulated, and step together.
     """
     num_prefill: int
-    """Engines: of those whose experts are shared each is as many instances as share them."""
+    """The number of prefill engines. An engine whose experts are shared is as many instances as
+    share them.
+    """
     num_decode: int
     engine: str = "mooncake"
     scheduler: SchedulerConfig = SchedulerConfig()
     ttft_slo_s: float = 30.0
-    """What counts as effective; whether the cluster *refuses* for it, the scheduler's limits
-    say.
+    """The TTFT limit of an effective request. The scheduler's limits decide whether the cluster
+    *refuses* requests for it.
     """
     tbt_slo_s: float = 0.1
     pool_tokens: int = 3_000_000
-    """DRAM pool of each prefill instance (Mooncake, FAST'25: about 1 TB a node of LLaMA3-70B);
-    0 = none, what is cached is cached in HBM.
+    """The DRAM pool of each prefill instance in tokens (Mooncake, FAST'25: about 1 TB per node of
+    LLaMA3-70B). 0: no pool, so only HBM caches.
     """
     hbm_tokens: int | None = None
-    """Of KVCache in each instance, instead of what the model leaves."""
+    """The tokens of KVCache in each instance, instead of what the model leaves free."""
     ssd_tokens: int = 0
-    """SSD behind each of those pools."""
+    """The SSD behind each of those pools, in tokens."""
     ssd_min_uses: int = 2
-    """Blocks asked for so often go down to it; 1: all."""
+    """Blocks that were asked for this many times go to the SSD; 1: all do."""
     ssd_bytes_per_s: float = 3e9
-    """Of each of those disks."""
+    """The speed of each of those disks."""
     decode_pools: bool = False
-    """Pools beside decode instances as well. A trace names no output, so nothing in them is used
+    """Whether decode instances have pools too. A trace names no output, so nothing in them is used
     again.
     """
     prefill_chunk_tokens: int = 8192
     coupled_chunk_tokens: int = 512
     max_num_seqs: int = 512
-    """Seats in a decode batch."""
+    """The seats in a decode batch."""
     link_bytes_per_s: float | None = None
-    """Instead of the hardware's."""
+    """The link speed to use instead of the hardware's."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"engine: {self.engine!r} is none of {', '.join(ENGINES)}")
         if self.num_decode < 1 or self.num_prefill < 0:
-            raise ConfigError("a cluster needs a decode instance, and no fewer than 0 of prefill")
+            raise ConfigError("a cluster needs at least 1 decode and at least 0 prefill instances")
         if self.engine in COUPLED and self.num_prefill:
             raise ConfigError(f"{self.engine}: coupled engines are --decode instances only")
 
@@ -119,10 +124,12 @@ class Simulation:
         *,
         with_ranks: bool = False,
     ) -> None:
-        """Build the world. `after_event` is called with each machine after its events, `on_output`
-        with every event that clients receive. `with_ranks`: an instance of a given shape is as many
-        processes, which may fail one by one; else only the duration of its steps is of that shape.
-        Instances with experts in common are as many workers either way.
+        """Build the world.
+
+        after_event: is called with each machine after its events. on_output: is called with every
+        event that clients receive. with_ranks: an instance of a given shape is as many processes,
+        which may fail one by one. Otherwise the shape sets only the duration of its steps.
+        Instances that share experts are separate workers in both cases.
         """
         self._with_ranks = with_ranks and config.shape is not None
         self._on_output = on_output
@@ -146,7 +153,7 @@ class Simulation:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes in this cluster."""
+        """The number of nodes in this cluster."""
         engines = self.config.num_prefill + self.config.num_decode
         instances = engines * self.cost.shape.dp
         return math.ceil(instances * self.cost.node_share)
@@ -189,11 +196,13 @@ class Simulation:
     # ------------------------------------------------------------ the cluster
 
     def _oracle(self, sampling: SamplingParams, position: int) -> int:
-        """Return the token oracle: a request's seed is its index in the workload."""
+        """Return the token oracle. A request's seed is its index in the workload."""
         return self.token(sampling.seed, position)
 
     def token(self, index: int, position: int) -> int:
-        """Return the token of a request at an output position; the recorded length ends it."""
+        """Return the token of a request at an output position. The recorded length ends
+        the output.
+        """
         if position + 1 >= self._lengths[index]:
             return STOP_TOKEN
         return token_at(index, position)

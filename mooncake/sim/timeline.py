@@ -1,6 +1,6 @@
 """Samples a simulated cluster at regular times.
 
-Reads the Conductor's views and the runners' clocks; changes nothing.
+It reads the Conductor's views and the runners' clocks, and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mooncake.sim.world.world import World
 
 NUM_MOMENTS = 120
 RANKS = (1, 10, 100, 1000, 10_000)
-"""Of blocks by use, whose replicas are counted (Mooncake, FAST'25, figure 11)."""
+"""The ranks, by use, of blocks whose replicas are counted (Mooncake, FAST'25, figure 11)."""
 
 
 class Watch:
@@ -94,8 +94,8 @@ class Watch:
         return round(min(share, 1.0), 4)
 
     def _hot_blocks(self) -> list[list[BlockKey]]:
-        """Return some blocks around each rank of popularity; for the first rank only the top
-        one.
+        """Return some blocks around each rank of popularity; for the first rank only the
+        top one.
         """
         ranked = nlargest(RANKS[-1] + 5, self._uses.items(), key=lambda item: (item[1], -item[0]))
         return [

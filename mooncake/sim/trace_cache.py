@@ -1,7 +1,7 @@
-"""The hit rate of one pool of a given size on a trace: the bound for a cluster's hit rate.
+"""The hit rate of one pool of a given size on a trace, which bounds a cluster's hit rate.
 
-Runs the shipped eviction policies over block ids without time: a request's blocks are available
-to the next request at once.
+It runs the shipped eviction policies over block ids without time: the next request can use a
+request's blocks at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mooncake.kvstore.eviction import POLICIES, EvictionPolicy
 from mooncake.sim.workload import TraceLine
 
 POLICY_NAMES = {"lru": "lru", "lfu": "lfu", "length-aware": "length", "cost-aware": "cost"}
-"""Names on the command line -> those of `kvstore.eviction`."""
+"""Names on the command line -> names in `kvstore.eviction`."""
 
 
 class CacheHitRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class CacheHitRate(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     """Blocks."""
     hit_rate: float
-    """Blocks of requests' leading runs that were there, over all blocks."""
+    """The cached blocks in requests' leading runs, divided by all blocks."""
 
 
 def hit_rate(trace: Sequence[TraceLine], policy_name: str, capacity: int) -> CacheHitRate:

@@ -16,12 +16,14 @@ import msgspec
 from mooncake.base import ConfigError, GenerateRequest, Priority, SamplingParams, pack_tokens
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one id of `hash_ids` stands for (Mooncake's published traces)."""
+"""The number of tokens that one id of `hash_ids` stands for (Mooncake's published traces)."""
 STOP_TOKEN = 0
-"""What a simulated worker samples where the recorded output ended. Prompts hold no such token."""
+"""The token that a simulated worker samples where the recorded output ended. Prompts never
+hold it.
+"""
 MAX_TOKENS = 8192
-"""Every request may be this long, as its client would say: how long it *will* be, the trace knows
-and the cluster must not.
+"""The `max_tokens` that every client asks for. Only the trace knows how long an output *will* be,
+and the cluster must not know.
 """
 
 
@@ -38,12 +40,12 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_blocks(self) -> int:
-        """Number of 512-token blocks of the prompt; the last may be partial."""
+        """The number of 512-token blocks of the prompt; the last may be partial."""
         return len(self.hash_ids)
 
 
 def parse_trace(lines: Iterable[str | bytes], name: str) -> list[TraceLine]:
-    """Return the requests of a trace in order of time; `name` is for messages.
+    """Return the requests of a trace in order of time. `name` is for error messages.
 
     Raises:
         ConfigError: a line is malformed, or its lengths contradict its ids.
@@ -104,8 +106,8 @@ class Arrival:
 
 
 def prompt_tokens(line: TraceLine) -> list[int]:
-    """Return a prompt whose blocks are equal exactly where the trace's ids are: each token of a
-    block is its id (plus one: no prompt holds the stop token).
+    """Return a prompt whose blocks are equal exactly where the trace's ids are. Each token of a
+    block is the block's id plus one, because no prompt holds the stop token.
     """
     tokens: list[int] = []
     for hash_id in line.hash_ids:
@@ -146,17 +148,17 @@ class Workload:
 
     @property
     def duration_s(self) -> float:
-        """Time between the first and the last arrival."""
+        """The time between the first and the last arrival."""
         return self.arrivals[-1].at_s
 
     @property
     def output_lengths(self) -> list[int]:
-        """Output length in tokens of each request, by index."""
+        """The output length in tokens of each request, by index."""
         return [arrival.num_output_tokens for arrival in self.arrivals]
 
     @property
     def max_model_len(self) -> int:
-        """Context that no request of this workload exceeds, in whole blocks."""
+        """The context that no request of this workload exceeds, in whole blocks."""
         longest = max(a.line.input_length + a.num_output_tokens for a in self.arrivals)
         return -(-(longest + 1) // TRACE_BLOCK_TOKENS) * TRACE_BLOCK_TOKENS
 
@@ -173,9 +175,9 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_block_refs: int
     num_unique_blocks: int
     used_once_ratio: float
-    """Share of unique blocks that are used once."""
+    """The share of unique blocks that are used once."""
     max_hit_rate: float
-    """Blocks in leading runs seen before, over all: what a cache without bound would hit."""
+    """The share of blocks in leading runs seen before: the hits of an unbounded cache."""
 
 
 def describe(trace: Sequence[TraceLine]) -> TraceFacts:

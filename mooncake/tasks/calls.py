@@ -60,14 +60,14 @@ def refusal(random: Random) -> Sample:
 
 
 def result(random: Random) -> Sample:
-    """Return a request, its calls and what the tools returned; the answer says it in words."""
+    """Return a request, its calls and what the tools returned. The answer says it in words."""
     tools = _tools(random)
     messages, asked = _served(random, tools, [], 0)
     return _sample("result", tools, messages[:-1], messages[-1], asked)
 
 
 def error(random: Random) -> Sample:
-    """Return a request and a call that failed; the answer says why."""
+    """Return a request and a call that failed. The answer says why."""
     tools = _tools(random)
     messages, asked = _served(random, tools, [], 0, failing=1.0)
     return _sample("error", tools, messages[:-1], messages[-1], asked)
@@ -144,7 +144,9 @@ def _served(
     random: Random, tools: Sequence[Tool], before: Sequence[Message], number: int,
     failing: float = 0.0,
 ) -> tuple[list[Message], list[Request]]:  # fmt: skip
-    """Return `before`, a request, its call or calls, what they returned and how that is told."""
+    """Return `before`, then a request, its call or calls, what they returned and the answer about
+    that.
+    """
     wanted = [random.choice(tools) for _ in range(random.choice((1, 1, 1, 2)))]
     asked = [request(random, one) for one in wanted]
     calling = _calling(list(zip(wanted, asked, strict=True)), number)

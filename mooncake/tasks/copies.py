@@ -55,7 +55,7 @@ def copy(random: Random) -> Sample:
 
 
 def look_up(random: Random) -> Sample:
-    """Return pairs and a question for the value of one."""
+    """Return pairs and a question for the value of one of them."""
     make = random.choice((word, name, identifier, lambda r: str(integer(r))))
     keys = list(dict.fromkeys(make(random) for _ in range(random.randint(1, 8))))
     pairs = {key: anything(random) for key in keys}

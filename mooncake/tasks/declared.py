@@ -40,7 +40,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("turn off", "switch off", "disable"), ("download",), ("lock",), ("unlock",), ("convert",),
     ("copy",), ("sort",), ("schedule", "plan"), ("save", "store"), ("join",), ("rate",), ("sell",),
 )  # fmt: skip
-"""What a tool does: verbs of a group mean the same."""
+"""What tools do. The verbs of a group mean the same."""
 ASKING = VERBS[0]
 NEEDING = (*VERBS[2], *VERBS[3], *VERBS[10])
 """Verbs that "I need a" may stand for."""
@@ -88,7 +88,9 @@ class Tool:
     optional: frozenset[str]
     declaration: dict[str, Any]
     asks: tuple[str, ...] = ()
-    """What users say who need it, where that is no verb and noun; it is then known by its noun."""
+    """Sentences of users who need a tool without verb and noun. Such a tool is known by
+    its noun.
+    """
 
     @property
     def content(self) -> str:
@@ -167,7 +169,7 @@ def _key(random: Random) -> str:
 
 
 def word_of_latin(random: Random) -> str:
-    """Return a word that may stand in the name of a tool or parameter."""
+    """Return a word that may be part of the name of a tool or parameter."""
     return random.choice(NOUNS) if random.random() < 0.6 else syllables(random, 3)
 
 
@@ -257,7 +259,7 @@ def tool(random: Random) -> Tool:
 
 
 def _names(random: Random, verb: str, noun: str) -> tuple[str, str]:
-    """Return a tool's name and its description; at least one says what it is for."""
+    """Return a tool's name and its description. At least one says what it is for."""
     one = verb.replace(" ", "_")
     thing = f"{random.choice(('a ', 'the ', '', 'the '))}{noun}"
     described = random.choice((

@@ -1,6 +1,6 @@
 """Tools that many users have, with requests that name neither verb nor noun. Data.
 
-A tool: its verb and noun, what it is described as, its possible parameters, and the requests: "{v}"
+A tool has a verb and a noun, a description, possible parameters, and requests. In requests, "{v}"
 and "{w}" stand for the first and the second argument.
 """
 

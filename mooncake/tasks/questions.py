@@ -71,12 +71,12 @@ def _unknown(random: Random) -> Sample:
 
 
 def _asked(text: str) -> str:
-    """Return a question without what a hurried user leaves out."""
+    """Return a question without the parts that a hurried user leaves out."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def typed(text: str, random: Random) -> str:
-    """Return the text as a user in a hurry types it, now and then."""
+    """Return the text, now and then as a user in a hurry types it."""
     kind = random.random()
     if kind < 0.15:
         return text.lower()
@@ -88,7 +88,7 @@ def typed(text: str, random: Random) -> str:
 
 
 def system(random: Random) -> str:
-    """Return what a client's system message may say; no answer depends on it."""
+    """Return a possible system message of a client. No answer depends on it."""
     who = random.choice(
         (
             "a helpful assistant",

@@ -88,7 +88,7 @@ def user(text: str) -> Message:
 
 
 def assistant(text: str, reasoning: str = "") -> Message:
-    """Return an answer of text, with the thoughts before it if there are any."""
+    """Return an answer of text, after its reasoning if there is any."""
     message = {"role": "assistant", "content": text}
     return message | {"reasoning": reasoning} if reasoning else message
 

@@ -34,11 +34,11 @@ _COUNTS = (
     "How often is {item} in the list {items}?", "Count how often {item} occurs: {items}",
 )  # fmt: skip
 _OF_ONE_COLUMN = 20
-"""Numbers below it are digits, or what stands in a column after borrowing."""
+"""Numbers below this are digits, or appear in a column after borrowing."""
 
 
 def sum_of_two(random: Random) -> Sample:
-    """Return a sum of two numbers of one to four digits, not both of one."""
+    """Return a sum of two numbers of one to four digits, not both of one digit."""
     a, b = _pair(random)
     text = random.choice(_SUMS).format(a=a, b=b)
     answer = assistant(str(a + b), told(a, b, 1))
@@ -87,7 +87,7 @@ def order(random: Random) -> Sample:
 
 
 def tally(random: Random) -> Sample:
-    """Return a list of words in which one is to be counted, each find thought aloud."""
+    """Return a list of words in which one is to be counted, with each find written out."""
     item = word(random)
     others = [one for one in (word(random) for _ in range(random.randint(1, 4))) if one != item]
     others = others or [random.choice([one for one in KNOWN if one != item])]
@@ -105,8 +105,9 @@ def tally(random: Random) -> Sample:
 
 
 def told(a: int, b: int, sign: int) -> str:
-    """Return `a + b` or `a - b` column by column from the right, and what comes of it:
-    "47+85:7+5=12,4+8+1=13;132"."""
+    """Return `a + b` or `a - b` column by column from the right, and the result:
+    "47+85:7+5=12,4+8+1=13;132".
+    """
     width = max(len(str(a)), len(str(b)))
     columns = [(a // 10**place % 10, b // 10**place % 10) for place in range(width)]
     steps, carry = [], 0

@@ -1,7 +1,7 @@
 """Random values of every kind that a user may write: names, words, numbers, identifiers, paths.
 
-Most are drawn from endless sets, so that a model which repeats them has to look at the prompt. How
-long they are is drawn first, and short ones are as frequent as long ones.
+Most are drawn from endless sets, so that a model can repeat them only by reading the prompt. Their
+length is drawn first, so that short ones are as frequent as long ones.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ KNOWN = sorted({*FRUITS, *COLORS, *THINGS, *ANIMALS, *PEOPLE, *JOBS, *NOUNS})
 
 
 def letters(random: Random, shortest: int = 2, longest: int = 10, alphabet: str = "") -> str:
-    """Return letters without a meaning, of one alphabet."""
+    """Return letters of one alphabet without a meaning."""
     alphabet = alphabet or random.choice(_ALPHABETS)
     return "".join(random.choice(alphabet) for _ in range(random.randint(shortest, longest)))
 
 
 def syllables(random: Random, most: int = 4) -> str:
-    """Return what could be a word: "tolima", "korven"."""
+    """Return an invented word: "tolima", "korven"."""
     made = [
         random.choice(_CONSONANTS)
         + random.choice(_VOWELS)
@@ -66,12 +66,12 @@ def name(random: Random) -> str:
 
 
 def city(random: Random) -> str:
-    """Return a place with a capital letter, mostly one that is nowhere."""
+    """Return a place with a capital letter, mostly an invented one."""
     return random.choice(CITIES) if random.random() < 0.3 else syllables(random).capitalize()
 
 
 def integer(random: Random, most_digits: int = 6) -> int:
-    """Return a number of one to `most_digits` digits, each count of digits as often."""
+    """Return a number of one to `most_digits` digits; each number of digits is equally frequent."""
     digits = random.randint(1, most_digits)
     return random.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
@@ -82,7 +82,7 @@ def signed(random: Random) -> int:
 
 
 def decimal(random: Random) -> float:
-    """Return a number with one to three places after the point, and no zero at its end."""
+    """Return a number with one to three digits after the point and no zero at its end."""
     places = random.randint(1, 3)
     return float(f"{signed(random) % 10**4}.{integer(random, places)}") or 0.5
 

@@ -1,4 +1,4 @@
-"""The words that generated tasks are made of, as data; and sentences that say nothing of use."""
+"""The words of generated tasks, as data, and sentences without useful content."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NOUNS = [
 
 
 def sentence(random: Random) -> str:
-    """Return a sentence that says nothing of use."""
+    """Return a sentence without useful content."""
     kind = random.randrange(4)
     thing, color = random.choice(THINGS), random.choice(COLORS)
     if kind == 0:

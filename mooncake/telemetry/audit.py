@@ -1,8 +1,8 @@
-"""The audit log: who did, or tried in vain, what others may have to answer for; one JSON object a
-line. Any module calls `audit`; `launch` says once where the lines go, without which there are none.
+"""The audit log: who did, or failed to do, what others may have to answer for. One JSON object a
+line. Any module calls `audit`. `launch` sets once where the lines go; until then there are none.
 
-Names are written, never keys, tokens or blocks. Strangers choose how often they fail, so the lines
-of one kind are few in a minute, and the next one says how many were left out.
+Lines hold names, never keys, tokens or blocks. Strangers choose how often they fail, so only a few
+lines of one kind are written in a minute, and the next line says how many were left out.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from mooncake.base.errors import ConfigError
 
 STANDARD_ERROR = "-"
 MOST_A_MINUTE = 60
-"""Lines of one event; of one that names who did it, for each of them."""
+"""The most lines of one event in a minute. For an event that names who did it, this holds for each
+of them.
+"""
 OPERATOR_ROUTE = "operator_route"
 FEWER = {OPERATOR_ROUTE: 1}
-"""Events of which fewer are written: pages that show the cluster ask each second."""
+"""The smaller limits of some events, because pages that show the cluster ask every second."""
 MAX_KINDS = 1024
-"""Kinds that are counted apart in a minute; all further ones of an event are one kind."""
+"""How many kinds are counted separately in a minute. All further kinds of an event count as one."""
 MAX_CHARS = 1000
-"""What is written of one text: who is refused chooses its path, or what he says he is."""
+"""How much of one text is written, because a refused client chooses its path and its name."""
 MINUTE_S = 60.0
 _BREAKS = re.compile(r"[\x7f-\x9f\u2028\u2029]")
-"""What some readers take for the end of a line, or for commands, and JSON leaves as it is."""
+"""Characters that JSON keeps, but that some readers take for the end of a line or for commands."""
 _LOGGER = logging.getLogger("mooncake.audit")
 _LOGGER.propagate = False
 _LOGGER.addHandler(logging.NullHandler())
@@ -42,8 +44,10 @@ _LOGGER.setLevel(logging.INFO)
 
 
 def audit(event: str, *, kind: str = "", **facts: object) -> None:
-    """Write one line. `kind`: whose lines of this event are counted together; `facts` are fields of
-    it, and those that are None or empty are left out.
+    """Write one line.
+
+    kind: lines of this event with an equal kind are counted together. facts: fields of the line.
+    Those that are None or empty are left out.
     """
     shown = {name: _cut(fact) for name, fact in facts.items() if fact not in (None, "")}
     _LOGGER.info(event, extra={"kind": kind, "facts": shown})
@@ -55,8 +59,8 @@ def _cut(fact: object) -> object:
 
 
 class Throttle(logging.Filter):
-    """Drops the lines of a kind beyond its number in a minute; the next that is written says in
-    `left_out` how many.
+    """Drops the lines of a kind beyond its number in a minute. The next line that is written says
+    in `left_out` how many.
     """
 
     def __init__(self) -> None:
@@ -98,15 +102,15 @@ class _Formatter(logging.Formatter):
 
 
 class _File(WatchedFileHandler):
-    """Appends to a file that only this user may read; after it was moved, to a new one. Several
-    processes may share it: each line is one write. A line that cannot be written is told on
-    standard error; who has called `audit` goes on.
+    """Appends to a file that only this user may read. After the file was moved, it begins a new
+    one. Several processes may share it, because each line is one write. When a line cannot be
+    written, standard error says so, and the caller of `audit` goes on.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # the place of a file that was moved away takes none
+        except OSError:  # nothing is written where the moved file was
             self.handleError(record)
 
     def _open(self) -> IO[str]:  # type: ignore[override]  # the base class names a narrower type
@@ -115,8 +119,9 @@ class _File(WatchedFileHandler):
 
 
 def configure_audit(process: str, target: str | None) -> None:
-    """Write the lines of this process to the file `target`, "-" for standard error; None: nowhere.
-    SIGHUP makes a file anew that was moved away; without it, the next line does.
+    """Write the lines of this process to the file `target`, or to standard error for "-", or
+    nowhere for None. When the file was moved away, SIGHUP creates it anew; without SIGHUP, the next
+    line does.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -144,7 +149,7 @@ def configure_audit(process: str, target: str | None) -> None:
 
 def reopen() -> None:
     """Open the file again if it was moved away. A signal handler may call it."""
-    # Not in this thread, which may be in the middle of a line.
+    # Another thread opens it, because this one may be in the middle of a line.
     threading.Thread(target=_reopen, name="audit log", daemon=True).start()
 
 

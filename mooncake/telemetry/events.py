@@ -31,7 +31,7 @@ class RequestEvent(LifetimeEvent, frozen=True, kw_only=True):
 
 
 class Accepted(RequestEvent, frozen=True, tag="accepted"):
-    """The request holds a permit: exactly one `Finished` follows."""
+    """The request holds a permit. Exactly one `Finished` follows."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -41,21 +41,21 @@ class Accepted(RequestEvent, frozen=True, tag="accepted"):
 
 
 class Refused(RequestEvent, frozen=True, tag="refused"):
-    """The request was refused before any work; no other event of it follows."""
+    """The request was refused before any work. No other event of it follows."""
 
     status: int
     reason: str
-    """A short name, such as "ttft_limit"."""
+    """A short name of the reason, such as "ttft_limit"."""
 
 
 class Placed(RequestEvent, frozen=True, tag="placed"):
-    """Workers were chosen and got their tasks. `attempt` above 1: after a lost attempt."""
+    """Workers were chosen and got their tasks. `attempt` is above 1 after a lost attempt."""
 
     attempt: int
     prefill: str | None
     decode: str
     predicted_ttft_s: float
-    """From this moment on, by the cost models."""
+    """The predicted time from this moment on, by the cost models."""
     predicted_tbt_s: float
     num_cached_tokens: int
     """Prompt tokens that the Conductor expects to be reused."""
@@ -63,7 +63,7 @@ class Placed(RequestEvent, frozen=True, tag="placed"):
 
 
 class Worked(RequestEvent, frozen=True, tag="worked"):
-    """A worker told what it did for a traced request."""
+    """A worker reported what it did for a traced request."""
 
     attempt: int
     spans: tuple[WorkSpan, ...]
@@ -75,7 +75,7 @@ class FirstToken(RequestEvent, frozen=True, tag="first_token"):
     worker_id: str
     num_cached_tokens: int
     cache: CacheUse | None = None
-    """None: it was computed without a cache."""
+    """None: the prompt was computed without a cache."""
 
 
 class Tokens(RequestEvent, frozen=True, tag="tokens"):
@@ -95,7 +95,7 @@ class Requeued(RequestEvent, frozen=True, tag="requeued"):
 
 
 class Finished(RequestEvent, frozen=True, tag="finished"):
-    """The one last event of an accepted request."""
+    """The last event of an accepted request. Each has exactly one."""
 
     reason: FinishReason
     num_prompt_tokens: int
@@ -112,7 +112,7 @@ class WorkerJoined(LifetimeEvent, frozen=True, tag="worker_joined"):
     role: Role
     num_blocks: int
     node_id: str = ""
-    """Empty for gateways, whose node nobody asks for."""
+    """Empty for gateways, whose node is not shown."""
 
 
 class WorkerReported(LifetimeEvent, frozen=True, tag="worker_reported"):
@@ -122,7 +122,7 @@ class WorkerReported(LifetimeEvent, frozen=True, tag="worker_reported"):
     role: Role
     load: WorkerLoad
     cost_error_ratio: float | None = None
-    """Mean relative error of the worker's cost model; None before the first sample."""
+    """The mean relative error of the worker's cost model; None before the first sample."""
     clock_s: float = 0.0
     """What the worker's own clock showed when it sent the report."""
 
@@ -136,7 +136,7 @@ class WorkerLeft(LifetimeEvent, frozen=True, tag="worker_left"):
 
 
 class LoopHeld(LifetimeEvent, frozen=True, tag="loop_held"):
-    """Something kept the gateway's event loop from all else: no stream moved."""
+    """Something occupied the gateway's event loop, so that no stream moved."""
 
     held_s: float
 
@@ -150,11 +150,13 @@ class Recorder(Protocol):
     """A receiver of lifetime events."""
 
     def record(self, event: AnyEvent) -> None:
-        """Take `event`; must be quick and never raise."""
+        """Take `event`. This must be quick and never raise."""
 
 
 class Recorders:
-    """Passes each event to several recorders, in the order given; with none it ignores events."""
+    """Passes each event to several recorders, in the given order. With no recorder it ignores
+    events.
+    """
 
     def __init__(self, *listeners: Recorder) -> None:
         self._listeners: Sequence[Recorder] = listeners

@@ -1,6 +1,6 @@
-"""What the probes of a process are told: has it started, does it take work, can it go on.
+"""The answers to the probes of a process: whether it has started, takes work, and can go on.
 
-Pure: what is known of a process goes in, a verdict comes out. `launch.host.health` gathers it.
+Pure: the state of a process goes in, a verdict comes out. `launch.host.health` collects the state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Probe(enum.Enum):
-    """What is asked."""
+    """The question that a probe asks."""
 
     STARTUP = "startup"
     READY = "ready"
@@ -20,7 +20,7 @@ class Probe(enum.Enum):
 
 
 class Status(enum.Enum):
-    """How a process is."""
+    """The state of a process."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -35,17 +35,19 @@ PASSING = {
     Probe.READY: frozenset({Status.OK}),
     Probe.LIVE: frozenset({Status.STARTING, Status.JOINING, Status.OK, Status.DRAINING}),
 }
-"""The statuses in which a probe passes. Who fails `LIVE` cannot get well and is to be restarted."""
+"""The statuses in which each probe passes. A process that fails `LIVE` cannot recover and must be
+restarted.
+"""
 
 
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a process, or of one worker in it, at one moment."""
+    """The state of a process, or of one worker in it, at one moment."""
 
     starting: str = ""
     """What its start is doing; empty once it has started."""
     num_done: int = 0
     num_whole: int = 0
-    """How much of that is done, of how much; of 0: it is not counted."""
+    """How much of that is done, and the whole. A whole of 0: it is not counted."""
     joined: bool = True
     """Whether the cluster knows it."""
     draining: bool = False
@@ -53,13 +55,13 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     stuck_s: float = 0.0
     """For how many seconds its loop has not turned."""
     limit_s: float = float("inf")
-    """A loop that has not turned for longer does not turn again."""
+    """A loop that has not turned for longer than this will not turn again."""
     failure: str = ""
     """Why it cannot go on; empty while it can."""
 
     @property
     def status(self) -> Status:
-        """The worst that is true of it."""
+        """The worst status that applies."""
         if self.failure:
             return Status.FAILED
         if self.stuck_s > self.limit_s:
@@ -72,7 +74,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """What a person is told about the status; empty when all is well."""
+        """The reason for the status, for people; empty when all is well."""
         match self.status:
             case Status.FAILED:
                 return self.failure
@@ -102,8 +104,8 @@ def passes(probe: Probe, vitals: Vitals) -> bool:
 
 
 def judge(probe: Probe, parts: Sequence[Vitals]) -> tuple[bool, Verdict]:
-    """Return whether a process passes `probe`, which it does if all its parts do, and what to say:
-    about the first part that does not, or is not well.
+    """Return whether a process passes `probe`, and what to say. It passes if all its parts do. The
+    text is about the first part that does not pass, or is not well.
     """
     failing = [part for part in parts if not passes(probe, part)]
     unwell = [part for part in parts if part.status is not Status.OK]

@@ -1,5 +1,5 @@
-"""One line a log record, as text for people or JSON for machines. Called once by `launch`; all
-other modules use `logging.getLogger(__name__)` and never print.
+"""Writes each log record on one line, as text for people or JSON for machines. `launch` calls this
+once. All other modules use `logging.getLogger(__name__)` and never print.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 MAX_ALIKE_A_MINUTE = 120
-"""The most records of one message and logger in a minute: clients choose how often they are
-refused."""
+"""The most records of one message and logger in a minute. There is a limit because clients choose
+how often they are refused.
+"""
 MINUTE_S = 60.0
 LOGGERS = ("mooncake", "opentelemetry")
-"""Whose records are written; the second says why traces cannot be sent."""
+"""The loggers whose records are written. The second says why traces cannot be sent."""
 COMPLETE_LOGGERS = frozenset({"mooncake.api.http.access_log"})
-"""Loggers whose records are all written: the access log was asked for."""
+"""Loggers whose records are all written, because the user asked for the access log."""
 
 
 class RepeatFilter(logging.Filter):
-    """Drops the records of one message beyond `MAX_ALIKE_A_MINUTE`; the next minute's first one
+    """Drops the records of one message beyond `MAX_ALIKE_A_MINUTE`. The next minute's first one
     says in `left_out` how many.
     """
 
@@ -71,7 +72,9 @@ class TextFormatter(logging.Formatter):
 
 
 def _spelled(found: re.Match[str]) -> str:
-    """Return a control character as text: clients may put some into what is logged."""
+    """Return a control character as visible text, because clients may put some into what
+    is logged.
+    """
     return found[0].encode("unicode_escape").decode()
 
 
@@ -107,11 +110,11 @@ def configure_logging(
     form: str = "text",
     file: str | None = None,
 ) -> None:
-    """Send the records of `LOGGERS` to `stream`, once, each on one line with the worker's name;
-    those from info on also to the end of `file`, which several processes may share.
+    """Send the records of `LOGGERS` to `stream`, once, each on one line with the worker's name.
+    Append records of level info and above to `file` too; several processes may share it.
 
     Raises:
-        ValueError: no such level.
+        ValueError: there is no such level.
         OSError: the file cannot be written.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(stream)]
@@ -141,5 +144,5 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(record).items()
-        if name not in _STANDARD and not name.startswith("_")  # others (Ray) add private ones
+        if name not in _STANDARD and not name.startswith("_")  # Ray adds private ones
     }

@@ -1,4 +1,4 @@
-"""The metrics for Prometheus: every series is derived from lifetime events, in a registry of its
+"""The metrics for Prometheus. Every series is derived from lifetime events, in a registry of its
 own.
 
 Names are vLLM's with the prefix `mooncake:`, so its dashboards need one word changed. The metrics
@@ -59,7 +59,7 @@ class _Live:
 class Metrics:
     """A recorder that turns events into Prometheus series.
 
-    `model_name` is the label by which vLLM's dashboards select. `infos` are shown as they are.
+    `model_name` is the label by which vLLM's dashboards select. `infos` are shown unchanged.
     """
 
     def __init__(self, model_name: str, *infos: BuildInfo | CacheInfo) -> None:
@@ -72,14 +72,16 @@ class Metrics:
         self._counters: dict[str, dict[str, float]] = {}
 
     def render(self, for_operator: bool = False) -> bytes:
-        """Return the series in the Prometheus text format; those that name tenants only for an
-        operator.
+        """Return the series in the Prometheus text format. Series that name tenants are only for
+        operators.
         """
         tenants = generate_latest(self._operators) if for_operator else b""
         return generate_latest(self._registry) + tenants
 
     def record(self, event: AnyEvent) -> None:
-        """Take one event. Those of requests not accepted, or finished, are ignored."""
+        """Take one event. Events of requests that were not accepted, or have finished, are
+        ignored.
+        """
         match event:
             case Tokens():
                 self._on_tokens(event)

@@ -1,8 +1,8 @@
-"""Sends finished traces to a collector by OTLP over HTTP. The only module that imports
-OpenTelemetry: it is imported where `--otlp-traces-endpoint` is given, and nowhere else.
+"""Sends finished traces to a collector by OTLP over HTTP. This is the only module that imports
+OpenTelemetry. It is imported only when `--otlp-traces-endpoint` is given.
 
-The SDK's batch processor owns a queue with a bound and a thread: who exports a trace waits for
-nothing. When the queue is full, its oldest spans are dropped.
+The SDK's batch processor owns a bounded queue and a thread, so exporting a trace never waits. When
+the queue is full, its oldest spans are dropped.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from mooncake import __version__
 from mooncake.telemetry.traces import Caller, Span
 
 PATH = "/v1/traces"
-"""Where collectors take traces; for a URL that names no path."""
+"""The path at which collectors take traces, for a URL that names no path."""
 CLOSE_S = 2.0
-"""For what is still queued at the end. A collector that does not answer loses it."""
+"""The time to send what is still queued at the end. If the collector does not answer, it
+is lost.
+"""
 
 
 def collector_url(endpoint: str) -> str:
-    """Return where to send traces: `endpoint`, with the usual path where it has none."""
+    """Return where to send traces: `endpoint`, with the usual path when it has none."""
     parts = urlsplit(endpoint)
     return urlunsplit(parts._replace(path=PATH)) if parts.path in ("", "/") else endpoint
 
@@ -56,9 +58,10 @@ class OtlpTraces:
         exporter: SpanExporter | None = None,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`instance` names this process among those of the service; `now` is the clock of the
-        trees. Headers, certificates, compression, the queue's size and the service's name come from
-        the SDK's own variables (`OTEL_…`).
+        """instance: names this process among those of the service. now: the clock of the trees.
+
+        Headers, certificates, compression, the queue's size and the service's name come from the
+        SDK's own variables (`OTEL_…`).
         """
         resource = Resource.create(
             {
@@ -77,7 +80,7 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("mooncake", __version__)
 
     def export(self, root: Span, caller: Caller | None) -> None:
-        """Queue a tree. Its times become those of the wall clock as it is now."""
+        """Queue a tree. Its times are converted to the wall clock's present time."""
         parent = None
         if caller is not None:
             flags = TraceFlags(TraceFlags.SAMPLED)
@@ -105,7 +108,8 @@ class OtlpTraces:
 
     def close(self) -> None:
         """Send what is queued, as far as the collector takes it in `CLOSE_S`."""
-        # In another thread: the SDK waits longer than that for a collector that does not answer.
+        # Another thread does it, because the SDK waits longer than that for a collector that does
+        # not answer.
         sending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         sending.start()
         sending.join(CLOSE_S)

@@ -1,7 +1,7 @@
 """The recent status: latencies, hit rate, output rate and refusals of the last minute.
 
-Derived from lifetime events, with bounded memory under any load. It is shown on the cluster page;
-series that are kept and summed over gateways are in `metrics.py`.
+It is derived from lifetime events, with bounded memory under any load. The cluster page shows it.
+`metrics.py` has the series that are kept and summed over gateways.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class RecentRefusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The last `window_s` seconds; a latency is None when nothing was measured."""
+    """The status of the last `window_s` seconds. A latency is None when nothing was measured."""
 
     window_s: float
     ttft_s_p50: float | None
     ttft_s_p99: float | None
     tbt_s_p50: float | None
-    """Of single gaps between tokens."""
+    """The median of single gaps between tokens."""
     tbt_s_p99: float | None
     num_prompt_tokens: int
-    """Of requests that got their first token."""
+    """The prompt tokens of requests that got their first token."""
     num_cached_tokens: int
     """The part of `num_prompt_tokens` that was reused."""
     output_tokens_per_s: float
     refusals: list[RecentRefusal]
-    """The newest first, whatever their age."""
+    """The newest refusals first, whatever their age."""
 
 
 class _Samples(Generic[Value]):
-    """Values with their times, at most `MAX_SAMPLES`; the oldest are dropped first."""
+    """Values with their times, at most `MAX_SAMPLES`. The oldest are dropped first."""
 
     def __init__(self) -> None:
         self._values: deque[tuple[float, Value]] = deque(maxlen=MAX_SAMPLES)
@@ -74,11 +74,13 @@ class Recent:
         self._gap_s: _Samples[float] = _Samples()
         self._prompts: _Samples[tuple[int, int]] = _Samples()
         self._outputs: deque[tuple[int, int]] = deque(maxlen=int(WINDOW_S) + 1)
-        """(whole second, tokens in it): a busy gateway has too many events for a list."""
+        """(whole second, its number of tokens), because a busy gateway has too many events for a
+        list.
+        """
         self._refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
 
     def record(self, event: AnyEvent) -> None:
-        """Take `event`; kinds that are not needed here are ignored."""
+        """Take `event`. Kinds that are not needed here are ignored."""
         match event:
             case Accepted():
                 self._live[event.request_id] = (event, event.at_s)

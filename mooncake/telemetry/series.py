@@ -18,14 +18,14 @@ from mooncake.base import Role, WorkerLoad
 from mooncake.telemetry.tally import Tally
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
-"""A gauge beside each counter and histogram, with the time of its first value: nobody asks for it.
-The library knows no other switch than this one of the process.
+"""Without this, the library adds to each counter and histogram a gauge with the time of its first
+value, which nobody needs. The library's only switch for it is this one, for the whole process.
 """
 _TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 15, 20,
     25, 30, 35, 40, 80, 160, 640, 2560,
 )  # fmt: skip
-"""Finer around the 30 s of the alert on late first tokens."""
+"""The buckets are finer around 30 s, the limit of the alert on late first tokens."""
 _HELD_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5, 10)
 _GAP_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5,
@@ -38,9 +38,9 @@ _TOKENS = (
 _BURST = (1, 2, 4, 8, 16, 32)
 
 MAX_TENANTS = 1000
-"""So many tenants have counters of their own: a file of keys that changes often is bounded too."""
+"""At most this many tenants have counters of their own, because a file of keys may change often."""
 OTHER_TENANTS = "(others)"
-"""The tenants beyond `MAX_TENANTS`, together."""
+"""The label of all tenants beyond `MAX_TENANTS`."""
 
 MAX_GONE_WORKERS = 64
 """The counters of this many lost workers are kept: long enough for a last scrape, and a worker that
@@ -49,14 +49,14 @@ comes back continues its counters.
 
 
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process runs: the labels of `build_info`."""
+    """What software a process runs: the labels of `build_info`."""
 
     version: str
     revision: str
-    """Of git; empty where it is not known."""
+    """The commit of git; empty when it is not known."""
     role: str
     layout: str
-    """The beginning of the KV layout's fingerprint: workers of one cluster have the same."""
+    """The beginning of the KV layout's fingerprint, which all workers of one cluster share."""
 
 
 class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ class RequestSeries:
 
 
 class TenantSeries:
-    """Series that name tenants: for operators, so in a registry of their own."""
+    """Series that name tenants. They are for operators, so they have a registry of their own."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name
@@ -278,7 +278,7 @@ class WorkerSeries:
             registry=registry,
         )
         self._gone: dict[str, None] = {}
-        """Lost workers whose counters are still kept; the one that left first is first."""
+        """Lost workers whose counters are still kept. The one that left first comes first."""
         self._named = {
             (from_pool, name): Counter(
                 f"mooncake:{series}", text, ["model_name"], registry=registry
@@ -296,7 +296,9 @@ class WorkerSeries:
         self._total.labels(self._model_name, worker_id, role.value).set(num_blocks)
 
     def left(self, worker_id: str, role: Role) -> None:
-        """Remove the gauges of a lost worker; its counters go after many more were lost."""
+        """Remove the gauges of a lost worker. Its counters go only after many more workers were
+        lost.
+        """
         self._nodes.pop(worker_id, None)
         self._count_engines_without_pool()
         self._up.labels(self._model_name, role.value).dec()
@@ -349,7 +351,7 @@ class WorkerSeries:
 
 
 _ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos_"
-"""An engine's counter of accepted drafts, before the number of a position."""
+"""The name of an engine's counter of accepted drafts, without the position's number."""
 _NAMED_COUNTS = (
     (False, "preemptions", "num_preemptions", "Sequences preempted for lack of blocks."),
     (

@@ -1,6 +1,6 @@
-"""Series of what happens at every token: filled by one thread, without a lock.
+"""Series of what happens at every token. One thread fills them, without a lock.
 
-`prometheus_client` takes a lock for each sum and each bucket, which was a fifth of all that a token
+`prometheus_client` takes a lock for each sum and each bucket. That was a fifth of all that a token
 cost the gateway.
 """
 
@@ -27,8 +27,8 @@ class Tally:
         bounds: Sequence[float],
         counter: tuple[str, str] | None = None,
     ) -> None:
-        """`bounds`: the largest value of each bucket, rising; larger values are in one more.
-        `counter`: name and text of a counter that is the sum of all values.
+        """bounds: the largest value of each bucket, rising. One more bucket takes larger values.
+        counter: the name and text of a counter that is the sum of all values.
         """
         self._name, self._text, self._labels = name, text, labels
         self._labelnames = tuple(labels)
@@ -44,7 +44,7 @@ class Tally:
         self._sum += value
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the series as they stand (the registry asks for it)."""
+        """Yield the series with their present values. The registry calls this."""
         values = list(self._labels.values())
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))

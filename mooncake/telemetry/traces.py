@@ -1,8 +1,8 @@
-"""Traces: the finished span tree of a call of the API, made of lifetime events and of what workers
-tell. Whoever is given a tree sends it away; `otlp.py` does.
+"""Traces: the finished span tree of an API call, made from lifetime events and from what workers
+report. A tree goes to an exporter, such as `otlp.py`, which sends it away.
 
-The tracer owns the calls that are traced and have not ended. Times are of the gateway's clock, and
-those of workers are translated to it (`worker_clocks`). No text of a prompt or an answer, and
+The tracer owns the traced calls that have not ended. Times are on the gateway's clock;
+`worker_clocks` converts those of workers to it. A trace holds no text of a prompt or an answer, and
 nothing of a request that is not traced.
 """
 
@@ -32,11 +32,13 @@ from mooncake.telemetry.events import (
 from mooncake.telemetry.worker_clocks import WorkerClocks
 
 MAX_SEQUENCES = 16
-"""Calls of more sequences show only what the API server did."""
+"""Calls with more sequences than this show only what the API server did."""
 MAX_WORK_SPANS = 64
-"""Spans of workers that are kept of one placement."""
+"""The most spans of workers that are kept for one placement."""
 MAX_PLACEMENTS = 16
-"""Shown of one request; it may be placed without end where others go first."""
+"""The most placements that are shown of one request. A request may be placed many times while
+others go first.
+"""
 MAX_STATE_CHARS = 512
 """A longer `tracestate` is dropped, as W3C allows."""
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -70,7 +72,7 @@ class SpanEvent:
 
 @dataclass(slots=True)
 class Span:
-    """A piece of work with what it consists of."""
+    """A piece of work and its parts."""
 
     name: str
     start_s: float
@@ -82,7 +84,7 @@ class Span:
     """Why it failed."""
 
     def child(self, name: str, start_s: float, end_s: float = 0.0, **attributes: Fact) -> Span:
-        """Add a part, with attributes of our own."""
+        """Add a part. The names of its attributes get the prefix `mooncake.`."""
         span = Span(name, start_s, end_s)
         span.attributes.update({f"mooncake.{key}": value for key, value in attributes.items()})
         self.children.append(span)
@@ -90,11 +92,11 @@ class Span:
 
 
 Export = Callable[[Span, Caller | None], None]
-"""Takes a finished tree and who called; must be quick and never raise."""
+"""Takes a finished tree and its caller. It must be quick and never raise."""
 
 
 def read_caller(traceparent: str, tracestate: str = "") -> Caller | None:
-    """Return the span that W3C's headers name; None: there is none, or it is not to be trusted."""
+    """Return the span that W3C's headers name. None: there is none, or it is not valid."""
     found = _TRACEPARENT.fullmatch(traceparent.strip())
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None
@@ -115,7 +117,7 @@ class _Sequence:
         self.first_token_s: float | None = None
         self.status = 200
         self.seconds: dict[str, float] = {}
-        """What vLLM calls latencies, by its names."""
+        """The latencies under vLLM's names."""
         self._waits_since_s: float | None = None
         self._placement: Span | None = None
         self._attempt = 0
@@ -152,7 +154,7 @@ class _Sequence:
         return False
 
     def end(self, now: float) -> None:
-        """End what is open."""
+        """End the spans that are open."""
         if self._waits_since_s is not None:
             self._end_wait(now)
         self._end_placement(now)
@@ -178,11 +180,11 @@ class _Sequence:
             self._placement.attributes["mooncake.prefill_worker"] = event.prefill
 
     def _on_worked(self, placement: Span, spans: Sequence[WorkSpan], now: float) -> None:
-        """Add what a worker did. Nothing of it was before its task, or is still to come."""
+        """Add the spans of a worker. They lie between its task and now."""
         for each in spans[: MAX_WORK_SPANS - self._num_told]:
             self._num_told += 1
             ahead_s = self._clocks.ahead_s(each.worker_id)
-            if ahead_s is None:  # it has joined just now: say that it told at once
+            if ahead_s is None:  # a worker that has just joined: assume no delay
                 ahead_s = now - max(it.end_s for it in spans if it.worker_id == each.worker_id)
             here = partial(_within, placement.start_s, now, ahead_s)
             span = placement.child(
@@ -233,7 +235,7 @@ _TIMED = {"prefill": "time_in_model_prefill", "decode": "time_in_model_decode"}
 
 
 class Trace:
-    """A traced call of the API: its tree so far. Made and ended by the `Tracer`."""
+    """The tree so far of a traced API call. The `Tracer` makes and ends it."""
 
     def __init__(
         self,
@@ -251,7 +253,9 @@ class Trace:
         """When the first byte of the answer went to the client."""
 
     def follow(self, request_ids: Iterable[str]) -> bool:
-        """Show these requests as parts of the call, if they are not too many; return whether."""
+        """Show these requests as parts of the call, unless they are too many. Return whether they
+        are shown.
+        """
         ids = list(request_ids)
         if len(ids) > MAX_SEQUENCES:
             return False
@@ -263,21 +267,21 @@ class Trace:
 
 
 class Tracer:
-    """Chooses which calls are traced, and makes their trees: a recorder of lifetime events."""
+    """A recorder of lifetime events that chooses which calls are traced, and makes their trees."""
 
     def __init__(self, export: Export, ratio: float, draw: Callable[[], float]) -> None:
-        """`ratio`: the share of calls without a `traceparent` that are traced; one that has it is
-        traced if its client says so. `draw` returns a random number from 0 up to 1.
+        """ratio: the share of calls without a `traceparent` that are traced. A call that has one is
+        traced if its client says so. draw: returns a random number from 0 up to 1.
         """
         self._export = export
         self._ratio = ratio
         self._draw = draw
         self._following: dict[str, _Sequence] = {}
-        """The requests of traced calls that have not ended."""
+        """The unfinished requests of traced calls."""
         self._clocks = WorkerClocks()
 
     def begin(self, traceparent: str, tracestate: str, now: float) -> Trace | None:
-        """Begin the trace of a call with these headers; None: it is not traced."""
+        """Begin the trace of a call with these headers. None: it is not traced."""
         caller = read_caller(traceparent, tracestate) if traceparent else None
         sampled = self._draw() < self._ratio if caller is None else caller.sampled
         if not sampled:
@@ -285,7 +289,7 @@ class Tracer:
         return Trace(caller, Span("api", now), self._following, self._clocks)
 
     def record(self, event: AnyEvent) -> None:
-        """Take one event; those of requests that are not traced are ignored."""
+        """Take one event. Events of requests that are not traced are ignored."""
         match event:
             case RequestEvent():
                 sequence = self._following.get(event.request_id)

@@ -1,7 +1,7 @@
 """Multi-head latent attention for training: whole sequences, expanded per head, differentiable.
 
-The plain form of `model.layers.mla`; holds weights, no cache. Also measures the largest logit of
-each head, which QK-Clip needs and fused attention does not give.
+This is the plain form of `model.layers.mla`; it holds weights and no cache. It also measures the
+largest logit of each head, which QK-Clip needs and fused attention does not give.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.train.parts import Linear, Norm
 
 _SHORT = 512
 _MAX_SCORES = 2**22
-"""How many attention scores are looked at together when the largest is sought."""
+"""How many attention scores are compared at once to find the largest."""
 
 
 class Attention(nn.Module):
@@ -45,14 +45,16 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * self.value, hidden)
         self.register_buffer("max_logits", torch.zeros(self.heads), persistent=False)
         self.max_logits: torch.Tensor
-        """The largest logit of each head above zero, since the last clipping; float32 [heads]."""
+        """The largest logit of each head, if above zero, since the last clipping; float32
+        [heads].
+        """
 
     def forward(
         self, x: torch.Tensor, rotation: torch.Tensor, groups: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the attention of x [tokens, hidden]; groups: see `Batch`.
+        """Return the attention of x [tokens, hidden]. `groups`: see `Batch`.
 
-        rotation: of each token, [tokens, 1, rope / 2] complex64.
+        rotation: one for each token, [tokens, 1, rope / 2] complex64.
         """
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.unflatten(-1, (self.heads, -1))
@@ -77,16 +79,17 @@ class Attention(nn.Module):
 def _padded(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return x [tokens, heads, width] as [sequences, heads, longest, width].
 
-    What pads a sequence is its group's first token: no logit comes of it that none has already.
+    Sequences are padded with their group's first token, so that padding gives no logit that does
+    not exist already.
     """
     filled = torch.where(places < 0, places[0, 0], places)
     return x[filled].transpose(1, 2)
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return x [..., width] turned by rotation [..., width / 2] complex64, in its dtype.
+    """Return x [..., width] turned by rotation [..., width / 2] complex64, in x's dtype.
 
-    interleaved: pairs are neighbours; else the halves are paired.
+    interleaved: neighbours form pairs; otherwise the two halves do.
     """
     cos, sin = rotation.real, rotation.imag
     wide = x.float()
@@ -104,7 +107,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return causal attention [sequences, heads, tokens, value] and the largest logit of each head.
 
-    Short sequences keep all scores, which on a CPU takes half the time of the fused form; long ones
+    Short sequences keep all scores, which on a CPU takes half the time of the fused form. Long ones
     are fused, so that memory does not grow with the square of their length.
     """
     tokens = q.shape[-2]
@@ -121,7 +124,7 @@ def attend(
 def largest_logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the largest causal attention logit of each head, [heads] float32.
 
-    q, k: [sequences, heads, tokens, width]. Scores are made in pieces of rows: memory is bounded.
+    q, k: [sequences, heads, tokens, width]. Scores are made in pieces of rows to bound memory.
     """
     batch, heads, tokens, _ = q.shape
     rows = max(1, min(tokens, _MAX_SCORES // (batch * heads * tokens)))

@@ -1,6 +1,6 @@
-"""Generated samples as batches of tokens, rendered by the very template and tokenizer that serve.
+"""Generated samples as batches of tokens. The template and tokenizer that also serve render them.
 
-A step's batches are a function of the seed and the step's number: a resumed run needs no state of
+A step's batches depend only on the seed and the step's number, so a resumed run needs no state of
 the data.
 """
 
@@ -21,20 +21,20 @@ from mooncake.tasks.questions import system
 from mooncake.tasks.sample import Message, Sample
 
 _TALKS = 0.25
-"""Share of the samples that come after others in one conversation."""
+"""The share of samples that follow others in one conversation."""
 _DIGESTED = 16
-"""Samples of a task that tell whether it has changed."""
+"""How many samples of a task are compared to tell whether the task has changed."""
 _LONG = ("needle", "code")
-"""Tasks with texts of thousands of tokens: no other sample follows one."""
+"""Tasks with texts of thousands of tokens. No other sample follows one of these."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Sequences one after the other, the longest first, without padding.
 
-    tokens, positions: [tokens] int64; counts: [tokens] bool, which are the answers' own. `groups`:
-    sequences of about equal length, which attend together: [sequences, longest] int64, each row the
-    places of a sequence in `tokens`, then -1.
+    tokens, positions: [tokens] int64. counts: [tokens] bool; whether a token belongs to an answer.
+    groups: sequences of about equal length, which attend together: [sequences, longest] int64. Each
+    row holds the places of a sequence in `tokens`, then -1.
     """
 
     tokens: torch.Tensor
@@ -58,7 +58,7 @@ _Sequence = tuple[list[int], list[bool]]
 def packed(sequences: Sequence[_Sequence], padded_tokens: int = 2048) -> Batch:
     """Return tokens, and which of them count, as a batch.
 
-    padded_tokens: a group has at most so many places, or one sequence.
+    padded_tokens: the most places in a group, unless it is one sequence.
     """
     ordered = sorted(sequences, key=lambda sequence: len(sequence[0]), reverse=True)
     groups, first, start = [], 0, 0
@@ -89,8 +89,9 @@ class Batches:
         step_tokens: int,
         batch_tokens: int,
     ) -> None:
-        """step_tokens: about how many tokens all batches of a step have together; batch_tokens: the
-        most in one batch."""
+        """step_tokens: about how many tokens all batches of a step have together. batch_tokens: the
+        most tokens in one batch.
+        """
         self._tokenizer = load_tokenizer(checkpoint)
         self._template = load_chat_template(checkpoint, self._tokenizer.special_tokens)
         self._seed = seed
@@ -98,8 +99,9 @@ class Batches:
         self._batch_tokens = batch_tokens
 
     def of_step(self, step: int, weights: Mapping[str, float], max_tokens: int) -> list[Batch]:
-        """Return the batches of `step`, of tasks drawn by `weights`; conversations of more than
-        `max_tokens` are drawn again."""
+        """Return the batches of `step`, from tasks drawn by `weights`. Conversations of more than
+        `max_tokens` are drawn again.
+        """
         random = Random(f"training {self._seed} {step}")
         drawn: list[_Sequence] = []
         total = 0
@@ -112,8 +114,9 @@ class Batches:
         return self._split(drawn)
 
     def digests(self, tasks: Iterable[str]) -> dict[str, str]:
-        """Return for each task a digest of its first samples, as tokens: it tells whether a task
-        that was trained on has changed since."""
+        """Return a digest of each task's first samples, as tokens. It shows whether a task that was
+        trained on has changed since.
+        """
         found = {}
         for task in tasks:
             random, drawn = Random(f"digest {task}"), hashlib.sha256()
@@ -125,7 +128,7 @@ class Batches:
         return found
 
     def of_answers(self, samples: Sequence[Sample]) -> list[Batch]:
-        """Return batches of samples, each alone, in which the last answer counts only."""
+        """Return batches of samples, each alone. Only the last answer counts."""
         alone = (_alone(sample) for sample in samples)
         return self._split([rendered(self._template, self._tokenizer, *one) for one in alone])
 
@@ -172,8 +175,8 @@ def _conversation(
 ) -> tuple[list[Message], list[Mapping[str, object]], list[bool]]:
     """Return messages, tools, and which answers count.
 
-    Thoughts are shown in the last answer only, as clients send back answers without them: an
-    earlier answer that was thought about does not count.
+    Only the last answer shows its reasoning, because clients send back answers without it. An
+    earlier answer that had reasoning does not count.
     """
     samples = [training_sample(random, weights)]
     while random.random() < _TALKS and len(samples) < 4:

@@ -1,5 +1,5 @@
-"""What a run leaves on disk: its state, from which it goes on bit for bit, and the checkpoint that
-serves. Both are in the format of safetensors and appear whole or not at all.
+"""What a run leaves on disk: its state, from which it can resume bit for bit, and the checkpoint
+that serves. Both use the safetensors format and appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mooncake.train.model import TrainedK2
 from mooncake.train.muon_clip import MuonClip, NormClip
 
 STATE_NAME = "training.state"
-"""In the format of safetensors; named so that nobody takes it for weights."""
+"""A file in the safetensors format, named so that nobody takes it for weights."""
 WEIGHTS_NAME = "model.safetensors"
 
 
@@ -31,7 +31,7 @@ def save_state(
     norms: NormClip | None,
     progress: dict[str, Any],
 ) -> None:
-    """Write all that a run needs to go on; progress: what else it wants back, as JSON."""
+    """Write all that a run needs to resume. `progress`: further values to restore, as JSON."""
     state = optimizer.state()
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     for kind in ("first", "second"):
@@ -47,10 +47,10 @@ def save_state(
 def load_state(
     path: Path, model: TrainedK2, optimizer: MuonClip, norms: NormClip | None
 ) -> dict[str, Any]:
-    """Take over a saved state and return its `progress`.
+    """Load a saved state and return its `progress`.
 
     Raises:
-        CheckpointError: the file is broken, or of another model or optimizer.
+        CheckpointError: the file is broken, or belongs to another model or optimizer.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "first": {}, "second": {}}
     try:
@@ -82,7 +82,7 @@ def write_weights(directory: Path, model: TrainedK2, dtype: torch.dtype) -> None
 
 
 def named_tensors(model: TrainedK2) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all weights under a checkpoint's names: those of DeepSeek-V3, an expert each its own.
+    """Yield all weights under the names of a DeepSeek-V3 checkpoint, where each expert has its own.
 
     The MTP layer is layer `num_hidden_layers`, with copies of the embedding and the head.
     """
@@ -106,7 +106,7 @@ def named_tensors(model: TrainedK2) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def own_tensor(own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return tensor `name` of a checkpoint out of the trained model's, which stacks experts."""
+    """Return tensor `name` of a checkpoint from the trained model, which stacks experts."""
     before, experts, after = name.partition(".mlp.experts.")
     if not experts:
         return own[name]

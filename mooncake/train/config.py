@@ -1,4 +1,6 @@
-"""What a training run does, as values. No torch: the command line reads this for its help."""
+"""The settings of a training run, as values. It needs no torch, because the command line reads it
+for its help.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 OPTIMIZERS = ("muonclip", "muon", "adamw")
-"""Muon with and without QK-Clip, and AdamW for all weights to compare with."""
+"""Muon with and without QK-Clip, and AdamW for all weights as a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Steps of a run that draw the same tasks; the rate is that of one step."""
+    """Steps of a run that draw the same tasks. The learning rate is that of one step."""
 
     tasks: Mapping[str, float]
     steps: int = 6000
@@ -23,8 +25,9 @@ class Stage:
     max_tokens: int = 4608
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of the stage's step `step`, from 0: rising from zero at its
-        begin and falling to zero at its end."""
+        """Return the learning rate of the stage's step `step`, from 0. It rises from zero at the
+        beginning and falls to zero at the end.
+        """
         rising = (step + 1) / max(1, self.warmup_steps)
         falling = (self.steps - step) / max(1, self.decay_steps)
         return self.rate * min(1.0, rising, falling)
@@ -32,11 +35,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Stage):
-    """A run: one stage, or several. `mooncake train --help` says what each field is."""
+    """A run of one stage or several. `mooncake train --help` explains each field."""
 
     out: str
     stages: Sequence[Mapping[str, Any]] = ()
-    """For each stage, what it has otherwise than the run."""
+    """For each stage, the settings that differ from the run's."""
     preset: str = "k2-demo"
     optimizer: str = "muonclip"
     seed: int = 0
@@ -62,7 +65,9 @@ class TrainConfig(Stage):
         return [Stage(**{**own, **changes}) for changes in self.stages or ({},)]
 
     def stage_of(self, step: int) -> tuple[Stage, int]:
-        """Return the stage of step `step`, from 0, and how many steps of it come before."""
+        """Return the stage of step `step`, from 0, and how many steps of that stage come
+        before it.
+        """
         for stage in self.parts():
             if step < stage.steps:
                 break
@@ -71,5 +76,5 @@ class TrainConfig(Stage):
 
     @property
     def total_steps(self) -> int:
-        """Of all stages."""
+        """The number of steps of all stages."""
         return sum(stage.steps for stage in self.parts())

@@ -1,8 +1,8 @@
 """The mixture-of-experts layer for training, and how its load is balanced.
 
-Balance is the bias update of `noaux_tc` (DeepSeek-V3, arXiv 2412.19437 section 2.1.2): no loss of
-its own. The experts of a layer are one tensor each of gates, ups and downs, so that the optimizer
-treats them in one batch; a checkpoint has a tensor an expert.
+The bias update of `noaux_tc` balances the load (DeepSeek-V3, arXiv 2412.19437 section 2.1.2); there
+is no balance loss. A layer's experts are three stacked tensors (gates, ups and downs), so that the
+optimizer treats them in one batch. A checkpoint has one tensor for each expert.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake.train.parts import GatedMlp
 
 
 class Stack(nn.Module):
-    """As many matrices as there are experts: [experts, out, in] float32."""
+    """One matrix for each expert: [experts, out, in] float32."""
 
     def __init__(self, num_experts: int, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses experts by sigmoid scores and a bias that no gradient moves."""
+    """Chooses experts by sigmoid scores and a bias that gradients do not change."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Router(nn.Module):
         self.e_score_correction_bias: torch.Tensor
         self.register_buffer("load", torch.zeros(spec.n_routed_experts), persistent=False)
         self.load: torch.Tensor
-        """How many tokens chose each expert since the bias was last moved."""
+        """How many tokens chose each expert since the bias last changed."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (experts, weights) of x [tokens, hidden], [tokens, k] each."""
@@ -86,7 +86,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> float:
-        """Move the bias towards the experts with fewer tokens and forget the counts.
+        """Move the bias towards the experts with fewer tokens and reset the counts.
 
         Returns the busiest expert's load as a multiple of the mean.
         """

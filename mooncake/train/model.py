@@ -1,7 +1,7 @@
 """Kimi-K2's forward pass for training: whole sequences, every token's logits, an MTP layer.
 
-Its logits are those of `model.kimi_k2` on the same checkpoint (a test compares them). Owns the
-weights, in float32, under a checkpoint's names with the experts of a layer stacked.
+Its logits equal those of `model.kimi_k2` on the same checkpoint (a test compares them). It owns the
+weights, in float32, under a checkpoint's names, with the experts of a layer stacked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INIT_STD = 0.02
 
 
 class Layer(nn.Module):
-    """Attention and a dense or expert layer, each normed first and added in float32."""
+    """Attention and a dense or expert layer. Each is normed first and added in float32."""
 
     def __init__(self, spec: ModelSpec, dense: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,8 +46,9 @@ class Layer(nn.Module):
 
 
 class PredictionLayer(Layer):
-    """The MTP layer: from a token's hidden state and the next token, the state that predicts the
-    token after that one (arXiv 2412.19437 section 2.2). Embedding and head are the model's.
+    """The MTP layer. From a token's hidden state and the next token it makes the state that
+    predicts the token after that one (arXiv 2412.19437 section 2.2). Embedding and head are the
+    model's.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
@@ -58,7 +59,7 @@ class PredictionLayer(Layer):
         self.shared_head = nn.ModuleDict({"norm": Norm(spec.hidden_size, spec.rms_norm_eps)})
 
     def join(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """Return the layer's input; hidden: normed states, following: the next embeddings."""
+        """Return the layer's input. hidden: normed states; following: the next embeddings."""
         joined = torch.cat((self.enorm(following), self.hnorm(hidden)), dim=-1)
         made: torch.Tensor = self.eh_proj(joined.to(self._dtype)).float()
         return made
@@ -73,12 +74,12 @@ class Losses:
 
 
 class TrainedK2(nn.Module):
-    """The model; computes in `dtype`, adds and keeps weights in float32."""
+    """The model. It computes in `dtype`, and adds and keeps weights in float32."""
 
     def __init__(
         self, spec: ModelSpec, num_mtp_layers: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Raises ConfigError where `spec` has what training does not know."""
+        """Raises ConfigError when `spec` has features that training does not support."""
         super().__init__()
         if spec.tie_word_embeddings or num_mtp_layers > 1:
             raise ConfigError("training knows separate embeddings and at most one MTP layer only")
@@ -98,7 +99,9 @@ class TrainedK2(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Fill all weights: matrices normal, those that write to the residual stream smaller."""
+        """Fill all weights: matrices normal, and smaller those that write to the residual
+        stream.
+        """
         generator = torch.Generator().manual_seed(seed)
         depth = (2 * self.spec.num_hidden_layers) ** -0.5
         for name, weight in self.named_parameters():
@@ -125,10 +128,10 @@ class TrainedK2(nn.Module):
         return made
 
     def mtp_hidden(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the MTP layer's normed states: that of token i predicts token i + 2.
+        """Return the MTP layer's normed states. The state of token i predicts token i + 2.
 
-        hidden: `hidden(batch)`. A sequence's last state is made of another's first token, and is
-        for nothing.
+        hidden: `hidden(batch)`. A sequence's last state is made with another sequence's first
+        token, and is not used.
         """
         assert self.mtp is not None
         joined = self.mtp.join(hidden, self.embed_tokens(batch.tokens.roll(-1)))

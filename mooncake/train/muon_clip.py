@@ -21,26 +21,26 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _NO_DIVISION_BY_ZERO = 1e-7
 _RMS = 0.2
-"""The root mean square of AdamW's usual update, which Muon's is scaled to."""
+"""The usual root mean square of AdamW's updates. Muon's updates are scaled to it."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What stays the same over a run."""
+    """The settings that stay the same over a run."""
 
     weight_decay: float = 0.1
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     dtype: torch.dtype = torch.float32
-    """That Newton-Schulz computes in."""
+    """The dtype in which Newton-Schulz computes."""
 
 
 def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return roughly `U V^T` for matrices [..., rows, columns] = `U S V^T`, computed in `dtype`.
 
-    Newton-Schulz with the coefficients that pull singular values near 1 fastest: they end between
-    about 0.7 and 1.2, which is near enough for a direction.
+    This is Newton-Schulz with the coefficients that pull singular values near 1 fastest. They end
+    between about 0.7 and 1.2, which is near enough for a direction.
     """
     a, b, c = _NEWTON_SCHULZ
     wide = matrices.float()
@@ -56,12 +56,12 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
 
 
 class MuonClip:
-    """One optimizer for a model. `step` wants gradients in place and leaves them."""
+    """One optimizer for a model. `step` reads the gradients of the weights and leaves them."""
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], rates: Rates, muon: bool = True
     ) -> None:
-        """`muon` False: AdamW for all, to compare with."""
+        """`muon` False: use AdamW for all weights, as a comparison."""
         self._rates = rates
         self._weights = dict(named)
         self._by_muon = {
@@ -91,7 +91,7 @@ class MuonClip:
         gradient = self._gradient(name)
         momentum = self._first[name]
         momentum.mul_(self._rates.momentum).add_(gradient)
-        ahead = gradient.add(momentum, alpha=self._rates.momentum)  # Nesterov's
+        ahead = gradient.add(momentum, alpha=self._rates.momentum)  # Nesterov's momentum
         return orthogonalize(ahead, self._rates.dtype) * (
             _RMS * math.sqrt(max(gradient.shape[-2:]))
         )
@@ -116,7 +116,7 @@ class MuonClip:
         return {"steps": self._steps, "first": self._first, "second": self._second}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned."""
+        """Load what `state` returned."""
         self._steps = state["steps"]
         for own, saved in ((self._first, state["first"]), (self._second, state["second"])):
             for name, value in own.items():
@@ -124,17 +124,17 @@ class MuonClip:
 
 
 def is_muons(name: str, weight: torch.Tensor) -> bool:
-    """Whether Muon moves this weight: a matrix that is neither embedding nor head."""
+    """Whether Muon updates this weight: a matrix that is neither embedding nor head."""
     return weight.ndim > 1 and "embed_tokens" not in name and "lm_head" not in name
 
 
 @torch.no_grad()
 def clip_qk(attention: Attention, limit: float) -> torch.Tensor:
-    """Shrink the heads whose largest logit passed `limit`; return gamma of each head, [heads].
+    """Shrink the heads whose largest logit passed `limit`. Return gamma of each head, [heads].
 
-    A head's content parts of query and key take sqrt(gamma) each, its rotary query gamma: the
-    rotary key is shared by all heads and stays. Both products so shrink by gamma. Forgets the
-    logits seen.
+    A head's content parts of query and key are scaled by sqrt(gamma) each, its rotary query by
+    gamma. The rotary key stays, because all heads share it. So both products shrink by gamma.
+    Resets the largest logits.
     """
     gamma = (limit / attention.max_logits.clamp(min=limit)).to(attention.max_logits.dtype)
     attention.max_logits = torch.zeros_like(attention.max_logits)
@@ -151,7 +151,7 @@ def clip_qk(attention: Attention, limit: float) -> torch.Tensor:
 
 
 class NormClip:
-    """Scales gradients whose norm is above the running 95 % quantile of the last norms."""
+    """Scales down gradients whose norm is above the 95 % quantile of the last norms."""
 
     def __init__(self, quantile: float = 0.95, window: int = 128) -> None:
         self._quantile = quantile
@@ -159,7 +159,9 @@ class NormClip:
 
     @torch.no_grad()
     def clip(self, weights: Iterable[nn.Parameter]) -> float:
-        """Scale the gradients down to the quantile where they pass it; return their norm before."""
+        """Scale the gradients down to the quantile when they exceed it. Return their norm
+        before.
+        """
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
         limit = self.limit()
@@ -170,17 +172,17 @@ class NormClip:
         return norm
 
     def limit(self) -> float:
-        """Return the quantile; infinite until the window has been filled once."""
+        """Return the quantile. It is infinite until the window has been filled once."""
         if len(self._norms) < (self._norms.maxlen or 0):
             return math.inf
         ordered = sorted(self._norms)
         return ordered[min(len(ordered) - 1, int(self._quantile * len(ordered)))]
 
     def state(self) -> list[float]:
-        """Return the norms seen, oldest first."""
+        """Return the recorded norms, oldest first."""
         return list(self._norms)
 
     def restore(self, norms: list[float]) -> None:
-        """Take over what `state` returned."""
+        """Load what `state` returned."""
         self._norms.clear()
         self._norms.extend(norms)

@@ -1,4 +1,6 @@
-"""Products and norms for training: weights in float32, computed in the dtype of their input."""
+"""Products and norms for training. Weights are float32; computation is in the dtype of the
+input.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x normed, in its dtype; the mean is taken in float32."""
+        """Return x normed, in its dtype. The mean is taken in float32."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return (normed * self.weight).to(x.dtype)

@@ -1,10 +1,11 @@
-"""One training run: batches in, steps taken, progress logged, state saved. Resumes where it was.
+"""One training run: makes batches, takes steps, logs progress, saves its state, and resumes from
+it.
 
 Owns the model, the optimizer and the run's directory:
 
-    config.json, tokenizer, template, model.safetensors    what serves
-    training.state                                         what a run goes on from
-    log.jsonl                                              one line a logged step
+    config.json, tokenizer, template, model.safetensors    the checkpoint that serves
+    training.state                                         the state from which a run resumes
+    log.jsonl                                              one line for each logged step
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ Log = Callable[[Mapping[str, Any]], None]
 
 
 class Run:
-    """A run, at the step where it stands."""
+    """A training run at its present step."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Begin in an empty directory, or go on from the state in it.
+        """Begin in an empty directory, or resume from the state in it.
 
         Raises:
             ConfigError: there is no such preset, or it cannot be trained.
-            CheckpointError: the state there is of another model, or the tasks have changed.
+            CheckpointError: the state there belongs to another model, or the tasks have changed.
         """
         torch.set_num_threads(config.threads)
         self._config = config
@@ -80,9 +81,9 @@ class Run:
     def go(
         self, log: Log, until: int | None = None, stopping: Callable[[], bool] = lambda: False
     ) -> None:
-        """Take steps until `until`, or all; save now and then and at the end.
+        """Take steps until `until`, or all. Save now and then and at the end.
 
-        stopping: asked before each step; where it says so, the run is saved as it is.
+        stopping: is called before each step. When it returns true, the run is saved and stops.
         """
         config = self._config
         total = config.total_steps
@@ -144,7 +145,7 @@ class Run:
     @torch.no_grad()
     def scores(self) -> dict[str, float]:
         """Return for each task the share of held-out samples whose answer the model would give word
-        for word, greedily: every token of it is the likeliest after those before.
+        for word in greedy decoding: each token of it is the likeliest after those before.
         """
         self.model.eval()
         found = {}
@@ -178,7 +179,9 @@ class Run:
             )
 
     def _forget_later_lines(self) -> None:
-        """Drop what the log says of steps after the saved state: they are taken again."""
+        """Drop the log's lines about steps after the saved state, because these steps are taken
+        again.
+        """
         path = self._out / LOG_NAME
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)

@@ -176,4 +176,4 @@ def test_an_instance_that_outlives_those_of_its_experts_is_found(
     kill = Fault(at_s=30.0, kind="kill", target=instance_that_shares(seed).spec.worker_id)
     report = Trial(seed, [kill]).run()  # all is idle
     assert report.failure is not None
-    assert "without those of its experts" in report.failure
+    assert "without its expert group" in report.failure

@@ -1,1 +1,3 @@
-"""C++ for what torch has no single call for: compiled where a compiler is, once, and kept."""
+"""C++ for operations that torch has no single call for. It is compiled once where there is a
+compiler, and kept.
+"""

@@ -1,9 +1,10 @@
-"""Compiles this folder's C++ for the machine at hand and loads it. Needs no torch.
+"""Compiles this folder's C++ for this machine and loads it. Needs no torch.
 
-Kept as `native-DIGEST.so` in a folder where one is given; compiling takes a few seconds. What
-`python -m mooncake_kernels.native.build` made before, as our images do, is loaded from `compiled`
-where it is of these sources and for instructions of this CPU: no compiler is needed then. Calls go
-by ctypes: neither torch's headers nor Python's are needed, and no release of torch matters.
+The result is kept as `native-DIGEST.so` if a folder is given; compiling takes a few seconds.
+`python -m mooncake_kernels.native.build` compiles beforehand, as our images do. Its result is
+loaded from `compiled` if it has these sources and this CPU's instructions; then no compiler is
+needed. Calls go by ctypes, so they need neither torch's nor Python's headers, and work with any
+release of torch.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _HEADERS = ("lanes.h", "rows.h", "tiles.h")
 _SOURCES = ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp", "sampling.cpp")
 _COMPILE_S = 120.0
 COMPILED = Path(__file__).with_name("compiled")
-"""Of an image: as trusted as the sources beside it."""
+"""The folder of an image's compiled code. It is as trusted as the sources beside it."""
 
 
 @dataclass(frozen=True)
 class Isa:
-    """Instructions that the same sources are compiled for."""
+    """A set of instructions for which the sources are compiled."""
 
     name: str
     needed: frozenset[str]
-    """As /proc/cpuinfo calls them."""
+    """The names of the needed features in /proc/cpuinfo."""
     flags: tuple[str, ...]
 
 
@@ -59,13 +60,15 @@ _LIMITS = {
         ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), AVX2.needed | AVX512.needed
     ),
 }
-"""What code may use where ONEDNN_MAX_CPU_ISA has one of these values; with others, all there is."""
+"""The instructions that code may use for these values of ONEDNN_MAX_CPU_ISA; for others, all of
+them.
+"""
 WIDTH = 64
-"""What the widths of compiled products are multiples of, whatever the instructions."""
+"""The widths of compiled products must be multiples of this, for all instructions."""
 
 
 def fits(*widths: int) -> bool:
-    """Return whether compiled products take matrices of these widths."""
+    """Return whether compiled products support matrices of these widths."""
     return not any(width % WIDTH for width in widths)
 
 
@@ -83,8 +86,8 @@ def why_not() -> str | None:
 
 
 def unlikely(kept_in: Path | None = None) -> str | None:
-    """Return why native code cannot run here, None if it should, without compiling it: what a plan
-    goes by. `kept_in`: where it may lie from an earlier start.
+    """Return why native code cannot run here, None if it probably can, without compiling it. Plans
+    use this. `kept_in`: where code from an earlier start may lie.
     """
     try:
         if not is_made(kept_in):
@@ -95,15 +98,17 @@ def unlikely(kept_in: Path | None = None) -> str | None:
 
 
 def is_made(kept_in: Path | None = None) -> bool:
-    """Return whether code for this CPU is shipped or lies in `kept_in`. CannotBuild: there is none
-    for this CPU.
+    """Return whether code for this CPU is shipped or lies in `kept_in`. Raises CannotBuild when no
+    code supports this CPU.
     """
     places = (COMPILED, kept_in) if kept_in is not None else (COMPILED,)
     return any(_kept(place, isa()).exists() for place in places)
 
 
 def isa() -> Isa:
-    """Return the instructions that code is compiled for here. CannotBuild: there are none."""
+    """Return the instructions for which code is compiled here. Raises CannotBuild when there are
+    none.
+    """
     here = _usable_flags()
     for wanted in (AVX512, AVX2):
         if wanted.needed <= here:
@@ -115,7 +120,7 @@ _limit: list[str] = []
 
 
 def limit_to(onednn_isa: str | None) -> None:
-    """Use no more instructions than oneDNN may by this value of its ONEDNN_MAX_CPU_ISA."""
+    """Use no more instructions than this value of ONEDNN_MAX_CPU_ISA allows oneDNN."""
     _limit[:] = [(onednn_isa or "").upper()]
 
 
@@ -128,12 +133,12 @@ _kept_in: list[Path] = []
 
 
 def keep_in(folder: Path) -> None:
-    """Keep compiled code in `folder` from now on; without one it is compiled in each process."""
+    """Keep compiled code in `folder` from now on. Without a folder each process compiles it."""
     _kept_in[:] = [folder]
 
 
 def kept_in() -> Path | None:
-    """Return the folder that code is kept in, if there is one and it is this user's alone."""
+    """Return the folder that keeps the code, if there is one and it belongs to this user alone."""
     try:
         return _checked(_kept_in[0]) if _kept_in else None
     except (CannotBuild, OSError):
@@ -141,10 +146,11 @@ def kept_in() -> Path | None:
 
 
 def code() -> ctypes.CDLL:
-    """Return the loaded code, compiling it unless it is kept from an earlier start; tried once.
+    """Return the loaded code. Compile it unless it is kept from an earlier start. This is tried
+    only once.
 
     Raises:
-        CannotBuild: the CPU lacks instructions, or there is no compiler, or it fails.
+        CannotBuild: the CPU lacks instructions, there is no compiler, or it fails.
     """
     found = _tried(isa())
     if isinstance(found, CannotBuild):
@@ -153,7 +159,7 @@ def code() -> ctypes.CDLL:
 
 
 def used() -> str:
-    """Return what code is loaded here, for which instructions, or why there is none."""
+    """Return which code is loaded here and for which instructions, or why there is none."""
     if reason := why_not():
         return f"none, and libraries compute instead: {reason}"
     found = _tried(isa())
@@ -170,7 +176,7 @@ def _tried(wanted: Isa) -> tuple[ctypes.CDLL, str] | CannotBuild:
 
 
 def _loaded(wanted: Isa) -> tuple[ctypes.CDLL, str]:
-    """Return the code and where it comes from."""
+    """Return the code and its origin."""
     try:
         if (shipped := _kept(COMPILED, wanted)).exists():
             return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
@@ -185,12 +191,12 @@ def _loaded(wanted: Isa) -> tuple[ctypes.CDLL, str]:
 
 
 def _kept(folder: Path, wanted: Isa) -> Path:
-    """Return the file that code of these sources and flags is kept in."""
+    """Return the file that keeps the code of these sources and flags."""
     return folder / f"native-{digest(wanted)}.so"
 
 
 def digest(wanted: Isa | None = None) -> str:
-    """Return what code of these sources and flags is known by; None: for this CPU."""
+    """Return the id of the code of these sources and flags; None: for this CPU."""
     wanted = wanted or isa()
     text = b"".join(_path(name).read_bytes() for name in (*_HEADERS, *_SOURCES))
     return hashlib.sha256(text + " ".join((*_FLAGS, *wanted.flags)).encode()).hexdigest()[:16]
@@ -202,7 +208,7 @@ def _path(name: str) -> Path:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Return what this CPU has, as /proc/cpuinfo calls it; nothing where that is not there."""
+    """Return this CPU's features, as /proc/cpuinfo names them; nothing when that is missing."""
     return frozenset(_cpu("flags").split())
 
 
@@ -213,7 +219,7 @@ def cpu_name() -> str:
 
 
 def _cpu(field: str) -> str:
-    """Return what /proc/cpuinfo says of the first CPU; nothing where that is not there."""
+    """Return the entry of the first CPU in /proc/cpuinfo; nothing when that is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -223,19 +229,19 @@ def _cpu(field: str) -> str:
 
 
 def has_bf16() -> bool:
-    """Return whether this CPU multiplies bfloat16: a library emulates that where it does not."""
+    """Return whether this CPU multiplies bfloat16. On other CPUs a library emulates it."""
     return bool({"avx512_bf16", "amx_bf16"} & _usable_flags())
 
 
 def has_amx() -> bool:
-    """Return whether this CPU multiplies tiles of bfloat16: many rows go to oneDNN, which uses
+    """Return whether this CPU multiplies tiles of bfloat16. Then many rows go to oneDNN, which uses
     them.
     """
     return "amx_bf16" in _usable_flags()
 
 
 def _checked(folder: Path) -> Path:
-    """Return a folder that only this user can write to: what lies in it is run."""
+    """Return a folder that only this user can write to, because its content is run."""
     folder.mkdir(parents=True, exist_ok=True)
     seen = folder.stat()
     if seen.st_uid != os.getuid() or seen.st_mode & 0o022:
@@ -253,7 +259,7 @@ def _compiler() -> str:
 
 
 def _compile(target: Path, wanted: Isa) -> None:
-    """Compile the sources beside one another, and link them."""
+    """Compile the sources in parallel, and link them."""
     flags = [_compiler(), *_FLAGS, *wanted.flags]
     with tempfile.TemporaryDirectory(dir=target.parent) as passing:
         made = {str(_path(name)): f"{passing}/{name}.o" for name in _SOURCES}
@@ -265,7 +271,7 @@ def _compile(target: Path, wanted: Isa) -> None:
         whole = f"{passing}/whole.so"
         _run(*flags, *made.values(), "-o", whole)
         Path(whole).chmod(0o700)
-        os.replace(whole, target)  # whole or not at all, also for one who compiles beside us
+        os.replace(whole, target)  # whole or not at all, also for another process that compiles
 
 
 def _run(*words: str) -> None:
@@ -283,7 +289,7 @@ def _run(*words: str) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`, so that one process at a time compiles for it. Some file systems,
-    such as NFS, do not lock folders: then each process compiles.
+    such as NFS, do not lock folders. Then each process compiles.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -297,7 +303,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def compile_all(folder: Path) -> list[Path]:
-    """Compile for all instructions that there is code for, whatever this CPU has; return the files.
+    """Compile for all instructions that the code supports, whatever this CPU has. Return the files.
 
     Raises:
         CannotBuild: there is no compiler, or it fails.

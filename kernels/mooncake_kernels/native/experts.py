@@ -1,4 +1,6 @@
-"""Routed experts on the CPU: few tokens by one call of compiled code, many by oneDNN's products."""
+"""Routed experts on the CPU: few tokens with one call of compiled code, many with oneDNN's
+products.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Call:
         weights: torch.Tensor,
         add: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `StackedExperts`; `add` [tokens, hidden] is added before the sum is rounded."""
+        """Like `StackedExperts`. `add` [tokens, hidden] is added before the sum is rounded."""
         rows, choices = experts.shape
         add = None if add is None else add.contiguous()
         x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
@@ -51,7 +53,7 @@ class Call:
 
 
 class _Experts:
-    """One layer's experts, computed by whichever way is the faster for a number of tokens."""
+    """One layer's experts, computed in the faster way for each number of tokens."""
 
     def __init__(self, few: Call, many: Experts | None) -> None:
         self._few = few
@@ -60,7 +62,7 @@ class _Experts:
 
     @property
     def choice(self) -> str:
-        """How many tokens go which way, and why."""
+        """How many tokens are computed in which way, and why."""
         code = f"code compiled for {build.isa().name}"
         if self._many is None:
             return f"{code}, any number of tokens"
@@ -71,7 +73,9 @@ class _Experts:
         )
 
     def by_library(self, most_tokens: int) -> Experts | None:
-        """Return what computes the experts of `most_tokens` tokens; None: compiled code does."""
+        """Return the implementation for the experts of `most_tokens` tokens; None:
+        compiled code.
+        """
         return self._many if most_tokens > self._few_tokens else None
 
     def __call__(
@@ -86,12 +90,12 @@ class _Experts:
 
 
 class PackedBf16Experts(_Experts):
-    """As `reference.experts.StackedExperts`; bfloat16 only. One packed copy of the weights serves
-    both ways; where oneDNN has no packed products of bfloat16 there is one way.
+    """Like `reference.experts.StackedExperts`, for bfloat16 only. Both ways use one packed copy of
+    the weights. If oneDNN has no packed products of bfloat16, there is only one way.
     """
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """Raises CannotBuild: compiled code cannot run here, or not on these weights."""
+        """Raises CannotBuild when compiled code cannot run here, or not on these weights."""
         num, hidden, inner = down.shape
         _check_widths(hidden, inner)
         if down.dtype != torch.bfloat16:
@@ -101,7 +105,7 @@ class PackedBf16Experts(_Experts):
             addresses, many = [kept.data_ptr() for kept in self._kept], None
         else:
             for weight in (gate_up[0], down[0]):
-                # Which order oneDNN takes is its own business, and may be another elsewhere.
+                # oneDNN chooses the order itself, and it may be different elsewhere.
                 if not torch.equal(onednn.bytes_of(onednn.pack(weight)), blocked(weight).flatten()):
                     raise build.CannotBuild("oneDNN packs weights in another order on this CPU")
             many = PackedExperts(gate_up, down)
@@ -110,17 +114,17 @@ class PackedBf16Experts(_Experts):
         super().__init__(Call("experts_bf16", addresses, num, hidden, inner), many)
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """Return where the weights of an expert lie, to be read and written."""
+        """Return the tensors that hold the weights of an expert, to read and write."""
         if self._packed is not None:
             return self._packed.slot(number)
         return [self._kept[number], self._kept[self._num + number]]
 
 
 class _QuantizedExperts(_Experts):
-    """Experts whose weights stay quantized in memory, x of bfloat16.
+    """Experts whose weights stay quantized in memory; x is bfloat16.
 
-    Where the CPU has AMX each expert may also be widened to bfloat16 for it; elsewhere compiled
-    code is the faster for any number of tokens.
+    If the CPU has AMX, each expert may also be widened to bfloat16 for it. Otherwise compiled code
+    is faster for any number of tokens.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class _QuantizedExperts(_Experts):
         super().__init__(Call(f"experts_{kind}", addresses, num, hidden, inner), many)
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """Return where the weights of an expert lie, to be read and written."""
+        """Return the tensors that hold the weights of an expert, to read and write."""
         both = slice(2 * number, 2 * number + 2)
         gate_up, down = self.gate_up, self.down
         return [gate_up.codes[both], gate_up.scales[both], down.codes[number], down.scales[number]]
@@ -158,7 +162,7 @@ class _QuantizedExperts(_Experts):
 
 
 class Int4Experts(_QuantizedExperts):
-    """As `reference.experts_quantized.Int4Experts`, x of bfloat16."""
+    """Like `reference.experts_quantized.Int4Experts`; x is bfloat16."""
 
     def __init__(
         self,
@@ -167,13 +171,13 @@ class Int4Experts(_QuantizedExperts):
         down: torch.Tensor,
         down_scales: torch.Tensor,
     ) -> None:
-        """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
+        """Raises CannotBuild when compiled code cannot run here, or not on these widths."""
         super().__init__("int4", (gate_up, gate_up_scales), (down, down_scales))
 
 
 class Fp8Experts(_QuantizedExperts):
-    """As `reference.experts_quantized.Fp8Experts`, x of bfloat16, but for one thing: x and what
-    stands between the products are multiplied as they are, not quantized.
+    """Like `reference.experts_quantized.Fp8Experts`, for bfloat16 x, with one difference: x and the
+    values between the products are multiplied without being quantized.
     """
 
     def __init__(
@@ -183,7 +187,7 @@ class Fp8Experts(_QuantizedExperts):
         down: torch.Tensor,
         down_factors: torch.Tensor,
     ) -> None:
-        """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
+        """Raises CannotBuild when compiled code cannot run here, or not on these widths."""
         super().__init__("fp8", (gate_up, gate_up_factors), (down, down_factors))
 
 

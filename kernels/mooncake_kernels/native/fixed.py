@@ -1,5 +1,5 @@
-"""Ops whose bits depend on nothing but their own row: not on the batch, on threads, on how heads,
-columns and experts are cut among ranks, and not on how a prompt was cut. All sums are float32.
+"""Ops whose bits depend only on their own row. They do not depend on the batch, on threads, on how
+heads, columns and experts are cut among ranks, or on how a prompt was cut. All sums are float32.
 
 Sums over columns that ranks share out are made of slabs of columns, added by one tree: `added`.
 """
@@ -18,14 +18,14 @@ from mooncake_kernels.reference.paged_batch import batch_of_spans
 from mooncake_kernels.reference.router import Routing
 
 PIECE_ROWS = 256
-"""Rows whose slabs are held at a time."""
+"""How many rows have their slabs in memory at a time."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, slabs: int = 1) -> torch.Tensor:
-    """Return `x @ weight.T` in float32, each slab of the columns apart: [slabs, rows, out].
+    """Return `x @ weight.T` in float32, with each slab of the columns separate: [slabs, rows, out].
 
-    x: [rows, in]; weight: [out, in], float32 or bfloat16 (others are widened). Or [num, ...] both,
-    then the result too.
+    x: [rows, in]; weight: [out, in], float32 or bfloat16 (other dtypes are widened). Both may be
+    [num, ...]; then the result is too.
     """
     if weight.dtype not in (torch.float32, torch.bfloat16):
         weight = weight.float()
@@ -42,14 +42,16 @@ def product(x: torch.Tensor, weight: torch.Tensor, slabs: int = 1) -> torch.Tens
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yield the rows in pieces of which all slabs may be held; one piece where there are none."""
+    """Yield the rows in pieces whose slabs may all be in memory. Without slabs there is
+    one piece.
+    """
     for first in range(0, max(1, tensors[0].shape[0]), PIECE_ROWS):
         yield [each[first : first + PIECE_ROWS] for each in tensors]
 
 
 def added(parts: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """Return the sum of parts, neighbours first, then neighbouring sums: of 2, 4, 8 or 16 parts
-    the sums of both halves, added, are the same.
+    """Return the sum of parts: neighbours first, then neighbouring sums. For 2, 4, 8 or 16 parts
+    this equals the sums of both halves, added.
     """
     left: list[torch.Tensor] = list(parts)
     while len(left) > 1:
@@ -60,18 +62,18 @@ def added(parts: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference; rounded once."""
+    """Like the reference, rounded once."""
     made = product(x, weight)[0]
     return (made if bias is None else made.add_(bias)).to(x.dtype)
 
 
 def linear_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As the reference."""
+    """Like the reference."""
     return product(x.transpose(0, 1), weight)[:, 0].transpose(0, 1).to(x.dtype)
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `reference.experts.gated`; rounded once."""
+    """Like `reference.experts.gated`, rounded once."""
     gate, up = (half.float().contiguous() for half in gate_up.chunk(2, dim=-1))
     return (_sigmoid(gate, gate) * up).to(gate_up.dtype)
 
@@ -79,20 +81,20 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
 def choose(
     logits: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference."""
+    """Like the reference."""
     return router.choose_scored(_sigmoid(logits.contiguous()), bias, routing)
 
 
 def mla_absorbed(
     q: torch.Tensor, kv: torch.Tensor, spans: Sequence[PagedSpan], rank: int
 ) -> torch.Tensor:
-    """As the reference; rounded once."""
+    """Like the reference, rounded once."""
     rows, heads, width = q.shape
     batch = batch_of_spans(spans, q.device)
     table = batch.page_table
     if kv.dtype not in (torch.float32, torch.bfloat16):
         used, table = torch.unique(table, return_inverse=True)
-        # Not every torch moves e4m3 by index.
+        # Some versions of torch cannot move e4m3 by index.
         kv = kv.view(torch.uint8).index_select(0, used).view(kv.dtype).float()
         table = table.to(torch.int32)
     wide, kv, table = q.float().contiguous(), kv.contiguous(), table.contiguous()
@@ -106,20 +108,20 @@ def mla_absorbed(
 
 
 class StackedExperts:
-    """As the reference, of weights that stay as they are."""
+    """Like the reference, with weights that stay unchanged."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         self._gate_up = gate_up
         self._down = down
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """As the reference."""
+        """Like the reference."""
         return [self._gate_up[number], self._down[number]]
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """As the reference; rounded once."""
+        """Like the reference, rounded once."""
         made = [
             added(self.choices(*of_rows, slabs=1).unbind(1))
             for of_rows in pieces(x, experts, weights)
@@ -129,9 +131,9 @@ class StackedExperts:
     def choices(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, slabs: int
     ) -> torch.Tensor:
-        """Return what each expert of a token adds to it, [tokens, k, hidden] float32: its output
-        times its weight, summed by slabs of its inner columns. Where another rank has the expert
-        that is -0.0, which changes no bit of what it is added to.
+        """Return each expert's contribution to a token, [tokens, k, hidden] float32: its output
+        times its weight, summed by slabs of its inner columns. For an expert of another rank it is
+        -0.0, which changes no bit of a sum.
         """
         sorted_experts, pairs = experts.flatten().sort(stable=True)
         chosen, counts = torch.unique_consecutive(sorted_experts, return_counts=True)

@@ -1,4 +1,4 @@
-"""What stands between the products of a step on the CPU, each in one call."""
+"""The operations between the products of a step on the CPU, each in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake_kernels.reference import router
 from mooncake_kernels.reference.router import Routing
 
 _FEW_ROWS = 32
-"""Up to so many the router's choice is one call; above, torch's own sorting is the faster."""
+"""Up to this many rows, the router's choice is one call. Above, torch's own sorting is faster."""
 
 
 def kv_write(
@@ -25,7 +25,7 @@ def kv_write(
     kv: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> None:
-    """As the reference; what is not bfloat16 throughout goes to it."""
+    """Like the reference, which computes inputs that are not all bfloat16."""
     weight, eps = norm
     alike = {latent.dtype, key.dtype, weight.dtype, kv.dtype} == {torch.bfloat16}
     strided = latent.stride(0) == key.stride(0) and latent.stride(1) == key.stride(1) == 1
@@ -41,8 +41,8 @@ def kv_write(
 
 
 def prepare_queries(q: torch.Tensor, rotation: torch.Tensor, scale: float) -> None:
-    """Scale q [rows, heads, nope + rope], contiguous bfloat16, in place, then rotate its last part
-    by rotation [rows, rope / 2] as `reference.rope.rotate` does interleaved pairs.
+    """Scale q [rows, heads, nope + rope], contiguous bfloat16, in place. Then rotate its last part
+    by rotation [rows, rope / 2], as `reference.rope.rotate` does with interleaved pairs.
     """
     assert q.is_contiguous()
     assert q.dtype == torch.bfloat16
@@ -56,7 +56,7 @@ def prepare_queries(q: torch.Tensor, rotation: torch.Tensor, scale: float) -> No
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference; what is not [rows, width] of bfloat16 goes to it."""
+    """Like the reference, which computes inputs that are not [rows, width] of bfloat16."""
     if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or x.dim() != 2 or x.stride(1) != 1:
         return norms.rms_norm(x, weight, eps)
     rows, width = x.shape
@@ -71,7 +71,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def route(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; many rows, groups of experts and other dtypes go to it."""
+    """Like the reference, which computes many rows, groups of experts and other dtypes."""
     (rows, hidden), num = x.shape, weight.shape[0]
     if rows > _FEW_ROWS or routing.num_groups > 1 or x.dtype != torch.bfloat16:
         return router.route(x, weight, bias, routing)

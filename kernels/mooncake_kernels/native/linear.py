@@ -1,7 +1,8 @@
-"""Dense products by compiled code, few rows at the speed of memory.
+"""Dense products by compiled code, with few rows at the speed of memory.
 
-Weights that oneDNN packed are read in place; how many rows go to oneDNN is `measured`. Where oneDNN
-only emulates bfloat16, or has none, compiled code keeps its own copy and takes any number.
+Weights that oneDNN packed are read in place. `measured` decides how many rows go to oneDNN. If
+oneDNN only emulates bfloat16, or has none, compiled code keeps its own copy and takes any number of
+rows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def _readable(weight: torch.Tensor, packed: torch.Tensor) -> bool:
 
 
 def takes_all_rows(weight: torch.Tensor) -> bool:
-    """Whether products with `weight` are best left to compiled code alone: it is bfloat16, and the
-    CPU multiplies that in float32 in any library, oneDNN at a third of this code's speed.
+    """Whether compiled code alone should compute products with `weight`. It should for bfloat16
+    weights on CPUs that multiply these in float32 in any library: oneDNN then has a third of this
+    code's speed.
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
@@ -47,11 +49,12 @@ class FewRows:
     def __init__(
         self, weight: torch.Tensor, packed: torch.Tensor | None, most: int | None = None
     ) -> None:
-        """packed: oneDNN's copy, which stays with who made it; None: this makes one of its own, and
-        takes any number of rows. most: up to how many rows, if it need not be the faster way; None:
-        it is measured.
+        """packed: oneDNN's copy, whose maker keeps it; None: this makes its own copy, and takes any
+        number of rows. most: the largest number of rows, even if this is not faster; None: it is
+        measured.
 
-        Raises CannotBuild: compiled code cannot run here, or not on this weight.
+        Raises:
+            CannotBuild: compiled code cannot run here, or not on this weight.
         """
         self._multiply = function("linear_bf16")
         self.outs, self.ins = weight.shape
@@ -71,8 +74,8 @@ class FewRows:
     def __call__(
         self, x: torch.Tensor, add: torch.Tensor | None = None, *, wide: bool = False
     ) -> torch.Tensor:
-        """Return [rows, outs], `add` [rows, outs] added before rounding; wide: in float32, of which
-        nothing was rounded, and without `add`.
+        """Return [rows, outs]. `add` [rows, outs] is added before rounding. wide: in float32,
+        without rounding and without `add`.
         """
         assert x.dtype == torch.bfloat16
         x = x if x.stride(1) == 1 else x.contiguous()
@@ -99,7 +102,8 @@ class FewRowsMlp:
         """gate_up and down: of one kind. many: (x) -> down(silu(gate x) * up x), for any number of
         rows.
 
-        Raises CannotBuild: the widths are not multiples of 64.
+        Raises:
+            CannotBuild: the widths are not multiples of 64.
         """
         hidden, inner = gate_up.ins, down.ins
         if not build.fits(hidden, inner):

@@ -1,7 +1,8 @@
-"""Up to how many rows compiled code is faster than a library: measured here, kept with the code.
+"""Up to how many rows compiled code is faster than a library. This is measured here and kept with
+the code.
 
-Kept for the same CPU, torch, compiled code and number of threads; whatever of these changes is
-measured anew. Deleting `timings.json` in the folder forgets all of it.
+It is kept for the same CPU, torch, compiled code and number of threads. When one of these changes,
+it is measured anew. Delete `timings.json` in the folder to forget all of it.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ _TRIED_TOKENS = (1, 8, 32, 128, 512, 2048)
 _SHORT_TRIALS, _TRIALS = 6, 2
 _SHORT_TOKENS = 64
 _LONG_TRIAL_S = 0.5
-"""No larger number is tried after one that took so long: models are to start soon."""
+"""No larger number is tried after one that took this long, because models should start soon."""
 _LOST = 1.1
-"""How much slower is slower: less is what a machine swings by."""
+"""Compiled code counts as slower only beyond this factor, because less may be noise."""
 _TRIED_CHOICES = 4
 
 Kind = tuple[str, int, int, int]
-"""Function, experts, hidden, inner."""
+"""(function, experts, hidden, inner)."""
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x, experts, weights) -> each token's sum; see `reference.experts.StackedExperts`"""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one layer took both ways, the best of a few runs."""
+    """How long one layer took in both ways, the best of a few runs."""
 
     kind: str
     tokens: int
@@ -45,7 +46,7 @@ class Timing:
 
     @property
     def won(self) -> bool:
-        """Whether compiled code was not the slower way."""
+        """Whether compiled code was not slower."""
         return self.few_s <= _LOST * self.many_s
 
 
@@ -53,19 +54,19 @@ _measured: dict[tuple[Kind, int], list[Timing]] = {}
 
 
 def timings() -> list[Timing]:
-    """Return what this process measured, or read, to choose between the two ways."""
+    """Return the times that this process measured, or read, to choose between the two ways."""
     return [timing for found in _measured.values() for timing in found]
 
 
 def measured(kind: Kind) -> list[Timing]:
-    """Return what `few_tokens` went by."""
+    """Return the times on which `few_tokens` is based."""
     return _measured[kind, torch.get_num_threads()]
 
 
 def few_tokens(kind: Kind, few: Experts, many: Experts) -> int:
-    """Return up to how many tokens `few` is the faster way; measured once for each `kind`.
+    """Return up to how many tokens `few` is faster. Measured once for each `kind`.
 
-    Above some number oneDNN's larger tiles (and AMX, where there is) multiply faster than the
+    Above some number, oneDNN's larger tiles (and AMX, if there is any) multiply faster than the
     weights are read.
     """
     wanted = kind, torch.get_num_threads()
@@ -86,7 +87,7 @@ def few_tokens(kind: Kind, few: Experts, many: Experts) -> int:
 
 
 def _measure(kind: Kind, few: Experts, many: Experts) -> list[Timing]:
-    """Time both ways on more and more tokens until `few` loses."""
+    """Time both ways with more and more tokens until `few` is slower."""
     name, num, hidden, _ = kind
     generator = torch.Generator().manual_seed(0)
     found: list[Timing] = []
@@ -119,7 +120,7 @@ def _key(kind: Kind, threads: int) -> str:
 
 
 def _read(file: Path) -> dict[str, list[Timing]]:
-    """Return what is kept; nothing of a file that cannot be read or is not of this form."""
+    """Return the kept times; none from a file that cannot be read or has another form."""
     try:
         stored = json.loads(file.read_bytes())
         return {
@@ -133,7 +134,7 @@ def _read(file: Path) -> dict[str, list[Timing]]:
 
 
 def _keep(file: Path, key: str, found: list[Timing]) -> None:
-    """Add to what is kept; a folder that cannot be written to keeps nothing."""
+    """Add to the kept times. If the folder cannot be written to, nothing is kept."""
     kept = {**_read(file), key: found}
     rows = {name: [astuple(timing) for timing in each] for name, each in kept.items()}
     try:

@@ -1,4 +1,4 @@
-"""Absorbed MLA of few rows over paged latent KV, each page read where it lies."""
+"""Absorbed MLA of few rows over paged latent KV. Each page is read where it lies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_TOKENS, _MOST_RANK = 256, 1024
 
 
 def fits(heads: int, width: int, rank: int, block_tokens: int, dtype: torch.dtype) -> bool:
-    """Return whether compiled code takes pages [.., block_tokens, width] of `dtype`."""
+    """Return whether compiled code supports pages [.., block_tokens, width] of `dtype`."""
     whole = not (heads % _HEADS or width % _WORD or rank % _WORD)
     small = block_tokens <= _MOST_TOKENS and rank <= _MOST_RANK
     return dtype == torch.bfloat16 and whole and small and build.why_not() is None
@@ -28,7 +28,7 @@ def mla_decode(
     kv_scale: float = 1.0,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; q and kv of bfloat16 for which `fits` holds, kv_scale 1."""
+    """Like the reference, for bfloat16 q and kv for which `fits` is true, and kv_scale 1."""
     rows, heads, width = q.shape
     assert kv_scale == 1.0
     assert fits(heads, width, rank, kv.shape[1], kv.dtype)

@@ -1,6 +1,6 @@
 """A whole attention layer of few rows in one call: norms, products, the cached row, attention.
 
-Its definition is `mooncake.model.layers.mla`, which computes the same by separate ops.
+`mooncake.model.layers.mla` defines it, and computes the same with separate ops.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _WORD, _MOST_OUTS, _MOST_ROWS = 32, 1024, 64
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Of one layer, bfloat16; norms as (weight, eps).
+    """Weights of one layer, bfloat16; norms are (weight, eps).
 
     query_kv_a, query_b, output: packed products without bias, of bfloat16 or FP8. query_b and
-    query_norm: None where queries are not compressed. key_up: [heads, rank, nope]; value_up:
-    [heads, value, rank]. scale: of the softmax; rope: width of the rotated part, its pairs side by
+    query_norm: None when queries are not compressed. key_up: [heads, rank, nope]; value_up: [heads,
+    value, rank]. scale: of the softmax; rope: the width of the rotated part, with its pairs side by
     side.
     """
 
@@ -42,13 +42,13 @@ class LayerWeights:
 
 
 class _Packed(ctypes.Structure):
-    """`Packed` of mla_decode.cpp."""
+    """The struct `Packed` of mla_decode.cpp."""
 
     _fields_ = [("values", ctypes.c_uint64), ("factors", ctypes.c_uint64)]
 
 
 class _Layer(ctypes.Structure):
-    """`MlaLayer` of mla_decode.cpp."""
+    """The struct `MlaLayer` of mla_decode.cpp."""
 
     _fields_ = [
         *((name, _Packed) for name in ("query_kv_a", "query_b", "output")),
@@ -63,10 +63,10 @@ class _Layer(ctypes.Structure):
 
 
 class MlaLayer:
-    """`to + attention(norm(x))` for up to `most` rows, their KV written first."""
+    """`to + attention(norm(x))` for up to `most` rows, whose KV is written first."""
 
     def __init__(self, weights: LayerWeights) -> None:
-        """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
+        """Raises CannotBuild when compiled code cannot run here, or not on these widths."""
         w = weights
         heads, rank, nope = w.key_up.shape
         value, width = w.value_up.shape[1], rank + w.rope
@@ -99,7 +99,7 @@ class MlaLayer:
         self._function = function("mla_layer_bf16")
 
     def takes(self, rows: int, pages: torch.Tensor) -> bool:
-        """Whether so many rows over such pages are computed here."""
+        """Whether this computes so many rows over such pages."""
         tokens = pages.shape[1]
         known = fits(self._heads, self._width, self._rank, tokens, pages.dtype)
         return 0 < rows <= self.most and known
@@ -113,9 +113,10 @@ class MlaLayer:
         batch: PagedBatch,
         to: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return [rows, hidden]; x: [rows, hidden], rotation, places: of its rows, see `kv_write`;
-        pages: [any, block_tokens, rank + rope]; batch: all rows, in host memory; to: [rows,
-        hidden], None: nothing is added.
+        """Return [rows, hidden].
+
+        x: [rows, hidden]; rotation, places: of its rows, see `kv_write`; pages: [any, block_tokens,
+        rank + rope]; batch: all rows, in host memory; to: [rows, hidden], None: nothing is added.
         """
         rows, threads = x.shape[0], torch.get_num_threads()
         each = max(self._layer.hidden, self._layer.query_rank)

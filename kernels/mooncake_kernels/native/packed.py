@@ -1,4 +1,4 @@
-"""Weights in the order compiled code reads them, and products with them."""
+"""Weights in the order in which compiled code reads them, and products with them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.fp8 import GROUP as FP8_BLOCK
 
 _AMX_ROWS = 32
-"""From so many rows on AMX's tiles multiply faster than a weight is widened for them."""
+"""From this many rows on, AMX's tiles save more time than widening the weight costs."""
 
 
 def function(name: str) -> Callable[..., None]:
-    """Return a compiled function that returns nothing. CannotBuild: there is no compiled code."""
+    """Return a compiled function without a result. Raises CannotBuild when there is no compiled
+    code.
+    """
     found: Callable[..., None] = getattr(build.code(), name)
     found.restype = None  # type: ignore[attr-defined]
     return found
 
 
 def at(tensor: torch.Tensor) -> ctypes.c_void_p:
-    """Return where a tensor's numbers begin."""
+    """Return the address of a tensor's first number."""
     return ctypes.c_void_p(tensor.data_ptr())
 
 
@@ -35,8 +37,8 @@ def block_outs() -> int:
 
 
 def blocked(weight: torch.Tensor) -> torch.Tensor:
-    """Return [..., outs, ins] in the order compiled code reads bfloat16: [..., blocks of outs,
-    ins / 2, outs of a block, 2].
+    """Return [..., outs, ins] in the order in which compiled code reads bfloat16: [..., blocks of
+    outs, ins / 2, outs of a block, 2].
     """
     *lead, outs, ins = weight.shape
     each = block_outs()
@@ -44,10 +46,10 @@ def blocked(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Quantized:
-    """Weights of one shape whose codes stay as they are, in the order compiled code reads.
+    """Weights of one shape that stay quantized, in the order in which compiled code reads them.
 
-    codes: uint8, those of int4 two each. scales: of int4 bfloat16, for groups of 32 ins of each
-    out; of fp8 float32, for groups of 128 ins of a block of outs.
+    codes: uint8; int4 has two codes in each. scales: for int4 bfloat16, one for each group of 32
+    ins of each out; for fp8 float32, one for each group of 128 ins of a block of outs.
     """
 
     def __init__(self, kind: str, values: torch.Tensor, factors: torch.Tensor) -> None:
@@ -76,7 +78,7 @@ class Quantized:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the codes and of the scales."""
+        """The addresses of the codes and of the scales."""
         return [self.codes.data_ptr(), self.scales.data_ptr()]
 
     def wide(self, first: int = 0, num: int = 1) -> torch.Tensor:
@@ -107,11 +109,11 @@ def _fp8_factors(factors: torch.Tensor, outs: int) -> torch.Tensor:
 
 class Fp8Linear:
     """`x W^T` of an e4m3 weight [outs, ins] with a factor for each 128 x 128 block; x: [rows, ins]
-    bfloat16, taken as it is. More than `most` rows are multiplied with the weight widened.
+    bfloat16, which is not quantized. More than `most` rows are multiplied with the weight widened.
     """
 
     def __init__(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
-        """Raises CannotBuild: compiled code cannot run here, or not on these widths."""
+        """Raises CannotBuild when compiled code cannot run here, or not on these widths."""
         self._weight = Quantized("fp8", weight, factors)
         self._multiply = function("linear_fp8")
         self.outs, self.ins = weight.shape
@@ -119,8 +121,8 @@ class Fp8Linear:
         self.most: float = _AMX_ROWS if build.has_amx() else math.inf
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [rows, outs] bfloat16; `add`, of that shape, is added (up to `most` rows before
-        they are rounded).
+        """Return [rows, outs] bfloat16. `add`, of that shape, is added (for up to `most` rows,
+        before they are rounded).
         """
         rows = x.shape[0]
         if rows > self.most:

@@ -1,4 +1,4 @@
-"""Choosing tokens on the CPU: no sort, one call for all rows."""
+"""Chooses tokens on the CPU without a sort, with one call for all rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mooncake_kernels.reference.sampling import LEAST_SCALED, DrawSettings, Most
 
 
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
-    """As the reference; weights are float32 and summed in float64, those of a nucleus in another
-    order, and less likely tokens than `LEAST_SCALED` says are not drawn.
+    """Like the reference, with these differences: weights are float32 and summed in float64, those
+    of a nucleus in another order, and tokens less likely than `LEAST_SCALED` are not drawn.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
@@ -35,7 +35,7 @@ def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
 def penalize(
     logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, penalties: Penalties
 ) -> None:
-    """As the reference, to the bit. All are contiguous."""
+    """Like the reference, to the bit. All tensors are contiguous."""
     assert logits.is_contiguous()
     each = [
         part.contiguous()
@@ -47,7 +47,7 @@ def penalize(
 
 
 def mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
-    """As the reference. Both are contiguous."""
+    """Like the reference. Both tensors are contiguous."""
     assert logits.is_contiguous()
     assert allowed.is_contiguous()
     function("mask_rows")(
@@ -56,7 +56,9 @@ def mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
 
 
 def most_likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> MostLikely:
-    """As the reference, but for the rounding of a logarithm; of tokens that tie, the lowest ids."""
+    """Like the reference, except for the rounding of a logarithm. Among tokens that tie, the lowest
+    ids win.
+    """
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()

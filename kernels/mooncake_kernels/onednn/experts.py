@@ -1,4 +1,4 @@
-"""Routed experts of bfloat16 on the CPU: one packed product an expert that has tokens."""
+"""Routed experts of bfloat16 on the CPU: one packed product for each expert that has tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch.nn import functional
 
 
 class PackedExperts:
-    """As `reference.experts.StackedExperts`; bfloat16 only. Keeps packed copies of the weights."""
+    """Like `reference.experts.StackedExperts`, for bfloat16 only. Keeps packed copies of the
+    weights.
+    """
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         self._gate_up = [onednn.pack(weight) for weight in gate_up]
@@ -23,11 +25,11 @@ class PackedExperts:
         return [*self._gate_up, *self._down]
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """Return where the weights of an expert lie, to be read and written."""
+        """Return the tensors that hold the weights of an expert, to read and write."""
         return [onednn.memory_of(part[number]) for part in (self._gate_up, self._down)]
 
     def by_library(self, most_tokens: int) -> PackedExperts:
-        """Return what computes the experts of any number of tokens: this."""
+        """Return the implementation for the experts of any number of tokens: this one."""
         del most_tokens
         return self
 
@@ -56,7 +58,9 @@ def by_expert(
     gate_up: ExpertProduct,
     down: ExpertProduct,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's experts by two products an expert that has tokens."""
+    """Return the weighted sum of each token's experts, with two products for each expert that has
+    tokens.
+    """
     if not x.shape[0]:
         return torch.empty_like(x)
     tokens, places, used, sizes = grouped(experts, num_experts)
@@ -78,9 +82,9 @@ def grouped(
     """Return (tokens, places, used, sizes) of `experts` [tokens, k]: rows grouped by expert.
 
     Piece i holds `sizes[i]` rows, a number on oneDNN's ladder, of expert `used[i]`. tokens [rows]:
-    the token of each row, 0 in rows that only fill a piece. places [tokens, k]: the row of each
-    choice; of one below 0, which another rank has, the row behind all. Plain numbers: for a decode
-    step that takes less time than the tensor operations would.
+    the token of each row, 0 in padding rows. places [tokens, k]: the row of each choice; for an
+    expert below 0, which another rank has, the row after all others. These are plain numbers,
+    because for a decode step that takes less time than tensor operations.
     """
     num_choices = experts.shape[1]
     groups: list[list[int]] = [[] for _ in range(num_experts)]

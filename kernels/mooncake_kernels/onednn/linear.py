@@ -1,10 +1,11 @@
 """Linear layers of bfloat16 on the CPU with the weight kept in oneDNN's own blocked order.
 
-Repacking once at load instead of in every call makes decode-size products read their weights at
-memory speed (measured 1.4-1.6x over `functional.linear` at 1 to 16 rows).
+The weight is repacked once at load and not in every call. So decode-size products read their
+weights at memory speed (measured 1.4-1.6x over `functional.linear` at 1 to 16 rows).
 
 oneDNN builds a primitive for every new shape (1 ms on a CPU with AVX-512, 7 with AMX), so rows are
-padded to a ladder: the shapes are few and known, and can all be built before the first request.
+padded to a ladder. Then the shapes are few and known, and can all be built before the first
+request.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from torch.nn import functional
 
 _SMALL_RUNGS = (1, 2, 4, 8, 16, 32, 64)
 _FINE_ROWS = 2048
-"""Above so many, steps are finer: attention to long contexts is most of a step's time."""
+"""Above this many rows the ladder is finer, because attention to long contexts is most of a step's
+time.
+"""
 _ROWS_OF_A_PRODUCT = 24
-"""As many rows as could be multiplied in the time that one product more takes."""
+"""How many rows could be multiplied in the time that one more product takes."""
 MOST_ROWS_OF_PIECE = 256
-"""Rows of an expert are multiplied at most so many at a time: no more shapes than that."""
+"""The most rows of an expert that are multiplied at a time, so that there are no more shapes than
+that.
+"""
 
 
 def _op(name: str) -> Any:
@@ -37,7 +42,7 @@ _bf16_supported = _op("_is_mkldnn_bf16_supported")
 
 
 def supported(weight: torch.Tensor) -> bool:
-    """Return whether `weight` is of a kind, on a machine, that can be packed here."""
+    """Return whether a weight like `weight` can be packed on this machine."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     if _linear is None or _linear_binary is None or _reorder is None or _bf16_supported is None:
@@ -46,34 +51,36 @@ def supported(weight: torch.Tensor) -> bool:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return `weight` [out, in] in oneDNN's order: opaque, of the same size, for this module."""
+    """Return `weight` [out, in] in oneDNN's order. The result is opaque and of the same size; only
+    this module reads it.
+    """
     packed: torch.Tensor = _reorder(weight.contiguous(), None)
     return packed
 
 
 def address(packed: torch.Tensor) -> int:
-    """Return where the numbers of a packed weight lie."""
+    """Return the address of a packed weight's numbers."""
     found: int = _op("data_ptr")(packed)
     return found
 
 
 def bytes_of(packed: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a packed weight in the order they lie in memory, flat."""
+    """Return the numbers of a packed weight in their order in memory, flat."""
     return memory_of(packed).clone()
 
 
 def memory_of(packed: torch.Tensor) -> torch.Tensor:
-    """Return the same where they lie, while `packed` lives."""
+    """Return the same numbers without a copy. They are valid while `packed` lives."""
     size: int = _op("_nbytes")(packed)
     raw = (ctypes.c_char * size).from_address(address(packed))
     return torch.frombuffer(raw, dtype=torch.bfloat16)
 
 
 def rung(rows: int) -> int:
-    """Return the least number of rows on the ladder that is not below `rows`, at least 1.
+    """Return the smallest number on the ladder that is at least `rows`, and at least 1.
 
-    Powers of two up to 64, then steps of 64, from 512 on steps of a quarter of the power below,
-    from 2048 on of an eighth.
+    The ladder has powers of two up to 64, then steps of 64, from 512 on steps of a quarter of the
+    power below, and from 2048 on of an eighth.
     """
     for small in _SMALL_RUNGS:
         if rows <= small:
@@ -93,10 +100,10 @@ def rungs(most_rows: int) -> list[int]:
 
 @functools.cache
 def pieces(rows: int) -> tuple[int, ...]:
-    """Return rungs, of `MOST_ROWS_OF_PIECE` at most, that together hold `rows` rows.
+    """Return rungs, each at most `MOST_ROWS_OF_PIECE`, that together hold `rows` rows.
 
-    One more product costs a reading of the weight, a padded row its multiplication: rows are cut
-    where that saves more padding than the product costs.
+    One more product costs a reading of the weight, and a padded row costs its multiplication. So
+    rows are cut where that saves more padding than the product costs.
     """
     if rows <= 0:
         return ()
@@ -128,7 +135,7 @@ def linear_add(
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
-    """Return x [rows, width] with zeros below it up to the ladder's next rung."""
+    """Return x [rows, width], padded with zero rows up to the ladder's next rung."""
     rows = x.shape[0]
     missing = rung(rows) - rows
     return functional.pad(x, (0, 0, 0, missing)) if missing and rows else x

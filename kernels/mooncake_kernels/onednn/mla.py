@@ -1,8 +1,8 @@
-"""Attention of many rows on the CPU by products whose shapes are few and known.
+"""Attention of many rows on the CPU with products of few and known shapes.
 
-torch has oneDNN multiply bfloat16, and oneDNN builds a primitive for every new shape: so keys are
-padded to the ladder of `linear`, and rows are cut into pieces of few sizes, the last of which may
-begin among the rows of the one before. What it computes is defined in `reference.mla`.
+torch lets oneDNN multiply bfloat16, and oneDNN builds a primitive for every new shape. So keys are
+padded to the ladder of `linear`, and rows are cut into pieces of few sizes. The last piece may
+begin within the rows of the one before. `reference.mla` defines the result.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mooncake_kernels.reference.paged import PagedSpan
 from torch.nn import functional
 
 PIECES = (1, 8, 64, 256)
-"""Rows of a piece."""
+"""The possible numbers of rows in a piece."""
 _LEAST_KEYS = 64
 _MOST_SCORES = 1 << 22
-"""Of a piece: 8 MiB in bfloat16."""
+"""The most scores of a piece: 8 MiB in bfloat16."""
 
 
 def mla_absorbed(
@@ -68,8 +68,9 @@ def mla_expanded(
 
 
 def multiply_once(key_up: torch.Tensor, value_up: torch.Tensor, rope: int, size: int) -> None:
-    """Multiply in every shape that contexts of `size` keys take, a number that `keys_rung` returns,
-    so that oneDNN has built all of them; key_up, value_up: of a layer, see `mla_expanded`.
+    """Multiply once in every shape that contexts of `size` keys need, so that oneDNN has built all
+    of them. `size`: a number that `keys_rung` returns. key_up, value_up: of a layer, see
+    `mla_expanded`.
     """
     heads, rank, nope = key_up.shape
     like, value = key_up, value_up.shape[1]
@@ -96,7 +97,7 @@ def linear_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def keys_rung(context: int) -> int:
-    """Return the number of keys that `context` keys are padded to."""
+    """Return the number of keys to which `context` keys are padded."""
     return max(_LEAST_KEYS, onednn.rung(context))
 
 
@@ -106,9 +107,9 @@ def keys_rungs(most_context: int) -> list[int]:
 
 
 def cuts(rows: int, most: int) -> list[tuple[int, int]]:
-    """Return (begin, count) of pieces that hold `rows` rows, with counts of `PIECES`, `most` at
-    most where there are such: pieces of one size, then smaller ones. The last may begin earlier
-    than the one before ends.
+    """Return (begin, count) of pieces that hold `rows` rows. Counts are from `PIECES`, at most
+    `most` if possible: pieces of one size, then smaller ones. The last piece may begin before the
+    end of the one before.
     """
     *_, small, large = (1, *(size for size in PIECES if size <= min(rows, most) or size == 1))
     found, begin = [], 0
@@ -121,7 +122,7 @@ def cuts(rows: int, most: int) -> list[tuple[int, int]]:
 
 
 def _pieces(span: PagedSpan, heads: int) -> list[tuple[int, int, int]]:
-    """Return (first row, rows, keys that the last of them sees) of each piece of a span."""
+    """Return (first row, rows, keys that the last row sees) of each piece of a span."""
     most = _most_rows(heads, keys_rung(span.context))
     before = span.context - span.num_rows
     return [
@@ -131,7 +132,7 @@ def _pieces(span: PagedSpan, heads: int) -> list[tuple[int, int, int]]:
 
 
 def _context(span: PagedSpan, kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the context's rows of `kv`, zeros below them up to the ladder's next rung."""
+    """Return the context's rows of `kv`, padded with zero rows up to the ladder's next rung."""
     rows = torch.empty(keys_rung(span.context), kv.shape[-1], dtype=dtype)
     at = 0
     for part in span.keys(kv):
@@ -154,7 +155,9 @@ def _attend(
     rows_and_seen: tuple[int, int],
     later: torch.Tensor,
 ) -> None:
-    """Attend for some rows (times heads) in `out`; the last of the rows sees the first `seen`."""
+    """Attend for some rows (times heads) in `out`. The last of the rows sees the first
+    `seen` keys.
+    """
     rows, seen = rows_and_seen
     padded = keys_rung(seen)
     scores = q @ keys[:padded].t()

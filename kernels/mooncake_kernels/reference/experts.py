@@ -1,4 +1,6 @@
-"""Routed experts: tokens are sorted by expert, each expert computes all of its tokens at once."""
+"""Routed experts: tokens are sorted by expert, and each expert computes all of its tokens
+at once.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ _GROUPED_MM_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """The (token, choice) pairs of a batch, sorted by expert; pairs of one expert in token order.
+    """The (token, choice) pairs of a batch, sorted by expert. Pairs of one expert stay in token
+    order.
 
-    `tokens` [pairs]: the token of each sorted pair. `places` [tokens, k]: where each pair went.
+    `tokens` [pairs]: the token of each sorted pair. `places` [tokens, k]: the place of each pair.
     """
 
     tokens: torch.Tensor
@@ -51,7 +54,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
     """Return each row times its group's matrix, [rows, out].
 
     rows: [rows, in]; weights: [groups, in, out]; ends: [groups] int32, where each group's rows end.
-    `torch.nn.functional.grouped_mm` wants rows of whole 16 bytes; other widths take a plain loop.
+    `torch.nn.functional.grouped_mm` needs rows of whole 16 bytes; other widths use a plain loop.
     """
     widths = rows.shape[1] | weights.shape[2]  # a multiple of what both are multiples of
     if widths * rows.element_size() % _GROUPED_MM_ALIGNMENT == 0:
@@ -76,7 +79,7 @@ class StackedExperts:
         self._ids = torch.arange(gate_up.shape[0], device=gate_up.device)
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """Return where the weights of an expert lie, to be read and written."""
+        """Return the tensors that hold the weights of an expert, to read and write."""
         return [self._gate_up[number], self._down[number]]
 
     def __call__(
@@ -84,8 +87,8 @@ class StackedExperts:
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, [tokens, hidden] in x's dtype.
 
-        x: [tokens, hidden]; experts: [tokens, k] int64, below 0 where another rank has the expert:
-        that adds nothing; weights: [tokens, k] float32.
+        x: [tokens, hidden]; experts: [tokens, k] int64, below 0 when another rank has the expert,
+        which adds nothing; weights: [tokens, k] float32.
         """
         order = order_by_expert(experts)
         ends = torch.searchsorted(order.sorted_experts, self._ids, right=True).to(torch.int32)
@@ -96,7 +99,7 @@ class StackedExperts:
         rows = x.index_select(0, tokens)
         inner = gated(grouped_product(rows, self._gate_up, ends))
         outputs = grouped_product(inner, self._down, ends)
-        if experts.is_cuda:  # the host does not learn how many: computed by the first, left out
+        if experts.is_cuda:  # the host does not know how many: the first expert computes
             outputs = outputs.masked_fill_(order.sorted_experts[:, None] < 0, 0)
         elif others:
             outputs = torch.cat((outputs.new_zeros(others, outputs.shape[1]), outputs))

@@ -27,7 +27,7 @@ class Fp8Experts:
         self._down = down, down_factors
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """Return where the weights of an expert lie, to be read and written."""
+        """Return the tensors that hold the weights of an expert, to read and write."""
         return [part[number] for part in (*self._gate_up, *self._down)]
 
     def __call__(
@@ -54,9 +54,10 @@ class Fp8Experts:
 class Int4Experts:
     """Experts in symmetric INT4 groups of 32 columns (compressed-tensors `pack-quantized`).
 
-    gate_up: [experts, 2, inner, hidden / 8] int32, the lowest four bits the first column, stored
-    plus 8, with gate_up_scales [experts, 2, inner, hidden / 32] of x's dtype; down: [experts,
-    hidden, inner / 8] with down_scales likewise. Weight only: products are of x's dtype.
+    gate_up: [experts, 2, inner, hidden / 8] int32, the first column in the lowest four bits, stored
+    plus 8, with gate_up_scales [experts, 2, inner, hidden / 32] of x's dtype. down: [experts,
+    hidden, inner / 8] with down_scales likewise. Only weights are quantized; products are in x's
+    dtype.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Int4Experts:
         self._experts = StackedExperts(wide, widen_int4(down, down_scales))
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """Return where the weights of an expert lie, to be read and written."""
+        """Return the tensors that hold the weights of an expert, to read and write."""
         return self._experts.slot(number)
 
     def __call__(

@@ -1,4 +1,6 @@
-"""FP8 with block scales: e4m3 numbers and a float32 factor a block (DeepSeek-V3, section 3.3)."""
+"""FP8 with block scales: e4m3 numbers, and a float32 factor for each block (DeepSeek-V3, section
+3.3).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import torch
 
 FP8_MAX = 448.0
 GROUP = 128
-"""Columns of an activation that share a factor; weights share one in blocks of 128 x 128."""
+"""How many columns of an activation share a factor. Weights share one in blocks of 128 x 128."""
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,13 +28,15 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def widen_rows(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return float32 of what `quantize_rows` made."""
+    """Return the float32 values of what `quantize_rows` made."""
     wide = factors.repeat_interleave(GROUP, dim=-1)[..., : values.shape[-1]]
     return values.float() * wide
 
 
 def widen_blocks(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return float32 of weights [..., out, in] e4m3 with factors for each 128 x 128 block."""
+    """Return the float32 values of weights [..., out, in] e4m3 with factors for each 128 x 128
+    block.
+    """
     rows = factors.repeat_interleave(GROUP, dim=-2)[..., : values.shape[-2], :]
     return values.float() * rows.repeat_interleave(GROUP, dim=-1)[..., : values.shape[-1]]
 
@@ -43,8 +47,8 @@ def linear_fp8(
     factors: torch.Tensor,
     to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `x @ weight.T`, [rows, out] in x's dtype, of rows that are quantized on the way;
-    or `to + x @ weight.T`, where `to` [rows, out] may be overwritten.
+    """Return `x @ weight.T`, [rows, out] in x's dtype, with x's rows quantized first; or `to + x @
+    weight.T`, where `to` [rows, out] may be overwritten.
 
     x: [rows, in]; weight: [out, in] e4m3 with factors [ceil(out / 128), ceil(in / 128)]. Products
     are summed in float32.

@@ -1,4 +1,6 @@
-"""Dense products in the dtype of their inputs: of rows, and of each head's rows apart."""
+"""Dense products in the dtype of their inputs: of whole rows, and of each head's rows
+separately.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import torch
 def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [rows, heads, width] in outs' dtype, lse [rows, heads]) over all keys.
 
-    outs: [parts, rows, heads, width]; lses: [parts, rows, heads] float32, -inf where a part saw
-    no key (its out is not read, NaN included). A row that saw none anywhere is 0 with lse -inf.
+    outs: [parts, rows, heads, width]; lses: [parts, rows, heads] float32, -inf where a part saw no
+    key (its out is not read and may be NaN). A row that saw no key in any part is 0 with lse -inf.
     """
     lse = torch.logsumexp(lses, dim=0)
     weights = torch.where(torch.isneginf(lses), 0.0, (lses - lse).exp())

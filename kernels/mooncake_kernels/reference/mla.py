@@ -2,9 +2,9 @@
 
 A cached row is `[latent | key part]`: the normed latent (rank numbers), then the rotated key part
 that all heads share. Absorbed: queries are moved into the latent space and attend to the cached
-rows as they are. Expanded: keys and values of each head are made from the latents. Both are the
-same function; which is cheaper is the caller's business. Scores are softmaxed in float32 inside and
-kept in the input's dtype. Queries come scaled.
+rows directly. Expanded: keys and values of each head are made from the latents. Both compute the
+same function; the caller chooses the cheaper one. Scores are softmaxed in float32 and kept in the
+input's dtype. Queries come scaled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mooncake_kernels.reference.paged import PagedSpan
 from torch.nn import functional
 
 _SCORES_PER_CHUNK = 1 << 22
-"""Bounds the score matrix: 8 MiB in bfloat16."""
+"""Bounds the number of scores: 8 MiB in bfloat16."""
 _MAX_CHUNK_ROWS = 256
 
 
@@ -40,7 +40,7 @@ def mla_absorbed(
 
 
 def _attend_one(q: torch.Tensor, keys: list[torch.Tensor], out: torch.Tensor) -> None:
-    """One token, all keys seen, heads as rows; the keys may stay in parts."""
+    """Attend for one token that sees all keys, with heads as rows. The keys may stay in parts."""
     rank = out.shape[-1]
     if len(keys) == 1:
         probs = torch.softmax(q @ keys[0].t(), dim=-1)
@@ -54,7 +54,9 @@ def _attend_one(q: torch.Tensor, keys: list[torch.Tensor], out: torch.Tensor) ->
 
 
 def _attend_many(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
-    """Several tokens, causal, (token, head) pairs as rows, in chunks of tokens."""
+    """Attend for several tokens, causally, with (token, head) pairs as rows, in chunks of
+    tokens.
+    """
     num_rows, heads, _ = q.shape
     context, rank = keys.shape[0], out.shape[-1]
     step = max(1, min(num_rows, _SCORES_PER_CHUNK // (heads * context)))
@@ -124,9 +126,9 @@ def _later(rows: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _hide_later(scores: torch.Tensor, later: torch.Tensor) -> None:
-    """Hide in scores [rows, heads, seen] the keys after the row's own; the last row sees all.
+    """Hide in scores [rows, heads, seen] the keys after the row's own. The last row sees all.
 
-    Adding -inf takes a third of the time of filling by a mask.
+    Adding -inf takes a third of the time of filling with a mask.
     """
     rows, _, seen = scores.shape
     if rows > 1:

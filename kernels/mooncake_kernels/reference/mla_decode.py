@@ -1,4 +1,6 @@
-"""Absorbed MLA over paged latent KV with the batch on the device and the log-sum-exp given out."""
+"""Absorbed MLA over paged latent KV, with the batch on the device. It also returns the
+log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (attended latents [rows, heads, rank], lse [rows, heads] float32).
 
-    out_dtype: of the latents, q's or float32, as they are wanted for a merge; None: q's.
+    out_dtype: the dtype of the latents, q's or float32 (for a merge); None: q's.
 
     q: [rows, heads, rank + rope] queries in the latent space, scaled for the softmax.
+
     kv: [pages, block_tokens, rank + rope]; float8_e4m3fn rows stand for `kv_scale` times themselves
-    (kv_scale is 1 for other dtypes). Row i of a sequence with n rows and length L sees its first
-    L - n + 1 + i tokens. lse is the natural log of the sum of exponentials of a row's scores, for
+    (kv_scale is 1 for other dtypes). Row i of a sequence with n rows and length L sees its first L
+    - n + 1 + i tokens. lse is the natural log of the sum of exponentials of a row's scores, for
     merging with attention over other keys. Rows that see nothing, or belong to no sequence, are 0
     with lse -inf.
     """

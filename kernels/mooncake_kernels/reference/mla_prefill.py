@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class ExpandedKeys:
-    """Keys and values made from latents, of all sequences one after another; strides are free.
+    """Keys and values made from latents, one sequence after another, with any strides.
 
-    nope: [keys, heads, nope]; rope: [keys, rope], shared by the heads; values: [keys, heads,
-    value width].
+    nope: [keys, heads, nope]; rope: [keys, rope], shared by the heads; values: [keys, heads, value
+    width].
     """
 
     nope: torch.Tensor
@@ -22,11 +22,12 @@ class ExpandedKeys:
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Sequence s owns rows `row_start[s]` on and keys `key_start[s]` on, to the next one's.
+    """Sequence s owns the rows from `row_start[s]` and the keys from `key_start[s]` up to the next
+    sequence's.
 
     row_start, key_start: [seqs + 1] int32, ascending. first_seen: [seqs] int32: its row i sees its
-    first `first_seen + i` keys; of a chunk of earlier keys that is more than there are, and then
-    all. max_rows: the most rows a sequence has.
+    first `first_seen + i` keys. For a chunk of earlier keys this may be more than there are; then
+    the row sees all. max_rows: the most rows of a sequence.
     """
 
     row_start: torch.Tensor

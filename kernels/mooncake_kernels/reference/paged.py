@@ -1,4 +1,4 @@
-"""Rows of queries and the pages their keys lie in: what the attention ops are told."""
+"""Rows of queries, and the pages that hold their keys: the arguments of the attention ops."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 _MIN_RUN_PAGES = 4
-"""Shorter runs of neighbouring pages are copied together; longer ones are read in place."""
+"""Shorter runs of neighbouring pages are copied together. Longer ones are read in place."""
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on `device`; a GPU's earlier work is not waited for."""
+    """Return a host tensor on `device`, without waiting for a GPU's earlier work."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -22,16 +22,20 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Section:
-    """Some tokens of a context in order: a slice of the flat KV, or pages to be copied out."""
+    """Some tokens of a context in order: a slice of the flat KV, or pages to be copied out
+    of it.
+    """
 
     num_tokens: int
     begin: int
     pages: torch.Tensor | None
     _there: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
-    """The pages on the devices they were read on: sent for the first layer only."""
+    """The pages on the devices where they were read, so that only the first layer sends them."""
 
     def read(self, kv: torch.Tensor) -> torch.Tensor:
-        """Return [num_tokens, width] of `kv` [pages, block_tokens, width]; a view if it can."""
+        """Return [num_tokens, width] of `kv` [pages, block_tokens, width], as a view if
+        possible.
+        """
         if self.pages is None:
             return kv.view(-1, kv.shape[-1])[self.begin : self.begin + self.num_tokens]
         pages = self._there.get(kv.device)
@@ -49,8 +53,8 @@ class PagedSpan:
     """`num_rows` query rows from `first_row` on: the last tokens of a context of `context` tokens.
 
     Row i of the span sees the first `context - num_rows + 1 + i` keys. `pages` is the page table,
-    int32 on the host, `sections` the same as what to read. Spans are equal to themselves only: what
-    was worked out for a step's is found again without a look into their tables.
+    int32 on the host, and `sections` says how to read it. A span is equal only to itself, so that
+    results for a step's spans are found again without comparing their tables.
     """
 
     first_row: int
@@ -69,8 +73,8 @@ class PagedSpan:
 
 
 def page_table(pages: Sequence[int]) -> torch.Tensor:
-    """Return the numbers of pages as int32 on the host, by way of an array: a seventh of the time
-    that a tensor takes to read a list.
+    """Return the numbers of pages as int32 on the host. This goes through an array, which takes a
+    seventh of the time that a tensor takes to read a list.
     """
     if not pages:
         return torch.empty(0, dtype=torch.int32)
@@ -87,7 +91,7 @@ def paged_span(
     """Return the span for KV of `kv_shape` [pages, block_tokens, width]; pages: see `page_table`.
 
     Raises:
-        ValueError: the pages do not cover the context, or one is not there.
+        ValueError: the pages do not cover the context, or one does not exist.
     """
     num_pages, block_tokens = kv_shape[0], kv_shape[1]
     needed = -(-context // block_tokens)

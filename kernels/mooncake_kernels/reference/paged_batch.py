@@ -1,7 +1,7 @@
-"""A batch of query rows over paged KV, described on the device: no length is known to the host.
+"""A batch of query rows over paged KV, described on the device, so that the host knows no length.
 
-This is what a captured CUDA graph can be replayed with: the tensors keep their place and shape,
-only their contents change. The reference reads them to the host and is the definition.
+A captured CUDA graph can be replayed with it: the tensors keep their place and shape, and only
+their contents change. The reference reads them to the host and is the definition.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Sequence s owns query rows `row_start[s]` to `row_start[s + 1]`: the last of its context.
+    """Sequence s owns query rows `row_start[s]` to `row_start[s + 1]`, the last rows of its
+    context.
 
     row_start: [seqs + 1] int32, ascending from 0. lengths: [seqs] int32, tokens of each context,
-    its query rows included; 0 marks an unused place. page_table: [seqs, max_pages] int32; entries
-    past a sequence's last page may hold anything. max_rows: the most rows a sequence may have.
-    plans: what kernels have worked out of the tensors for all layers of a step; so a batch is made
-    anew when what they hold changes.
+    including its query rows; 0 marks an unused place. page_table: [seqs, max_pages] int32; entries
+    past a sequence's last page may hold anything. max_rows: the most rows that a sequence may have.
+    plans: what kernels have computed from the tensors for all layers of a step. So a new batch is
+    needed when the tensors' contents change.
     """
 
     row_start: torch.Tensor
@@ -38,7 +39,7 @@ class PagedBatch:
 
 
 def batch_of_spans(spans: Sequence[PagedSpan], device: torch.device) -> PagedBatch:
-    """Return the batch of `spans`, which lie one after another from row 0 on."""
+    """Return the batch of `spans`, which follow one another from row 0 on."""
     starts = [span.first_row for span in spans]
     ends = [span.first_row + span.num_rows for span in spans]
     if [*starts, ends[-1]] != [0, *ends]:

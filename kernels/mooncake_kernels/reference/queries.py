@@ -1,4 +1,4 @@
-"""Queries of absorbed attention, of those that a layer's product made."""
+"""Queries of absorbed attention, made from the output of a layer's product."""
 
 from __future__ import annotations
 

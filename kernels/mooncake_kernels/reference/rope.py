@@ -1,5 +1,5 @@
-"""Rotary position embedding. In products of real numbers, each rounded: torch's complex ones differ
-in their last bit with a number's place in the tensor.
+"""Rotary position embedding in products of real numbers, each rounded. torch's complex products
+differ in their last bit with a number's place in the tensor.
 """
 
 from __future__ import annotations

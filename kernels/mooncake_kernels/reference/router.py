@@ -1,4 +1,6 @@
-"""The `noaux_tc` router: sigmoid scores, a bias that only chooses, optional expert groups."""
+"""The `noaux_tc` router: sigmoid scores, a bias that only affects the choice, optional expert
+groups.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ def route(
     """Return (experts [tokens, k] int64, weights [tokens, k] float32) of each token, unordered.
 
     x: [tokens, hidden] of any float dtype; weight: [experts, hidden], float32 or of x's dtype;
-    bias: [experts] float32. Scores are `sigmoid(weight x)`, products summed in float32 (those of
-    bfloat16 numbers are exact). Experts are chosen by score + bias: with several groups only within
-    the `top_groups` groups whose two best experts sum highest. Weights are the plain scores of the
-    chosen, normalized to sum 1 where `normalize`, times `scale`.
+    bias: [experts] float32. Scores are `sigmoid(weight x)`, with products summed in float32 (those
+    of bfloat16 numbers are exact). Experts are chosen by score + bias. With several groups, they
+    come only from the `top_groups` groups whose two best experts have the highest sums. Weights are
+    the plain scores of the chosen experts, normalized to sum 1 if `normalize`, times `scale`.
     """
     return choose(functional.linear(x.float(), weight.float()), bias, routing)
 
@@ -39,14 +41,14 @@ def route(
 def choose(
     logits: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `route` does, of the router's `logits` [tokens, experts] float32."""
+    """Return `route`'s result for the router's `logits` [tokens, experts] float32."""
     return choose_scored(logits.sigmoid(), bias, routing)
 
 
 def choose_scored(
     scores: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `route` does, of scores [tokens, experts] float32."""
+    """Return `route`'s result for scores [tokens, experts] float32."""
     choice = scores + bias
     if routing.num_groups > 1:
         choice = _only_best_groups(choice, routing)

@@ -1,4 +1,4 @@
-"""Choosing tokens from rows of logits, each row by its own settings, on the device."""
+"""Chooses tokens from rows of logits on the device, each row by its own settings."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 
 LEAST_SCALED = -86.0
-"""What is less likely beside the best token than the exponential of this need not be drawn: on a
-CPU exponentials of less than -87.3 are subnormal numbers, and take 30 times as long.
+"""A token whose probability, relative to the best token's, is below the exponential of this need
+not be drawn. On a CPU, exponentials of less than -87.3 are subnormal numbers and take 30 times as
+long.
 """
 
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Per row, each of shape [rows].
+    """The settings of each row, each of shape [rows].
 
-    temperature: float32, 0 = the most likely token (of a tie the lowest id). top_k: int32, 0 = off.
-    top_p: float64, 1 = off. min_p: float64, 0 = off. uniform: float64 in [0, 1).
+    temperature: float32, 0 = the most likely token (the lowest id among equals). top_k: int32, 0 =
+    off. top_p: float64, 1 = off. min_p: float64, 0 = off. uniform: float64 in [0, 1).
     """
 
     temperature: torch.Tensor
@@ -29,7 +30,7 @@ class DrawSettings:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Per row, each of shape [rows] float32; 1, 0 and 0 are off."""
+    """The penalties of each row, each of shape [rows] float32; 1, 0 and 0 are off."""
 
     repetition: torch.Tensor
     presence: torch.Tensor
@@ -40,8 +41,8 @@ class Penalties:
 class MostLikely:
     """Natural-log probabilities under the softmax of rows of logits.
 
-    best: float32 [rows, most], the most likely first. ids: int64, whose they are. own: float32
-    [rows], of the row's own token. ranks: int64 [rows], its place, 1 = the most likely.
+    best: float32 [rows, most], the most likely first. ids: int64, the tokens of `best`. own:
+    float32 [rows], of the row's own token. ranks: int64 [rows], its place, 1 = the most likely.
     """
 
     best: torch.Tensor
@@ -53,11 +54,11 @@ class MostLikely:
 def penalize(
     logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, penalties: Penalties
 ) -> None:
-    """Take penalties off `logits` [rows, vocab] float32, in place.
+    """Apply penalties to `logits` [rows, vocab] float32, in place.
 
-    seen: [rows, vocab] bool, tokens of prompt or output: divided by `repetition` where positive,
-    else multiplied. counts: [rows, vocab] int32, of the output: `frequency` times the count and,
-    where there is one, `presence` are subtracted.
+    seen: [rows, vocab] bool, the tokens of prompt or output. Their logits are divided by
+    `repetition` if positive, else multiplied. counts: [rows, vocab] int32, for the output.
+    `frequency` times the count is subtracted, and `presence` if the count is not zero.
     """
     repetition = penalties.repetition[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -71,7 +72,7 @@ def penalize(
 
 def mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
     """Set the tokens of `logits` [rows, vocab] float32 that are not allowed to minus infinity, in
-    place. allowed: uint8 [rows, (vocab + 7) // 8], a bit for each token, the lowest first.
+    place. allowed: uint8 [rows, (vocab + 7) // 8], one bit for each token, the lowest first.
     """
     rows, vocab = logits.shape
     numbers = torch.arange(256, device=logits.device)
@@ -83,9 +84,9 @@ def mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     """Return one token id per row of `logits` [rows, vocab] float32: int64 [rows].
 
-    Temperature first; min-p, top-k, and top-p over what those left. Each filter is a threshold:
-    tokens that tie with the last one kept stay. The token is the first whose cumulative weight, in
-    order of token id, exceeds `uniform` times the whole.
+    Temperature comes first; then min-p, top-k, and top-p over what those left. Each filter is a
+    threshold: tokens that tie with the last one kept stay. The token is the first whose cumulative
+    weight, in order of token id, exceeds `uniform` times the whole.
     """
     tokens = [_draw_row(row, settings, place) for place, row in enumerate(logits)]
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
@@ -113,7 +114,7 @@ def _draw_row(row: torch.Tensor, settings: DrawSettings, place: int) -> int:
 
 def most_likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> MostLikely:
     """Return the `most` most likely tokens of each row of `logits` [rows, vocab] float32, and how
-    likely the row's token in `tokens` [rows] is. Which of tokens that tie come first is not said.
+    likely the row's token in `tokens` [rows] is. The order of tokens that tie is undefined.
     """
     chosen = logits.gather(1, tokens[:, None])
     best = logits.topk(most, dim=-1)

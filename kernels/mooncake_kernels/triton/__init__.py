@@ -1,1 +1,1 @@
-"""CUDA kernels in Triton, one op a file; the same source runs in Triton's CPU interpreter."""
+"""CUDA kernels in Triton, one op in each file. The same source runs in Triton's CPU interpreter."""

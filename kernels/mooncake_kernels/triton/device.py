@@ -1,8 +1,10 @@
-"""What all kernels here need to know of the machine: interpreter or GPU, how many programs fill it.
+"""What all kernels here need to know about the machine: interpreter or GPU, and how many programs
+fill it.
 
 The interpreter computes bfloat16 on raw bit patterns (any sum or product of it is wrong) and rounds
-towards zero when it narrows. So `dot` widens to float32 before the product and `narrow` rounds by
-hand when `INTERPRETED`; compiled, both are plain. Everything else is done in float32 anyway.
+towards zero when it narrows. So when `INTERPRETED`, `dot` widens to float32 before the product, and
+`narrow` rounds explicitly. When compiled, both are plain. Everything else is computed in float32
+anyway.
 """
 
 from __future__ import annotations
@@ -74,10 +76,10 @@ def _target(index: int) -> Target:
 
 
 def target(device: torch.device) -> Target | None:
-    """Return what tuned tables are looked up by; None in the interpreter."""
+    """Return the key for tuned tables; None in the interpreter."""
     return _target(device.index or 0) if device.type == "cuda" else None
 
 
 def pow2(number: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `number` and `least`."""
+    """Return the smallest power of two that is at least `number` and at least `least`."""
     return max(least, 1 << max(number - 1, 0).bit_length())

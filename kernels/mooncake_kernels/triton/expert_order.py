@@ -16,7 +16,7 @@ import triton.language as tl
 from mooncake_kernels.triton.device import pow2
 
 _SORTED_BY_ONE = (128, 512, 2048)
-"""Pairs that one program sorts: few sizes, as each is a kernel to compile."""
+"""The numbers of pairs that one program sorts: few sizes, because each is a kernel to compile."""
 _COUNT_CHUNK = 1024
 
 
@@ -113,7 +113,7 @@ def expert_tiles(
     """
     pairs, device = experts.numel(), experts.device
     most = most_tiles(pairs, num_experts, tile_rows)
-    # Tensors of their own: Triton compiles a kernel anew where one begins at an odd place.
+    # Separate tensors, because Triton compiles a kernel anew for a tensor that is not aligned.
     tile_expert, tile_begin, tile_end = (
         torch.empty(most, dtype=torch.int32, device=device) for _ in range(3)
     )

@@ -26,15 +26,18 @@ from mooncake_kernels.tuning import (
 
 _SUM_COLUMNS = 1024
 _STEPS_IN_A_ROW = 2
-"""Of a down product; more are a loop."""
+"""The most steps of a down product that are unrolled; more become a loop."""
 _FEW_PRODUCTS = 4
-"""Of a tile and a block of weight rows, a program: fewer are shared out by steps, else one program
-has twice the work of another."""
+"""With fewer pairs of tiles and blocks of weight rows per program than this, the steps are shared
+out. Otherwise one program has twice the work of another.
+"""
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """`matrices` [rows, columns] of one product, one after another, and what widens them."""
+    """The `matrices` [rows, columns] of one product, one after another, and the factors that widen
+    them.
+    """
 
     values: torch.Tensor
     factors: torch.Tensor
@@ -44,7 +47,7 @@ class _Weights:
 
 
 class _GroupedExperts:
-    """What the three formats share. `config` overrides the tables (for tuning)."""
+    """The common part of the three formats. `config` overrides the tables (for tuning)."""
 
     def __init__(self, kind: int, num_experts: int, gate_up: _Weights, down: _Weights) -> None:
         self._kind = kind
@@ -58,7 +61,7 @@ class _GroupedExperts:
 
     @property
     def num_bytes(self) -> int:
-        """Return what the weights take, filled up where the format needs it."""
+        """Return the size of the weights, with the padding that the format needs."""
         products = self._gate_up, self._down
         return sum(each.values.nbytes + each.factors.nbytes for each in products)
 
@@ -72,14 +75,14 @@ class _GroupedExperts:
         return [part.view(self._num_experts, -1)[number] for part in parts]
 
     def fix_tiles(self, rows: int) -> None:
-        """Take for every batch the tiles of `rows` rows an expert, and no product in parts: bits
-        then depend on no batch.
+        """Use the tiles of `rows` rows per expert for every batch, and compute no product in parts.
+        Then bits do not depend on the batch.
         """
         self.config = default_experts_config(self.shape, rows * self._num_experts)
         self._whole_products = True
 
     def _config(self, pairs: int, x: torch.Tensor) -> ExpertsConfig:
-        """Return the tiles for a batch; tables are of bfloat16."""
+        """Return the tiles for a batch. The tables hold for bfloat16."""
         if self.config is not None:
             return self.config
         measured = None if x.dtype == torch.float32 else target(x.device)
@@ -112,7 +115,9 @@ class _GroupedExperts:
     def products(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Return the two grouped products of a batch, each ready to be launched: for measuring."""
+        """Return the two grouped products of a batch, each ready to be launched. Used for
+        measuring.
+        """
         pairs = experts.numel()
         config = self._config(pairs, x)
         tiles = self._tiles(experts, config)
@@ -132,8 +137,8 @@ class _GroupedExperts:
         return gate_up, down
 
     def _tiles(self, experts: torch.Tensor, config: ExpertsConfig) -> ExpertTiles:
-        """Return the tiles of a batch, with `arrived` where `_multiply` shares gate-up's products
-        out by steps: that is where a program has few of them.
+        """Return the tiles of a batch. They have `arrived` when `_multiply` shares out gate-up's
+        products by steps, which it does when each program has few of them.
         """
         pairs, tile = experts.numel(), config.gate_up
         most = most_tiles(pairs, self._num_experts, config.block_t)
@@ -143,7 +148,7 @@ class _GroupedExperts:
         return expert_tiles(experts, self._num_experts, config.block_t, blocks if shared else 0)
 
     def _by_boxes(self, config: ExpertsConfig) -> bool:
-        """Whether products are those of `grouped_fp8`: of many rows, in whole 16 bytes."""
+        """Whether `grouped_fp8` computes the products: for many rows, in whole 16 bytes."""
         widths = self._gate_up.columns | self._down.columns
         return self._kind == grouped.FP8.value and not config.swap and not widths % 16
 
@@ -154,7 +159,9 @@ class _GroupedExperts:
         order: torch.Tensor | None = None,
         choices: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (rows as they are multiplied, their factors); order: None if they have it."""
+        """Return (the rows to multiply, their factors). order: None if the rows are sorted
+        already.
+        """
         x = x.contiguous()
         if self._by_boxes(config):
             return quantize_pairs(x, order, choices)
@@ -174,10 +181,10 @@ class _GroupedExperts:
             return
         first = w is self._gate_up
         tile: ProductTile = config.gate_up if first else config.down
-        # Both quantized formats have a step fixed by their groups.
+        # The groups of both quantized formats fix their steps.
         step = tile.block_k if self._kind == grouped.PLAIN.value else int4.COLUMNS
         x, x_factors = rows
-        # Tiles of float32 are twice as long: more of them in flight than two do not fit.
+        # Tiles of float32 are twice as large, so no more than two of them in flight fit.
         stages = min(tile.stages, 2) if x.dtype == torch.float32 else tile.stages
         most = tiles.max_tiles * triton.cdiv(w.rows, tile.block_w)
         programs = num_programs(x.device) * tile.programs
@@ -185,7 +192,7 @@ class _GroupedExperts:
         whole = {}
         if first and len(tiles.arrived):
             kernel = grouped.gate_up_ranges_kernel
-            # Two slots a program, each for two sums.
+            # Each program has two slots, each for two sums.
             size = 4 * programs * tile.block_w * config.block_t
             more = torch.empty(size, dtype=torch.float32, device=x.device), tiles.arrived
         else:
@@ -230,7 +237,7 @@ class _GroupedExperts:
 
 
 class StackedExperts(_GroupedExperts):
-    """As `reference.experts.StackedExperts`, of any float dtype."""
+    """Like `reference.experts.StackedExperts`, for any float dtype."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         count, hidden, inner = down.shape
@@ -244,7 +251,7 @@ class StackedExperts(_GroupedExperts):
 
 
 class Fp8Experts(_GroupedExperts):
-    """As `reference.experts_quantized.Fp8Experts`."""
+    """Like `reference.experts_quantized.Fp8Experts`."""
 
     def __init__(
         self,
@@ -263,10 +270,10 @@ class Fp8Experts(_GroupedExperts):
 
 
 class Int4Experts(_GroupedExperts):
-    """As `reference.experts_quantized.Int4Experts`; packs the weights anew, see `int4.pack_int4`.
+    """Like `reference.experts_quantized.Int4Experts`. Packs the weights anew, see `int4.pack_int4`.
 
-    in_place: into the given tensors, which have no other user then: 384 experts of Kimi-K2 a layer
-    need 10 GB a second time otherwise.
+    in_place: pack into the given tensors, which must have no other user. Otherwise 384 experts of
+    Kimi-K2 need another 10 GB for each layer.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ def _gated(gate_up, out, inner, BLOCK: tl.constexpr):
     there = i < inner
     gate = tl.load(gate_up + row * 2 * inner + i, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + i, mask=there, other=0.0).to(tl.float32)
-    # Rounded where the separate operations round.
+    # It rounds where the separate operations round.
     silu = narrow(gate / (1.0 + tl.exp(-gate)), gate_up.dtype.element_ty).to(tl.float32)
     tl.store(out + row * inner + i, narrow(silu * up, out.dtype.element_ty), mask=there)
 

@@ -1,8 +1,8 @@
-"""Grouped matrix products over tiles of one expert each, for weights plain, FP8 block or INT4.
+"""Grouped matrix products over tiles of one expert each, for plain, FP8 block or INT4 weights.
 
-`SWAP` makes weights the rows of the product and tokens its columns: wgmma wants 64 rows, which a
-decode batch has of weights and not of tokens of one expert. Programs walk over all tiles, whose
-number is read on the device, so the grid is the same for every batch.
+`SWAP` makes weights the rows of the product and tokens its columns. wgmma needs 64 rows, and a
+decode batch has these of weights, but not of tokens of one expert. Programs walk over all tiles,
+whose number is read on the device, so the grid is the same for every batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _add(
             other=0.0,
         )
         if FORMAT == FP8:
-            # A tile lies in one block of 128 rows: one factor for all of it.
+            # A tile lies in one block of 128 rows, so it has one factor.
             factor = tl.load(factors + first_row // 128 * ((K + 127) // 128) + k // 128)
             scale = x_factor * factor
             part = _dot(tile, x, tl.zeros(acc.shape, tl.float32), SWAP)
@@ -74,7 +74,7 @@ def _tokens(
 
 @triton.jit
 def place(index, num_tiles, blocks, GROUP_T: tl.constexpr):
-    """Return (tile, block of weight rows): GROUP_T tiles share a block's read before the next."""
+    """Return (tile, block of weight rows). GROUP_T tiles use a block before the next is read."""
     group = index // (GROUP_T * blocks)
     first = group * GROUP_T
     size = tl.minimum(num_tiles - first, GROUP_T)
@@ -117,7 +117,7 @@ def _gate_up(
 
 @triton.jit
 def tile_rows(tile_begin, tile_end, tile, BLOCK_T: tl.constexpr):
-    """Return (the sorted rows of a tile, which of them there are)."""
+    """Return (the sorted rows of a tile, which of them exist)."""
     row = tl.load(tile_begin + tile) + tl.arange(0, BLOCK_T)
     return row, row < tl.load(tile_end + tile)
 
@@ -184,13 +184,13 @@ def gate_up_ranges_kernel(
     FORMAT: tl.constexpr, SWAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `gate_up_kernel`, of few tokens: programs take equal ranges of the steps of all products,
-    wherever products begin and end, so that few products keep all multiprocessors busy.
+    """Like `gate_up_kernel`, for few tokens. Programs take equal ranges of the steps of all
+    products, wherever products begin and end, so that few products keep all multiprocessors busy.
 
-    A range begins and ends inside a product at most once each, so two slots a program hold all
-    partial sums: parts [2 * programs, 2, tile] float32. Who finds in `arrived` [products] int32,
-    zeros at first and in the end, that all steps of a product are there adds its parts, in the
-    programs' order: the same bits every time.
+    A range begins and ends inside a product at most once each, so two slots per program hold all
+    partial sums: parts [2 * programs, 2, tile] float32. `arrived` [products] int32 is zero before
+    and after. The program that finds there that all steps of a product are done adds its parts in
+    the programs' order, so the bits are always the same.
     """
     blocks = tl.cdiv(N, BLOCK_W)
     tiles = tl.load(num_tiles)
@@ -207,7 +207,8 @@ def gate_up_ranges_kernel(
     else:
         w_axis = tl.arange(0, BLOCK_W)[None, :]
         inside = tl.arange(0, BLOCK_T)[:, None] * BLOCK_W + w_axis
-    # Addresses of the output, kept while a product's steps go by, would be spilled.
+    # Addresses of the output are computed late. If they were kept during a product's steps, they
+    # would be spilled.
     for index in tl.range(start // steps, tl.cdiv(end, steps), disable_licm=True):
         begin = index * steps
         first = tl.maximum(start - begin, 0)
@@ -264,7 +265,7 @@ def down_kernel(
 ):  # fmt: skip
     """out[pair] = weight * (down x[sorted row]); w: [experts, N, K].
 
-    STEPS: of BLOCK_K columns, those of all K, one after another in the code; 0: in a loop.
+    STEPS: how many steps of BLOCK_K columns make up K, unrolled in the code; 0: in a loop.
     """
     blocks = tl.cdiv(N, BLOCK_W)
     tiles = tl.load(num_tiles)
@@ -294,7 +295,7 @@ def down_kernel(
 
 @triton.jit
 def sum_kernel(parts, experts, out, num_experts, N, CHOICES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out[token] = the sum of its pairs' parts by choice; experts elsewhere add nothing."""
+    """out[token] = the sum of its pairs' parts by choice. Experts of other ranks add nothing."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N], tl.float32)

@@ -1,9 +1,9 @@
-"""Grouped products of FP8 blocks for many rows of an expert: a warp that fetches tiles by
-descriptors, and two groups of four warps that multiply them.
+"""Grouped products of FP8 blocks for many rows of an expert. One warp fetches tiles by descriptors,
+and two groups of four warps multiply them.
 
-Rows lie in sorted order, so that a tile of them is one box of memory, and their factors by columns
-first, so that a step's are side by side. Each step of 128 columns is a product of its own, scaled
-and added in float32, as in `linear_fp8`.
+Rows are in sorted order, so that a tile of them is one box of memory. Their factors have columns
+first, so that those of a step are side by side. Each step of 128 columns is a product of its own,
+scaled and added in float32, as in `linear_fp8`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _product(
     index, tiles, blocks, tile_expert, tile_begin, tile_end,
     GROUP_T: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Return (expert, block of weight rows, first sorted row, all rows, which there are)."""
+    """Return (expert, block of weight rows, first sorted row, all rows, which of them exist)."""
     tile, block = place(index, tiles, blocks, GROUP_T)
     begin = tl.load(tile_begin + tile)
     row = begin + tl.arange(0, BLOCK_T)
@@ -96,6 +96,6 @@ def down_fp8_kernel(
 
 
 def allocate(size: int, alignment: int, stream: Any) -> torch.Tensor:
-    """Return memory for the descriptors that a kernel makes; Triton asks for it at a launch."""
+    """Return memory for the descriptors that a kernel makes. Triton calls this at a launch."""
     del alignment, stream  # torch's memory is aligned to 512 bytes, and of the current stream
     return torch.empty(size, dtype=torch.int8, device="cuda")

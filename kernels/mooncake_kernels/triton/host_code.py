@@ -1,8 +1,9 @@
-"""Triton's code for the host, compiled when an image is built: no C compiler is needed there.
+"""Triton's code for the host, compiled when an image is built, so that it needs no C compiler
+later.
 
 When a process first uses a GPU, Triton compiles one module, `cuda_utils`, which loads and launches
-kernels. `python -m mooncake_kernels.triton.host_code` compiles it beforehand, without a GPU; where
-that was done, Triton takes it (`use_compiled`), else it compiles as ever. Needs no torch.
+kernels. `python -m mooncake_kernels.triton.host_code` compiles it beforehand, without a GPU. Then
+Triton uses the result (`use_compiled`); otherwise it compiles as usual. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _GCC = ("gcc", "-shared", "-fPIC")
 
 
 def use_compiled() -> None:
-    """Have Triton load what was compiled beforehand, if anything was."""
+    """Make Triton load what was compiled beforehand, if anything was."""
     if COMPILED.is_dir():
         knobs.build.impl = _found
 
 
 def _found(name: str, source: str, *_: object) -> str:
-    """Return the file of a module that Triton asks for, as a `BuildImpl` of Triton does.
+    """Return the file of a module that Triton asks for, in the form of Triton's `BuildImpl`.
 
     Raises:
         RuntimeError: it was compiled from another source, or not at all.
@@ -50,12 +51,12 @@ def _kept(folder: Path, name: str, source: Path) -> Path:
 
 
 def compile_into(folder: Path) -> Path:
-    """Compile `cuda_utils`, to be linked with the driver of the machine that it runs on."""
+    """Compile `cuda_utils`. It is linked with the driver of the machine on which it runs."""
     folder.mkdir(parents=True, exist_ok=True)
     target = _kept(folder, NAME, SOURCE)
     includes = (SOURCE.parent / "include", sysconfig.get_paths()["include"])
     with tempfile.TemporaryDirectory() as place:
-        stand_in = f"{place}/{_DRIVER}"  # has the name of the driver's library, and nothing else
+        stand_in = f"{place}/{_DRIVER}"  # has only the name of the driver's library
         own = ["-x", "c", "/dev/null", f"-Wl,-soname,{_DRIVER}", "-o", stand_in]
         subprocess.run([*_GCC, *own], check=True)
         own = [str(SOURCE), "-O3", "-Wno-psabi", *(f"-I{each}" for each in includes)]

@@ -1,9 +1,10 @@
-"""INT4 weights of grouped products in the order of wgmma's registers: how they lie and are widened.
+"""INT4 weights of grouped products in the order of wgmma's registers: their layout, and how they
+are widened.
 
-A step is 128 columns; 64 rows of it are for one warpgroup. Of 16 columns a thread holds eight
+A step is 128 columns, and 64 rows of it are for one warpgroup. Of 16 columns a thread holds eight
 numbers: rows r and r + 8 of its warp's 16, with r = lane // 4, and columns 2c, 2c + 1, 2c + 8 and
 2c + 9, with c = lane % 4 (PTX, wgmma's fragment of A). Their codes are one word, and four words of
-a thread lie side by side. So a thread loads 16 bytes whose codes it multiplies itself: nothing
+a thread are side by side. So a thread loads 16 bytes whose codes it multiplies itself, and nothing
 moves between threads.
 """
 
@@ -18,9 +19,9 @@ from mooncake_kernels.reference.experts_quantized import int4_codes
 from mooncake_kernels.triton.device import INTERPRETED
 
 COLUMNS = 128
-"""Of a step; narrower last ones are filled up with zeros."""
+"""The columns of a step. A narrower last step is padded with zeros."""
 _ROWS = 128
-"""Rows are filled up to whole blocks of so many, the most that a program takes of them."""
+"""Rows are padded to whole blocks of this many, the most that a program takes."""
 _GROUPS = 4
 _ZERO_CODE = 8
 
@@ -32,7 +33,7 @@ def _pairs(words, mask, SHIFT: tl.constexpr, x_dtype: tl.constexpr):
     """
     pair = (words >> SHIFT) & mask
     if x_dtype == tl.bfloat16 and not INTERPRETED:
-        # 0x4300 is 128, whose last bit of mantissa is 1: 128 + code by an `or`, exactly.
+        # 0x4300 is 128, whose last bit of mantissa is 1. So an `or` gives 128 + code exactly.
         pair = pair | 0x43004300
         low = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
         return tl.join(low, (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
@@ -52,9 +53,9 @@ def _scale(packed, group: tl.constexpr):
 
 @triton.jit
 def int4_tile(w, factors, first_row, k, N, x_dtype: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return weights [BLOCK_W, 128] of one matrix, as `pack_int4` puts them, columns `k` on.
+    """Return weights [BLOCK_W, 128] of one matrix in `pack_int4`'s layout, from column `k` on.
 
-    BLOCK_W: at most 128; 64 is a warpgroup's. In x_dtype; interpreted in float32.
+    BLOCK_W: at most 128; 64 is a warpgroup's. The result is in x_dtype; interpreted, in float32.
     """
     tl.static_assert(BLOCK_W <= 128)  # of which `pack_int4` fills up whole blocks
     height = (N + 127) // 128 * 128
@@ -62,8 +63,8 @@ def int4_tile(w, factors, first_row, k, N, x_dtype: tl.constexpr, BLOCK_W: tl.co
     at = w + height.to(tl.int64) * (k // 8) + thread[None, :, None] * 4
     at += tl.arange(0, 2)[:, None, None] * (8 * height) + tl.arange(0, 4)[None, None, :]
     words = tl.load(at)
-    # An instruction holds one constant of two: the other, were it known, would be moved to a
-    # register before each. N is positive.
+    # An instruction holds one constant of two. If the other were known, it would be moved to a
+    # register before each instruction. N is positive.
     mask = 0x000F000F | (N >> 31)
     left = tl.join(_pairs(words, mask, 0, x_dtype), _pairs(words, mask, 4, x_dtype))
     right = tl.join(_pairs(words, mask, 8, x_dtype), _pairs(words, mask, 12, x_dtype))
@@ -90,7 +91,8 @@ def pack_int4(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
     """Return (words [steps, 2, 2 * height, 4] int32, scales [steps, height, 4]) of one matrix.
 
     words: [rows, columns / 8] int32 and scales: [rows, columns / 32] as in the checkpoint. height:
-    rows, filled up. Of a step's columns first come 64, then 64; of these the threads of all rows.
+    the rows with padding. Of a step's columns, first come 64, then 64; in each, the threads of all
+    rows.
     """
     codes = int4_codes(words)
     rows, columns = codes.shape
@@ -109,9 +111,9 @@ def pack_int4(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
 def pack_matrices(
     words: torch.Tensor, scales: torch.Tensor, in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all matrices of `words` [..., rows, columns / 8] and `scales` as `pack_int4` puts
-    them, one after another and one at a time; in the given tensors if `in_place` and they have
-    room for what is filled up.
+    """Return all matrices of `words` [..., rows, columns / 8] and `scales` in `pack_int4`'s layout,
+    one after another, converted one at a time. If `in_place` and the given tensors have room for
+    the padding, the result is in them.
     """
     words, scales = words.contiguous().flatten(0, -3), scales.contiguous().flatten(0, -3)
     (count, rows, _), groups = words.shape, scales.shape[-1]

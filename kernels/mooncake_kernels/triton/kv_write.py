@@ -20,7 +20,7 @@ def _kv_write(
     RANK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_Q: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Of a row one program writes the cache; where there is a second one, it norms the query."""
+    """One program per row writes the cache. If there is a second one, it norms the query."""
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 1:
         q = tl.arange(0, BLOCK_Q)
@@ -38,7 +38,7 @@ def _kv_write(
     there = i < RANK
     value = tl.load(latent + row * latent_stride + i, mask=there, other=0.0).to(tl.float32)
     value = normed(value, weight, i, there, RANK, eps)
-    # Rounded where the separate operations round, so that both give the same cache.
+    # It rounds where the separate operations round, so that both give the same cache.
     value = narrow(value, weight.dtype.element_ty).to(tl.float32) * inverse_scale
     pair = tl.arange(0, BLOCK_H)
     mask = pair < HALF
@@ -96,7 +96,7 @@ def _launch(
     kv_scale: float,
     of_query: tuple[torch.Tensor, torch.Tensor, float, torch.Tensor] | None,
 ) -> None:
-    """of_query: rows to be normed too, their norm's weight and eps, and where they go."""
+    """`of_query`: rows to be normed too, their norm's weight and eps, and where they go."""
     rows, rank = latent.shape
     half = key.shape[1] // 2
     if latent.stride(1) != 1 or key.stride(1) != 1 or not kv.is_contiguous():

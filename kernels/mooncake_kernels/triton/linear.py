@@ -2,8 +2,8 @@
 (contracts: `reference.linear`).
 
 Libraries choose another kernel, and with it another order of summation, for another number of rows.
-Here tiles and steps are the same for every shape, and no row is cut along the inner axis: a row's
-result is a function of that row alone. Used where `--deterministic` is asked for, and slower.
+Here tiles and steps are the same for every shape, and no row is cut along the inner axis, so a
+row's result depends on that row alone. This is slower, and used with `--deterministic`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _fixed_linear(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return [rows, out]; see the reference. Rows of x may be strided, their numbers not."""
+    """Return [rows, out]; see the reference. Rows of x may be strided, but not their numbers."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x[:, None], weight[None], bias, out[:, None], 1.0)
     return out
@@ -60,16 +60,16 @@ def linear_heads(
     *,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """Return [rows, heads, out], times `scale`; see the reference. Contiguous, or in `out`, a view
-    of any strides but the last, which is 1. One launch.
+    """Return [rows, heads, out], times `scale`; see the reference. The result is contiguous, or in
+    `out`, a view with any strides except the last, which must be 1. This takes one launch.
 
-    fixed: by the product whose bits do not depend on the batch, else by the library's.
+    fixed: use the product whose bits do not depend on the batch, instead of the library's.
     """
     if out is None:
         out = torch.empty(x.shape[0], *weight.shape[:2], dtype=x.dtype, device=x.device)
     if fixed:
         _launch(x, weight, None, out, scale)
-    else:  # what lies in `out` is not read where beta is 0
+    else:  # `out` is not read when beta is 0
         by_head = out.transpose(0, 1)
         by_head.baddbmm_(x.transpose(0, 1), weight.transpose(1, 2), beta=0, alpha=scale)
     return out

@@ -1,10 +1,10 @@
 """Dense products of FP8 block weights (contract: `reference.fp8.linear_fp8`).
 
-Each step of 128 columns is one product of its own, scaled and added in float32: that is what the
-factors ask for, and it keeps Hopper's short FP8 accumulator from carrying over long sums. Few rows
-swap the operands so that weights fill wgmma's 64 rows. The fewest are quantized where they are
-multiplied: every tile does so again, which costs less than a launch. Tiles are walked in groups for
-reuse in L2.
+Each step of 128 columns is one product of its own, scaled and added in float32. The factors need
+this, and it keeps Hopper's short FP8 accumulator from carrying over long sums. With few rows the
+operands are swapped, so that weights fill wgmma's 64 rows. The fewest rows are quantized where they
+are multiplied: every tile repeats that, which costs less than a launch. Tiles are walked in groups
+for reuse in L2.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mooncake_kernels.triton.quantize import group_factors, quantize_rows
 
 _FEW_ROWS = (16, 32, 64)
 _QUANTIZED_INSIDE = 32
-"""Rows up to which that is hidden behind the weights' way from memory: a step of 16 rows is 306
-instructions in place of 151, and memory has its bytes there in about 440.
+"""Up to this many rows, that work is hidden behind the reading of the weights. A step of 16 rows is
+306 instructions instead of 151, and memory has its bytes there in about 440.
 """
 
 
@@ -55,7 +55,7 @@ def _linear(
                 a = narrow(wide, tl.float8e4nv)
             else:
                 of_row = tl.load(x_factors + m * steps + step, mask=m < M, other=0.0)
-            # A tile lies in one block of 128 rows of weights: one factor for all of it.
+            # A tile lies in one block of 128 rows of weights, so it has one factor.
             scale = of_row * tl.load(factors + inside // size * BLOCK_N // 128 * steps + step)
             zero = tl.zeros(acc.shape, tl.float32)
             if SWAP:
@@ -81,8 +81,8 @@ def linear_fp8(
     *,
     fixed_tiles: bool = False,
 ) -> torch.Tensor:
-    """Return `x @ weight.T`, [rows, out], or that added to `to`, in place; see the reference. All
-    contiguous.
+    """Return `x @ weight.T`, [rows, out], or add it to `to` in place; see the reference. All
+    tensors are contiguous.
 
     fixed_tiles: a row's bits do not depend on how many rows there are.
     """

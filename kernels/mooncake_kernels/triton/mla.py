@@ -1,7 +1,7 @@
-"""Both forms of MLA by spans (contracts: `reference.mla`), on the decode and prefill kernels.
+"""Both forms of MLA by spans (contracts: `reference.mla`), with the decode and prefill kernels.
 
-Spans are known to the host, so page tables are copied to the device here, once for all layers of a
-step; a captured step calls `mla_decode` with tables of its own.
+The host knows the spans, so page tables are copied to the device here, once for all layers of a
+step. A captured step calls `mla_decode` with tables of its own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from mooncake_kernels.triton.mla_decode import TILE_ROWS, mla_decode
 from mooncake_kernels.triton.mla_prefill import mla_prefill
 
 _ALIGNED = 4
-"""int32 numbers that rows of a tensor are filled up to: Triton compiles a kernel anew for a tensor
-that begins at an odd place."""
+"""Rows of a tensor are padded to this many int32 numbers, because Triton compiles a kernel anew for
+a tensor that is not aligned.
+"""
 CHUNK_TOKENS = 32768
-"""Keys expanded at a time: 1.3 GB for Kimi-K2's 64 heads in bfloat16."""
+"""How many keys are expanded at a time: 1.3 GB for Kimi-K2's 64 heads in bfloat16."""
 
 
 def mla_absorbed(
@@ -51,8 +52,9 @@ def mla_absorbed(
 def _batches(
     spans: tuple[PagedSpan, ...], device: torch.device, apart: bool
 ) -> list[tuple[slice, PagedBatch]]:
-    """Return the spans as batches and their rows; spans of one row, which small tiles hold, `apart`
-    from others. Made for the first layer of a step and found again for the rest.
+    """Return the spans as batches and their rows. `apart`: spans of one row, which small tiles
+    hold, are separate from others. This is computed for the first layer of a step and reused for
+    the rest.
     """
     runs = [list(run) for _, run in itertools.groupby(spans, lambda s: apart and s.num_rows > 1)]
     found = []
@@ -76,8 +78,8 @@ def mla_expanded(
 ) -> torch.Tensor:
     """Return the attended values, [rows, heads, value width]; see the reference.
 
-    Contexts that fit `chunk_tokens` together are expanded in one go; a longer one in chunks, whose
-    results are merged by their log-sum-exps.
+    Contexts that fit `chunk_tokens` together are expanded at once. A longer one is expanded in
+    chunks, whose results are merged by their log-sum-exps.
     """
     out = q.new_empty(q.shape[0], q.shape[1], value_up.shape[1])
     for group in _groups(spans, chunk_tokens):
@@ -94,7 +96,8 @@ def mla_expanded(
             out[rows] = parts[0][0]
         else:
             outs, lses = (list(each) for each in zip(*parts, strict=True))
-            # As many as a power of two, the rest of no weight: each number is a kernel to compile.
+            # Their number is padded to a power of two with parts of no weight, because each number
+            # is a kernel to compile.
             missing = pow2(len(parts)) - len(parts)
             outs += outs[-1:] * missing
             lses += [torch.full_like(lses[-1], -math.inf)] * missing
@@ -103,7 +106,7 @@ def mla_expanded(
 
 
 def _groups(spans: Sequence[PagedSpan], chunk_tokens: int) -> list[list[PagedSpan]]:
-    """Return neighbouring spans put together while their contexts fit one chunk."""
+    """Return neighbouring spans, grouped while their contexts fit one chunk."""
     groups: list[list[PagedSpan]] = []
     held = 0
     for span in spans:

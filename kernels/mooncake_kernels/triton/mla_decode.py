@@ -1,17 +1,17 @@
 """Absorbed MLA decode over paged latent KV (contract: `reference.mla_decode`).
 
-Launches whose shapes depend on the batch's capacity only, so a CUDA graph can hold them. All heads
-of a token share a page's read: rows of a tile are (token, head) pairs, so 64 heads fill a
-warpgroup's 64 rows. A strip is one tile over its whole context. `_schedule` lines the pages of all
-strips up, once a step; in `_attend` as many programs as the GPU runs at once take equal ranges of
-that line, wherever strips begin and end, in one pass over KV (the values are the keys' first `rank`
-columns, read once). A range begins and ends inside a strip at most once each, so two slots a
-program hold all partial results, whatever the batch is; `_combine` merges them. With `split_pages`
-a strip is cut every so many pages instead, each part has a slot, and strips are taken in groups
-whose slots fit `_SLOT_BYTES`.
+The shapes of launches depend only on the batch's capacity, so a CUDA graph can hold them. All heads
+of a token share one read of a page: rows of a tile are (token, head) pairs, so 64 heads fill a
+warpgroup's 64 rows. A strip is one tile over its whole context. `_schedule` puts the pages of all
+strips in one line, once a step. In `_attend`, as many programs as the GPU runs at once take equal
+ranges of that line, wherever strips begin and end, in one pass over KV (the values are the keys'
+first `rank` columns, read once). A range begins and ends inside a strip at most once each, so two
+slots per program hold all partial results, whatever the batch is; `_combine` merges them. With
+`split_pages`, a strip is cut after every so many pages instead. Then each part has a slot, and
+strips are taken in groups whose slots fit `_SLOT_BYTES`.
 
-Source of split KV with a merge by log-sum-exp: Flash-Decoding; of the schedule from device data:
-FlashMLA's metadata kernel.
+Source of split KV with a merge by log-sum-exp: Flash-Decoding. Source of the schedule from device
+data: FlashMLA's metadata kernel.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def _schedule(
     row_start, lengths, first_unit, first_tile, num_seqs, heads, strip_from, strip_to,
     FIXED_PAGES: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Line up the units of strips `strip_from` to `strip_to`.
+    """Put the units of strips `strip_from` to `strip_to` in one line.
 
-    A unit is a page, or FIXED_PAGES of them where that is not 0. Writes first_unit [seqs + 1],
-    where each sequence's units begin, and first_tile [seqs], the first of its tiles that is in.
+    A unit is a page, or FIXED_PAGES of them when that is not 0. Writes first_unit [seqs + 1], where
+    each sequence's units begin, and first_tile [seqs], the first of its tiles that is included.
     """
     WIDTH: tl.constexpr = PAGE * (FIXED_PAGES if FIXED_PAGES > 0 else 1)
     units_before = 0
@@ -95,10 +95,11 @@ def _item(
     row_start, lengths, first_unit, first_tile, seq, item, unit, end, heads,
     PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Return (rows m of the strip, whether they are there, their places in q and out; the item's
-    first unit of the strip, the one behind its last, how many the strip has).
+    """Return (rows m of the strip, whether they exist, their places in q and out; the item's first
+    unit of the strip, the one after its last, how many the strip has).
 
-    Reads anew whatever is known of it: cheaper than registers held while the pages go by.
+    Reads again what is known about the item, because that is cheaper than holding registers during
+    the pages.
     """
     row0 = tl.load(row_start + seq, volatile=True)
     num_rows = tl.load(row_start + seq + 1, volatile=True) - row0
@@ -126,7 +127,7 @@ def _attend_pages(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return (output neither scaled nor divided, sum, running maximum in base 2) of a tile over
-    some pages; `limit` is what each row sees, `least` what all do.
+    some pages. `limit`: what each row sees; `least`: what all rows see.
     """
     n = tl.arange(0, BLOCK_N)
     c = tl.arange(0, BLOCK_C)
@@ -146,7 +147,7 @@ def _attend_pages(
     for block in tl.range(begin, end, num_stages=STAGES):
         start = kv + (ahead.to(tl.int64) * PAGE + block % parts * BLOCK_N) * (RANK + ROPE)
         ahead = tl.load(table + tl.minimum(block + 1, end - 1) // parts)
-        # What lies behind the end may be NaN: the last token is read in its place, of no weight.
+        # What follows the end may be NaN, so the last token is read instead, with no weight.
         row = (tl.minimum(n, length - 1 - block * BLOCK_N) * (RANK + ROPE))[:, None]
         latent = tl.load(start + (row + c[None, :]))
         rope = tl.load(start + (row + (RANK + r)[None, :]))
@@ -183,9 +184,9 @@ def _attend(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr, FIXED_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a range of units; a strip that is whole here is done, others go to slots.
+    """Attend over a range of units. A strip that is whole here is finished; others go to slots.
 
-    An item is what the range has of a strip, or a unit where FIXED_PAGES is not 0.
+    An item is the range's part of a strip, or a unit when FIXED_PAGES is not 0.
     """
     FIXED: tl.constexpr = FIXED_PAGES > 0
     WIDTH: tl.constexpr = FIXED_PAGES if FIXED else 1
@@ -202,7 +203,8 @@ def _attend(
         line = tl.load(first_unit + seq)
         of_item = 1 if FIXED else (length + PAGE - 1) // PAGE
         behind = tl.minimum(tl.load(first_unit + seq + 1), end)
-        # Addresses of the queries and the output, kept while the pages go by, would be spilled.
+        # Addresses of the queries and the output are computed late. If they were kept during the
+        # pages, they would be spilled.
         for item in tl.range(
             (unit - line) // of_item, tl.cdiv(behind - line, of_item), disable_licm=True
         ):
@@ -331,9 +333,10 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [rows, heads, rank], lse [rows, heads] float32); see the reference.
 
-    `block_tokens` must be a power of two of at least 16; q and kv contiguous. split_pages: 0 shares
-    pages out equally among as many programs as the GPU runs at once; a number cuts each context
-    every so many pages, which makes a sequence's result independent of the rest of the batch.
+    `block_tokens` must be a power of two of at least 16; q and kv must be contiguous. split_pages:
+    0 shares out pages equally among as many programs as the GPU runs at once. Another number cuts
+    each context after every so many pages, which makes a sequence's result independent of the rest
+    of the batch.
     """
     rows, heads, width = q.shape
     page, seqs = kv.shape[1], batch.num_sequences
@@ -343,7 +346,7 @@ def mla_decode(
         raise ValueError("q, kv and page_table must be contiguous")
     if tile.warpgroups:
         _check_warpgroups(q, page, rank)
-    # The size of a tile chooses the instruction, and that the order of sums.
+    # The size of a tile determines the instruction, and that the order of sums.
     rows_of_any = TILE_ROWS if split_pages or tile.warpgroups else batch.max_rows * heads
     form = _form(q.dtype, kv.dtype, rows_of_any)
     tile_rows = form.rows
@@ -395,7 +398,7 @@ def mla_decode(
 @dataclass(frozen=True)
 class _Form:
     """How `_attend` is compiled: rows of a tile, most tokens of a step, stages (steps that are held
-    or arriving), warps; `programs` a multiprocessor.
+    or arriving), warps, and `programs` per multiprocessor.
     """
 
     rows: int
@@ -406,12 +409,13 @@ class _Form:
 
 
 _FLOAT32 = _Form(16, 32, 2, 4, 2)
-"""For comparisons only: larger tiles ask for more shared memory than there is."""
+"""For comparisons only, because larger tiles need more shared memory than there is."""
 _FEW_ROWS = _Form(16, 64, 2, 4, 2), _Form(32, 64, 3, 8)
 _BF16_CACHE, _FP8_CACHE = _Form(TILE_ROWS, 32, 4, 8), _Form(TILE_ROWS, 64, 3, 8)
-"""None spills (`tests/kernels/test_compiles_for_hopper.py`; kernels/README.md has what was tried).
-Few rows of an FP8 cache are filled up with zeros: widening for a small tile's products takes longer
-than what is computed for nothing."""
+"""No form spills (`tests/kernels/test_compiles_for_hopper.py`; kernels/README.md lists what was
+tried). Few rows of an FP8 cache are padded with zeros, because widening for a small tile's products
+takes longer than computing the padding.
+"""
 
 
 def _form(dtype: torch.dtype, kv_dtype: torch.dtype, rows: int) -> _Form:

@@ -1,14 +1,13 @@
-"""`mla_decode._attend` for sm_90, written in Gluon: which warps hold what is said, not found out.
+"""`mla_decode._attend` for sm_90, written in Gluon, which states what each warp holds.
 
-Two warpgroups share a tile of 64 rows. Each computes the scores of half of a page's tokens; the
+Two warpgroups share a tile of 64 rows. Each computes the scores of half of a page's tokens. The
 weights go through shared memory, and each multiplies all of them with half of the latent's columns,
-so that a thread holds 128 sums and nothing is spilled. Two pages are kept in shared memory: while
-one is computed the next arrives by asynchronous copies, of which those behind the context's end
-fill with zeros. A cache in FP8 arrives as it is and is widened from there into the place that the
-products read.
+so that a thread holds 128 sums and nothing is spilled. Shared memory holds two pages: while one is
+computed, the next arrives by asynchronous copies, which fill with zeros after the context's end. A
+cache in FP8 arrives unchanged and is widened from there into the place that the products read.
 
-Rows are always 64, with fewer of them the rest is computed for nothing: decode waits for memory.
-The order of sums differs from `_attend`'s; contract, schedule, slots and the merge are the same.
+Rows are always 64; with fewer, the rest is computed for nothing, because decode waits for memory.
+The order of sums differs from `_attend`'s. Contract, schedule, slots and the merge are the same.
 Source of the two warpgroups that share scores: FlashMLA's description of its kernel.
 """
 
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 PAGE, RANK, ROPE, WARPS = 64, 512, 64, 8
-"""What the layouts below are made for."""
+"""The sizes for which the layouts below are made."""
 
 # Triton 3.6 has both under other names.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -53,7 +52,7 @@ def _fetch(
     kv, table, block, stop, length, latent, rope,
     RANK: gl.constexpr, ROPE: gl.constexpr, PAGE: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy page `block` of a context, zeros for what lies behind its end or `stop`."""
+    """Begin to copy page `block` of a context, with zeros for what follows its end or `stop`."""
     LINE: gl.constexpr = ROPE // EACH  # threads side by side, so that few addresses are held
     COPY: gl.constexpr = gl.BlockedLayout(
         [1, EACH], [32 // LINE, LINE], [gl.num_warps(), 1], [1, 0]
@@ -74,7 +73,7 @@ def _fetch_queries(
     q, row0, tile, num_rows, q_latent, q_rope,
     RANK: gl.constexpr, ROPE: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a tile of (token, head) rows, with zeros behind the last."""
+    """Begin to copy a tile of (token, head) rows, with zeros after the last."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     m = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPY))
     c = gl.arange(0, RANK, layout=gl.SliceLayout(0, COPY))
@@ -91,7 +90,9 @@ def attend_warpgroups(
     RANK: gl.constexpr, ROPE: gl.constexpr, PAGE: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_S: gl.constexpr, FIXED_PAGES: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
-    """Attend over a range of units, as `mla_decode._attend`; EACH: numbers of kv in 16 bytes."""
+    """Attend over a range of units, like `mla_decode._attend`. EACH: how many numbers of kv 16
+    bytes hold.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, PAGE // 2, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -1,8 +1,9 @@
 """Causal attention of ragged batches over expanded keys (contract: `reference.mla_prefill`).
 
-A program takes one tile of rows of one head. The rope part of the keys, shared by all heads, is
-multiplied apart, so 192-wide keys are never put together. Keys that all rows of a tile see are
-walked without a mask; only the last few are compared. Later tiles see most and are started first.
+A program takes one tile of rows of one head. The rope part of the keys, which heads share, is
+multiplied separately, so 192-wide keys are never assembled. Keys that all rows of a tile see are
+walked without a mask; only the last few are compared. Later tiles see most keys and are started
+first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def _walk(
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the state (acc, total, best) after keys `begin` to `end`; NaN behind `end` unread."""
+    """Return the state (acc, total, best) after keys `begin` to `end`. NaN after `end` is
+    not read.
+    """
     acc, total, best = state
     nope_stride, rope_stride, value_stride = strides
     d = tl.arange(0, BLOCK_D)
@@ -123,7 +126,7 @@ def mla_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out [rows, heads, value width] in q's dtype, lse [rows, heads]); see the reference.
 
-    The last axis of every input must be contiguous, the others may have any stride. Every row must
+    The last axis of every input must be contiguous; the others may have any stride. Every row must
     belong to a sequence.
     """
     rows, heads, width = q.shape

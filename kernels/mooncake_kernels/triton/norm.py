@@ -1,5 +1,5 @@
 """RMS norm, alone or with the residual sum (contracts: `reference.norm`, `reference.fused_norm`).
-One program a row: a row of 7168 numbers fits its registers.
+There is one program per row, because a row of 7168 numbers fits its registers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mooncake_kernels.triton.device import narrow, pow2
 def normed(value, weight, i, there, width, eps):
     """Return float32 `value` [BLOCK], zero where not `there`, normed and weighted.
 
-    Rounded to the weight's dtype where the separate operations round.
+    It is rounded to the weight's dtype where the separate operations round.
     """
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
     rounded = narrow(value * scale, weight.dtype.element_ty).to(tl.float32)

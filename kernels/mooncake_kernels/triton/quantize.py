@@ -27,7 +27,7 @@ def _quantize(
     x, order, values, factors, stride, width, groups, row_stride, group_stride, choices,
     GROUPS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Row i of values is that of pair order[i] where ORDERED, else row i."""
+    """Row i of values is the row of pair order[i] if ORDERED, else row i."""
     row = tl.program_id(0).to(tl.int64)
     source = row
     if ORDERED:
@@ -56,7 +56,7 @@ def quantize_pairs(
     x: torch.Tensor, order: torch.Tensor | None, choices: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (e4m3 [pairs, width], factors float32 [groups, pairs]) of the rows that `order`
-    [pairs] int32 names, a pair being token * choices + choice; of all rows where it is None.
+    [pairs] int32 names; a pair is token * choices + choice. With `order` None: of all rows.
     """
     pairs, width = x.shape[0] if order is None else order.shape[0], x.shape[1]
     values = torch.empty(pairs, width, dtype=torch.float8_e4m3fn, device=x.device)
@@ -73,7 +73,7 @@ def _launch(
     values: torch.Tensor,
     factors: torch.Tensor,
 ) -> None:
-    """factors: [rows, groups], of any strides."""
+    """`factors`: [rows, groups], of any strides."""
     rows, width = values.shape
     if x.stride(1) != 1:
         raise ValueError("the columns of x must be contiguous")

@@ -1,5 +1,5 @@
-"""Queries of absorbed attention in two launches (contract: `reference.queries`): both parts are
-written where attention reads them, scaled on the way.
+"""Queries of absorbed attention in two launches (contract: `reference.queries`). Both parts are
+scaled and written where attention reads them.
 """
 
 from __future__ import annotations

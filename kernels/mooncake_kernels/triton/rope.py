@@ -39,7 +39,9 @@ def _rotate(
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return x rotated; see the reference. x may be a strided view; halves are left to torch."""
+    """Return x rotated; see the reference. x may be a strided view. torch computes pairs that are
+    halves.
+    """
     if not interleaved:
         return reference.rotate(x, rotation, interleaved)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -50,8 +52,8 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.
 def rotate_into(
     x: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor, scale: float = 1.0
 ) -> None:
-    """Write x rotated, pairs interleaved, times `scale` to `out`; both [tokens, heads, width], of
-    any strides but that of the width, which is 1.
+    """Write x rotated, with pairs interleaved, times `scale` to `out`. Both are [tokens, heads,
+    width], with any strides except that of the width, which is 1.
     """
     tokens, heads, width = x.shape
     if not tokens:

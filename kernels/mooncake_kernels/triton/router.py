@@ -1,8 +1,8 @@
-"""The router's choice in one launch (contract: `reference.router`): a program a token.
+"""The router's choice in one launch, with one program per token (contract: `reference.router`).
 
-Experts lie in a [groups, experts of a group] tile, both padded to powers of two, so that group
-limits and the plain case are one code. The k best are taken one after another: k is small, and a
-maximum of 512 numbers costs less than any sort.
+Experts are in a [groups, experts of a group] tile, both padded to powers of two, so that one code
+serves group limits and the plain case. The k best are taken one after another, because k is small
+and a maximum of 512 numbers costs less than any sort.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _NO_DIVISION_BY_ZERO = tl.constexpr(1e-20)
 def _best_groups(
     choice, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, PG: tl.constexpr
 ):
-    """Return [padded groups] int1: whether a group is among those whose two best sum highest."""
+    """Return [padded groups] int1: whether a group is among those whose two best experts have the
+    highest sums.
+    """
     j = tl.arange(0, choice.shape[1])[None, :]
     first = tl.max(choice, 1)
     totals = first
@@ -80,7 +82,7 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (experts [tokens, k] int64, weights [tokens, k] float32); see the reference.
 
-    Of experts that tie the one with the lower number is chosen. Best experts come first.
+    Among experts that tie, the lowest number wins. The best experts come first.
     """
     tokens, num_experts = logits.shape
     size = num_experts // routing.num_groups
@@ -99,7 +101,9 @@ def choose(
 def route(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's experts and weights; see the reference. The product is the library's."""
+    """Return each token's experts and weights; see the reference. The library computes the
+    product.
+    """
     if weight.dtype == torch.float32 or x.device.type == "cpu":
         return choose(functional.linear(x.float(), weight.float()), bias, routing)
     return choose(torch.mm(x, weight.t(), out_dtype=torch.float32), bias, routing)

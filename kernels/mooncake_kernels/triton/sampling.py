@@ -1,9 +1,9 @@
-"""Drawing tokens without sorting, and penalties (contract: `reference.sampling`).
+"""Draws tokens without sorting, and applies penalties (contract: `reference.sampling`).
 
-One program a row. A row's scaled logits are at most 0, so their magnitudes' bits order them, and
-the thresholds of top-k and top-p are found by narrowing an interval of bit patterns fourfold with
-each pass over the row. As soon as the interval holds no more tokens than a block, these are
-gathered and the rest of the search is in registers. Masses are summed in float64.
+There is one program per row. A row's scaled logits are at most 0, so the bits of their magnitudes
+order them. The thresholds of top-k and top-p are found by narrowing an interval of bit patterns to
+a quarter with each pass over the row. As soon as the interval holds no more tokens than a block,
+these are gathered and the search ends in registers. Masses are summed in float64.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BLOCK = 2048
 
 @triton.jit
 def _bits(row, first, vocab, best, temperature, floor, BLOCK: tl.constexpr):
-    """Return (magnitude bits of the scaled logits, larger than any for what is not there or beyond
-    `floor`; the scaled logits).
+    """Return (magnitude bits of the scaled logits, larger than any for tokens that do not exist or
+    are beyond `floor`; the scaled logits).
     """
     i = first + tl.arange(0, BLOCK)
     logit = tl.load(row + i, mask=i < vocab, other=float("-inf"))
@@ -35,7 +35,7 @@ def _bits(row, first, vocab, best, temperature, floor, BLOCK: tl.constexpr):
 
 @triton.jit
 def _amount(bits, scaled, wanted):
-    """Return what a token counts for: its mass where masses are wanted (float64), otherwise 1."""
+    """Return what a token counts for: its mass if masses are wanted (float64), otherwise 1."""
     if wanted.dtype == tl.float64:
         amount = tl.exp(scaled).to(tl.float64)
     else:
@@ -53,7 +53,7 @@ def _pivots(low, high):
 
 @triton.jit
 def _narrow(low, high, low_sum, low_count, high_count, pivot, pivot_sum, pivot_count, wanted):
-    """Return the interval cut at `pivot`, with what lies below its ends."""
+    """Return the interval cut at `pivot`, with the amounts below its ends."""
     fits = (pivot_sum < wanted) & (pivot > low)
     fails = (pivot_sum >= wanted) & (pivot < high)
     low_sum = tl.where(fits, pivot_sum, low_sum)
@@ -64,17 +64,17 @@ def _narrow(low, high, low_sum, low_count, high_count, pivot, pivot_sum, pivot_c
 
 @triton.jit
 def _search(row, gathered, vocab, best, temperature, floor, wanted, BLOCK: tl.constexpr):
-    """Return the largest bits such that what lies strictly nearer to the best is below `wanted`.
+    """Return the largest bits such that the amount strictly nearer to the best is below `wanted`.
 
-    What lies there, as far as it is not beyond `floor`, is counted where `wanted` is int32; where
-    it is float64, masses are summed. gathered: room for BLOCK int32.
+    Tokens within `floor` are counted if `wanted` is int32; if it is float64, their masses are
+    summed. gathered: room for BLOCK int32.
     """
     low = tl.full([], 0, tl.int32)
     high = tl.full([], _INFINITY_BITS + 1, tl.int32)
     low_sum = wanted * 0
     low_count = tl.full([], 0, tl.int32)
     high_count = tl.full([], 0, tl.int32) + vocab
-    # Where thresholds of logits lie; tokens that are masked are at infinity.
+    # The range of logit thresholds. Masked tokens are at infinity.
     one = tl.full([], _TWO_BITS, tl.int32)
     two = tl.full([], _SIXTEEN_BITS, tl.int32)
     three = tl.full([], _INFINITY_BITS, tl.int32)
@@ -198,7 +198,8 @@ def _draw(
 def _invert(row, vocab, best, temperature, floor, target, token, BLOCK: tl.constexpr):
     """Return the first token whose cumulative weight exceeds target.
 
-    Rounding may leave none: then the last token that has weight. `token` is the most likely one.
+    Rounding may leave none; then return the last token that has weight. `token` is the most likely
+    one.
     """
     i = tl.arange(0, BLOCK)
     before = tl.full([], 0.0, tl.float64)
@@ -216,7 +217,7 @@ def _invert(row, vocab, best, temperature, floor, target, token, BLOCK: tl.const
 
 
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
-    """Return one token id per row, int64 [rows]; see the reference. Reads nothing to the host."""
+    """Return one token id per row, int64 [rows]; see the reference. The host reads nothing."""
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if logits.stride(1) != 1:
@@ -255,7 +256,7 @@ def _penalize(
 def penalize(
     logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, penalties: Penalties
 ) -> None:
-    """Take penalties off `logits` in place; see the reference. seen and counts contiguous."""
+    """Apply penalties to `logits` in place; see the reference. seen and counts are contiguous."""
     rows, vocab = logits.shape
     if not rows:
         return

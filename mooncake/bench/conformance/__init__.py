@@ -1,1 +1,1 @@
-"""What users of disaggregated servers complain of, asked of a server over HTTP."""
+"""Checks over HTTP for what users of disaggregated servers complain of."""

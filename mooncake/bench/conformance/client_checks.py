@@ -1,4 +1,4 @@
-"""Checks that need nothing but HTTP: what a client can do, and what it may expect."""
+"""Checks that need only HTTP: what a client can do, and what it may expect."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ SHORT_TOKENS = 32
 SHORT_OUTPUTS = 16
 SHORT_ROUNDS = 12
 LEAST_RATIO = 0.85
-"""Of the speed of a server that is not disaggregated, for short prompts."""
+"""The share of the speed of a server that is not disaggregated, for short prompts."""
 FAR = 10**6
-"""A block that no server has."""
+"""The id of a block that no server has."""
 
 
 # ---------------------------------------------------------------- aborts
 
 
 async def aborts(target: Target) -> str:
-    """Clients go away at every point of a request that a client sees; all KV comes back."""
+    """Clients go away at every point of a request that they can see. All KV must become
+    free again.
+    """
     start = await target.settled_kv()
     probe = target.prompt(target.prompt_tokens)
     begun = time.monotonic()
@@ -54,7 +56,7 @@ async def aborts(target: Target) -> str:
 
 
 async def _leave(target: Target, wait_s: float, num_tokens: int, fields: dict[str, Any]) -> None:
-    """Go away so many seconds after a request was sent, or when so many tokens have come."""
+    """Send a request and go away after `wait_s` seconds, or when `num_tokens` tokens have come."""
     enough, prompt = asyncio.Event(), target.prompt(target.prompt_tokens)
 
     def on_token(count: int) -> None:
@@ -80,7 +82,9 @@ async def _leave(target: Target, wait_s: float, num_tokens: int, fields: dict[st
 
 
 async def cold_and_warm(target: Target) -> str:
-    """A prompt gives the same answer from nothing, from the cache, and from a part of it."""
+    """A prompt gives the same answer when nothing of it is cached, when all is, and when a
+    part is.
+    """
     most = target.prompt_tokens
     lengths = sorted({17, 64, 65, most // 2, most})
     num_cached = 0
@@ -102,7 +106,7 @@ async def cold_and_warm(target: Target) -> str:
 
 
 async def hits(target: Target) -> str:
-    """A client is told what came from a cache, and operators what was missed."""
+    """Clients learn how many tokens came from a cache, and operators how many were missed."""
     prompt = target.prompt(target.prompt_tokens)
     await target.whole(prompt, 1)
     warm = await target.whole(prompt, 1)
@@ -128,7 +132,9 @@ def _same(wanted: Answer, found: Answer, what: str) -> None:
 
 
 async def handles(target: Target) -> str:
-    """Handles of KV that are forged, used up or old give an error or the prompt's own answer."""
+    """A handle of KV that is forged, used up or old must give an error or the prompt's own
+    answer.
+    """
     is_given = await _handle(target, target.prompt(target.prompt_tokens)) is not None
     found = []
     for what, change in _FORGED.items():
@@ -173,7 +179,9 @@ _FORGED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 async def _handle(target: Target, prompt: list[int]) -> dict[str, Any] | None:
-    """Have the prefill worker compute a prompt; return what decode would take it by, if given."""
+    """Let the prefill worker compute a prompt. Return the handle with which decode would take its
+    KV, or None when the server gives no handle.
+    """
     wanted = {HANDLE: {"do_remote_decode": True, "do_remote_prefill": False}, "stream": False}
     answer = await (target.prefill or target.main).complete(prompt, 1, None, **wanted)
     return answer.document.get(HANDLE)
@@ -187,7 +195,7 @@ async def _given(target: Target, prompt: list[int]) -> dict[str, Any]:
 
 
 async def _judged(target: Target, what: str, prompt: list[int], handle: dict[str, Any]) -> str:
-    """Ask with a handle and compare with the answer without one. Raises Failed: it is another."""
+    """Ask with a handle and compare with the answer without one. Raises Failed when they differ."""
     try:
         async with asyncio.timeout(target.deadline_s):
             found = await target.main.complete(
@@ -206,7 +214,9 @@ async def _judged(target: Target, what: str, prompt: list[int], handle: dict[str
 
 
 async def one_end_each(target: Target) -> str:
-    """Requests of all sizes at once: each ends once, in time, with as many tokens as it asked."""
+    """Requests of all sizes are sent at once. Each ends once, in time, with as many tokens as it
+    asked for.
+    """
     asked = [
         (target.draw.randrange(1, target.prompt_tokens), target.draw.randrange(1, 64))
         for _ in range(NUM_MIXED)
@@ -223,7 +233,7 @@ async def one_end_each(target: Target) -> str:
 
 
 async def refusals(target: Target) -> str:
-    """What cannot be served is refused with a 4xx and a message in JSON."""
+    """The server refuses what it cannot serve with a 4xx and a message in JSON."""
     base = {"model": target.main.model, "prompt": [65], "max_tokens": 1}
     bodies = {
         "no JSON": b"{",
@@ -267,7 +277,7 @@ def _message(body: bytes) -> str:
 
 
 async def same_answers(target: Target) -> str:
-    """Two servers of the same weights, in other shapes, give the same answers."""
+    """Two servers with the same weights and different shapes give the same answers."""
     if target.other is None:
         raise NotPossible("--other-url has to name a server of the same weights in another shape")
     lengths = sorted({1, 31, 64, target.prompt_tokens // 2, target.prompt_tokens})
@@ -279,7 +289,9 @@ async def same_answers(target: Target) -> str:
 
 
 async def short_prompts(target: Target) -> str:
-    """Short prompts take at most 1 / 0.85 of the time that a server in one piece takes."""
+    """Short prompts take at most 1 / 0.85 of the time that a server takes which is not
+    disaggregated.
+    """
     if target.other is None:
         raise NotPossible("--other-url has to name a server that is not disaggregated")
     ours: list[float] = []

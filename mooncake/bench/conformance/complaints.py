@@ -1,4 +1,4 @@
-"""What users of disaggregated servers complain of in public, and our tests of it. Pure."""
+"""What users of disaggregated servers complain of in public, and Mooncake's tests for it. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
     issues: tuple[str, ...]
     """Public issues, as repository#number."""
     tests: tuple[str, ...]
-    """Those of this repository that show that Mooncake does not have it."""
+    """The tests of this repository that show that Mooncake does not have the problem."""
 
 
 COMPLAINTS = {
@@ -134,7 +134,7 @@ COMPLAINTS = {
         tests=("tests/unit/instance/test_fetch_counters.py",),
     ),
 }  # fmt: skip
-"""Id -> complaint, in the order in which they are shown."""
+"""The id of each complaint -> the complaint, in the order in which they are shown."""
 
 CHECKS = {
     "aborts": "kv-leak",
@@ -152,4 +152,6 @@ CHECKS = {
     "rollout": "rollout",
     "hits": "hit-rate",
 }
-"""Id of a check that `suite` can run on any server, in its order -> its complaint."""
+"""The id of each check that `suite` can run on any server -> its complaint, in the order of the
+checks.
+"""

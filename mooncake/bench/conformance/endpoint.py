@@ -1,5 +1,5 @@
-"""One server as a client sees it: completions of token ids, broken off where a check wants it, and
-the server's figures. Owns its connections.
+"""One server as a client sees it: completions of token ids, which a check may break off, and the
+server's figures. Owns its connections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HANDLE = "kv_transfer_params"
 USAGE_GAUGES = (
     "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage",
 )  # fmt: skip
-"""Gauges of KV in use that servers are known to have."""
+"""Gauges of KV in use that known servers have."""
 _SERIES = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 MAX_ERROR_CHARS = 300
@@ -30,7 +30,7 @@ MAX_ERROR_CHARS = 300
 
 @dataclass
 class Answer:
-    """What one request brought, as far as it came."""
+    """What one request has brought so far."""
 
     status: int = 0
     ids: list[int] = field(default_factory=list)
@@ -38,13 +38,13 @@ class Answer:
     ends: list[str] = field(default_factory=list)
     """The reasons with which its choices finished."""
     error: str = ""
-    """What went wrong; empty: nothing."""
+    """What went wrong; empty: nothing did."""
     document: dict[str, Any] = field(default_factory=dict)
-    """The last event with something besides text: usage, a handle."""
+    """The last event that holds something besides text, such as usage or a handle."""
 
     @property
     def tokens(self) -> list[int] | str:
-        """What was generated: ids where the server gives them, else text."""
+        """What was generated: token ids where the server gives them, else text."""
         return self.ids or self.text
 
     @property
@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def told(self) -> str:
-        """The end of it in a few words."""
+        """How the answer ended, in a few words."""
         return self.error or ", ".join(self.ends) or f"status {self.status} and no end"
 
 
@@ -63,7 +63,7 @@ class Endpoint:
     """Asks one server. Use it in one event loop, and close it there."""
 
     def __init__(self, url: str, model: str, headers: Mapping[str, str], *, insecure: bool) -> None:
-        """Raises ConfigError where `url` is none."""
+        """Raises ConfigError when `url` is not the URL of a server."""
         self.url, self.model = url, model
         self.headers = dict(headers)
         self._insecure = insecure
@@ -79,9 +79,9 @@ class Endpoint:
         on_token: Callable[[int], None] | None = None,
         **fields: Any,
     ) -> Answer:
-        """Stream a greedy completion and return what came; `on_token` hears of each event with
-        text. Never raises: what went wrong is in the answer. A caller that cancels it goes away as
-        a client would, and the connection is closed.
+        """Stream a greedy completion and return what came. Calls `on_token` for each event with
+        text. It never raises: the answer says what went wrong. A caller that cancels it goes away
+        as a client would, and the connection is closed.
         """
         body = {
             "model": self.model, "prompt": list(prompt), "max_tokens": max_tokens,
@@ -113,7 +113,9 @@ class Endpoint:
         return answer
 
     async def post(self, path: str, body: bytes, take: Callable[[bytes, float], None]) -> int:
-        """Send a body of JSON and return the status. Raises RequestFailed: no whole answer came."""
+        """Send a JSON body and return the status. Raises RequestFailed when no complete answer
+        came.
+        """
         headers = {"Content-Type": "application/json", **self.headers}
         return (await self._client.request("POST", path, headers, body, take)).status
 
@@ -121,7 +123,7 @@ class Endpoint:
         """Return what a path of this server, or of another `url`, answers.
 
         Raises:
-            NotPossible: it is not there.
+            NotPossible: the server does not answer there.
         """
         client = HttpClient(url, insecure=self._insecure) if url else self._client
         body = bytearray()
@@ -139,12 +141,12 @@ class Endpoint:
         return bytes(body)
 
     async def status(self) -> dict[str, Any]:
-        """Return the workers of a Mooncake server. Raises NotPossible: this is none."""
+        """Return the workers of a Mooncake server. Raises NotPossible when it is another server."""
         found: dict[str, Any] = msgspec.json.decode(await self.get(STATUS))
         return found
 
     async def kv_in_use(self, gauge: str | None) -> float:
-        """Return how much KV requests hold: blocks, or by `gauge` what it says.
+        """Return how much KV requests hold: a number of blocks, or the value of `gauge`.
 
         Raises:
             NotPossible: the server has no such figure.
@@ -176,7 +178,7 @@ Series = tuple[str, dict[str, str], float]
 
 
 def parse_metrics(text: str) -> list[Series]:
-    """Return the series of Prometheus' text format; lines that are none are left out."""
+    """Return the series of a text in Prometheus' format. Other lines are left out."""
     found: list[Series] = []
     for line in text.splitlines():
         if match := _SERIES.match(line):
@@ -189,7 +191,7 @@ def parse_metrics(text: str) -> list[Series]:
 
 
 def held_blocks(figures: Sequence[Series]) -> float:
-    """Return how many blocks of Mooncake's workers are neither free nor merely kept in a pool."""
+    """Return how many blocks of Mooncake's workers are neither free nor only cached."""
     held = 0.0
     for name, labels, value in figures:
         in_pool = labels.get("role") == "kvstore"

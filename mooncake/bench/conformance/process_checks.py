@@ -15,23 +15,23 @@ from mooncake.bench.conformance.verdict import Failed, NotPossible
 NUM_STREAMS = 6
 BEGUN_TOKENS = 4
 ANSWER_TIMES = 8
-"""Answers in mid-stream are so many times as long as others: they must outlast what is done."""
+"""How many times as long as others the answers in mid-stream are: they must outlast the check."""
 FRESH_S = 0.5
-"""Between new prompts that are sent while a process stands still."""
+"""Seconds between new prompts that are sent while a process stands still."""
 SPARE_BYTES = 64 * 2**20
 SPARE_DESCRIPTORS = 16
 SPARE_MAPPINGS = 64
-"""By how much a process may grow in all replacements after the second."""
+"""How much a process may grow in all replacements after the second."""
 
 
 @dataclass(frozen=True)
 class _Calm:
-    """Requests, and the answers that they got while nothing happened."""
+    """Requests, and their answers from a time when nothing was disturbed."""
 
     prompts: list[list[int]]
     answers: list[Answer]
     kv: float | None
-    """In use before; None: the server does not say."""
+    """The KV in use before; None: the server does not say."""
 
 
 async def _calm(target: Target) -> _Calm:
@@ -47,12 +47,14 @@ async def _calm(target: Target) -> _Calm:
 
 def _processes(target: Target) -> Processes:
     if target.processes is None:
-        raise NotPossible("it ends and stops processes of the server, only with --processes")
+        raise NotPossible("this check ends processes of the server: allow it with --processes")
     return target.processes
 
 
 async def _streams(target: Target, calm: _Calm) -> list[asyncio.Task[Answer]]:
-    """Send all requests, and one more with a new prompt; return once all but it have begun."""
+    """Send all requests, and one more with a new prompt. Return once all but the new one have
+    begun.
+    """
     begun = [asyncio.Event() for _ in calm.prompts]
     tokens = ANSWER_TIMES * target.output_tokens
 
@@ -70,10 +72,10 @@ async def _streams(target: Target, calm: _Calm) -> list[asyncio.Task[Answer]]:
 
 
 async def _ends(target: Target, calm: _Calm, tasks: list[asyncio.Task[Answer]]) -> tuple[int, int]:
-    """Wait for all streams; return how many finished and how many failed in words.
+    """Wait for all streams; return how many finished and how many failed with an error message.
 
     Raises:
-        Failed: one hangs, has no end, or has other tokens than before.
+        Failed: a stream hangs, has no end, or has other tokens than before.
     """
     _, open_ = await asyncio.wait(tasks, timeout=target.deadline_s + target.stop_s)
     for task in open_:
@@ -105,7 +107,7 @@ async def _whole_again(target: Target, calm: _Calm) -> str:
 
 
 async def killed(target: Target, role: str) -> str:
-    """A process is killed while clients stream: each request ends in time, with its own tokens."""
+    """A process is killed while clients stream. Each request ends in time, with its own tokens."""
     processes = _processes(target)
     pid = (await processes.of_role(target.main, role))[0]
     calm = await _calm(target)
@@ -124,17 +126,17 @@ async def killed(target: Target, role: str) -> str:
 
 
 async def killed_prefill(target: Target) -> str:
-    """`killed` of a prefill process."""
+    """Check `killed` with a prefill process."""
     return await killed(target, "prefill")
 
 
 async def killed_decode(target: Target) -> str:
-    """`killed` of a decode process."""
+    """Check `killed` with a decode process."""
     return await killed(target, "decode")
 
 
 async def stopped_prefill(target: Target) -> str:
-    """Prefill is stopped in mid-hand-over while new prompts use its pages, and then goes on.
+    """Prefill is stopped during a hand-over while new prompts use its pages, and then goes on.
 
     Every request ends in time. A new prompt that was answered meanwhile gets the same answer again.
     """
@@ -179,7 +181,7 @@ async def stopped_prefill(target: Target) -> str:
 async def _fresh_while(
     target: Target, until_s: float
 ) -> tuple[dict[asyncio.Task[Answer], list[int]], float | None]:
-    """Send new prompts until a time, few at once. Return them all, each with its answer to come,
+    """Send new prompts until a time, a few at once. Return them all, each with its coming answer,
     and the seconds until the first was answered.
     """
     begun = time.monotonic()
@@ -230,7 +232,9 @@ def _change(first: Use, last: Use, name: str, unit: int = 1) -> str:
 
 
 async def rollout(target: Target) -> str:
-    """Named processes are told to end, one after another, while clients stream; none is cut."""
+    """Processes get the signal to end, one after another, while clients stream. No stream
+    is cut.
+    """
     processes = _processes(target)
     roles = [role for role in ("prefill", "decode") if processes.may_end(role)]
     if not roles:

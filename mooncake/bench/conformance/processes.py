@@ -1,4 +1,4 @@
-"""The server's processes on this machine: killed, stopped, ended and replaced as a check asks."""
+"""The server's processes on this machine. Checks kill, stop, end and replace them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Use:
-    """What a process holds of the machine."""
+    """What a process uses of the machine."""
 
     memory_bytes: int
     num_descriptors: int
     num_mappings: int
-    """Of memory: a registration that stays is one."""
+    """Mappings of memory. A memory registration that is not undone is one of them."""
 
 
 class Processes:
-    """Processes by role, "prefill" and "decode"; those of Mooncake are asked of the server."""
+    """The processes of each role, "prefill" and "decode". A Mooncake server tells its own."""
 
     def __init__(self, pids: Mapping[str, list[int]], commands: Mapping[str, str]) -> None:
-        """pids: none of any role: they are asked of the server. commands: by role, what starts a
-        process anew once it was ended; none: its supervisor does.
+        """pids: the processes of each role; when there are none, the server is asked for them.
+        commands: the command for each role that starts a process anew after it ended; without one,
+        its supervisor does.
         """
         self._pids = {role: list(each) for role, each in pids.items() if each}
         self._commands = dict(commands)
@@ -60,7 +61,7 @@ class Processes:
         return alive
 
     def signal(self, pid: int, number: signal.Signals) -> None:
-        """Send a signal. Raises NotPossible: the process is another user's."""
+        """Send a signal. Raises NotPossible when the process belongs to another user."""
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -72,7 +73,7 @@ class Processes:
         """Wait until another process has taken the place of `gone`.
 
         Raises:
-            Failed: none has come.
+            Failed: no other process has come.
         """
         if self._pids:
             self._start(role, gone)
@@ -88,13 +89,14 @@ class Processes:
         raise Failed(f"no {role} process came in the place of {gone} within {deadline_s:g} s")
 
     def may_end(self, role: str) -> bool:
-        """Whether a named process of a role may be told to end: another one stands beside it, or a
-        command starts one.
+        """Whether a process of a role may be told to end: there is another one, or a command starts
+        one.
         """
         return len(self._pids.get(role, ())) > 1 or (role in self._pids and role in self._commands)
 
     async def ended(self, role: str, pid: int, deadline_s: float) -> None:
-        """Wait until a process that was told to end has ended; start it anew where a command does.
+        """Wait until a process that was told to end has ended. If there is a command for it, start
+        it anew.
 
         Raises:
             Failed: it does not end.
@@ -121,7 +123,7 @@ class Processes:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
+    """Whether a process runs. A process that only waits to be reaped does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -129,7 +131,9 @@ def is_alive(pid: int) -> bool:
 
 
 def use_of(pid: int) -> Use:
-    """Return what a process of this machine holds. Raises NotPossible: it may not be looked at."""
+    """Return what a process of this machine uses. Raises NotPossible when this user may
+    not see it.
+    """
     home = Path(f"/proc/{pid}")
     try:
         pages = int((home / "statm").read_text().split()[1])

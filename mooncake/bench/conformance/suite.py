@@ -11,10 +11,10 @@ from mooncake.bench.conformance.target import Target
 from mooncake.bench.conformance.verdict import Failed, NotPossible, Verdict
 
 CHECK_DEADLINES = 40
-"""A check is given up after so many deadlines of a request."""
+"""A check is given up after this many deadlines of a request."""
 
 Work = Callable[[Target], Awaitable[str]]
-"""Returns what was seen; raises Failed or NotPossible."""
+"""A check returns what it saw. It raises Failed or NotPossible."""
 
 WORK: dict[str, Work] = {
     "aborts": client_checks.aborts,
@@ -35,8 +35,8 @@ WORK: dict[str, Work] = {
 
 
 async def run(target: Target, wanted: Collection[str]) -> AsyncIterator[Verdict]:
-    """Run the checks of these ids and yield each verdict as it is known. Where all are wanted, one
-    more follows for each complaint that no check from outside can look at.
+    """Run the checks of these ids and yield each verdict as it is known. When all are wanted, one
+    more verdict follows for each complaint that no check from outside can see.
     """
     for name in CHECKS:
         if name in wanted:

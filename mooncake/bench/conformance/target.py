@@ -14,22 +14,22 @@ from mooncake.bench.conformance.processes import Processes
 from mooncake.bench.conformance.verdict import Failed
 
 _IDS = range(32, 256)
-"""Every vocabulary has them, and none of them ends an answer."""
+"""Every vocabulary has these ids, and none of them ends an answer."""
 _POLL_S = 0.25
 PROBE_TOKENS = 24
 
 
 @dataclass
 class Target:
-    """One run's server, its neighbours, and how long things may take."""
+    """The server of one run, its neighbours, and how long an answer may take."""
 
     main: Endpoint
     prefill: Endpoint | None
-    """Its prefill worker, where that gives clients handles of KV."""
+    """Its prefill worker, where that worker gives clients handles of KV."""
     other: Endpoint | None
-    """Another server of the same weights."""
+    """Another server with the same weights."""
     processes: Processes | None
-    """Its processes; None: they are left alone."""
+    """Its processes; None: the checks leave them alone."""
     draw: Random
     kv_gauge: str | None
     deadline_s: float
@@ -45,12 +45,12 @@ class Target:
         return [self.draw.choice(_IDS) for _ in range(length)]
 
     async def whole(self, prompt: Sequence[int], max_tokens: int = 0, **more: Any) -> Answer:
-        """Return the whole answer of the server. Raises Failed: there is none in time."""
+        """Return the whole answer of the server. Raises Failed when there is none in time."""
         asked = max_tokens or self.output_tokens
         return await self._whole(self.main, prompt, asked, **more)
 
     async def whole_of_other(self, prompt: Sequence[int], max_tokens: int = 0) -> Answer:
-        """Return the whole answer of the other server. Raises Failed: there is none in time."""
+        """Return the whole answer of the other server. Raises Failed when there is none in time."""
         assert self.other is not None
         return await self._whole(self.other, prompt, max_tokens or self.output_tokens)
 
@@ -69,7 +69,9 @@ class Target:
         return answer
 
     async def settled_kv(self) -> float:
-        """Return how much KV is held once that no longer changes; NotPossible: no figure says."""
+        """Return how much KV is held once that no longer changes. Raises NotPossible when the
+        server has no such figure.
+        """
         last, same = await self.main.kv_in_use(self.kv_gauge), 0
         deadline = time.monotonic() + self.deadline_s
         while same < 3 and time.monotonic() < deadline:
@@ -79,10 +81,10 @@ class Target:
         return last
 
     async def returns_to(self, start: float) -> float:
-        """Wait until no more KV is held than at the start, and return the seconds it took.
+        """Wait until no more KV is held than at the start. Return the seconds that it took.
 
         Raises:
-            Failed: it stays held.
+            Failed: more KV stays held.
         """
         begun = time.monotonic()
         while (now := await self.main.kv_in_use(self.kv_gauge)) > start:
@@ -95,10 +97,10 @@ class Target:
         return time.monotonic() - begun
 
     async def answers_again(self, prompt: Sequence[int], wanted: Answer) -> float:
-        """Wait until the server gives the answer that it gave before; return the seconds.
+        """Wait until the server gives the same answer as before. Return the seconds.
 
         Raises:
-            Failed: it gives another one, or none in time.
+            Failed: it gives another answer, or none in time.
         """
         begun = time.monotonic()
         while True:
@@ -113,7 +115,7 @@ class Target:
 
 
 def difference(wanted: Answer, found: Answer) -> str:
-    """Say where two answers part."""
+    """Return where two answers differ."""
     pairs = zip(wanted.tokens, found.tokens, strict=False)
     place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:

@@ -1,4 +1,4 @@
-"""What a check found. Pure."""
+"""What a check has found. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     check: str
     complaint: str
-    """An id of `COMPLAINTS`."""
+    """The id of a complaint in `COMPLAINTS`."""
     result: Result
     why: str = ""
-    """Why it failed, or is not possible here."""
+    """Why the check failed, or is not possible here."""
     evidence: str = ""
     """What was seen."""
 
 
 class NotPossible(Exception):
-    """Raised by a check that this server does not allow; the message says what it would take."""
+    """A check raises this when the server does not allow it. The message says what the
+    check needs.
+    """
 
 
 class Failed(Exception):
-    """Raised by a check that does not hold; the message says what was seen."""
+    """A check raises this when the server does not pass it. The message says what was seen."""

@@ -1,8 +1,9 @@
 """Where drafts come from: tokens that may follow those of a sequence. Pure.
 
-`NgramDrafter` proposes what followed the same tokens earlier; `ModelDrafter` leaves it to the
-runner, which has the model's states: an MTP layer or an EAGLE-3 head makes them. What is known of a
-sequence is in its `drafting`; which drafts are worth their time, `speculation` decides.
+`NgramDrafter` proposes the tokens that followed the same tokens earlier. `ModelDrafter` leaves it
+to the runner, which has the model's states: an MTP layer or an EAGLE-3 head makes the drafts. Each
+sequence keeps what is known about it in `drafting`; `speculation` decides which drafts are worth
+their time.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ from mooncake.engine.sequence import Sequence
 NGRAM, MTP, EAGLE3 = METHODS = ("ngram", "mtp", "eagle3")
 MOST_DRAFTS = 32
 LOOKUP_WINDOW = 1 << 15
-"""Tokens at a sequence's end that are searched: about 20 us for one length, at worst 300."""
+"""How many tokens at a sequence's end are searched: about 20 us for one length, at worst 300."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """What `--speculative-config` says, by vLLM's names.
+    """The content of `--speculative-config`; the keys have vLLM's names.
 
     Raises:
-        ConfigError: a value is out of range, or two contradict each other; the key is named.
+        ConfigError: a value is out of range, or two contradict each other; the message names the
+            key.
     """
 
     method: str
     num_speculative_tokens: int
-    """Most drafts of a sequence in one step."""
+    """The most drafts of a sequence in one step."""
     prompt_lookup_max: int = 0
-    """Most tokens that are looked for; 0: as `prompt_lookup_min`, or 5."""
+    """The most tokens that are looked for; 0: the value of `prompt_lookup_min`, or 5."""
     prompt_lookup_min: int = 0
-    """Fewest tokens that must be found again; 0: as `prompt_lookup_max`, or 5."""
+    """The fewest tokens that must be found again; 0: the value of `prompt_lookup_max`, or 5."""
     model: str = ""
-    """Of `eagle3`: the directory of the head."""
+    """The directory of the head, for `eagle3`."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -74,16 +76,18 @@ class Drafter(Protocol):
     """Proposes tokens."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return up to `most` tokens that may follow the known ones; any are allowed. Each is
-        `BY_MODEL` where the runner is to make them.
+        """Return up to `most` tokens that may follow the known ones. They may be wrong. Each is
+        `BY_MODEL` when the runner is to make it.
         """
 
 
 class ModelDrafter:
-    """Leaves it to the runner, which has the model's states."""
+    """Leaves drafts to the runner, which has the model's states."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return `most` drafts that are not made yet; none in a sequence's first step there."""
+        """Return `most` drafts that the runner has still to make. In the sequence's first step here
+        there are none.
+        """
         return [BY_MODEL] * most if sequence.known_to_runner else []
 
 
@@ -94,7 +98,7 @@ class NgramDrafter:
         self._longest, self._shortest = config.lookup
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return the tokens behind the longest match; of several as long, behind the last one."""
+        """Return the tokens after the longest match; of equally long matches, after the last."""
         text = self._text(sequence)
         end = len(text) - 1  # a match ends before the last token
         if text.rfind(text[-self._shortest :], 0, end) < 0:
@@ -103,13 +107,15 @@ class NgramDrafter:
             at = text.rfind(text[-length:], 0, end)
             if at >= 0:
                 followed = text[at + length :][:most]
-                # What ends with the text goes on as it began: the text repeats itself from there.
+                # The text repeats itself from there, so its end goes on as the text began.
                 followed *= -(-most // len(followed))
                 return [ord(letter) for letter in followed[:most]]
         return []
 
     def _text(self, sequence: Sequence) -> str:
-        """Return the tokens as letters: a text is searched fast, and whole letters only."""
+        """Return the tokens as letters, because text is searched fast, and only at whole
+        letters.
+        """
         drafting, num_tokens = sequence.drafting, sequence.num_tokens
         first = max(drafting.num_read, num_tokens - LOOKUP_WINDOW)
         new = "".join(map(chr, sequence.tokens_between(first, num_tokens)))
@@ -119,5 +125,5 @@ class NgramDrafter:
 
 
 def drafter_of(config: SpeculativeConfig) -> Drafter:
-    """Return what proposes by the method of `config`."""
+    """Return the drafter for the method of `config`."""
     return NgramDrafter(config) if config.method == NGRAM else ModelDrafter()

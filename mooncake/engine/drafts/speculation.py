@@ -1,9 +1,9 @@
-"""Several tokens of a sequence in one step: drafts of what may come next, computed beside its last
-token. The runner samples after each as it would have without them, and goes on to the next while
-the sampled token is the draft; so drafts change when a token is computed, never which it is.
+"""Computes several tokens of a sequence in one step: drafts of the next tokens beside its last
+token. The runner samples after each draft as it would have without drafts, and goes on while the
+sampled token is the draft. So drafts change when a token is computed, never which token it is.
 
-`Speculation` keeps those drafts of a drafter that are worth their time. What is known of a sequence
-is in its `drafting`. Pure.
+`Speculation` keeps the drafts of a drafter that are worth their time. Each sequence keeps what is
+known about it in `drafting`. Pure.
 """
 
 from __future__ import annotations
@@ -15,41 +15,46 @@ from mooncake.engine.drafts.drafters import Drafter
 from mooncake.engine.sequence import Drafting, Sequence
 
 _FORGET = 0.98
-"""What a step leaves of the weight of those before it."""
+"""How much of the weight of earlier steps each new step keeps."""
 _FORGET_OWN = 0.9
-"""The same of what is known of one sequence: texts change."""
+"""The same for what is known of one sequence, because texts change."""
 _COMPARE_EVERY = 64
-"""So often a step is run the other way, without drafts or with them, to see what that costs now."""
+"""After this many steps of one kind (with drafts or without), one of the other kind is run, to
+learn what it costs now.
+"""
 _COMPARED_SHARE = 4
-"""Such a step with drafts has one more row for so many at most, or those of one sequence: it only
-has to show the difference.
+"""In such a step with drafts there is at most one draft for this many rows, or those of one
+sequence if that is more: the step only has to show the difference.
 """
 _MARGIN = 1.2
-"""What a draft must promise for what it costs. Both are guesses, and of many guesses the best ones
-are too good.
+"""How much more a draft must promise than it costs. Both are guesses, and the best of many guesses
+are too optimistic.
 """
 _FIRST_RATE, _FIRST_WEIGHT = 0.7, 4.0
-"""The share of drafts that is accepted as far as nothing is known, and how many drafts that counts
-for."""
+"""The assumed share of accepted drafts while nothing is known, and how many drafts this guess
+counts for.
+"""
 
 DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS = (
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
 )  # fmt: skip
-"""Counters, named as vLLM names them: slots with drafts, drafts in them, those accepted."""
+"""Counters with vLLM's names: slots with drafts, the drafts in them, and those accepted."""
 ACCEPTED_AT = f"{ACCEPTED_TOKENS}_per_pos_"
-"""And, with a number behind it, those accepted that were the first (0), second... of their slot."""
+"""Counters by position: how many first (0), second (and so on) drafts of a slot were accepted."""
 
 
 class RowCost:
-    """The time of steps of single tokens and drafts by their rows: a line through those that were
-    run, old ones forgotten.
+    """The time of steps of single tokens and drafts by their rows. It is a line fitted to measured
+    steps; old steps are forgotten.
     """
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
 
     def add(self, num_rows: int, seconds: float) -> None:
-        """Learn of a step. One that was held up counts as three times what was expected."""
+        """Learn from a step. A step that was held up counts as at most three times the expected
+        time.
+        """
         if self.known:
             fixed, each = self.line
             seconds = min(seconds, 3 * (fixed + each * num_rows))
@@ -66,65 +71,65 @@ class RowCost:
 
     @property
     def known(self) -> bool:
-        """Whether steps of different numbers of rows have been seen lately."""
+        """Whether steps with different numbers of rows have been seen lately."""
         return self._spread > 1e-3 * self._weight * self._weight
 
     @property
     def line(self) -> tuple[float, float]:
-        """The seconds of a step as such, and of each row. To be asked for when `known`."""
+        """The seconds of a step without rows, and of each row. Valid only when `known`."""
         slope = self._weight * self._rows_seconds - self._rows * self._seconds
         each = min(max(0.0, slope / self._spread), self._seconds / self._rows)
         return (self._seconds - each * self._rows) / self._weight, each
 
 
 class _Beyond:
-    """By how much steps of one kind take longer than the line says: a first draft may cost more
-    than the next, as more rows than one, or a layer that drafts, are computed otherwise.
+    """How much longer steps of one kind take than the line says. A first draft may cost more than
+    the next: two or more rows, or a layer that drafts, are computed in another way.
     """
 
     def __init__(self) -> None:
         self._weight = self._sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Learn of a step."""
         self._weight = _FORGET * self._weight + 1
         self._sum = _FORGET * self._sum + seconds
 
     @property
     def seconds(self) -> float:
-        """The mean, as far as several steps have shown it."""
+        """The mean excess, damped while few steps have shown it."""
         return self._sum / (self._weight + 1)
 
 
 Outcome = tuple[Sequence, int, int]
-"""A sequence of a step, how many drafts it had, and how many of them were accepted."""
+"""A sequence of a step, the number of its drafts, and how many of them were accepted."""
 
 
 class Speculation:
-    """Chooses the drafts of each step: one is worth its time while its chance to be accepted is
+    """Chooses the drafts of each step. A draft is worth its time while its chance to be accepted is
     larger than the tokens that the step would give in the time of a row.
 
-    What a row costs is measured, and what share of the drafts is accepted, of each sequence and of
-    all. So drafts end by themselves where a batch is so large, or a text so new, that they cost.
+    The cost of a row is measured, and so is the share of accepted drafts, for each sequence and for
+    all. So drafts stop by themselves where they cost more than they give, because a batch is large
+    or a text is new.
     """
 
     def __init__(self, drafter: Drafter, num_drafts: int) -> None:
-        """`num_drafts`: at most, of a sequence in one step."""
+        """`num_drafts`: the most drafts of a sequence in one step."""
         self.num_drafts = num_drafts
         self.counters: dict[str, float] = dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS), 0)
-        """Counts since start, of all steps that were given to `count`."""
+        """The counts since start, over all steps that were given to `count`."""
         self.counters |= {f"{ACCEPTED_AT}{position}": 0.0 for position in range(num_drafts)}
         self._drafter = drafter
         self._cost = RowCost()
         self._of_all = Drafting()
         self._beyond = {False: _Beyond(), True: _Beyond()}
-        """The line: steps without drafts, and with them."""
+        """The excess over the line, for steps without drafts and with them."""
         self._num_alike = 0
-        """Steps in a row with drafts, or without."""
+        """How many steps in a row had drafts, or had none."""
         self._had_drafts = False
 
     def calibrate(self, samples: Iterable[CostSample]) -> None:
-        """Learn of steps that were timed at start."""
+        """Learn from steps that were timed at start."""
         for sample in samples:
             if sample.num_new_tokens == sample.num_sequences:
                 self._cost.add(sample.num_sequences, sample.seconds)
@@ -134,10 +139,11 @@ class Speculation:
     ) -> dict[int, list[int]]:
         """Return sequence id -> drafts, for some of these sequences.
 
-        candidates: each with how many drafts it may get; one row of each is in the step already.
-        num_rows: all of the step. budget: drafts of all together.
+        candidates: the sequences, and how many drafts each may get. The step already has one row of
+        each. num_rows: the rows already in the step. budget: the most drafts of all sequences
+        together.
         """
-        # Where nothing is known or was compared for long, a step of the other kind is run.
+        # When nothing is known, or nothing was compared for long, run a step of the other kind.
         compare = not self._cost.known or self._num_alike >= _COMPARE_EVERY
         if compare and self._had_drafts:
             return {}
@@ -150,7 +156,7 @@ class Speculation:
         found: list[list[int]] = []
         for index, (sequence, most) in enumerate(candidates):
             rate = self._rate(sequence.drafting)
-            # All of them also to compare: the first may cost more than the next.
+            # Take all of them for a comparison too, because the first may cost more than the next.
             wanted = min(most, self.num_drafts)
             worth_it = wanted > 0 and rate * seconds > price * tokens
             found.append(self._drafter.propose(sequence, wanted) if worth_it else [])
@@ -178,7 +184,7 @@ class Speculation:
         return (drafting.num_accepted + 2 * usual) / (drafting.num_tested + 2)
 
     def count(self, outcomes: Iterable[Outcome]) -> None:
-        """Count what became of a step's drafts."""
+        """Count which of a step's drafts were accepted."""
         counters = self.counters
         for _, num_drafts, num_accepted in outcomes:
             counters[DRAFTS] += num_drafts > 0
@@ -188,7 +194,7 @@ class Speculation:
                 counters[f"{ACCEPTED_AT}{position}"] += 1
 
     def observe(self, outcomes: Iterable[Outcome], sample: CostSample) -> None:
-        """Learn of a step without prompts."""
+        """Learn from a step without prompts."""
         has_drafts = sample.num_new_tokens > sample.num_sequences
         if self._cost.known:
             fixed, each = self._cost.line
@@ -199,7 +205,7 @@ class Speculation:
         self._had_drafts = has_drafts
         all_tested = all_accepted = 0
         for sequence, num_drafts, num_accepted in outcomes:
-            num_tested = min(num_accepted + 1, num_drafts)  # those behind a wrong one are not seen
+            num_tested = min(num_accepted + 1, num_drafts)  # those after a wrong one are untested
             sequence.drafting.learn(num_tested, num_accepted, _FORGET_OWN)
             all_tested, all_accepted = all_tested + num_tested, all_accepted + num_accepted
         self._of_all.learn(all_tested, all_accepted, _FORGET)

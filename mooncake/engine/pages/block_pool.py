@@ -14,21 +14,23 @@ from mooncake.engine.pages.prefix_cache import PrefixCache
 
 
 class BlockPool:
-    """Reference-counted pages with a prefix cache; least recently used content goes first."""
+    """Reference-counted pages with a prefix cache. The least recently used content is evicted
+    first.
+    """
 
     def __init__(self, num_blocks: int, num_homes: int = 1) -> None:
-        """`num_homes`: ranks that hold an equal share of the pages each, in order."""
+        """`num_homes`: the number of ranks that each hold an equal share of the pages, in order."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one page, not {num_blocks}")
         if num_blocks % num_homes:
             raise ValueError(f"{num_blocks} pages cannot be shared out among {num_homes} ranks")
         self._refs = [0] * num_blocks
         self._pages_of_home = each = num_blocks // num_homes
-        # Stacks: the first page of each home first.
+        # Each home has a stack, with its first page on top.
         self._free = [
             list(range(end - 1, end - 1 - each, -1)) for end in range(each, num_blocks + 1, each)
         ]
-        self._cached: dict[int, None] = {}  # an ordered set: least recently released first
+        self._cached: dict[int, None] = {}  # an ordered set, the least recently released first
         self._cache = PrefixCache()
 
     @property
@@ -37,17 +39,17 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages without references and content."""
+        """The number of pages without references and content."""
         return sum(map(len, self._free))
 
     @property
     def num_cached(self) -> int:
-        """Pages without references whose content can still be matched."""
+        """The number of pages without references whose content can still be matched."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can return now: free and cached ones."""
+        """The number of pages that `allocate` can return now: free and cached ones."""
         return self.num_free + len(self._cached)
 
     @property
@@ -66,8 +68,8 @@ class BlockPool:
         """Return `num_pages` pages with one reference each and undefined content, or None when
         there are not enough.
 
-        Free pages are used first, each of the home that has most, so that the homes share contexts
-        evenly; then the least recently released content is evicted.
+        Free pages are used first, each from the home with most of them, so that the homes share
+        contexts evenly. Then the least recently released content is evicted.
         """
         if num_pages > self.num_available:
             return None
@@ -99,11 +101,11 @@ class BlockPool:
             self._refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one reference from each page; published content can be matched until it is
+        """Remove one reference from each page. Published content can be matched until it is
         evicted.
 
-        The last page counts as the least recently used: of a chain the tail is evicted before the
-        head, because a head without its tail can be matched, but not the reverse.
+        The last page counts as the least recently used. So the tail of a chain is evicted before
+        its head, because a head without its tail can be matched, but not the reverse.
 
         Raises:
             ValueError: a page is not held.
@@ -119,13 +121,15 @@ class BlockPool:
                     self._cached[page] = None
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the pages of the longest prefix of `keys` here, without adding references."""
+        """Return the pages of the longest prefix of `keys` that is here, without adding
+        references.
+        """
         return self._cache.match(keys)
 
     def publish(self, key: BlockKey, page: int) -> bool:
         """Cache a held page under `key`; nothing may write to it any more.
 
-        Returns False when another page is published under `key`; this one stays private then.
+        Returns False when another page is published under `key`. Then this page stays private.
 
         Raises:
             ValueError: the page is not held, or is published under another key.
@@ -145,8 +149,8 @@ class BlockPool:
             self._add_free(page)
 
     def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return the keys (stored, removed) since the last call; those stored and removed since
-        then cancel out.
+        """Return the keys (stored, removed) since the last call. Keys that were stored and removed
+        since then cancel out.
         """
         return self._cache.drain_events()
 

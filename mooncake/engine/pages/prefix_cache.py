@@ -16,7 +16,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._page_of: dict[BlockKey, int] = {}
         self._key_of: dict[int, BlockKey] = {}
-        # Dictionaries serve as ordered sets. A key that came and went between two looks is in
+        # Dictionaries serve as ordered sets. A key that came and went between two reads is in
         # neither, so the order in which a reader applies the two lists does not matter.
         self._stored: dict[BlockKey, None] = {}
         self._removed: dict[BlockKey, None] = {}
@@ -57,7 +57,7 @@ class PrefixCache:
         return True
 
     def forget_page(self, page: int) -> None:
-        """Remove `page` from the cache, if it is there."""
+        """Remove `page` from the cache if it is there."""
         key = self._key_of.pop(page, None)
         if key is None:
             return
@@ -72,8 +72,8 @@ class PrefixCache:
         return self._page_of.get(key)
 
     def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return the keys (stored, removed) since the last call, in order; those stored and removed
-        since then cancel out.
+        """Return the keys (stored, removed) since the last call, in order. Keys that were stored
+        and removed since then cancel out.
         """
         stored, removed = list(self._stored), list(self._removed)
         self._stored.clear()

@@ -1,1 +1,1 @@
-"""An instance of several ranks: one log of steps, one end, and KV in several memories."""
+"""An instance of several ranks: one log of steps, a common end, and KV in several memories."""

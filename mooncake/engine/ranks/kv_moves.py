@@ -1,8 +1,7 @@
-"""What a lead says to followers that have memories of their own about the KV in them, and what they
-answer. Pure.
+"""The messages between a lead and followers with memories of their own about the KV in them. Pure.
 
-Who copies what, `base.kv_parts` decides. A follower may be behind its lead in a step, so each word
-says how far it has to be.
+`base.kv_parts` decides who copies what. A follower may be behind its lead in a step, so each
+message says how far the follower must have computed first.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from mooncake.transfer.engine import Op
 from mooncake.transfer.grants import Fence
 
 Progress = tuple[int, int]
-"""(steps begun since the pages were named, layers of the last that are written)"""
+"""(steps begun since the pages were named, layers written of the last step)"""
 ALL_LAYERS = 1 << 30
-"""As `Progress`: the step has ended on all ranks of a stage."""
+"""The `layers` of a `Progress` when all ranks of a stage have ended the step."""
 
 
 class StartMove(msgspec.Struct, frozen=True, tag="move", array_like=True):
@@ -27,15 +26,15 @@ class StartMove(msgspec.Struct, frozen=True, tag="move", array_like=True):
     op: Op
     move: Move
     after: Progress
-    """Of this rank: what it moves is final then."""
+    """The progress of this rank at which the moved content is final."""
     deadline_s: float
-    """On the clock of this machine."""
+    """The deadline on the clock of this machine."""
     verify: bool
-    """Hash the blocks once they have come."""
+    """Whether to hash the blocks once they have come."""
 
 
 class StopMove(msgspec.Struct, frozen=True, tag="stop", array_like=True):
-    """End a move early; its answer still comes."""
+    """End a move early. Its answer still comes."""
 
     number: int
 
@@ -49,22 +48,22 @@ class HashPages(msgspec.Struct, frozen=True, tag="hash", array_like=True):
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke", array_like=True):
-    """Refuse what peers write into this rank's pages by a grant."""
+    """Refuse what peers write into this rank's pages under a grant."""
 
     grant: int
 
 
 class AskFence(msgspec.Struct, frozen=True, tag="fence", array_like=True):
-    """Say when nothing more is written by a revoked grant; `Fenced` answers."""
+    """Say when nothing more is written under a revoked grant; `Fenced` answers."""
 
     grant: int
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened", array_like=True):
-    """A follower has the memory for its pages, or why it has not."""
+    """A follower has the memory for its pages, or `error` says why not."""
 
     segment: SegmentRef | None
-    """None: no peer reaches them."""
+    """None: peers cannot reach the pages."""
     region_id: int
     error: str = ""
 
@@ -77,14 +76,14 @@ class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
     num_bytes: int
     seconds: float
     checksums: list[int]
-    """Of each block, in the order of its pages, the part that this rank's layers make; none unless
-    they were wanted.
+    """For each block, in the order of its pages, the part of the checksum from this rank's layers.
+    Empty unless checksums were wanted.
     """
 
 
 class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):
-    """The checksums of pages, or the parts of them that this rank's layers make, in the order in
-    which they were named: a hasher's event, and a follower's answer.
+    """The checksums of pages, or the parts from this rank's layers, in the order in which the pages
+    were named. A hasher sends it as an event, a follower as an answer.
     """
 
     number: int
@@ -92,31 +91,31 @@ class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):
 
 
 class Fenced(msgspec.Struct, frozen=True, tag="fenced", array_like=True):
-    """Nothing is written by a revoked grant any more, or nobody can tell when that will be."""
+    """Nothing is written under a revoked grant any more, or nobody can tell when that will be."""
 
     grant: int
     fence: Fence
 
 
 class Written(msgspec.Struct, frozen=True, tag="written", array_like=True):
-    """So much of a step lies in the pages of all stages up to that of this rank, the first of its
-    stage; said of steps whose layers are reported (see `step_log.RankStep`).
+    """How much of a step is in the pages of all stages up to this rank's. Only the first rank of a
+    stage sends it, and only for steps whose layers are reported (see `step_log.RankStep`).
     """
 
     step_id: int
-    """Of the step's plan."""
+    """The id of the step's plan."""
     progress: Progress
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive", array_like=True):
-    """A rank's sign of life, which its process gives every `rank_group.SIGN_S` by itself: followers
+    """A rank's sign of life. Its process sends one every `rank_group.SIGN_S` by itself: followers
     to their lead, and the lead to them.
     """
 
 
 class GuessHeard(msgspec.Struct, frozen=True, tag="guess heard", array_like=True):
-    """A follower has heard of one more step that is begun ahead of its plan (`step_log.Ahead`): who
-    writes to its pages from now on waits for that step.
+    """A follower has heard of one more step that begins ahead of its plan (`step_log.Ahead`).
+    Whoever writes to its pages from now on waits for that step.
     """
 
 
@@ -125,7 +124,7 @@ RankAnswer = Opened | Moved | Hashed | Fenced | Written | Alive | GuessHeard
 
 
 class OfRank(msgspec.Struct, frozen=True):
-    """An event of an instance: a follower's answer."""
+    """An answer of a follower, as an event of the instance."""
 
     rank: int
     answer: Moved | Hashed | Fenced
@@ -141,5 +140,5 @@ def encode_answer(answer: RankAnswer) -> bytes:
 
 
 def decode_answer(data: bytes) -> RankAnswer:
-    """Return the answer of `data`. msgspec.DecodeError: it is none."""
+    """Return the answer in `data`. Raises msgspec.DecodeError when it is not one."""
     return _DECODER.decode(data)

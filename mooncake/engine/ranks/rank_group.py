@@ -1,9 +1,9 @@
 """What the lead of an instance of several ranks decides: one log of steps to all followers, and one
 end for all of them. Pure: links, processes and exchanges are ports.
 
-The ranks compute every step together. So whatever ends one of them, a death, a refusal, an exchange
-that another did not come to, ends the instance: the first such thing is the reason, and is acted
-upon once.
+The ranks compute every step together. So whatever ends one of them ends the instance: a death, a
+refusal, or an exchange that a rank does not join. Only the first such event counts, and it is the
+reported reason.
 """
 
 from __future__ import annotations
@@ -15,41 +15,43 @@ from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import RankMessage, StepWriter, UsePages, Way
 
 SIGN_S = 1.0
-"""Between two signs of life of a rank."""
+"""Seconds between two signs of life of a rank."""
 LEAD_SILENT_S = 30.0
-"""A lead that gives none for so long stands still: its followers end, whatever they wait for."""
+"""When the lead gives no sign of life for this many seconds, its followers end, whatever they wait
+for.
+"""
 SILENT_S = 10.0
-"""A follower that gives none for so long stands still, whatever it was doing."""
+"""When a follower gives no sign of life for this many seconds, the lead ends the instance."""
 
 
 class Followers(Protocol):
-    """The other ranks of an instance, as its lead reaches them."""
+    """The other ranks of an instance, as their lead reaches them."""
 
     def tell(self, message: RankMessage) -> None:
-        """Send to all of them, in order; OSError where one has gone."""
+        """Send a message to all followers, in order. Raises OSError when one of them has gone."""
 
     def end(self) -> None:
-        """End all of them at once, whatever they do."""
+        """End all followers at once, whatever they do."""
 
 
 class LeadRanks:
-    """What a lead knows of its followers."""
+    """The lead's state about its followers."""
 
     def __init__(self, followers: Followers) -> None:
         self._followers = followers
         self._writer = StepWriter()
         self._signs: dict[int, float] = {}
-        """When each follower gave its last sign of life, from its first one on."""
+        """When each follower that has given a sign of life gave the last one."""
         self.lost: str | None = None
         """Why this instance cannot go on; None: it can."""
 
     def use_pages(self, pages: UsePages) -> None:
-        """Have all followers compute over these pages, with no sequence known any more."""
+        """Tell all followers to compute over these pages, and to forget all sequences."""
         self._writer = StepWriter()
         self._followers.tell(pages)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Have followers forget sequences that ended or begin anew, with the next step."""
+        """Tell followers, with the next step, to forget sequences that ended or begin anew."""
         self._writer.forget(sequence_ids)
 
     def step(
@@ -60,7 +62,7 @@ class LeadRanks:
         *,
         reported_as: int | None = None,
     ) -> None:
-        """Have all followers compute the slots that this rank is about to compute.
+        """Tell all followers to compute the slots that this rank is about to compute.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
         reported_as: see `RankStep`.
@@ -68,16 +70,16 @@ class LeadRanks:
         self._followers.tell(self._writer.pack(slots, logprob_rows, way, reported_as=reported_as))
 
     def gone(self, rank: int) -> None:
-        """A follower's process has ended."""
+        """Record that a follower's process has ended."""
         self.fail(f"rank {rank} of this model has ended")
 
     def alive(self, rank: int, now: float) -> None:
-        """A follower has given a sign of life."""
+        """Record a follower's sign of life."""
         self._signs[rank] = now
 
     def check_signs(self, now: float, silent_s: float) -> None:
-        """Fail where a follower has given none for `silent_s`. All that came must have been told of
-        before: this process may itself have stood still.
+        """Fail when a follower has given no sign of life for `silent_s`. Call `alive` for all signs
+        that have come first, because this process may itself have been stopped.
         """
         for rank, given in self._signs.items():
             if now - given > silent_s:
@@ -90,9 +92,11 @@ class LeadRanks:
             self._followers.end()
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Have every follower compare what it holds, and fail where that differs.
+        """Let every follower compare what it holds with the lead's view, and fail when that
+        differs.
 
-        Raises AssertionError: they hold pages of others than these sequences.
+        Raises:
+            AssertionError: the followers hold pages of other sequences than these.
         """
         held = self._writer.held
         others = held.num_pages.keys() - sequences

@@ -1,8 +1,8 @@
-"""The log by which the lead rank of an instance tells its followers what to compute. Pure.
+"""The log with which the lead rank of an instance tells its followers what to compute. Pure.
 
-A follower knows of a sequence only its pages. Each step says what is new: tokens, and pages that
-were added; so a step's bytes do not grow with the contexts. So no step may be missed: they are
-numbered, and a follower refuses what does not follow.
+A follower knows only the pages of each sequence. Each step adds the new tokens and pages, so a
+step's bytes do not grow with the contexts. Followers must not miss a step. So steps are numbered,
+and a follower refuses a step that is not the next one.
 """
 
 from __future__ import annotations
@@ -18,98 +18,106 @@ from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.kv_moves import Alive, RankWord
 
 _COUNTS = "I"
-"""The columns' kind: four bytes, unsigned."""
+"""The type of most columns: four bytes, unsigned."""
 _IDS = "q"
 _TOKENS = "i"
-"""Signed: a draft may be one that ranks make themselves."""
+"""Signed, because a draft that ranks make themselves is negative."""
 
 
 class Way(enum.IntEnum):
-    """How a step is computed: by all ranks alike, since they exchange tensors of its sizes."""
+    """How a step is computed. All ranks do it in the same way, because they exchange tensors of the
+    same sizes.
+    """
 
     AS_IT_COMES = 0
     REPLAYED = 1
-    """Captured, for its number of sequences."""
+    """By a captured graph for its number of sequences."""
     BEGUN = 2
-    """By what an `Ahead` began."""
+    """By the step that an `Ahead` began."""
 
 
 class CapturedSizes(msgspec.Struct, frozen=True, array_like=True):
-    """What steps are captured; 0: none."""
+    """The sizes of captured steps; 0: none are captured."""
 
     most_rows: int = 0
-    """Sequences of a decode step."""
+    """The most sequences of a decode step."""
     most_pages: int = 0
-    """Of one sequence in any."""
+    """The most pages of one sequence in any step."""
     most_tokens: int = 0
-    """Rows of a step with prompts."""
+    """The most rows of a step with prompts."""
 
 
 class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
-    """Compute over these pages from now on: no sequence is known, and steps count from 1. A
+    """Compute over these pages from now on. No sequence is known, and steps count from 1. A
     descriptor of their memory follows the message, unless each rank has its own.
     """
 
     pages: PageArray
-    """As they would lie in one memory."""
+    """The pages as they would lie in one memory."""
     num_threads: int | None
     captured: CapturedSizes = CapturedSizes()
     own: bool = False
-    """Each rank makes a memory for those that it holds."""
+    """Whether each rank makes a memory for the pages that it holds."""
     transfer: bytes = b""
-    """How to open the engine that moves them, for who wires it; empty: no peer reaches them."""
+    """How to open the transfer engine that moves the pages, for the code that wires it. Empty:
+    peers cannot reach them.
+    """
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """One step, in columns: a number for each slot, or for each token or page of all slots."""
 
     number: int
-    """Of this step, since the pages were named."""
+    """The number of this step since the pages were named."""
     ids: bytes
     starts: bytes
     """Tokens computed before."""
     num_tokens: bytes
     tokens: bytes
     num_pages: bytes
-    """Pages added to the slot's table since it was named last."""
+    """For each slot, how many pages its table has gained since it was last named."""
     pages: bytes
     sampled: bytes
-    """One byte a slot: after how many of its last tokens one may be sampled."""
+    """One byte for each slot: after how many of its last tokens one may be sampled."""
     logprob_rows: dict[int, int]
-    """sequence -> rows, for those whose prompt tokens' log-probabilities are wanted."""
+    """sequence -> rows, for sequences whose prompt tokens' log-probabilities are wanted."""
     forgotten: list[int]
-    """Sequences that have ended, or begin anew with no pages."""
+    """Sequences that have ended, or begin anew without pages."""
     way: Way = Way.AS_IT_COMES
     reported_as: int | None = None
-    """Blocks go to other engines as they are after the step, and stages before the last report its
-    layers as those of the plan of this number; None: neither.
+    """The number of the plan as which the step is reported. Then blocks go to other engines in
+    their state after the step, and stages before the last report its layers. None: neither.
     """
 
 
 class Ahead(msgspec.Struct, frozen=True, tag="ahead", array_like=True):
-    """Begin the decode step that follows the last step: one further token of each of its sequences.
-    The lead gives the tokens in an exchange; it may have sampled them and not read them yet.
+    """Begin the decode step after the last step: one more token for each of its sequences. The lead
+    gives the tokens in an exchange; it may have sampled them without having read them yet.
     """
 
 
 class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
-    """What a follower that has heard every step holds: a check, which nothing depends on."""
+    """What a follower that has heard every step holds. Nothing depends on it; it serves as
+    a check.
+    """
 
     number: int
-    """Of the last step."""
+    """The number of the last step."""
     num_pages: dict[int, int]
     """sequence -> pages."""
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
-    """Run the largest steps over pages of your own; say in an exchange what memory they take."""
+    """Run the largest steps over pages of your own, and report in an exchange how much memory they
+    take.
+    """
 
     layout: KvLayout
     num_homes: int
     step_tokens: int
     step_sequences: int
     context_tokens: int
-    """Of the longest sequence."""
+    """The context of the longest sequence."""
 
 
 RankMessage = UsePages | RankStep | Ahead | Held | Measure | Alive | RankWord
@@ -124,19 +132,19 @@ def encode(message: RankMessage) -> bytes:
 
 
 def decode(data: bytes) -> RankMessage:
-    """Return the message of `data`. msgspec.DecodeError: it is none."""
+    """Return the message in `data`. Raises msgspec.DecodeError when it is not one."""
     return _DECODER.decode(data)
 
 
 class StepWriter:
-    """Packs plans; knows how many pages of each sequence the followers have."""
+    """Packs plans for followers. Knows how many pages of each sequence the followers have."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the last step."""
+        """The number of the last step."""
         self._num_pages: dict[int, int] = {}
         self._forgotten: dict[int, int] = {}
-        """Of which the next step says so."""
+        """Sequences that the next step tells followers to forget, with their numbers of pages."""
 
     @property
     def held(self) -> Held:
@@ -144,7 +152,7 @@ class StepWriter:
         return Held(self.number, {**self._num_pages, **self._forgotten})
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Have the next step say that these sequences have ended, or begin anew."""
+        """Let the next step say that these sequences have ended, or begin anew."""
         for sequence_id in sequence_ids:
             if (num_pages := self._num_pages.pop(sequence_id, None)) is not None:
                 self._forgotten[sequence_id] = num_pages
@@ -157,7 +165,7 @@ class StepWriter:
         *,
         reported_as: int | None = None,
     ) -> RankStep:
-        """Return what followers need of a step's slots.
+        """Return what followers need to know of a step's slots.
 
         logprob_rows: sequences whose prompt tokens' log-probabilities are wanted -> rows.
         reported_as: see `RankStep`.
@@ -173,7 +181,7 @@ class StepWriter:
             known_pages, have = known.get(slot.sequence_id), len(slot.pages)
             had = known_pages or 0
             num_pages.append(have - had)
-            if have != known_pages:  # of 64 sequences that decode, one or so
+            if have != known_pages:  # true for about one of 64 sequences that decode
                 known[slot.sequence_id] = have
                 pages += slot.pages[had:]
         return RankStep(
@@ -193,18 +201,18 @@ class StepWriter:
 
 
 class StepReader:
-    """Unpacks what a `StepWriter` packed; keeps the pages of every sequence."""
+    """Unpacks what a `StepWriter` has packed. Keeps the pages of every sequence."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the last step."""
+        """The number of the last step."""
         self._pages: dict[int, list[int]] = {}
 
     def slots(self, step: RankStep) -> list[StepSlot]:
         """Return the slots of the plan.
 
         Raises:
-            InternalError: it is not the step that follows; this rank cannot go on.
+            InternalError: this is not the next step, so this rank cannot go on.
         """
         self._check_number(step.number, self.number + 1)
         self.number = step.number
@@ -237,8 +245,8 @@ class StepReader:
         """Compare what this follower holds with what its lead says.
 
         Raises:
-            InternalError: not all steps have come; this rank cannot go on.
-            AssertionError: it holds anything else.
+            InternalError: not all steps have come, so this rank cannot go on.
+            AssertionError: the follower holds anything else.
         """
         self._check_number(held.number, self.number)
         mine = {sequence_id: len(pages) for sequence_id, pages in self._pages.items()}
@@ -247,7 +255,7 @@ class StepReader:
     @staticmethod
     def _check_number(said: int, due: int) -> None:
         if said != due:
-            raise InternalError(f"step {said} came where {due} was due: words of the lead are lost")
+            raise InternalError(f"step {said} came instead of {due}: messages of the lead are lost")
 
 
 def _column(kind: str, data: bytes) -> array[int]:

@@ -1,8 +1,8 @@
 """The checkpoint of an EAGLE-3 head: what its `config.json` says, and which tensors it has.
 
-The format is that of published heads (`LlamaForCausalLMEagle3`; arXiv 2503.01840): one decoder
-layer whose input is a token's embedding beside a state made of several of the model's, and a head
-over a part of the vocabulary. Pure: reads headers only, no tensors.
+The format is that of published heads (`LlamaForCausalLMEagle3`; arXiv 2503.01840). A head is one
+decoder layer, whose input is a token's embedding beside a state made of several of the model's
+states, and an output over a part of the vocabulary. Pure: reads headers only, no tensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from mooncake.model.checkpoint.tensor_shapes import Shapes
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TO_TARGET, IS_DRAFTED = "d2t", "t2d"
-"""Of each drafted token how far its number lies before the model's; of each of the model's tokens
-whether it is drafted."""
+"""The offset from each drafted token's number to the model's; and whether each of the model's
+tokens is drafted.
+"""
 WINDOW = 512
-"""Rows before one that it sees at least, and half of those that are kept: a head with keys of all
-heads has half the KV of its model.
+"""A row sees at least this many rows before it; at most twice as many are kept. A head with keys of
+all heads has half the KV of its model.
 """
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -40,7 +41,7 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     hidden_size: Size
     target_hidden_size: Size
-    """Of the model's states."""
+    """The size of the model's states."""
     intermediate_size: Size
     num_attention_heads: Size
     num_key_value_heads: Size
@@ -50,22 +51,24 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: Size
     draft_vocab_size: Size
     layers: tuple[Count, ...]
-    """The layers of the model into which the states go that are read (vLLM's count: 0 is the
-    embedding); as many as there are layers: out of the last one.
+    """The layers of the model whose inputs the head reads (vLLM's count: 0 is the embedding). The
+    number of layers stands for the output of the last one.
     """
     norm_before_residual: bool = False
     norm_output: bool = False
-    """Whether the state for the next draft is that behind the last norm."""
+    """Whether the state for the next draft is taken after the last norm."""
     fc_norm: bool = False
-    """Whether each of the states is normed before they are joined."""
+    """Whether each state is normed before the states are joined."""
 
     @property
     def kv_width(self) -> int:
-        """Numbers cached per token: keys and values of all heads that have some."""
+        """Numbers cached per token: keys and values of all key-value heads."""
         return 2 * self.num_key_value_heads * self.head_dim
 
     def window_bytes(self, num_sequences: int, item_bytes: int) -> int:
-        """Return the bytes of the KV of so many sequences, of numbers of `item_bytes`."""
+        """Return the bytes of the KV of `num_sequences` sequences, with numbers of `item_bytes`
+        each.
+        """
         return num_sequences * 2 * WINDOW * self.kv_width * item_bytes
 
     @classmethod
@@ -73,8 +76,8 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
         """Return the spec of a parsed `config.json` for a head of `model`.
 
         Raises:
-            CheckpointError: it is no head that can be served, or one of another model; the message
-                names the key.
+            CheckpointError: it is not a head that can be served, or is the head of another model;
+                the message names the key.
         """
         _refuse_unsupported(config)
         missing = [key for key in _SAME if config.get(key) is None]
@@ -124,7 +127,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _layers(config: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
-    """Return which states are read; those of vLLM where the configuration names none."""
+    """Return which states the head reads: vLLM's choice when the configuration names none."""
     key = "eagle_aux_hidden_state_layer_ids"
     named = config.get(key) or (config.get("eagle_config") or {}).get(key)
     layers = tuple(named or (2, num_layers // 2, num_layers - 3))
@@ -185,15 +188,15 @@ class Eagle3Files:
     path: Path
     spec: Eagle3Spec
     homes: Homes
-    """By the names of `eagle3_shapes`, and of what need not be there."""
+    """The tensors by the names in `eagle3_shapes`, including optional ones."""
 
     @classmethod
     def open(cls, path: Path, model: ModelSpec) -> Eagle3Files:
-        """Open the head of `model` in the directory `path`; reads headers only.
+        """Open the head of `model` in the directory `path`. Reads headers only.
 
         Raises:
-            CheckpointError: it is not readable, not complete, or the head of another model; names
-                the file and, where there is one, the tensor or the configuration key.
+            CheckpointError: it is not readable, not complete, or the head of another model. The
+                message names the file and, if there is one, the tensor or the configuration key.
         """
         files = CheckpointFiles.open(path)
         try:
@@ -207,7 +210,7 @@ class Eagle3Files:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its tensors, as stored."""
+        """The size of all its tensors as stored."""
         return sum(self._stored(name).num_bytes for name in self.homes)
 
     def _stored(self, name: str) -> StoredTensor:
@@ -215,13 +218,13 @@ class Eagle3Files:
         return file.tensors[stored_name]
 
     def _check(self) -> None:
-        """Raise CheckpointError where a tensor is missing, unknown or of another shape or dtype."""
+        """Raise CheckpointError when a tensor is missing, unknown, or of another shape or dtype."""
         spec, needed = self.spec, eagle3_shapes(self.spec)
         words = (spec.draft_vocab_size, spec.hidden_size)
         may_be = {EMBEDDING: (spec.vocab_size, spec.hidden_size), HEAD: words}
         tables = {TO_TARGET: (spec.draft_vocab_size,), IS_DRAFTED: (spec.vocab_size,)}
         if spec.hidden_size != spec.target_hidden_size:
-            needed |= may_be  # those of the model do not fit
+            needed |= may_be  # the model's own tensors do not fit
         elif spec.draft_vocab_size < spec.vocab_size:
             needed |= {HEAD: words}
         if spec.draft_vocab_size < spec.vocab_size:
@@ -248,7 +251,9 @@ class Eagle3Files:
 
 
 def _canonical(name: str) -> str:
-    """Return a tensor's name as most heads write it; some have vLLM's or transformers'."""
+    """Return a tensor's name as most heads write it. Some heads use the names of vLLM or
+    transformers.
+    """
     name = name.removeprefix("model.")
     if name.startswith("layers.0."):
         return name.replace("layers.0.", "midlayer.", 1)

@@ -1,10 +1,10 @@
-"""The two quantized weight formats of Kimi-K2: functions on tensors, as `quant_format` has it of
-configurations.
+"""The two quantized weight formats of Kimi-K2, as functions on tensors. `quant_format` reads the
+same formats from configurations.
 
-FP8 (K2-Instruct, DeepSeek-V3): e4m3 weights with one fp32 scale per 128 x 128 block. INT4
-(K2-Thinking, compressed-tensors `pack-quantized`): symmetric groups of 32 along the input, eight
-values an int32 word. No files here: `weights` reads and writes them. The `quantize_*` half makes
-checkpoints in exactly these formats.
+FP8 (K2-Instruct, DeepSeek-V3) has e4m3 weights with one fp32 scale per 128 x 128 block. INT4
+(K2-Thinking, compressed-tensors `pack-quantized`) has symmetric groups of 32 along the input, with
+eight values in an int32 word. There are no files here: `weights` reads them. The `quantize_*` half
+makes checkpoints in exactly these formats.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from mooncake.model.checkpoint.quant_format import fp8_scale_shape
 FP8_MAX = 448.0
 """The largest finite e4m3 number."""
 _ROWS_AT_ONCE = 1024
-"""Rows widened to fp32 at a time: bounds the extra memory of dequantizing a large tensor."""
+"""How many rows are widened to fp32 at a time. This bounds the extra memory for dequantizing a
+large tensor.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def dequantize_fp8_block(
 def quantize_fp8_block(
     weight: torch.Tensor, block: tuple[int, int] = (128, 128)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (e4m3 [m, n], scale_inv fp32): each block's largest magnitude maps to 448."""
+    """Return (e4m3 [m, n], scale_inv fp32). Each block's largest magnitude maps to 448."""
     rows, columns = weight.shape
     grid = fp8_scale_shape((rows, columns), block)
     padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
@@ -82,10 +84,11 @@ def dequantize_int4_packed(
     group_size: int = 32,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Return the weight [m, k] of `packed` int32 [m, ceil(k/8)], `scale` [m, ceil(k/group_size)].
+    """Return the weight [m, k] of `packed` int32 [m, ceil(k/8)] and `scale` [m,
+    ceil(k/group_size)].
 
     Word j of a row holds columns 8j to 8j+7, the lowest four bits first, each stored plus 8
-    (compressed-tensors `pack_to_int32`). The group size is that of the columns per scale.
+    (compressed-tensors `pack_to_int32`). The group size is the number of columns per scale.
     """
     rows, columns = shape
     wanted = (rows, math.ceil(columns / 8)), (rows, math.ceil(columns / group_size))
@@ -108,7 +111,7 @@ def quantize_int4_packed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (packed int32 [m, ceil(k/8)], scale bf16 [m, ceil(k/group)], shape int64 [2]).
 
-    Symmetric with codes -7 to 7, as K2-Thinking's checkpoints use; values are rounded against the
+    The codes are symmetric, -7 to 7, as in K2-Thinking's checkpoints. Values are rounded with the
     scale as it is stored (bf16).
     """
     rows, columns = weight.shape

@@ -1,4 +1,4 @@
-"""What a checkpoint's `quantization_config` says of its two possible formats. Needs no torch, so a
+"""The two formats that a checkpoint's `quantization_config` may name. Needs no torch, so that a
 memory plan can count weights as they are stored.
 """
 
@@ -22,7 +22,7 @@ class Fp8Block:
 
     block: tuple[int, int]
     skipped: tuple[str, ...]
-    """Module names left as they were (`modules_to_not_convert`)."""
+    """The names of modules that are not quantized (`modules_to_not_convert`)."""
 
     def quantizes(self, module: str) -> bool:
         """Whether the weight of `module` is stored quantized."""
@@ -35,7 +35,7 @@ class Int4Group:
 
     group_size: int
     ignored: tuple[str, ...]
-    """Module names, or `re:` and a pattern matched from the start of the name."""
+    """Module names, or `re:` and a pattern that is matched from the start of the name."""
 
     def quantizes(self, module: str) -> bool:
         """Whether the weight of the linear layer `module` is stored quantized."""
@@ -51,9 +51,9 @@ class Int4Group:
 QuantFormat = Fp8Block | Int4Group
 
 _LINEAR = "_proj.weight", "_proj_with_mqa.weight"
-"""How the names of linear layers end; the router (`mlp.gate`) and embeddings stay as they are."""
+"""The endings of linear layers' names. The router (`mlp.gate`) and embeddings are not quantized."""
 _WIDE = "eh_proj.weight"
-"""What DeepSeek-V3 leaves as it is of an MTP layer: the product of its two inputs."""
+"""The part of an MTP layer that DeepSeek-V3 does not quantize: the product of its two inputs."""
 
 
 def is_quantized(quantization: QuantFormat | None, name: str) -> bool:
@@ -67,8 +67,8 @@ def parse_quantization(config: Mapping[str, Any] | None) -> QuantFormat | None:
     """Read a checkpoint's `quantization_config` (None: not quantized).
 
     Raises:
-        CheckpointError: a format, or an option of a format, that this engine cannot read exactly;
-            the message names it.
+        CheckpointError: this engine cannot read the format, or an option of it, exactly; the
+            message names it.
     """
     if not config:
         return None
@@ -131,5 +131,7 @@ def _positive(number: object) -> bool:
 
 
 def fp8_scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of `weight_scale_inv` for a weight of `shape`: partial last blocks count."""
+    """Return the shape of `weight_scale_inv` for a weight of `shape`. A partial last block counts
+    as one.
+    """
     return math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1])

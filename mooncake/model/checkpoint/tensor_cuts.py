@@ -1,11 +1,12 @@
-"""Which part of each tensor a rank holds under tensor parallelism: the one table that the memory
-plan and the loader agree on. Pure.
+"""Which part of each tensor a rank holds under tensor parallelism. The memory plan and the loader
+both use this one table. Pure.
 
-Heads, expert and MLP columns, and the vocabulary are cut; norms, latent projections (`q_a_proj`,
-`kv_a_proj_with_mqa`) and the router are whole on every rank. The embedding is cut by hidden columns
-(gathering is exact where adding masked rows is a sum), a tied one is whole. Routed experts are cut
-like MLPs, or with expert parallelism whole, some on each rank. Of a pipeline each stage has its
-layers, the first the embedding, the last the norm and head behind them.
+Heads, expert and MLP columns, and the vocabulary are cut. Norms, latent projections (`q_a_proj`,
+`kv_a_proj_with_mqa`) and the router are whole on every rank. The embedding is cut by hidden
+columns, because gathering columns is exact where adding masked rows is a sum; a tied embedding is
+whole. Routed experts are cut like MLPs, or with expert parallelism each rank holds some of them
+whole. In a pipeline, each stage has its layers. The first also has the embedding, the last the norm
+and head after them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, is_qua
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 
 ROUTED = ".mlp.experts."
-"""In the names of routed experts' tensors."""
+"""A part of the names of routed experts' tensors."""
 INT4_WORD = 8
-"""Columns in one int32 word of packed INT4."""
+"""The number of columns in one int32 word of packed INT4."""
 SLABS = 16
-"""The most slabs that a sum of fixed order is made of, and so the most ranks that can share it."""
+"""The most slabs in a sum of fixed order, and so the most ranks that can share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A tensor cut along `dim` (0: rows) into equal parts of whole units.
+    """A tensor that is cut along `dim` (0: rows) into equal parts of whole units.
 
-    unit: rows or columns that stay together (those of one head); `what` names a unit.
+    unit: how many rows or columns stay together (those of one head); `what` names a unit.
     """
 
     dim: int
@@ -51,7 +52,7 @@ class Cut:
     what: str
 
     def part(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> Part:
-        """Return what `rank` holds of a tensor of `shape`."""
+        """Return the part of a tensor of `shape` that `rank` holds."""
         each = shape[self.dim] // num_ranks
         return Part(self.dim, rank * each, (rank + 1) * each)
 
@@ -59,7 +60,8 @@ class Cut:
 def cut_of(
     spec: ModelSpec, name: str, num_ranks: int, *, whole_experts: bool = False
 ) -> Cut | None:
-    """Return how tensor `name` is cut among `num_ranks` ranks; None: whole on each that has it.
+    """Return how tensor `name` is cut among `num_ranks` ranks; None: it is whole on each rank that
+    has it.
 
     The embedding's columns and the vocabulary are cut only where they divide evenly.
     """
@@ -86,8 +88,8 @@ def cut_of(
 
 
 def is_held(spec: ModelSpec, name: str, layers: range) -> bool:
-    """Whether the stage of these layers has (its parts of) tensor `name`; the last one has what
-    lies behind all layers.
+    """Whether the stage with these layers has tensor `name`, or parts of it. The last stage has
+    what comes after all layers.
     """
     if name.startswith("model.layers."):
         return min(int(name.split(".", 3)[2]), spec.num_hidden_layers - 1) in layers
@@ -105,10 +107,10 @@ def part_shape(shape: tuple[int, ...], cut: Cut | None, num_ranks: int) -> tuple
 
 
 def check_cuts(spec: ModelSpec, quantization: QuantFormat | None, shape: Shape) -> None:
-    """Check that every tensor can be cut among ranks of `shape`, quantized blocks kept whole.
+    """Check that every tensor can be cut among ranks of `shape`, with quantized blocks kept whole.
 
     Raises:
-        ConfigError: one cannot; names the number, and the sizes that would do.
+        ConfigError: one cannot; the message names the number, and the sizes that would do.
     """
     whole_experts = shape.ep > 1
     if spec.n_routed_experts % shape.ep:
@@ -130,8 +132,8 @@ def cuts(
     *,
     whole_experts: bool = False,
 ) -> list[int]:
-    """Return among how many ranks, up to `most`, every tensor can be cut, or all but experts;
-    smallest first.
+    """Return the numbers of ranks, up to `most`, among which every tensor can be cut, or all but
+    experts; smallest first.
     """
     return [
         number
@@ -142,22 +144,24 @@ def cuts(
 
 
 def said_of_cuts(able: list[int]) -> str:
-    """Return what `cuts` found, as advice."""
+    """Return advice from the numbers that `cuts` found."""
     if able == [1]:
         return "this model cannot be cut: leave it at 1"
     return f"this model can be cut among {', '.join(map(str, able))} ranks"
 
 
 def slabs_of(columns: int) -> int:
-    """Return into how many slabs a sum of fixed order over `columns` is cut: a power of two."""
+    """Return into how many slabs a sum of fixed order over `columns` is cut. It is a power
+    of two.
+    """
     return min(SLABS, columns & -columns)
 
 
 def check_slabs(spec: ModelSpec, shape: Shape) -> None:
-    """Check that ranks of `shape` can sum in the order of one rank.
+    """Check that ranks of `shape` can sum in the same order as one rank.
 
     Raises:
-        ConfigError: they cannot; names the number, and those that would do.
+        ConfigError: they cannot; the message names the number, and those that would do.
     """
     if shape.dcp > 1:
         raise ConfigError(
@@ -176,7 +180,7 @@ def check_slabs(spec: ModelSpec, shape: Shape) -> None:
 
 
 def _is_summed(spec: ModelSpec, name: str) -> bool:
-    """Whether ranks have columns of this tensor, and so sum what they make of it."""
+    """Whether ranks have columns of this tensor, so that their results are summed."""
     cut = cut_of(spec, name, 2)
     return cut is not None and cut.dim == 1 and "embed_tokens" not in name
 
@@ -204,7 +208,7 @@ def _problem(
 
 
 def _kinds(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return one tensor of each kind: layers and experts are alike."""
+    """Return one tensor of each kind, because layers and experts are alike."""
     shapes = tensor_shapes(spec, one_expert=True)
     first, moe = "model.layers.0.", f"model.layers.{spec.first_k_dense_replace}."
     return {

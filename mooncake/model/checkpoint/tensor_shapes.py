@@ -1,6 +1,6 @@
-"""Names and shapes of a checkpoint's tensors, from the spec alone: HF's DeepseekV3 layout.
+"""Names and shapes of a checkpoint's tensors, from the spec alone, in HF's DeepseekV3 layout.
 
-Pure; the one list that loading, checking and writing checkpoints agree on.
+Pure. Loading, checking and writing checkpoints all use this one list.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(spec: ModelSpec, *, one_expert: bool = False, with_mtp: bool = False) -> Shapes:
-    """Return every tensor that a model of this shape is made of, in the order of a forward pass;
-    with_mtp: those of its first MTP layer too.
+    """Return every tensor of a model of this shape, in the order of a forward pass.
 
     Linear weights are [out, in]; experts are one tensor each. `lm_head.weight` is left out when the
-    embeddings are tied. one_expert: the first routed one of each layer stands for all.
+    embeddings are tied.
+
+    one_expert: the first routed expert of each layer stands for all. with_mtp: also return the
+    tensors of its first MTP layer.
     """
     shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
     for layer in range(spec.num_hidden_layers):
@@ -33,9 +35,9 @@ def tensor_shapes(spec: ModelSpec, *, one_expert: bool = False, with_mtp: bool =
 def mtp_shapes(
     spec: ModelSpec, number: int, *, with_copies: bool = False, one_expert: bool = False
 ) -> Shapes:
-    """Return the tensors of MTP layer `number`, which follows the model's layers (DeepSeek-V3).
+    """Return the tensors of MTP layer `number`, which comes after the model's layers (DeepSeek-V3).
 
-    with_copies: also what a checkpoint repeats there, the model's embedding and head.
+    with_copies: also return what a checkpoint repeats there: the model's embedding and head.
     """
     hidden, prefix = spec.hidden_size, f"model.layers.{spec.num_hidden_layers + number}."
     shapes: Shapes = {prefix + f"{name}.weight": (hidden,) for name in ("enorm", "hnorm")}

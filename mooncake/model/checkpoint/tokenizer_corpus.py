@@ -1,8 +1,8 @@
-"""The words that preset tokenizers are trained on. Data and its expansion only, written for this
-purpose; no merges are computed here.
+"""The words that preset tokenizers are trained on. This is only data, written for this purpose, and
+its expansion; no merges are computed here.
 
-Presets carry random weights, so the vocabulary need not be learned from a library: it must split
-English, Chinese and code about as finely as a real one, and be the same on every machine.
+Presets have random weights, so the vocabulary need not come from a library. It must split English,
+Chinese and code about as finely as a real one, and be the same on every machine.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _SUFFIXES = ("s", "ed", "ing", "er", "ly", "ness", "able", "ful", "less", "ment"
 
 
 def _inflect(word: str) -> Iterator[str]:
-    """Yield forms of `word` by the plain English spelling rules; some are not real words."""
+    """Yield forms of `word` by the plain English spelling rules. Some are not real words."""
     for suffix in _SUFFIXES:
         stem, end = word, suffix
         if word.endswith("e") and suffix[0] in "eia":
@@ -136,11 +136,11 @@ def _inflect(word: str) -> Iterator[str]:
 
 
 def weighted_pieces() -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of text as a pre-tokenizer would cut them, with how often each occurs.
+    """Yield pieces of text as a pre-tokenizer would cut them, with their frequency.
 
     The counts only set the order in which merges are learned: frequent English first, then common
-    Chinese characters, inflected and capitalised forms, and last every other Han character once,
-    which fills large vocabularies.
+    Chinese characters, then inflected and capitalised forms, and last every other Han character
+    once, which fills large vocabularies.
     """
     for rank, word in enumerate(dict.fromkeys(ENGLISH.split())):
         count = 400_000 // (rank + 20)

@@ -1,4 +1,4 @@
-"""Tokenizer and chat files of a preset checkpoint, in the form Kimi-K2 ships them.
+"""Tokenizer and chat files of a preset checkpoint, in the form in which Kimi-K2 ships them.
 
 Pure text and bytes: `tiktoken.model` (a byte-level BPE learned from `tokenizer_corpus`),
 `tokenizer_config.json` with K2's special tokens by name, and its turn format as a jinja template.
@@ -28,16 +28,18 @@ JSON_JOINTS = (
     '":["', '":{"', '"],"', '"},"', '], "', '}, "', '","', '": ', '":"', '"]}', ', "', '[{"',
     '":', '"}', '{"',
 )  # fmt: skip
-"""What stands between the words of JSON, longest first."""
+"""The text between the words of JSON, longest first."""
 
 CHARACTERS_PATTERN = "|".join([*map(re.escape, JSON_JOINTS), r"\p{Lu}?\p{Ll}+", r"[\s\S]"])
-"""Splits text into JSON's joints, words and single characters. With a vocabulary of whole words and
-characters only, what is in no list becomes its letters, the same ones wherever it stands: so a
+"""Splits text into JSON's joints, words and single characters. With a vocabulary of only whole
+words and characters, any other word becomes its letters, the same ones wherever it stands. So a
 small model can copy it.
 """
 
 NUM_SPECIAL = 256
-"""Slots after the base vocabulary; those without a name are `<|reserved_token_{id}|>`."""
+"""The number of slots after the base vocabulary. Those without a name are
+`<|reserved_token_{id}|>`.
+"""
 
 SPECIAL_TOKENS: dict[str, int] = {
     "[BOS]": 0,
@@ -63,7 +65,7 @@ SPECIAL_TOKENS: dict[str, int] = {
 """Name -> offset after the base vocabulary, which holds 163,584 tokens in Kimi-K2."""
 
 _NOT_SPECIAL = ("<think>", "</think>")
-"""Added tokens that are part of the text: they are kept when special tokens are skipped."""
+"""Added tokens that are part of the text. They are kept when special tokens are skipped."""
 
 CHAT_TEMPLATE = """\
 {%- macro text_of(content) -%}
@@ -118,11 +120,11 @@ def special_token_id(name: str, num_base: int) -> int:
 def train_ranks(num_base: int) -> list[bytes]:
     """Return `num_base` byte strings, most basic first: the 256 bytes, then merges by frequency.
 
-    The place in the list is the token's rank and id, as tiktoken reads them. Deterministic: ties
-    fall to the lower pair of ids.
+    The place in the list is the token's rank and id, as tiktoken reads them. Deterministic: among
+    equal pairs, the one with the lower ids wins.
 
     Raises:
-        ConfigError: `num_base` is under 256 or more than the text can fill.
+        ConfigError: `num_base` is under 256, or more than the text can fill.
     """
     if num_base < 256:
         raise ConfigError(f"a byte-level vocabulary needs 256 tokens or more, not {num_base}")
@@ -134,7 +136,7 @@ def train_ranks(num_base: int) -> list[bytes]:
 
 
 class _BpeTrainer:
-    """Byte-pair merges over weighted pieces; pair counts are kept up to date merge by merge."""
+    """Byte-pair merges over weighted pieces. Pair counts are kept up to date merge by merge."""
 
     def __init__(self, pieces: Iterable[tuple[bytes, int]]) -> None:
         self.tokens = [bytes((byte,)) for byte in range(256)]
@@ -152,7 +154,7 @@ class _BpeTrainer:
         heapq.heapify(self._heap)
 
     def merge_best(self) -> bool:
-        """Merge the most frequent pair everywhere; False when no pair is left."""
+        """Merge the most frequent pair everywhere. Returns False when no pair is left."""
         while self._heap:
             count, pair = heapq.heappop(self._heap)
             if -count == self._counts.get(pair, 0) and count:
@@ -205,7 +207,7 @@ def _joined(piece: list[int], pair: tuple[int, int], merged: int) -> list[int]:
 def tokenizer_config(num_base: int, pattern: str = "") -> dict[str, Any]:
     """Return `tokenizer_config.json`: K2's special tokens by name, at their offsets.
 
-    pattern: by which text is split before merging, where it is not Kimi-K2's.
+    pattern: splits text before merging, unless it is Kimi-K2's.
     """
     added = {
         str(special_token_id(name, num_base)): {
@@ -240,7 +242,7 @@ def write_tokenizer_files(
 ) -> None:
     """Write `tiktoken.model`, `tokenizer_config.json` and `chat_template.jinja` into `out`.
 
-    vocabulary: a `tiktoken.model` to take; without one, it is learned. pattern: see
+    vocabulary: a `tiktoken.model` to use; without one, it is learned. pattern: see
     `tokenizer_config`.
     """
     if vocabulary is None:

@@ -1,7 +1,8 @@
-"""A checkpoint on disk, read lazily: names, shapes and weights, dequantized on the way.
+"""A checkpoint on disk, read lazily: names, shapes and weights, which are dequantized when needed.
 
 Owns the open files of one directory in Hugging Face's layout (`config.json`, one safetensors file
-or shards with an index). Safetensors only; nothing is downloaded and no code in it is run.
+or shards with an index). It reads safetensors only, downloads nothing and runs no code from the
+directory.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _NAMES_SHOWN = 5
 class Checkpoint:
     """The tensors of one checkpoint by their canonical name (`model.…`, `lm_head.weight`).
 
-    A quantized weight is one name, `….weight`, whatever it is stored as. Multimodal checkpoints
-    (K2.5) keep the text model under `language_model.`: that prefix is dropped and their other
-    tensors are not shown. Reading is safe from several threads at once.
+    A quantized weight has one name, `….weight`, however it is stored. Multimodal checkpoints (K2.5)
+    keep the text model under `language_model.`: that prefix is dropped, and their other tensors are
+    not shown. Several threads may read at once.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
@@ -71,9 +72,11 @@ class Checkpoint:
             for name in self._homes
             if not _ignored(name, self.spec.num_hidden_layers)
         )
-        """Bytes of all tensors as stored, without the ignored ones: the whole of a progress bar."""
+        """The bytes of all tensors as stored, without ignored ones: the whole of a progress bar."""
         self.bytes_read = 0
-        """Bytes of what `tensor` and `quantized` gave out: of parts, only theirs."""
+        """The bytes that `tensor` and `quantized` have returned so far. A part counts only its own
+        bytes.
+        """
         self._counting = threading.Lock()
 
     def revision(self, cache_dir: Path | None = None) -> str:
@@ -82,11 +85,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, keys: KeyRing | None = None) -> Checkpoint:
-        """Open the directory `path`, whose weights are encrypted if there are `keys`; reads headers
+        """Open the directory `path`, whose weights are encrypted if there are `keys`. Reads headers
         only.
 
         Raises:
-            CheckpointError: there is no readable checkpoint; the message names the file and, where
+            CheckpointError: there is no readable checkpoint. The message names the file and, if
                 there is one, the tensor or the configuration key.
             ConfigError: these are not its keys.
         """
@@ -97,13 +100,13 @@ class Checkpoint:
         return sorted(self._names)
 
     def check_names(self, expected: Iterable[str]) -> None:
-        """Compare with the names a model needs.
+        """Compare with the names that a model needs.
 
-        MTP layers (`model.layers.N` past the last layer), whatever is there of them, and saved
-        `inv_freq` tables are passed over.
+        Tensors of MTP layers (`model.layers.N` past the last layer) and saved `inv_freq` tables are
+        ignored.
 
         Raises:
-            CheckpointError: tensors are missing or there are some the model does not know.
+            CheckpointError: tensors are missing, or there are some that the model does not know.
         """
         wanted = set(expected)
         problems = []
@@ -117,7 +120,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {'; '.join(problems)}")
 
     def holds(self, name: str) -> bool:
-        """Whether tensor `name` is there, in any format."""
+        """Whether the checkpoint has tensor `name`, in any format."""
         return name in self._homes or f"{name}_packed" in self._homes
 
     def stored_bytes(self, name: str) -> int:
@@ -133,7 +136,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: the tensor is missing, has another shape, or a dtype that does not
-                belong to the checkpoint's quantization; names the tensor and the file.
+                belong to the checkpoint's quantization. The message names the tensor and the file.
         """
         if name not in self._homes and f"{name}_packed" in self._homes:
             return self._int4(name, shape, part)
@@ -149,12 +152,11 @@ class Checkpoint:
         self, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> QuantizedWeight | None:
         """Return the weight `name` of `shape`, or `part` of it, as it is stored, checked; see
-        `view_tensor`.
-
-        None where it is not quantized, or in blocks, groups or widths the kernels do not take.
+        `view_tensor`. Returns None when it is not quantized, or has blocks, groups or widths that
+        the kernels do not support.
 
         Raises:
-            CheckpointError: a part is missing or not what the format says.
+            CheckpointError: a part is missing or does not match the format.
         """
         scheme = self.quantization
         if f"{name}_packed" in self._homes:
@@ -171,14 +173,16 @@ class Checkpoint:
         return QuantizedWeight("fp8", *self._fp8_parts(name, part, blocks))
 
     def raw(self, name: str) -> torch.Tensor:
-        """Return the tensor stored under canonical `name` as it is, e.g. `….weight_packed`."""
+        """Return the tensor stored under canonical `name` without conversion, e.g.
+        `….weight_packed`.
+        """
         self._entry(name)
         file, stored_name = self._homes[name]
         return view_tensor(file, stored_name)
 
     def _read(self, name: str, part: Part | None) -> torch.Tensor:
         """Return a stored tensor or a part of it, and count its bytes."""
-        if part is not None and part.dim == 0:  # rows lie together: no other byte is looked at
+        if part is not None and part.dim == 0:  # rows lie together, so no other byte is read
             self._entry(name)
             view = view_tensor(*self._homes[name], rows=(part.first, part.stop))
         else:
@@ -225,7 +229,9 @@ class Checkpoint:
         return self._read(f"{name}_packed", words), self._read(f"{name}_scale", factors)
 
     def _scaled(self, name: str, part: Part, block: int) -> Part:
-        """Return the part of a tensor that has one number for `block` of `part`'s."""
+        """Return the part of a scale tensor that belongs to `part`; it has one number for each
+        `block`.
+        """
         if part.first % block or part.stop % block:
             raise CheckpointError(
                 f"{name}: a part from {part.first} to {part.stop} would cut quantized blocks of "
@@ -282,8 +288,8 @@ class Checkpoint:
 def view_tensor(
     file: SafetensorsFile, name: str, rows: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Return tensor `name` as stored, or its rows [first, stop): a view of a plain file where its
-    alignment allows, else in memory of its own.
+    """Return tensor `name` as stored, or its rows [first, stop). This is a view of a plain file
+    when its alignment allows, else a copy.
     """
     entry = file.tensors[name]
     dtype = _DTYPES.get(entry.dtype)

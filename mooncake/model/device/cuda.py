@@ -1,5 +1,5 @@
-"""What only a CUDA GPU has: captured graphs, asynchronous copies, memory measurement. Decides
-nothing.
+"""The features that only a CUDA GPU has: captured graphs, asynchronous copies, memory measurement.
+It decides nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WARM_UP = 2
 
 
 class CudaGraphs:
-    """`graphs.GraphPort` by CUDA graphs that share one pool of memory."""
+    """A `graphs.GraphPort` with CUDA graphs that share one pool of memory."""
 
     def __init__(self) -> None:
         self._cuda: Any = torch.cuda
@@ -33,7 +33,8 @@ class CudaGraphs:
                 step()
         self._cuda.current_stream().wait_stream(side)
         graph = self._cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: only this one's calls are held to the rules.
+        # Other threads may use the device meanwhile. Only this thread's calls must keep the rules
+        # of capture.
         with self._cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = step()
 
@@ -47,7 +48,7 @@ class CudaGraphs:
 class CudaCopies:
     """`copies.Copies` through pinned memory, on the current stream.
 
-    Pinned memory comes from torch's cache, which does not hand out what a copy still uses.
+    Pinned memory comes from torch's cache, which does not reuse memory that a copy still needs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,10 +75,11 @@ class CudaCopies:
 
 
 class CudaSide:
-    """`backends.SideStream`. Also inside a captured step, whose graph then has both branches.
+    """A `backends.SideStream`. It also works inside a captured step, whose graph then has both
+    branches.
 
-    What `work` makes comes from the memory of the side stream and is freed to it; as each `beside`
-    begins behind the main stream, whoever gets that memory next comes after all its readers.
+    The memory of what `work` makes comes from the side stream and is freed to it. Each `beside`
+    begins after the main stream, so whoever gets that memory next comes after all its readers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,8 +89,9 @@ class CudaSide:
 
     @contextmanager
     def beside(self, work: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Run `work` on the side stream, from an event of the current one to one that it waits
-        for, also where the context raises: a captured step may leave no branch open.
+        """Run `work` on the side stream, from an event of the current stream to one that the
+        current stream waits for. This holds even when the context raises, because a captured step
+        may leave no branch open.
         """
         main = self._cuda.current_stream(self._device)
         self._side.wait_stream(main)
@@ -101,7 +104,7 @@ class CudaSide:
 
 
 class CudaMark:
-    """A `copies.Mark` made of a CUDA event."""
+    """A `copies.Mark` with a CUDA event."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -122,10 +125,10 @@ class _Marked:
 
 
 class CudaMeter:
-    """`measuring.MemoryMeter` of the current GPU."""
+    """A `measuring.MemoryMeter` of the current GPU."""
 
     def measure(self, step: Callable[[], None]) -> GpuMemory:
-        """Return what is in use now, and what `step` takes on top while it runs."""
+        """Return the memory in use now, and the extra memory that `step` takes while it runs."""
         cuda: Any = torch.cuda
         cuda.synchronize()
         cuda.empty_cache()

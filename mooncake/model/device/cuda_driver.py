@@ -1,7 +1,7 @@
 """Calls of the CUDA driver that torch does not offer: pinned memory, dmabuf, write ordering.
 
-Every call is declared as in cuda.h (12 and 13), and its return code is checked. Owns nothing but a
-reference to the GPU's primary context, the one torch computes in.
+Every call is declared as in cuda.h (12 and 13), and its return code is checked. Owns only a
+reference to the GPU's primary context, the one in which torch computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemGetHandleForAddressRange": (c_void_p, c_uint64, c_size_t, c_int, c_uint64),
     "cuFlushGPUDirectRDMAWrites": (c_int, c_int),
 }
-"""The library's symbols; cuda.h has macros from the names in manuals to those with a version."""
+"""The library's symbols. cuda.h maps the names in manuals to those with a version."""
 
 _PORTABLE = 1
 """CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts."""
@@ -48,7 +48,7 @@ not less than a scope makes flushing to it needless."""
 
 
 class Driver:
-    """The library. Raises TransferError where there is none, or a call fails."""
+    """The library. Raises TransferError when there is none, or when a call fails."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -61,7 +61,7 @@ class Driver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function. Raises TransferError, naming the driver's error."""
+        """Call a function. Raises TransferError with the driver's error."""
         code = int(getattr(self._library, name)(*arguments))
         if code != 0:
             said = c_char_p()
@@ -70,21 +70,23 @@ class Driver:
 
 
 class Gpu:
-    """One GPU as the driver knows it. From any thread; raises TransferError when a call fails."""
+    """One GPU as the driver knows it. Any thread may call it. Raises TransferError when a call
+    fails.
+    """
 
     def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
         self._driver = driver or Driver()
         self._handle, self._context = c_int(), c_void_p()
         self._driver.call("cuDeviceGet", ctypes.byref(self._handle), ordinal)
-        # Never given back: whoever retains a primary context keeps it alive, and torch needs it.
+        # Never released: whoever retains a primary context keeps it alive, and torch needs it.
         self._driver.call(
             "cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._handle.value
         )
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Have this GPU's context on the calling thread: a thread begins without one, and torch
-        sets none for a device that is the first anyway.
+        """Make this GPU's context current on the calling thread. A thread begins without one, and
+        torch sets none for the first device.
         """
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         try:
@@ -100,7 +102,7 @@ class Gpu:
 
     @property
     def pci_address(self) -> str:
-        """As sysfs writes it, e.g. "0000:3b:00.0"."""
+        """The address as sysfs writes it, e.g. "0000:3b:00.0"."""
         name = ctypes.create_string_buffer(32)
         self._driver.call("cuDeviceGetPCIBusId", name, len(name), self._handle.value)
         return name.value.decode().lower()
@@ -121,27 +123,27 @@ class Gpu:
 
     @functools.cached_property
     def orders_writes(self) -> bool:
-        """Whether what a NIC has written is seen by this GPU without being flushed."""
+        """Whether this GPU sees what a NIC has written without a flush."""
         return self._attribute(_WRITES_ORDERING) >= _TO_OWNER
 
     @functools.cached_property
     def can_flush(self) -> bool:
-        """Whether `flush` is there."""
+        """Whether `flush` is available."""
         return bool(self._attribute(_FLUSH_OPTIONS) & _FLUSH_BY_HOST)
 
     def flush(self) -> None:
-        """Return when what NICs have written is seen by all work begun on this GPU after."""
+        """Return when all work begun on this GPU afterwards sees what NICs have written."""
         with self._current():
             self._driver.call("cuFlushGPUDirectRDMAWrites", _CURRENT_CONTEXT, _TO_OWNER)
 
     @functools.cached_property
     def has_dmabufs(self) -> bool:
-        """Whether `dmabuf` is there: it takes the kernel's help."""
+        """Whether `dmabuf` is available. It needs the kernel's support."""
         return bool(self._attribute(_DMA_BUF_SUPPORTED))
 
     def dmabuf(self, address: int, num_bytes: int) -> int:
-        """Return a new descriptor of whole pages of the GPU's memory, all of one allocation or
-        mapped side by side.
+        """Return a new descriptor of whole pages of the GPU's memory. The pages belong to one
+        allocation, or are mapped side by side.
         """
         fd = c_int(-1)
         with self._current():

@@ -1,8 +1,8 @@
-"""Copies between a CUDA GPU and pinned host memory, beside the model's own work, and what lets NICs
-reach its memory. Thin: what is copied and when is decided elsewhere.
+"""Copies between a CUDA GPU and pinned host memory, beside the model's own work, and access to its
+memory for NICs. Thin: others decide what is copied and when.
 
-One stream each way, so copies end in order; a thread waits for each and tells. Streams and events
-are torch's, all else is the driver's (`cuda_driver`).
+Each direction has one stream, so copies end in order. A thread waits for each and reports it.
+Streams and events are torch's; everything else is the driver's (`cuda_driver`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from mooncake.transfer.topology import ANYWHERE, has_peer_memory
 
 _LOG = logging.getLogger(__name__)
 _PAGE = 2**16
-"""Ranges shown to NICs are made of whole pages of this length; allocations are too."""
+"""Ranges shown to NICs consist of whole pages of this length, as allocations do."""
 
 
 class CudaDevice:
-    """A `device_pages.PageDevice`: one GPU of this process. Lives as long as it."""
+    """A `device_pages.PageDevice`: one GPU of this process. It lives as long as the process."""
 
     def __init__(self, device: torch.device, gpu: Gpu | None = None) -> None:
-        """`gpu`: the same as the driver knows it. Raises TransferError when there is no driver."""
+        """`gpu`: the same GPU as the driver knows it. Raises TransferError when there is
+        no driver.
+        """
         self._device = torch.device("cuda", device.index or 0)
         self._gpu = gpu or Gpu(self._device.index or 0)
         self._cuda: Any = torch.cuda
@@ -55,7 +57,7 @@ class CudaDevice:
         try:
             with torch.inference_mode(), self._cuda.stream(stream):
                 work()
-        except Exception as failure:  # any failure must reach the caller that waits
+        except Exception as failure:  # any failure must reach the waiting caller
             error = f"{self.name}: {failure}"
         try:
             ended = self._cuda.Event(blocking=True)
@@ -63,7 +65,7 @@ class CudaDevice:
         except Exception as failure:
             done(error or f"{self.name}: {failure}")
             return
-        # What failed half way may have begun copies: they end first.
+        # A call that failed half way may have begun copies. They end first.
         self._ends[out].tell(ended.synchronize, done, error)
 
     def when(self, mark: Mark, done: CopyDone) -> None:
@@ -84,7 +86,7 @@ class CudaDevice:
     def unpin(self, buffer: memoryview) -> None:
         try:
             self._gpu.unpin(_address(buffer))
-        except TransferError as error:  # it goes with the process
+        except TransferError as error:  # it ends with the process
             _LOG.warning("%s: %s", self.name, error.message)
 
     # ------------------------------------------------------------ NICs
@@ -128,7 +130,7 @@ def _address(buffer: memoryview) -> int:
 
 
 class _Ends:
-    """A thread that waits for one operation after another and reports each outcome."""
+    """A thread that waits for one operation after another and reports each result."""
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[tuple[Callable[[], None], CopyDone, str | None]] = (
@@ -137,7 +139,7 @@ class _Ends:
         VitalThread(self._run, name).start()
 
     def tell(self, wait: Callable[[], None], done: CopyDone, error: str | None = None) -> None:
-        """Call `done` with the outcome after `wait` returns; `error` is a failure known
+        """Call `done` with the result after `wait` returns. `error` is a failure that is known
         beforehand.
         """
         self._waiting.put((wait, done, error))
@@ -147,6 +149,6 @@ class _Ends:
             wait, done, error = self._waiting.get()
             try:
                 wait()
-            except Exception as failure:  # whatever it was: those behind it wait to hear too
+            except Exception as failure:  # any error: later callers wait for their results too
                 error = error or str(failure)
             done(error)

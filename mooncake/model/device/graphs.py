@@ -28,13 +28,15 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 
 Replay = Callable[[], torch.Tensor]
-"""Runs a captured step again on what its input tensors hold now; always the same output tensor."""
+"""Runs a captured step again on the present content of its input tensors. It always returns the
+same output tensor.
+"""
 
 _TOKENS, _POSITIONS, _PLACES, _LENGTHS = range(4)
 _UNUSED = (0, 0, -1, 0)
 _SETTLED = 8
-"""Decode steps of the same sequences (or fewer) in a row, before a step is begun on a guess: a
-wrong one costs a step, a right one saves the host's part of it.
+"""After this many decode steps of the same sequences (or fewer) in a row, a step is begun on a
+guess. A wrong guess costs a step; a right one saves the host's part of it.
 """
 
 
@@ -42,11 +44,11 @@ class GraphPort(Protocol):
     """Captures steps."""
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
-        """Run `step` to warm it up, record it, return what replays it."""
+        """Run `step` to warm it up, record it, and return its replay."""
 
 
 class EagerSteps:
-    """Captures nothing: a replay is a call. For devices without graphs."""
+    """Captures nothing: a replay is a call. It is for devices without graphs."""
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
         """Return `step`."""
@@ -54,8 +56,8 @@ class EagerSteps:
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Return the batch sizes to capture up to `most`: 1, 2, 4, 8, every 8 up to 128, then about an
-    eighth apart, so that few padding rows are computed.
+    """Return the batch sizes to capture up to `most`: 1, 2, 4, 8, every 8 up to 128, then in steps
+    of about an eighth, so that few padding rows are computed.
     """
     sizes = [1, 2, 4]
     while sizes[-1] < most:
@@ -68,13 +70,15 @@ class _Ahead:
     """A step begun before it was planned."""
 
     slots: Sequence[StepSlot]
-    """Of the step before it."""
+    """The slots of the step before it."""
     logits: torch.Tensor
     tokens: Sequence[int] | None = None
-    """What that step sampled, once the host knows."""
+    """The tokens that the step before it sampled, once the host knows them."""
 
     def rows(self, slots: Sequence[StepSlot]) -> list[int] | None:
-        """Return the row of each of these slots; None unless exactly these slots are computed."""
+        """Return the row of each of these slots. Returns None unless this step computes all of
+        them.
+        """
         if self.tokens is None:
             return None
         places = {slot.sequence_id: row for row, slot in enumerate(self.slots)}
@@ -107,8 +111,8 @@ class DecodeGraphs:
     ) -> None:
         """Capture every size, the largest first: smaller ones then fit into its memory.
 
-        most_pages: of one sequence's table. copies: to the model's device; None = it is the host.
-        `progress(done, whole)` counts sizes.
+        most_pages: the most pages in a sequence's table. copies: to the model's device; None: the
+        model is on the host. progress: is called with (sizes done, all sizes).
         """
         self._model = model
         self._kv = kv
@@ -133,8 +137,9 @@ class DecodeGraphs:
         self._replays: dict[int, Replay] = {}
         self._ahead: _Ahead | None = None
         self.last_guess: Mark | None = None
-        """Behind the last step that ran ahead. Transfers wait for it before they write to pages:
-        nothing but the order of the device's work keeps a wrong guess off them."""
+        """A mark after the last step that ran ahead. Transfers wait for it before they write to
+        pages: only the order of the device's work keeps a wrong guess away from these.
+        """
         self._last: Sequence[StepSlot] = ()
         self._num_alike = 0
         self._fill([], most_rows)
@@ -175,26 +180,26 @@ class DecodeGraphs:
         return self._replay([self._entry(slot) for slot in slots], slots)
 
     def settled(self, slots: Sequence[StepSlot]) -> bool:
-        """Whether the step after that of `slots`, the last, may run ahead: it is worth it, and no
-        page is missing.
+        """Whether the next step after that of `slots`, the last, may run ahead: it is worth it, and
+        no page is missing.
         """
         room = all(slot.start + 1 < len(slot.pages) * self._block_tokens for slot in slots)
         return self._num_alike >= _SETTLED and room
 
     def run_ahead(self, slots: Sequence[StepSlot], tokens: torch.Tensor) -> None:
-        """Begin the step after that of `slots`, which has `settled` and sampled `tokens` [slots]
-        int64 on the device.
+        """Begin the next step after that of `slots`, which has `settled` and has sampled `tokens`
+        [slots] int64 on the device.
 
-        Overwrites the logits of that step. The guess counts once `confirm` has told the host's side
-        of it.
+        Overwrites the logits of that step. The guess counts once `confirm` has given the host the
+        tokens.
         """
         entries = [self._entry(slot, 1) for slot in slots]
         self._ahead = _Ahead(slots, self._replay(entries, slots, tokens))
         self.last_guess = self._copies.mark()
 
     def confirm(self, tokens: Sequence[int]) -> None:
-        """Record the values of the tokens given to `run_ahead`; no effect when no step runs
-        ahead.
+        """Record the values of the tokens given to `run_ahead`. This has no effect when no step
+        runs ahead.
         """
         if self._ahead is not None:
             self._ahead.tokens = tokens

@@ -1,8 +1,8 @@
-"""Reports layers in order as the device completes them, while the host continues: the events of a
-lead's runner, and how far a follower is.
+"""Reports layers in order as the device completes them, while the host continues: as events of a
+lead's runner, and as the progress of a follower.
 
-On a device kernels start long before they end, and a receiver of `LayerDone` may read the pages at
-once. On the host a layer is done when it is reported.
+On a device, kernels start long before they end, and a receiver of `LayerDone` may read the pages at
+once. On the host, a layer is done when it is reported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayerReports(Generic[Report]):
             try:
                 mark.reached()
             except RuntimeError:
-                pass  # the device has failed: the step fails with it, and nothing is pushed
+                pass  # the device has failed, so the step fails and nothing is pushed
             else:
                 self._emit(event)
             finally:

@@ -1,8 +1,8 @@
 """KV pages in a device's own memory, as the transfer engine moves them (`transfer.device`).
 
-Ranges that are whole rows of one length, as the slices of blocks are, are gathered on the device
-into one piece first: one long copy costs less than many short ones. What runs and ends copies is
-the device's business (`PageDevice`).
+Ranges that are whole rows of one length, as slices of blocks are, are first gathered on the device
+into one piece, because one long copy costs less than many short ones. The device runs and ends
+copies (`PageDevice`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.transfer.device import CopyDone, DmaBuf, Ranges
 
 LEAST_ROW_BYTES = 512
-"""Shorter rows are not worth their index: such ranges are copied one by one."""
+"""Shorter rows are not worth an index, so such ranges are copied one by one."""
 
 
 class PageDevice(Protocol):
@@ -29,13 +29,13 @@ class PageDevice(Protocol):
 
     @property
     def location(self) -> str:
-        """Its name in the transfer engine's topology."""
+        """The device's name in the transfer engine's topology."""
 
     @property
     def copies(self) -> Copies: ...
 
     def run(self, out: bool, work: Callable[[], None], done: CopyDone) -> None:
-        """Begin `work`, which copies to (`out`) or from the host; `done` once it has ended."""
+        """Begin `work`, which copies to (`out`) or from the host. Call `done` once it has ended."""
 
     def when(self, mark: Mark, done: CopyDone) -> None:
         """Call `done` when the mark is reached."""
@@ -62,8 +62,9 @@ class PageMemory:
     def __init__(self, kv: KvTensors, device: PageDevice) -> None:
         self.kv = kv
         self.last_guess: Callable[[], Mark | None] = lambda: None
-        """Returns the end of the last step that was begun on a guess: it may write to pages that
-        belong to another sequence by now."""
+        """Returns the end of the last step that was begun on a guess. That step may write to pages
+        that now belong to another sequence.
+        """
         self._bytes = kv.pages.view(-1).view(torch.uint8)
         self._num_bytes, self._address = self._bytes.numel(), self._bytes.data_ptr()
         self._device = device
@@ -105,8 +106,8 @@ class PageMemory:
         return self._device.dmabuf(self.address, self.num_bytes)
 
     def settle(self, done: CopyDone) -> None:
-        """Wait for a step that was started speculatively; all others end before their pages are
-        freed.
+        """Wait for a step that was started speculatively. All other steps end before their pages
+        are freed.
         """
         mark = self.last_guess()
         if mark is None:
@@ -149,15 +150,15 @@ class PageMemory:
         self._device.run(False, work, done)
 
     def _rows(self, length: int) -> torch.Tensor:
-        """Return the pages as rows of `length` bytes, less what is left over at the end. They are
-        int64 where the length allows: a GPU's threads move one element each.
+        """Return the pages as rows of `length` bytes, without the rest at the end. Rows are int64
+        where the length allows, because each thread of a GPU moves one element.
         """
         count = self.num_bytes // length
         rows = self._bytes[: count * length].view(count, length)
         return rows if length % 8 else rows.view(torch.int64)
 
     def _index(self, ranges: Ranges, length: int) -> torch.Tensor:
-        """Return the rows of `ranges`, int64, on the device."""
+        """Return the numbers of the rows of `ranges`, int64, on the device."""
         rows = [
             row
             for offset, size in ranges
@@ -167,8 +168,8 @@ class PageMemory:
 
 
 def row_bytes(ranges: Ranges) -> int | None:
-    """Return the row length that divides all ranges; None when copying them one by one is
-    better.
+    """Return a row length that divides all ranges. Returns None when it is better to copy them one
+    by one.
     """
     if len(ranges) < 2:
         return None

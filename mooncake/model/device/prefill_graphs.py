@@ -1,11 +1,11 @@
 """Short steps with prompts over fixed buffers: one captured graph for each number of rows of a
-ladder. An eager step of a few hundred rows ends when the host has launched its last kernel, a
-replayed one when the device has computed it.
+ladder. An eager step of a few hundred rows ends when the host has launched its last kernel; a
+replayed one ends when the device has computed it.
 
 All rows attend in the absorbed form, whose kernels take lengths, tables and the bounds of sequences
-from the device: so one graph serves any mix of prompts, chunks and decoding sequences. What is left
-over of its rows has no KV place and belongs to no sequence. Logits are not part of it: of how many
-rows they are wanted is known to the host alone.
+from the device. So one graph serves any mix of prompts, chunks and decoding sequences. Its unused
+rows have no KV place and belong to no sequence. Logits are not part of the graph, because only the
+host knows for how many rows they are wanted.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import flops_of_forms
 
 MOST_TOKENS = 256
-"""Rows of the largest captured step: larger ones take the device longer than the host."""
+"""The rows of the largest captured step. Larger steps take the device longer than the host."""
 _SIZES = (16, 32, 48, 64, 96, 128, 192)
 MORE_FLOPS = 8e11
-"""What attention in the absorbed form may take more than in the cheaper one, over all layers and
+"""How much more than the cheaper form the absorbed form of attention may take, over all layers and
 this rank's heads: 2 ms at 400 TFLOP/s, less than the host takes to launch a step.
 """
 
 _TOKENS, _POSITIONS, _PLACES = range(3)
 _STARTS, _LENGTHS = range(2)
 _ALIGNED = 4
-"""int32 numbers that rows of a tensor are filled up to, so that each begins at an even place."""
+"""Rows of a tensor are padded to this many int32 numbers, so that each begins at an
+aligned place.
+"""
 
 
 class PrefillGraphs:
@@ -54,7 +56,8 @@ class PrefillGraphs:
     ) -> None:
         """Capture every size, the largest first: smaller ones then fit into its memory.
 
-        most_pages: of one sequence's table. copies: to the model's device; None = it is the host.
+        most_pages: the most pages in a sequence's table. copies: to the model's device; None: the
+        model is on the host.
         """
         assert kv.home.num_homes == 1, "where ranks share contexts out, prompts are gathered"
         self._model = model
@@ -80,7 +83,7 @@ class PrefillGraphs:
             self._replays[size] = port.capture(self._step(size))
 
     def takes(self, slots: Sequence[StepSlot]) -> bool:
-        """Whether a step of these slots can be replayed, and is the faster for it."""
+        """Whether a step of these slots can be replayed, and is faster that way."""
         num_rows = sum(len(slot.tokens) for slot in slots)
         sequences, most_pages = self._table.shape
         if not 0 < num_rows <= self._sizes[-1] or len(slots) > sequences:
@@ -92,7 +95,7 @@ class PrefillGraphs:
 
     def states(self, inputs: StepInputs) -> torch.Tensor:
         """Return the final hidden states of the output rows, [rows, hidden], as `KimiK2.forward`
-        does; the next call may overwrite them. Waits for no device.
+        does. The next call may overwrite them. This waits for no device.
 
         inputs: on the host, with all rows in the absorbed form, of a step that `takes` allows.
         """
@@ -103,7 +106,7 @@ class PrefillGraphs:
         values[:, :num_rows] = torch.stack((inputs.tokens, inputs.positions, inputs.places))
         count, width = batch.page_table.shape
         bounds = torch.zeros(self._bounds.shape, dtype=torch.int32)
-        bounds[_STARTS] = num_rows  # of sequences that there are not: they end where they begin
+        bounds[_STARTS] = num_rows  # unused sequences end where they begin
         bounds[_STARTS, : count + 1] = batch.row_start
         bounds[_LENGTHS, :count] = batch.lengths
         self._values[:, :size].copy_(self._copies.send(values))

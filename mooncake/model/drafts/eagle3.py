@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a layer that drafts (arXiv 2503.01840), its KV in windows of its own."""
+"""An EAGLE-3 head as a layer that drafts (arXiv 2503.01840). Its KV lies in windows of its own."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from mooncake.model.layers.norm import RmsNorm
 
 
 class Eagle3Head:
-    """The weights of a head, and what it computes of rows; no KV.
+    """The weights of a head, and its computation for rows; no KV.
 
-    The input of attention is the normed embedding of a token beside the normed state before it; the
-    state goes on by the residual. Where a head has no embedding or vocabulary of its own, it uses
-    the model's.
+    The input of attention is the normed embedding of a token beside the normed state before it. The
+    residual carries the state on. A head without an embedding or vocabulary of its own uses the
+    model's.
     """
 
     def __init__(self, files: Eagle3Files, model: KimiK2, backends: Backends) -> None:
-        """Load the head in `files` as the dtype of `model`, onto its device.
+        """Load the head in `files` in the dtype of `model`, onto its device.
 
         Raises:
-            CheckpointError: what it says of its vocabulary contradicts itself.
+            CheckpointError: its statements about its vocabulary contradict each other.
         """
         self.spec: Eagle3Spec = files.spec
         self.dtype, self.device = model.dtype, model.device
@@ -71,8 +71,8 @@ class Eagle3Head:
         self._rotate: Callable[..., torch.Tensor] = backends.op("rotate")
 
     def states(self, read: torch.Tensor) -> torch.Tensor:
-        """Return the states that the layer takes, [rows, hidden], of those of the model, side by
-        side.
+        """Return the states that the layer takes, [rows, hidden], from the model's states, which
+        lie side by side.
         """
         if self._fc_norms:
             parts = read.chunk(len(self._fc_norms), dim=-1)
@@ -91,7 +91,7 @@ class Eagle3Head:
         return torch.cat((self._token_norm(embedded), self._state_norm(states)), dim=-1)
 
     def keys_values(self, joined: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Return what the rows of `joined` leave for those behind, [rows, kv_width]."""
+        """Return the keys and values of the rows of `joined` for later rows, [rows, kv_width]."""
         made = self._key_value(joined).view(len(joined), 2, -1, self.spec.head_dim)
         keys = self._rotate(made[:, 0], rotation, False)
         return torch.stack((keys, made[:, 1]), dim=1).flatten(1)
@@ -103,8 +103,9 @@ class Eagle3Head:
         states: torch.Tensor,
         seen: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Return the layer's state of each row, [rows, hidden]; `seen`: of each what it attends to,
-        its own row as well, [count, kv_width].
+        """Return the layer's state of each row, [rows, hidden].
+
+        seen: for each row what it attends to, including itself, [count, kv_width].
         """
         spec = self.spec
         queries = self._query(joined).view(len(joined), spec.num_attention_heads, spec.head_dim)
@@ -140,7 +141,9 @@ class Eagle3Head:
         return RmsNorm(self._tensor(name + ".weight"), self.spec.rms_norm_eps, self._backends)
 
     def _linear(self, *names: str) -> Linear:
-        """Return one product of several with the same input, outputs in the order given."""
+        """Return one of several products with the same input. Their outputs are in the
+        given order.
+        """
         weights = [self._tensor(name + ".weight") for name in names]
         return Linear(
             weights[0] if len(weights) == 1 else torch.cat(weights),
@@ -173,7 +176,7 @@ class Eagle3Rows:
     block_tokens = None
 
     def __init__(self, head: Eagle3Head, num_sequences: int, copies: Copies) -> None:
-        """num_sequences: that may be known at a time."""
+        """`num_sequences`: the most sequences that may be known at a time."""
         self._head = head
         self._copies = copies
         self.windows = KvWindows(num_sequences, WINDOW, head.spec.kv_width, head.dtype, head.device)
@@ -184,7 +187,7 @@ class Eagle3Rows:
 
     def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write the KV of the slots' tokens; see `DraftLayer`. A row's position is that of the
-        state before its token, as where heads are trained.
+        state before its token, as in the training of heads.
         """
         head = self._head
         counts = [len(slot.tokens) for slot in slots]
@@ -209,5 +212,7 @@ class Eagle3Rows:
         self.windows.forget(sequence_ids)
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Raise AssertionError where others than these have a window, or one is lost."""
+        """Raise AssertionError when a sequence other than these has a window, or a window
+        is lost.
+        """
         self.windows.check_integrity(sequences)

@@ -1,10 +1,10 @@
-"""Drafts by a layer that guesses tokens from the model's states. Owns the states of what that layer
-has not computed yet.
+"""Drafts by a layer that guesses tokens from the model's states. Owns the states that the layer has
+not used yet.
 
 The layer's row of place `i` is made of the token there and of the model's state at `i - 1`. So the
-last row of a sequence is that of the token which is computed next; of further drafts the layer's
-own states are the states before. Rows are computed together when a draft is wanted, and before
-they must be final. All ranks of a model make the same calls in the same order.
+last row of a sequence belongs to the token that is computed next. For further drafts, the layer's
+own states take the place of the model's. Rows are computed together when a draft is wanted, and
+before they must be final. All ranks of a model make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from mooncake.model.inputs import SlotRows
 from mooncake.model.parallel.group import Group, Solo
 
 _MOST_LEFT = 16
-"""Rows that a layer with a window leaves for later: their states take memory."""
+"""How many rows a layer with a window may leave for later. There is a limit because their states
+take memory.
+"""
 
 
 class DraftLayer(Protocol):
@@ -30,24 +32,26 @@ class DraftLayer(Protocol):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The layers of the model into which the states go that this one is made of, side by side;
-        as many as there are layers: out of the last one.
+        """The layers of the model whose inputs make this layer's state, side by side. The number of
+        layers stands for the output of the last one.
         """
 
     @property
     def block_tokens(self) -> int | None:
-        """Tokens of a block, where the layer's KV lies in those of the model; None: elsewhere."""
+        """The tokens of a block, when the layer's KV lies in the model's blocks; None: it lies
+        elsewhere.
+        """
 
     @property
     def window(self) -> int | None:
-        """Rows before one that it need not see; None: it sees all."""
+        """How many rows before itself a row needs to see; None: all of them."""
 
     def states(self, read: torch.Tensor) -> torch.Tensor:
-        """Return the states that the layer takes, of those of the model, [rows, read width]."""
+        """Return the states that the layer takes, from the model's states [rows, read width]."""
 
     def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write the KV of the slots' tokens, each of which has a state before it, and return the
-        layer's states of the last one of each slot that samples, in their order.
+        """Write the KV of the slots' tokens, each of which has a state before it. Return the
+        layer's state of the last token of each slot that samples, in their order.
         """
 
     def likeliest(self, states: torch.Tensor) -> torch.Tensor:
@@ -57,11 +61,11 @@ class DraftLayer(Protocol):
         """Drop sequences that have ended, or begin anew."""
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Raise AssertionError where it holds memory of others than these sequences."""
+        """Raise AssertionError when it holds memory of other sequences than these."""
 
 
 class ReadStates:
-    """The states of one step that a layer reads; a forward pass shows all of them."""
+    """The states of one step that a layer reads. A forward pass calls it with all states."""
 
     def __init__(self, reads: tuple[int, ...], num_layers: int) -> None:
         self._reads = reads
@@ -69,32 +73,32 @@ class ReadStates:
         self._found: list[torch.Tensor] = []
 
     def __call__(self, layer: int, states: torch.Tensor) -> None:
-        """Keep what goes into `layer`, which may be overwritten afterwards, if it is read."""
+        """Keep the input of `layer` if it is read. The caller may overwrite it afterwards."""
         if layer in self._reads:
             self._found.append(states if layer == self._num_layers else states.clone())
 
     @property
     def rows(self) -> torch.Tensor:
-        """[rows, read width], in the order of the step's."""
+        """The states [rows, read width], in the order of the step's rows."""
         return self._found[0] if len(self._found) == 1 else torch.cat(self._found, dim=-1)
 
 
 @dataclass
 class _Left:
-    """The rows of a sequence that are not computed: those from place `first` on."""
+    """The rows of a sequence that are not computed yet: those from place `first` on."""
 
     first: int
     states: list[torch.Tensor]
-    """[rows, read width]: those of the model at the places from `first - 1` on."""
+    """[rows, read width]: the model's states at the places from `first - 1` on."""
     tokens: list[int] = field(default_factory=list)
-    """At the places from `first` on: one fewer than states."""
+    """The tokens at the places from `first` on; one fewer than the states."""
 
     @property
     def stop(self) -> int:
         return self.first + len(self.tokens)
 
     def drop(self, count: int) -> None:
-        """Leave out the first `count` rows."""
+        """Remove the first `count` rows."""
         self.first += count
         del self.tokens[:count]
         while count >= len(self.states[0]):
@@ -105,16 +109,19 @@ class _Left:
 class ModelDrafts:
     """What a layer that drafts has seen of every sequence.
 
-    Where a sequence begins behind KV from elsewhere, the state before is not here. The layer's rows
-    in its blocks go on with the next place: the first one's lies in the block that came, as its
-    token was sampled where the block was computed. A block that begins there begins with a row
-    of zeros for a state, and so does a sequence. Guesses get worse, answers do not change.
+    When a sequence begins after KV from elsewhere, the state before it is not here. The layer's
+    rows in its blocks then begin at the next place. The row of the first place lies in the block
+    that came, because its token was sampled where the block was computed. A block that begins there
+    begins with a row that has zeros for a state, and so does a sequence. Guesses get worse, but
+    answers do not change.
     """
 
     def __init__(
         self, layer: DraftLayer, num_layers: int, copies: Copies, group: Group | None = None
     ) -> None:
-        """num_layers: of the model. group: the ranks that compute the layer, all of them alike."""
+        """num_layers: the model's number of layers. group: the ranks that all compute the layer in
+        the same way.
+        """
         self._layer = layer
         self._num_layers = num_layers
         self._copies = copies
@@ -127,7 +134,7 @@ class ModelDrafts:
         return self._num_layers in self._layer.reads
 
     def read_states(self) -> ReadStates:
-        """Return what is to see the states of a step."""
+        """Return the object that is to receive the states of a step."""
         return ReadStates(self._layer.reads, self._num_layers)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -138,14 +145,14 @@ class ModelDrafts:
         self._layer.forget(gone)
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Raise AssertionError where something is held for others than these sequences."""
+        """Raise AssertionError when something is held for other sequences than these."""
         others = self._left.keys() - set(sequences)
         assert not others, f"states of sequences that have ended: {sorted(others)}"
         self._layer.check_integrity(sequences)
 
     def make(self, slots: Sequence[StepSlot]) -> list[StepSlot]:
-        """Return the slots of a step with the likeliest tokens for drafts. A sequence that gets
-        some was in a step before.
+        """Return the slots of a step with the likeliest tokens as drafts. A sequence with drafts
+        must have been in a step before.
         """
         drafts: dict[int, list[int]] = {slot.sequence_id: [] for slot in slots}
         going = [slot for slot in slots if slot.num_drafts]
@@ -181,12 +188,12 @@ class ModelDrafts:
         *,
         handed_on: bool,
     ) -> bool:
-        """Keep the states of a step; compute the rows that must be final by now, and return whether
+        """Keep the states of a step, and compute the rows that must be final by now. Return whether
         there were any.
 
-        step_rows: of all slots, in `read`. samples: of the step; None: another rank has them.
-        handed_on: blocks go to other engines, with the row of the token just sampled where there
-        is room for it.
+        step_rows: the rows of all slots in `read`. samples: the samples of the step; None: another
+        rank has them. handed_on: blocks go to other engines, with the row of the token just sampled
+        if there is room for it.
         """
         sampled = self._sampled([each.slot for each in step_rows], samples)
         every, block_tokens = read.rows, self._layer.block_tokens
@@ -209,7 +216,7 @@ class ModelDrafts:
         return bool(rows)
 
     def _add(self, rows: SlotRows, every: torch.Tensor, num_samples: int) -> _Left:
-        """Add what a step has computed of a sequence to what is left of it."""
+        """Add what a step has computed of a sequence to its rows that are left."""
         slot, block_tokens = rows.slot, self._layer.block_tokens
         left = self._left.get(slot.sequence_id)
         if left is None:
@@ -223,7 +230,7 @@ class ModelDrafts:
         window = self._layer.window
         if window is not None and len(left.tokens) > window:
             left.drop(len(left.tokens) - window)
-        left.states[-1] = left.states[-1].clone()  # the rest of the step is not kept
+        left.states[-1] = left.states[-1].clone()  # frees the step's other states
         return left
 
     def _is_due(self, left: _Left) -> bool:
@@ -233,7 +240,7 @@ class ModelDrafts:
         return left.stop // block_tokens > left.first // block_tokens
 
     def _states(self, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the states that the layer takes, made of all together."""
+        """Return the states that the layer takes, computed for all at once."""
         if not read:
             return []
         made = self._layer.states(torch.cat(list(read)))
@@ -242,7 +249,7 @@ class ModelDrafts:
     def _sampled(
         self, slots: Sequence[StepSlot], samples: Sequence[Sample] | None
     ) -> dict[int, list[int]]:
-        """Return the tokens that each sequence has sampled; the lead tells all ranks."""
+        """Return the tokens that each sequence has sampled. The lead sends them to all ranks."""
         made: dict[int, list[int]] = {}
         for sample in samples or ():
             made.setdefault(sample.sequence_id, []).append(sample.token)
@@ -260,7 +267,7 @@ class ModelDrafts:
 
 
 def _rows(slot: StepSlot, first: int, tokens: list[int], *, sample: bool = True) -> StepSlot:
-    """Return rows of the sequence of `slot`, as a slot of their own."""
+    """Return rows of the sequence of `slot` as a separate slot."""
     return StepSlot(
         sequence_id=slot.sequence_id, start=first, tokens=tokens, pages=slot.pages, sample=sample
     )

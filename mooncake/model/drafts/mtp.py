@@ -1,4 +1,4 @@
-"""The model's MTP layer as one that drafts; its KV is one more layer of the model's pages."""
+"""The model's MTP layer as a layer that drafts. Its KV is one more layer of the model's pages."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class MtpRows:
         self.block_tokens = kv.page_shape[1]
 
     def states(self, read: torch.Tensor) -> torch.Tensor:
-        """Return the model's states [rows, hidden] behind its last norm."""
+        """Return the model's states [rows, hidden] after its last norm."""
         return self._model.normed(read)
 
     def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write the KV of the slots' tokens; see `DraftLayer`."""
         model, kv = self._model, self._kv
         rule = model.prefers_absorbed
-        # All rows, as few rows of all are computed faster than the last of few.
+        # All rows, because a few rows in full are faster than the last of each.
         every = frozenset(slot.sequence_id for slot in slots if slot.sample)
         inputs = build_inputs(slots, every, kv.page_shape, rule, self._tables, kv.home)
         of = {slot.sequence_id: each for slot, each in zip(slots, states, strict=True)}
@@ -53,7 +53,7 @@ class MtpRows:
         return self._model.likeliest(states)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Do nothing: pages are the engine's."""
+        """Do nothing, because the engine owns the pages."""
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Do nothing, either."""
+        """Do nothing, for the same reason."""

@@ -1,1 +1,1 @@
-"""Grammars that tokens are held to."""
+"""Grammars that constrain tokens."""

@@ -1,10 +1,10 @@
-"""Token masks from grammars. Owns compiled grammars (shared) and where each sequence stands in its
-own (one `Follower` a sequence, dropped with it).
+"""Token masks from grammars. Owns the compiled grammars, which are shared, and each sequence's
+position in its own (one `Follower` for each sequence, dropped with it).
 
-A grammar is compiled when its request comes, before there is a step to wait for it. Nothing is kept
-between workers: a follower is rebuilt from the grammar and the output tokens. The next mask is
-computed on a thread while the model runs the next step, so it costs the step nothing unless it
-takes longer than the forward pass. Which grammars are right is the API server's business.
+A grammar is compiled when its request comes, before any step waits for it. Nothing is kept between
+workers: a follower is rebuilt from the grammar and the output tokens. A thread computes the next
+mask while the model runs the next step, so it costs the step nothing unless it takes longer than
+the forward pass. The API server decides which grammars are valid.
 """
 
 from __future__ import annotations
@@ -26,29 +26,38 @@ from mooncake.model.grammars.grammar_tokens import GrammarTokens
 from mooncake.model.grammars.token_bits import bits_of, num_bytes
 
 MAX_COMPILED_BYTES = 1 << 30
-"""Of compiled grammars that are kept, the ones used last; most compile in about a millisecond."""
+"""The memory bound of the compiled grammars that are kept, those used last. Most compile in about a
+millisecond.
+"""
 COMPILED_BYTES_A_CHAR = 300
 MIN_COMPILED_BYTES = 1 << 18
-"""Of one compiled grammar, at least; measured with schemas of 10 to 9,000 properties."""
+"""The least estimated memory of one compiled grammar, measured with schemas of 10 to 9,000
+properties.
+"""
 MAX_TOO_COSTLY = 256
 MAX_PREPARING = 64
 MAX_REASON_CHARS = 200
-"""Of the library's words in an error."""
+"""How many of the library's words an error shows."""
 NUM_THREADS = 2
-"""Compute the masks of all sequences; the library releases the interpreter meanwhile."""
+"""The number of threads that compute the masks of all sequences. The library releases the
+interpreter lock meanwhile.
+"""
 MASK_LIMIT_S = 3.0
-"""For compiling a grammar and its first mask, or for one later mask: a step waits for it. Real
-schemas take milliseconds, the largest ones that are let in half a second."""
+"""The time limit for compiling a grammar and its first mask, or for one later mask, because a step
+waits for it. Real schemas take milliseconds; the largest ones allowed take half a second.
+"""
 
 
 class Grammars:
-    """Compiles grammars over one vocabulary; shared by all runners of a process."""
+    """Compiles grammars over one vocabulary. All runners of a process share it."""
 
     def __init__(
         self, vocab_size: int, load: Callable[[], GrammarTokens], limit_s: float = MASK_LIMIT_S
     ) -> None:
-        """Start the threads. `load` is called by `read_vocabulary`, or with the first grammar;
-        `limit_s`: the longest that one mask may take.
+        """Start the threads.
+
+        load: is called by `read_vocabulary`, or with the first grammar. limit_s: the longest time
+        that one mask may take.
         """
         self._vocab_size = vocab_size
         self._load = load
@@ -73,15 +82,15 @@ class Grammars:
         return self._compiled.size
 
     def read_vocabulary(self) -> None:
-        """Do what the first grammar would wait for: with 160,000 tokens the library holds Python's
-        lock for about a second. What is wrong with it, the first grammar says.
+        """Read the vocabulary now, so that the first grammar need not wait: with 160,000 tokens the
+        library holds Python's lock for about a second. The first grammar reports any error in it.
         """
         with contextlib.suppress(Exception):
             self._vocabulary()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compile a grammar that comes soon, on a thread that no mask waits for. What is too much
-        for it is left to the first step.
+        """Compile a grammar that comes soon, on a thread for which no mask waits. If that thread
+        has too much to do, the first step compiles it.
         """
         text = grammar.text
         with self._lock:
@@ -93,9 +102,9 @@ class Grammars:
 
     def _prepare(self, text: str) -> None:
         try:
-            self.matcher(text).compute_bitmask()  # copies share what the library finds out here
+            self.matcher(text).compute_bitmask()  # copies share what is cached here
         except MooncakeError:
-            pass  # who follows it says what is wrong
+            pass  # whoever follows it reports the error
         finally:
             with self._lock:
                 self._preparing.remove(text)
@@ -107,20 +116,20 @@ class Grammars:
             return self._tokenizer
 
     def follow(self, grammar: Grammar, output_tokens: Sequence[int]) -> Follower:
-        """Return a follower of `grammar` after `output_tokens`; never blocks."""
+        """Return a follower of `grammar` after `output_tokens`. Never blocks."""
         return Follower(grammar, output_tokens, self, self._jobs)
 
     def refuse(self, text: str) -> None:
-        """Remember that the grammar `text` exceeded its time: it is not tried again."""
+        """Remember that the grammar `text` exceeded its time, so that it is not tried again."""
         with self._lock:
             self._too_costly[_digest(text)] = None
 
     def matcher(self, text: str) -> llguidance.LLMatcher:
-        """Return a fresh matcher of the grammar `text`. Called on the pool's threads.
+        """Return a fresh matcher of the grammar `text`. The pool's threads call this.
 
         Raises:
-            InternalError: the grammar does not compile or has exceeded its time before, or there is
-                no vocabulary to read.
+            InternalError: the grammar does not compile or has exceeded its time before, or the
+                vocabulary cannot be read.
         """
         with self._lock:
             if self._too_costly and _digest(text) in self._too_costly:
@@ -140,14 +149,14 @@ class Grammars:
 
 class _State(Enum):
     FIRST = "first"
-    """Nothing is out yet, and the first token may open a think block."""
+    """There is no output yet, and the first token may open a think block."""
     FREE = "free"
     BOUND = "bound"
     ENDED = "ended"
 
 
 class Follower:
-    """One sequence's place in its grammar.
+    """One sequence's position in its grammar.
 
         FIRST ──<think>──► FREE ──trigger, </think>──► BOUND ──end token──► ENDED
           └────────────any other───────────────────────► │
@@ -175,7 +184,8 @@ class Follower:
         self._job: Job[torch.Tensor | None] = self._submit(list(output_tokens))
 
     def allowed(self) -> torch.Tensor | None:
-        """Return the tokens that may come next as `bits_of` does, None = all may; waits for it.
+        """Return the tokens that may come next in the form of `bits_of`; None: all may. Waits for
+        the mask.
 
         Raises:
             InternalError: the grammar is broken, or its mask takes longer than the limit.
@@ -203,7 +213,7 @@ class Follower:
             return self._mask()
         except MooncakeError:
             raise
-        except BaseException as error:  # a panic of the library is no Exception; it ends one alone
+        except BaseException as error:  # a panic of the library is no Exception
             raise InternalError(f"the grammar cannot be followed: {_first_line(error)}") from error
 
     def _take(self, token: int) -> None:
@@ -235,7 +245,7 @@ class Follower:
 
     def _mask(self) -> torch.Tensor | None:
         if self._state is _State.FREE:
-            return None if self._grammar.optional else ~self._end_bits  # what must come has not yet
+            return None if self._grammar.optional else ~self._end_bits  # it must not end yet
         if self._state is _State.ENDED:
             return self._end_bits
         matcher = self._bound()
@@ -256,8 +266,9 @@ def _digest(text: str) -> bytes:
 
 
 def _first_line(problem: object) -> str:
-    """Return what is wrong in one line: the library's words may have all its tokens or a backtrace
-    behind them."""
+    """Return the first line of an error, because the library may add all its tokens or a
+    backtrace.
+    """
     lines = str(problem).splitlines()
     return lines[0][:MAX_REASON_CHARS] if lines else "no reason given"
 
@@ -278,8 +289,9 @@ class _Tokens:
         self._encode = vocabulary.encode
 
     def __call__(self, text: str) -> list[int]:
-        """Where only one text can follow, the library allows it in these tokens alone: the model
-        then sees it cut as in training."""
+        """Return the tokens of a text. Where only one text can follow, the library allows only
+        these tokens, so the model sees the text cut as in training.
+        """
         return self._encode(text)
 
 

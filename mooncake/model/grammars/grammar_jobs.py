@@ -1,8 +1,8 @@
 """Runs the grammar library's work on threads, each job under a time limit.
 
-The library cannot be interrupted: a grammar of 300 bytes can keep it busy for hours. A job past its
-limit is abandoned: it fails, its thread ends whenever the library returns, and a new thread takes
-the next job. Threads are daemons, so an abandoned one does not keep the process alive.
+The library cannot be interrupted, and a grammar of 300 bytes can keep it busy for hours. So a job
+past its limit fails and is abandoned. Its thread ends whenever the library returns, and a new
+thread takes the next job. Threads are daemons, so an abandoned one does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from mooncake.base.deep_stack import start_deep_thread
 T = TypeVar("T")
 
 MAX_ABANDONED = 3
-"""Threads busy with abandoned jobs, each of which takes a core; with more, jobs are refused."""
+"""The most threads that may be busy with abandoned jobs, each of which takes a core. Beyond that,
+jobs are refused.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class TookTooLong(InternalError):
-    """Raised for a job that exceeded its time limit."""
+    """A job exceeded its time limit."""
 
 
 class Job(Generic[T]):
-    """One piece of work and, once it has ended, its outcome."""
+    """One piece of work and, once it has ended, its result."""
 
     __slots__ = ("_error", "_value", "ended", "is_awaited", "started_s", "work")
 
@@ -39,12 +41,12 @@ class Job(Generic[T]):
         self.started_s: float | None = None
         self.ended = False
         self.is_awaited = False
-        """Whether somebody is to be woken at its end."""
+        """Whether a waiter must be woken at its end."""
         self._value: T | None = None
         self._error: BaseException | None = None
 
     def end(self, value: T | None = None, error: BaseException | None = None) -> None:
-        """Set the outcome."""
+        """Set the result."""
         self._value, self._error = value, error
         self.ended = True
 
@@ -58,8 +60,8 @@ class Job(Generic[T]):
 class GrammarJobs:
     """A few threads that run jobs in order of arrival, each for at most `limit_s` seconds.
 
-    One lock guards all of it, and nobody is woken who has nothing to do: a step of many sequences
-    submits a job for each, and waits for each.
+    One lock guards everything, and only waiters with something to do are woken: a step of many
+    sequences submits a job for each, and waits for each.
     """
 
     def __init__(self, num_threads: int, limit_s: float, name: str) -> None:
@@ -77,19 +79,19 @@ class GrammarJobs:
 
     @property
     def num_abandoned(self) -> int:
-        """Number of threads that are still busy with abandoned jobs."""
+        """The number of threads that are still busy with abandoned jobs."""
         return self._num_abandoned
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Queue `work`; never blocks. While too many threads are busy with abandoned jobs, the job
-        fails at once as Unavailable: another worker may do it.
+        """Queue `work`. Never blocks. While too many threads are busy with abandoned jobs, the job
+        fails at once as Unavailable, because another worker may do it.
         """
         job = Job(work)
         with self._lock:
             if self._running:
                 self._abandon_late()
             if self._num_abandoned >= MAX_ABANDONED:
-                job.end(error=Unavailable("grammars of others have taken all the time here"))
+                job.end(error=Unavailable("grammars of other requests keep all threads busy"))
             else:
                 self._queue.append(job)  # type: ignore[arg-type]  # a queue of any outcomes
                 if self._num_idle:
@@ -97,10 +99,10 @@ class GrammarJobs:
         return job
 
     def wait(self, job: Job[T]) -> T:
-        """Return the outcome of `job`; blocks for about `limit_s` after the job has started.
+        """Return the result of `job`. Blocks until about `limit_s` after the job has started.
 
         Raises:
-            TookTooLong: the job exceeded its limit. Its own error otherwise.
+            TookTooLong: the job exceeded its limit. A failed job raises its own error.
         """
         if not job.ended:
             with self._lock:
@@ -142,7 +144,7 @@ class GrammarJobs:
             with self._lock:
                 if job not in self._running:
                     self._num_abandoned -= 1
-                    return  # abandoned meanwhile: another thread has taken this one's place
+                    return  # it was abandoned: another thread has taken this one's place
                 del self._running[job]
                 job.end(value, problem)
                 if job.is_awaited:

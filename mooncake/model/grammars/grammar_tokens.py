@@ -1,6 +1,7 @@
 """The tokens of a checkpoint as grammars need them: bytes by id, and how plain text is cut.
 
-Read before the first request comes. No text leaves here; the API server has its own tokenizer.
+They are read before the first request comes. No text leaves this module; the API server has its own
+tokenizer.
 """
 
 from __future__ import annotations

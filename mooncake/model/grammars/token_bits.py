@@ -1,4 +1,4 @@
-"""Sets of tokens as bits, on the host: what masks of logits are made of. Stateless."""
+"""Sets of tokens as bits on the host, from which masks of logits are made. Stateless."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def num_bytes(vocab_size: int) -> int:
 
 
 def bits_of(tokens: Sequence[int] | torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return these tokens of a vocabulary: uint8 [num_bytes], a bit for each token, the lowest
+    """Return these tokens of a vocabulary as uint8 [num_bytes], one bit for each token, the lowest
     first. Bits beyond the vocabulary are 0.
     """
     marks = np.zeros(vocab_size, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Which tokens would complete a bad word. One `BadWords` for all sequences of a call; each keeps
+"""Which tokens would complete a bad word. All sequences of a call share one `BadWords`; each keeps
 its own place.
 """
 
@@ -10,26 +10,26 @@ import torch
 
 
 class Place:
-    """Where a sequence stands: the longest end of its tokens that a word begins with."""
+    """A sequence's position: the longest end of its tokens with which a word begins."""
 
     __slots__ = ("after", "completing", "ends", "shorter")
 
     def __init__(self) -> None:
         self.after: dict[int, Place] = {}
-        """The place after each token with which a word goes on."""
+        """The place after each token that continues a word."""
         self.ends: dict[int, None] = {}
-        """The last tokens of the words whose others are exactly these."""
+        """The last tokens of those words whose other tokens are exactly these."""
         self.shorter = self
-        """The next shorter end that a word begins with; itself where there is none."""
+        """The place of the next shorter end with which a word begins; itself when there is none."""
         self.completing: torch.Tensor | None = None
-        """The tokens that would complete a word, int64 on the host. This and `shorter` are found
+        """The tokens that would complete a word, int64 on the host. This and `shorter` are computed
         when a sequence first comes here.
         """
 
 
 class BadWords:
-    """Words as Aho and Corasick's automaton (1975): a step follows one token, however many words
-    there are and however long. Its plain reference is `completing`.
+    """Words as an automaton of Aho and Corasick (1975). A step takes one token, however many and
+    however long the words are. `completing` is its plain reference.
     """
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -47,20 +47,20 @@ class BadWords:
         self._root.completing = _ids(self._root)
 
     def start(self, tokens: Sequence[int]) -> Place:
-        """Return where a sequence with these tokens stands."""
+        """Return the place of a sequence with these tokens."""
         place = self._root
         for token in tokens[max(0, len(tokens) - self._longest) :]:
             place = self.next(place, token)
         return place
 
     def next(self, place: Place, token: int) -> Place:
-        """Return where a sequence at `place` stands after one more token."""
+        """Return the place of a sequence at `place` after one more token."""
         while token not in place.after:
             if place is self._root:
                 return place
             place = place.shorter
         longer = place.after[token]
-        if longer.completing is None:  # of all shorter ends it is known
+        if longer.completing is None:  # all shorter ends are known
             shorter = self._root if place is self._root else self.next(place.shorter, token)
             ends = shorter.completing
             assert ends is not None
@@ -74,7 +74,9 @@ def _ids(place: Place) -> torch.Tensor:
 
 
 def completing(words: Iterable[Sequence[int]], tokens: Sequence[int]) -> set[int]:
-    """Return the tokens that would complete one of `words` after `tokens`, by looking at each."""
+    """Return the tokens that would complete one of `words` after `tokens`, by comparing
+    each word.
+    """
     return {
         word[-1]
         for word in words

@@ -1,4 +1,4 @@
-"""Token embedding and the vocabulary head, of one weight when they are tied."""
+"""Token embedding and the vocabulary head, which share one weight when they are tied."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from mooncake.model.parallel.group import Group, Solo
 
 
 class Embedding:
-    """Rows of a table; weight: [vocab, hidden], or a rank's columns where a `group` has all."""
+    """Rows of a table. weight: [vocab, hidden], or one rank's columns when a `group` has all of
+    them.
+    """
 
     def __init__(self, weight: torch.Tensor, group: Group | None = None) -> None:
         self.weight = weight
         self._group = group or Solo()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [rows, hidden] for `tokens` [rows] int64. IndexError: no such token."""
+        """Return [rows, hidden] for `tokens` [rows] int64. Raises IndexError for an
+        unknown token.
+        """
         return self._group.gather(functional.embedding(tokens, self.weight))
 
 
 class Head:
-    """Logits over the vocabulary; weight: [vocab, hidden], or a rank's words of it where a `group`
-    has all.
+    """Logits over the vocabulary. weight: [vocab, hidden], or one rank's words of it when a `group`
+    has all of them.
 
-    A head tied to the embedding reads the embedding's own tensor: packing it would keep it twice.
+    A head tied to the embedding reads the embedding's own tensor, because packing would keep it
+    twice.
     """
 
     def __init__(
@@ -46,12 +51,12 @@ class Head:
         self._multiply = multiply or functional.linear
 
     def prepare(self, rows: int) -> None:
-        """Have a library build what `rows` rows need; see `layers.linear.Product`."""
+        """Let a library build its code for `rows` rows; see `layers.linear.Product`."""
         if self._linear is not None:
             self._linear.prepare(rows)
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [rows, vocab] float32 for `hidden` [rows, hidden]; in `out` where it is given."""
+        """Return [rows, vocab] float32 for `hidden` [rows, hidden], in `out` if it is given."""
         if self._linear is not None:
             sole = self._group.size == 1
             made = self._linear.wide(hidden) if sole else self._group.gather(self._linear(hidden))

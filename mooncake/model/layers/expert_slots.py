@@ -1,5 +1,5 @@
 """The routed experts of one layer on one of the ranks that share them out: slots, and the table
-that says who has what. Where an expert has several slots, rows take them in turn.
+that says which rank has which expert. When an expert has several slots, rows take them in turn.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from mooncake.engine.expert_placement import Placement, first_placement
 from mooncake.model.parallel.exchange import NOBODY, ExpertRanks, Rows
 
 Computing = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of rows, the slots of their experts and the weights of these."""
+"""Computes rows, given the slots of their experts and the weights of these."""
 
 
 class Experts(Protocol):
-    """What computes experts; see `mooncake_kernels.reference.experts`."""
+    """Computes experts; see `mooncake_kernels.reference.experts`."""
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor: ...
 
     def slot(self, number: int) -> list[torch.Tensor]:
-        """Return where the weights of an expert lie, to be read and written."""
+        """Return the tensors that hold the weights of an expert, to read and write."""
 
 
 def slots_of(placement: Placement, rank: int, num_ranks: int) -> Sequence[int]:
@@ -34,7 +34,7 @@ def slots_of(placement: Placement, rank: int, num_ranks: int) -> Sequence[int]:
 
 
 class ExpertSlots:
-    """The experts of a layer, of which this rank computes those in its slots."""
+    """The experts of a layer. This rank computes those in its slots."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class ExpertSlots:
         computing: Computing | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """experts: those in this rank's slots, in order. computing: what of them is wanted, of
-        which ranks' results are added; None: what `experts` returns. device: where rows come from;
+        """experts: those in this rank's slots, in order. computing: computes the value of these
+        whose sum over ranks is wanted; None: `experts` itself. device: the device of the rows;
         None: the host.
         """
         self._ranks = ranks
@@ -56,9 +56,9 @@ class ExpertSlots:
         self.placement = first_placement(num_experts, num_slots)
         self._device = device
         self.counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-        """Rows that each expert had on all ranks since they were set to zero; behind them, rows
-        that only filled up an exchange, times choices. Those that fill up a captured step are
-        computed as others are, and counted so.
+        """The rows of each expert on all ranks since the counts were last set to zero. The last
+        entry counts padding rows of exchanges, times choices. Padding rows of a captured step are
+        computed like others, and counted like them.
         """
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         # Written anew where they lie: captured steps read them there.
@@ -68,19 +68,24 @@ class ExpertSlots:
         self._read()
 
     def place(self, placement: Placement) -> None:
-        """Send rows where `placement` says from now on; by now the slots hold that on all ranks."""
+        """Send rows by `placement` from now on. The slots must hold that placement on all ranks by
+        now.
+        """
         self.placement = placement
         self._read()
 
     def weights(self, slot: int) -> list[torch.Tensor]:
-        """Return where the weights in one of this rank's slots lie, to be read and written."""
+        """Return the tensors that hold the weights of one of this rank's slots, to read
+        and write.
+        """
         return self._experts.slot(slot)
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return for each row what `computing` makes of its experts, [rows, ...]: of all, or where
-        ranks with the same rows share them, of this rank's. All ranks call this alike.
+        """Return for each row what `computing` makes of its experts, [rows, ...]. When ranks with
+        the same rows share the experts, this covers only this rank's experts. All ranks call this
+        alike.
         """
         exchange, rows = self._ranks.exchange, Rows(x, experts, weights)
         if exchange is not None:
@@ -97,7 +102,9 @@ class ExpertSlots:
         return exchange.collect(made.flatten(1), len(x)).view(len(x), *made.shape[1:])
 
     def _slots_for(self, known: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slots of experts [rows, k]; no number of theirs reaches the host."""
+        """Return this rank's slots of experts [rows, k], without reading any of their numbers on
+        the host.
+        """
         if self._slots.shape[1] == 1:
             return self._slots.view(-1)[known]
         turn = torch.arange(len(known), device=self._device)[:, None] % self._num_slots[known]

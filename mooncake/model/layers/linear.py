@@ -1,4 +1,4 @@
-"""Linear and gated layers that choose how their weight is kept. No weights are loaded here."""
+"""Linear and gated layers that choose how to keep their weight. No weights are loaded here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from mooncake.model.parallel.group import Group
 
 ALIKE_ROWS = 32
-"""Up to so many rows ranks use compiled code, whatever each of them would measure."""
+"""Up to this many rows, ranks use compiled code, whatever each of them would measure."""
 
 
 class Product(Protocol):
@@ -30,17 +30,18 @@ class Product(Protocol):
         """Return `to + self(x)`; to: [rows, out], may be overwritten."""
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
-        """Have a library that builds code for each shape build that of `rows` rows; adding: of
-        `add`.
+        """Let a library that builds code for each shape build the code for `rows` rows. `adding`:
+        for `add`.
         """
 
 
 class Linear:
     """`y = x W^T + b`; weight: [out, in], bias: [out] or None; x: [rows, in] of the same dtype.
 
-    bfloat16 on the CPU is packed for oneDNN or compiled code (the given weight can then be freed);
-    every other kind keeps the tensor as it is. `multiply` (contract: `reference.linear`) replaces
-    either. `few`: the same by compiled code, where it can read this weight, for few rows or all.
+    bfloat16 on the CPU is packed for oneDNN or compiled code, and the given weight can then be
+    freed. Every other kind keeps the tensor unchanged. `multiply` (contract: `reference.linear`)
+    replaces either. `few`: the same product by compiled code, if that can read this weight, for few
+    rows or all.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Linear:
         compiled: bool = False,
         alike: bool = False,
     ) -> None:
-        """compiled: use compiled code, where it can be had. alike: for as many rows on all ranks,
-        whose results must have the same bits; else for as many as it was measured to be the faster
-        way.
+        """compiled: use compiled code if it can be built. alike: use it for equally many rows on
+        all ranks, because their results must have the same bits; otherwise for as many as it was
+        measured to be faster.
         """
         self.few: FewRows | None = None
         compiled = compiled and multiply is None and bias is None
@@ -79,7 +80,7 @@ class Linear:
         return self.by_library(x)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [rows, out] in float32, of sums that were rounded only where a library does."""
+        """Return [rows, out] in float32. Only a library rounds the sums."""
         if self.few is not None and x.shape[0] <= self.few.most:
             return self.few(x, wide=True)
         return self.by_library(x).float()
@@ -91,7 +92,7 @@ class Linear:
         return self._multiply(x, self._weight, self._bias)
 
     def add(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Return `to + self(x)`, in one pass where the backend can; to: [rows, out], may be
+        """Return `to + self(x)`, in one pass if the backend can; to: [rows, out], may be
         overwritten.
         """
         if self.few is not None and x.shape[0] <= self.few.most:
@@ -117,14 +118,14 @@ class Linear:
 
 
 class Fp8Linear:
-    """A product with a weight that stays FP8; `multiply` is `Backends.fp8_linear`'s."""
+    """A product with a weight that stays FP8. `multiply` comes from `Backends.fp8_linear`."""
 
     def __init__(self, multiply: Callable[..., torch.Tensor]) -> None:
         self._multiply = multiply
         self.few = multiply if isinstance(multiply, packed.Fp8Linear) else None
 
     def by_library(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [rows, out]: there is one way for any number of rows."""
+        """Return [rows, out]. The computation is the same for any number of rows."""
         return self(x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,18 +137,19 @@ class Fp8Linear:
         return self._multiply(x, to)
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
-        """Nothing: compiled code takes any number of rows."""
+        """Do nothing, because compiled code takes any number of rows."""
 
 
 class SummedProduct:
-    """A product of whose input each rank of a group has columns: the ranks' results are summed.
+    """A product in which each rank of a group has some columns of the input. The ranks' results are
+    summed.
 
-    What is added is added once, after the sum.
+    A tensor to add is added once, after the sum.
     """
 
     def __init__(self, product: Product, group: Group) -> None:
         self.product = product
-        """Of this rank's columns alone."""
+        """The product of this rank's columns alone."""
         self.group = group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,20 +161,21 @@ class SummedProduct:
         return self(x).add_(to)
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
-        """See `Product`; asks no other rank."""
+        """See `Product`. No other rank takes part."""
         del adding
         self.product.prepare(rows)
 
 
 class SlabbedProduct:
-    """A product whose sums are made of slabs of its columns, added by one tree: with the same bits
-    however many ranks share the columns out. What is added is added once, after the sum.
+    """A product whose sums are made of slabs of its columns, added by one tree. So they have the
+    same bits however many ranks share out the columns. A tensor to add is added once, after the
+    sum.
     """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, slabs: int, group: Group
     ) -> None:
-        """weight: [out, in], of whose columns this rank has `slabs` slabs; bias: all of it."""
+        """weight: [out, in], this rank's columns, which are `slabs` slabs. bias: the whole bias."""
         self._weight = weight
         self._bias = bias
         self._slabs = slabs
@@ -193,7 +196,7 @@ class SlabbedProduct:
         return self(x).add_(to)
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
-        """Nothing: no library multiplies here."""
+        """Do nothing, because no library multiplies here."""
 
 
 class GatedMlp:
@@ -205,7 +208,7 @@ class GatedMlp:
         down: Product,
         gated: Callable[[torch.Tensor], torch.Tensor] = gated,
     ) -> None:
-        """gated: silu of the gate times the rest, as the reference."""
+        """`gated`: silu of the gate times the rest, like the reference."""
         self._gate_up = gate_up
         self._down = down
         self._gated = gated
@@ -222,27 +225,27 @@ class GatedMlp:
         return self.add_inner(self.inner(x), to)
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `down` multiplies, [rows, inner]."""
+        """Return the input of `down`, [rows, inner]."""
         return self._gated(self._gate_up(x))
 
     def add_inner(self, inner: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Return `to + mlp(x)`, where `inner` is that of x; `to` may be overwritten."""
+        """Return `to + mlp(x)`, where `inner` was made from x; `to` may be overwritten."""
         return self._down.add(inner, to)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slabs of `mlp(x)`, of a layer that is made of them."""
+        """Return this rank's slabs of `mlp(x)`, for a layer that is made of slabs."""
         assert isinstance(self._down, SlabbedProduct)
         return self._down.parts(self.inner(x))
 
     def prepare(self, rows: int) -> None:
-        """Have a library build what `add` needs for `rows` rows; see `Product`."""
+        """Let a library build its code for `add` with `rows` rows; see `Product`."""
         if self._few is None or rows > self._few.most:
             self._gate_up.prepare(rows)
             self._down.prepare(rows, adding=True)
 
 
 def _few_rows(gate_up: Product, down: Product) -> FewRowsMlp | None:
-    """Return the whole layer by one call of compiled code for few rows, if it can be had."""
+    """Return the whole layer as one call of compiled code for few rows, if it can be built."""
     if not (isinstance(gate_up, Linear | Fp8Linear) and type(gate_up) is type(down)):
         return None
     if gate_up.few is None or down.few is None:

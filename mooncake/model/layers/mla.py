@@ -1,7 +1,7 @@
 """Multi-head latent attention of one layer (DeepSeek-V2, arXiv 2405.04434 section 2.1).
 
 Writes the latent KV of the step's rows into their pages, then attends: absorbed for few new tokens
-over a long context, expanded for long chunks. Which form a row takes is decided in `inputs`.
+over a long context, expanded for long chunks. `inputs` decides which form a row takes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.group import Group
 
 LATENT_NORM_EPS = 1e-6
-"""Of the two inner norms: DeepSeek-V3's code fixes it, `rms_norm_eps` is for the outer ones."""
+"""The epsilon of the two inner norms. DeepSeek-V3's code fixes it; `rms_norm_eps` is for the outer
+norms.
+"""
 
 _FLOPS_PER_HEAD_CALL = 1.5e7
-"""What the expanded form's separate calls for each head cost, in the FLOPs of a busy CPU core."""
+"""The cost of the expanded form's separate calls for each head, in the FLOPs of a busy CPU core."""
 
 
 @dataclass(frozen=True)
 class MlaWeights:
     """Weights of one layer, all in the model's dtype.
 
-    query_kv_a: [q rank (or heads * qk width) + kv_width, hidden], the query's rows first.
-    query_b and query_norm: None when queries are not compressed.
-    key_up: [heads, kv_lora_rank, nope], value_up: [heads, value width, kv_lora_rank]: `kv_b_proj`
-    in its two parts, contiguous and laid out as both forms multiply fastest with (a strided
-    batch is copied in every call: it cost a fifth of a decode step).
+    query_kv_a: [q rank (or heads * qk width) + kv_width, hidden], the query's rows first. query_b
+    and query_norm: None when queries are not compressed. key_up: [heads, kv_lora_rank, nope],
+    value_up: [heads, value width, kv_lora_rank]: `kv_b_proj` in its two parts. They are contiguous,
+    in the layout that both forms multiply fastest (a strided batch is copied in every call, which
+    cost a fifth of a decode step).
     """
 
     query_kv_a: Product
@@ -69,8 +71,8 @@ class Mla:
         num_ranks: int = 1,
         context: Group | None = None,
     ) -> None:
-        """num_ranks: among how many ranks the heads are shared out; `weights` has one's. context:
-        the ranks, this one among them, that share the KV of every context out; None: each has all.
+        """num_ranks: how many ranks share out the heads; `weights` has one rank's. context: the
+        ranks, including this one, that share out the KV of every context; None: each has all.
         """
         self._layer = layer
         self._input_norm = input_norm
@@ -99,7 +101,7 @@ class Mla:
         self._few = self._few_rows(spec) if compiled else None
 
     def _few_rows(self, spec: ModelSpec) -> MlaLayer | None:
-        """Return the whole layer by one call of compiled code for few rows, if it can be had."""
+        """Return the whole layer as one call of compiled code for few rows, if it can be built."""
         w = self._w
         of_output = w.output.product if isinstance(w.output, SummedProduct) else w.output
         products = [
@@ -127,7 +129,7 @@ class Mla:
         return None
 
     def prepare(self, rows: int) -> None:
-        """Have a library build what steps of `rows` rows need; see `layers.linear.Product`."""
+        """Let a library build its code for steps of `rows` rows; see `layers.linear.Product`."""
         self._w.query_kv_a.prepare(rows)
         if self._w.query_b is not None:
             self._w.query_b.prepare(rows)
@@ -136,14 +138,14 @@ class Mla:
             self._linear_heads(weight.new_zeros(rows, self._heads, weight.shape[2]), weight)
 
     def prepare_context(self, num_keys: int) -> None:
-        """The same for attention to `num_keys` keys, a rung of the ladder."""
+        """Do the same for attention to `num_keys` keys, a rung of the ladder."""
         if not self._few_shapes:
             return
         rope = self._kv_width - self._rank
         onednn_mla.multiply_once(self._w.key_up, self._w.value_up, rope, num_keys)
 
     def takes(self, queries: Queries, kv: KvTensors) -> bool:
-        """Whether `in_one` computes these rows, which are all rows of their step."""
+        """Whether `in_one` can compute these rows, which are all rows of their step."""
         alone = not queries.expanded and queries.batch is None and queries.few_rows
         few = self._few
         return alone and few is not None and few.takes(queries.num_rows, kv.of_layer(self._layer))
@@ -156,7 +158,7 @@ class Mla:
         queries: Queries,
         kv: KvTensors,
     ) -> torch.Tensor:
-        """Return what `attend` does after `write_kv`, for rows of which `takes` holds."""
+        """Return the result of `attend` after `write_kv`, for rows for which `takes` is true."""
         assert self._few is not None
         given = (x, rotation, places, kv.of_layer(self._layer), queries.span_batch)
         output = self._w.output
@@ -172,8 +174,8 @@ class Mla:
         places: torch.Tensor,
         kv: KvTensors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the KV of all rows of `x + update` [rows, hidden] and return the queries' first
-        stage, normed, and the sum; update: None adds nothing.
+        """Store the KV of all rows of `x + update` [rows, hidden]. Return the normed first stage of
+        the queries, and the sum. update: None adds nothing.
         """
         normed, x = self._input_norm.of_sum(x, update)
         joined = self._w.query_kv_a(normed)
@@ -202,7 +204,8 @@ class Mla:
     ) -> torch.Tensor:
         """Return the layer's attention, [rows, hidden].
 
-        query: `write_kv`'s result for the rows of `queries`, may be overwritten; rotation: theirs.
+        query: `write_kv`'s result for the rows of `queries`; may be overwritten. rotation: the
+        rotation of these rows.
         """
         return self._w.output(self._attended(query, rotation, queries, kv))
 
@@ -220,7 +223,7 @@ class Mla:
     def _attended(
         self, query: torch.Tensor, rotation: torch.Tensor, queries: Queries, kv: KvTensors
     ) -> torch.Tensor:
-        """Return what all heads found, [rows, heads * value width]."""
+        """Return the results of all heads, [rows, heads * value width]."""
         if self._w.query_b is not None:
             query = self._w.query_b(query)
         q = query.view(query.shape[0], self._heads, -1)
@@ -252,8 +255,8 @@ class Mla:
     def _absorbed(
         self, q: torch.Tensor, rotation: torch.Tensor, pages: torch.Tensor, queries: Queries
     ) -> torch.Tensor:
-        """Return what all heads found, [rows, heads, value width]; q as `_turned` gives it, or as
-        it was where one kernel does that too.
+        """Return the results of all heads, [rows, heads, value width]. q is `_turned`'s result, or
+        unchanged when one kernel does that too.
         """
         if self._fused:
             whole = self._absorb_queries(q, rotation, self._w.key_up, self._scale)
@@ -280,9 +283,9 @@ class Mla:
     def _attend_shared(
         self, q: torch.Tensor, pages: torch.Tensor, batch: PagedBatch, context: Group
     ) -> torch.Tensor:
-        """Attend where each rank has a share of the pages: every rank does so for the heads of all
-        over its own pages, then gets what the others found for its heads. Nothing is rounded before
-        the parts are merged.
+        """Attend when each rank has a share of the pages. Every rank attends for the heads of all
+        ranks over its own pages, then gets the results of the others for its heads. Nothing is
+        rounded before the parts are merged.
         """
         rows, heads, width = q.shape
         every = context.gather(q.flatten(1)).view(rows, context.size * heads, width)
@@ -299,19 +302,19 @@ class Mla:
         return merged.to(q.dtype)
 
     def _gathered(self, pages: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        """Return the pages `mine` of this rank between those of the others: page `i * ranks + r` is
+        """Return the pages `mine` of this rank among those of the others: page `i * ranks + r` is
         the i-th of rank r.
         """
         assert self._context is not None
-        chosen = pages.view(torch.uint8).index_select(0, mine)  # not every torch moves e4m3
+        chosen = pages.view(torch.uint8).index_select(0, mine)  # not every torch sends e4m3
         every = self._context.gather(chosen.flatten(1))
         return every.view(-1, *chosen.shape[1:]).view(pages.dtype)
 
 
 def flops_of_forms(spec: ModelSpec) -> Callable[[int, int], tuple[float, float]]:
-    """Return (new tokens, context) -> FLOPs a head of the absorbed and of the expanded form.
+    """Return (new tokens, context) -> the FLOPs per head of the absorbed and of the expanded form.
 
-    Expanding costs each context token one product with kv_b; absorbing costs each new token the
+    Expanding costs each context token one product with kv_b. Absorbing costs each new token the
     same, and makes every score wider.
     """
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
@@ -328,7 +331,7 @@ def flops_of_forms(spec: ModelSpec) -> Callable[[int, int], tuple[float, float]]
 
 def absorbed_is_cheaper(spec: ModelSpec) -> PrefersAbsorbed:
     """Return the rule that picks a form for `new` tokens at the end of `context`. A single token is
-    always absorbed: those batch best.
+    always absorbed, because single tokens batch best that way.
     """
     flops = flops_of_forms(spec)
 

@@ -19,8 +19,8 @@ from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group, Solo
 
 BESIDE_ROWS = 256
-"""Up to so many rows the shared expert runs beside the routed ones. Kernels of so few rows wait for
-memory and for each other's ends more than they compute; those of more rows fill a GPU alone.
+"""Up to this many rows the shared expert runs beside the routed ones. Kernels with so few rows wait
+for memory and for each other more than they compute; kernels with more rows fill a GPU alone.
 """
 
 
@@ -28,27 +28,27 @@ memory and for each other's ends more than they compute; those of more rows fill
 class MoeWeights:
     """Weights of one layer.
 
-    router: [experts, hidden], float32 or, where `Backends.keeps_router`, bfloat16; router_bias:
-    [experts], float32. experts: what the op
-    `experts_op` ("experts", "experts_fp8", "experts_int4") is made of, see its reference; plain
-    ones are in the model's dtype. shared: None when the model has no shared expert.
+    router: [experts, hidden], float32, or bfloat16 where `Backends.keeps_router`. router_bias:
+    [experts], float32. experts: the tensors of the op `experts_op` ("experts", "experts_fp8",
+    "experts_int4"), see its reference. Plain ones have the model's dtype. shared: None when the
+    model has no shared expert.
     """
 
     router: torch.Tensor
     router_bias: torch.Tensor
     experts_op: str
     experts: tuple[torch.Tensor, ...]
-    """Where ranks share them out: those in this one's slots, in order."""
+    """When ranks share out the experts: those in this rank's slots, in order."""
     shared: GatedMlp | None
 
 
 @dataclass(frozen=True)
 class HostExperts:
-    """What computes routed experts that lie in the host's memory, beside a model on a device."""
+    """Computes routed experts that lie in the host's memory, beside a model on a device."""
 
     backends: Backends
     copies: Copies
-    """Between the two."""
+    """The copies between the host and the device."""
 
 
 class Moe:
@@ -64,11 +64,10 @@ class Moe:
         slabs: int = 0,
         sharing: ExpertRanks | None = None,
     ) -> None:
-        """`group`: the ranks that each have columns of every expert; None: this one has all.
-        `sharing`: those that each have some routed experts whole, in place of columns of them.
-        `host`: what computes the routed experts; None: `backends`, where all else is. `slabs`: of
-        the inner columns of an expert that this rank has, where sums are made of slabs; 0: they are
-        not.
+        """group: the ranks that each have columns of every expert; None: this one has all. sharing:
+        the ranks that each have some whole routed experts instead of columns. host: computes the
+        routed experts; None: `backends` does, where the rest of the model is. slabs: how many slabs
+        of an expert's inner columns this rank has, when sums are made of slabs; 0: they are not.
         """
         self._group = group or Solo()
         self._routing = Routing(
@@ -110,27 +109,27 @@ class Moe:
             return self._group.sum(self._chosen(x))
         if self._side is None or x.shape[0] > BESIDE_ROWS:
             return self._group.sum(self._shared.add(x, self._chosen(x)))
-        # The same sums in the same order: `down` adds the shared one's to the routed ones'.
+        # The same sums in the same order: `down` adds the shared expert's to the routed ones'.
         with self._side.beside(partial(self._shared.inner, x)) as inner:
             routed = self._chosen(x)
         return self._group.sum(self._shared.add_inner(inner, routed))
 
     def _chosen(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the routed experts add, or, of slabs, what each choice adds."""
+        """Return the sum of the chosen experts, or, with slabs, the result of each choice."""
         experts, weights = self._route(x, self._router, self._router_bias, self._routing)
         routed: torch.Tensor = self._routed(x, experts, weights)
         return routed
 
     def serve(self, x: torch.Tensor) -> None:
-        """Compute the experts of other ranks' rows, this one having none; x: [0, hidden]."""
+        """Compute experts for other ranks' rows, when this rank has none; x: [0, hidden]."""
         if self.slots is not None:
             none = torch.empty(0, self._routing.top_k, dtype=torch.int64, device=x.device)
             self._routed(x, none, none.float())
 
     def _slabbed(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """Return `moe(x)`, where `routed` is what each choice of a row adds, [rows, k, hidden]: the
-        ranks' parts of each are summed first, then those of a row, the shared one last. So no sum
-        depends on which rank has which expert.
+        """Return `moe(x)`, where `routed` is the result of each choice of a row, [rows, k, hidden].
+        The ranks' parts of each choice are summed first, then the choices of a row, the shared
+        expert last. So no sum depends on which rank has which expert.
         """
         sums = []
         for rows, parts in pieces(x, routed):
@@ -141,8 +140,8 @@ class Moe:
         return torch.cat(sums).to(x.dtype)
 
     def prepare(self, rows: int, most_rows: int) -> None:
-        """Have a library build what `add` needs for `rows` rows of an expert, and of the shared
-        one, in steps of `most_rows` rows at most; see `layers.linear.Product`.
+        """Let a library build its code for `add` with `rows` rows of an expert, and for the shared
+        expert, in steps of at most `most_rows` rows; see `layers.linear.Product`.
         """
         if self._shared is not None:
             self._shared.prepare(rows)
@@ -152,7 +151,7 @@ class Moe:
             by_library(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1))
 
     def _apart(self, copies: Copies, x: torch.Tensor) -> torch.Tensor:
-        """Return `moe(x)`: the host computes the routed experts while the device computes the
+        """Return `moe(x)`. The host computes the routed experts while the device computes the
         shared one.
         """
         of_routed = x, *self._route(x, self._router, self._router_bias, self._routing)

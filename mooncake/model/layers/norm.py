@@ -24,7 +24,7 @@ class RmsNorm:
     def of_sum(
         self, x: torch.Tensor, update: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (`x + update` normed, `x + update`), both [rows, width]; update: None adds
+        """Return (`x + update` normed, `x + update`), both [rows, width]. update: None adds
         nothing.
         """
         if update is None:

@@ -1,4 +1,4 @@
-"""Rotary angles of a model: plain, or YaRN as DeepSeek-V3 uses it. Owns the frequencies only."""
+"""Rotary angles of a model: plain, or YaRN as in DeepSeek-V3. Owns only the frequencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SINGULARITY = 0.001
 
 
 class Rope:
-    """Rotates the rope part of queries and keys; the order of the numbers is kept."""
+    """Rotates the rope part of queries and keys, and keeps the order of the numbers."""
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, backends: Backends | None = None
@@ -35,10 +35,10 @@ class Rope:
 
 
 def rope_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """Return the angle each pair turns per position, [rope width / 2] float32.
+    """Return the angle that each pair turns per position, [rope width / 2] float32.
 
-    With YaRN fast pairs keep their frequency, slow ones turn `factor` times slower, and a ramp
-    lies between (arXiv 2309.00071 section 3.2, bounds truncated outwards as DeepSeek-V3 does).
+    With YaRN, fast pairs keep their frequency, slow ones turn `factor` times slower, and a ramp
+    lies between them (arXiv 2309.00071 section 3.2, bounds truncated outwards as in DeepSeek-V3).
     """
     width, theta = spec.qk_rope_head_dim, spec.rope_theta
     plain = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
@@ -54,9 +54,11 @@ def rope_frequencies(spec: ModelSpec) -> torch.Tensor:
 
 
 def rope_scale(yarn: YarnScaling | None) -> float:
-    """Return what cos and sin are multiplied by: YaRN's temperature left over by the softmax scale.
+    """Return the factor of cos and sin: the part of YaRN's temperature that the softmax scale
+    leaves.
 
-    `mscale / mscale_all_dim` as terms of the factor; the plain term when either is not given.
+    It is `mscale / mscale_all_dim`, each as a term of the factor, or the plain term when either is
+    not given.
     """
     if yarn is None:
         return 1.0

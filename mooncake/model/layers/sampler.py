@@ -1,8 +1,9 @@
 """From logits to tokens. Owns the sampling state of each running sequence: its settings, the number
 of its output tokens, and the token counts that penalties need.
 
-No model, no pages, no generator state: the random number of a token follows from the request's seed
-and the token's place in the output, so a sequence goes on unchanged on another worker.
+There is no model, no page and no generator state. The random number of a token depends only on the
+request's seed and the token's place in the output, so a sequence continues unchanged on another
+worker.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
 Penalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, on_device.Penalties], None]
 Mask = Callable[[torch.Tensor, torch.Tensor], None]
 _MASK_RATIO = 8
-"""Rows that hide more than this part of the vocabulary hide it by a mask, not one by one."""
+"""Rows that hide more than this part of the vocabulary hide it with a mask, not token by token."""
 MAX_SHARED = 64
-"""Settings of calls that are kept as tensors."""
+"""How many calls' settings are kept as tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """What is computed for all rows at once; contracts: `mooncake_kernels.reference.sampling`."""
+    """The operations on all rows at once; contracts: `mooncake_kernels.reference.sampling`."""
 
     draw: DrawTokens = draw
     penalize: Penalize = on_device.penalize
     mask: Mask = on_device.mask
     most_likely: MostLikely = on_device.most_likely
     waits: bool = True
-    """Whether the host may look at numbers on the way: not where that waits for a device. Then
-    `draw` is given rows of temperature 0, too.
+    """Whether the host may read numbers on the way; false if it would wait for a device. Then
+    `draw` also gets rows of temperature 0.
     """
 
 
@@ -63,8 +64,8 @@ PLAIN_OPS = SamplingOps()
 
 
 def sampling_ops(backends: Backends) -> SamplingOps:
-    """Return what chooses tokens: on a GPU kernels, so that a step never waits for the host; on the
-    CPU compiled code where the model has some.
+    """Return the operations that choose tokens. On a GPU these are kernels, so that a step never
+    waits for the host; on the CPU compiled code, if the model has some.
     """
     if backends.attention == TRITON:
         return SamplingOps(kernel("draw", TRITON), kernel("penalize", TRITON), waits=False)
@@ -76,15 +77,15 @@ def sampling_ops(backends: Backends) -> SamplingOps:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens chosen on the device, being copied to the host."""
+    """Tokens that were chosen on the device and are being copied to the host."""
 
     tokens: torch.Tensor
-    """int64 [rows], on the device."""
+    """The tokens, int64 [rows], on the device."""
     sequence_ids: Sequence[int]
     arriving: Arriving
-    """float64 [2, rows]: the tokens and each row's largest logit."""
+    """float64 [2, rows]: the tokens, and each row's largest logit."""
     logits: torch.Tensor | None
-    """The unmodified logits when logprobs are wanted; must not change until `finish`."""
+    """The unmodified logits when logprobs are wanted. They must not change until `finish`."""
 
 
 class Sampler:
@@ -103,9 +104,8 @@ class Sampler:
         copies: Copies | None = None,
         ops: SamplingOps = PLAIN_OPS,
     ) -> None:
-        """`grammars` follows the grammars of requests; None = requests may not have one.
-
-        copies: to and from the device of the logits; None = it is the host.
+        """grammars: follows the grammars of requests; None: requests may not have one. copies: to
+        and from the device of the logits; None: the logits are on the host.
         """
         self._vocab_size = vocab_size
         self._grammars = grammars
@@ -114,7 +114,7 @@ class Sampler:
         self._sequences: dict[int, _Sequence] = {}
         self._history = _History(vocab_size, self._copies)
         self._shared: BoundedMap[tuple[int, ...], _Shared] = BoundedMap(MAX_SHARED)
-        """By the identity of the lists, those used last at the end."""
+        """By the identity of the lists; those used last are at the end."""
 
     def start(self, start: SequenceStart) -> None:
         """Add a sequence, new or resumed (`output_tokens` not empty).
@@ -145,13 +145,13 @@ class Sampler:
         grammar = sampling.grammar
         if grammar is not None:
             if self._grammars is None:
-                raise InternalError(f"sequence {start.sequence_id}: no grammars are followed here")
+                raise InternalError(f"sequence {start.sequence_id}: this worker has no grammars")
             sequence.follower = self._grammars.follow(grammar, start.output_tokens)
         self._sequences[start.sequence_id] = sequence
 
     def _shared_of(self, sampling: SamplingParams) -> _Shared:
-        """Return what the lists of `sampling` say. Sequences of one call have the same lists
-        (`base.large_settings`), which may be long: they are read once.
+        """Return the lists of `sampling` as tensors. Sequences of one call have the same lists
+        (`base.large_settings`), which may be long, so they are read once.
         """
         lists = (
             sampling.allowed_token_ids,
@@ -166,24 +166,24 @@ class Sampler:
         return shared
 
     def prepare(self, grammar: Grammar) -> None:
-        """Start compiling the grammar of a sequence to come. From any thread."""
+        """Start compiling the grammar of a coming sequence. Any thread may call this."""
         if self._grammars is not None:
             self._grammars.prepare(grammar)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence; unknown ids are ignored."""
+        """Drop a sequence. Unknown ids are ignored."""
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is not None and sequence.place is not None:
             self._history.remove(sequence.place)
 
     def broken(self, sequence_ids: Sequence[int]) -> dict[int, Failure]:
-        """Return which of these sequences cannot go on, and why: their grammar cannot be followed,
-        by no worker or (503) by this one.
+        """Return which of these sequences cannot continue, and why: no worker can follow their
+        grammar, or this one cannot (503).
 
-        Waits for the masks of the others. To be called before `sample`.
+        Waits for the masks of the others. Call this before `sample`.
         """
         failures: dict[int, Failure] = {}
-        for sequence_id in reversed(sequence_ids):  # the mask that comes last: one wait for all
+        for sequence_id in reversed(sequence_ids):  # the last mask: one wait for all
             sequence = self._known(sequence_id)
             if sequence.follower is None:
                 continue
@@ -198,16 +198,16 @@ class Sampler:
         return failures
 
     def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
-        """Return one sample per row of `logits` [rows, vocab] fp32; each is added to its sequence.
+        """Return one sample per row of `logits` [rows, vocab] fp32, and add each to its sequence.
 
         Raises:
-            InternalError: a sequence was not started, or its logits hold NaN or infinity, or all
-                tokens are masked; the message names it. No sequence is changed then.
+            InternalError: a sequence was not started, its logits hold NaN or infinity, or all its
+                tokens are masked; the message names it. Then no sequence is changed.
         """
         return self.finish(self.begin(logits, sequence_ids))
 
     def begin(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Drawn:
-        """Choose one token per row of `logits` [rows, vocab] fp32, waiting for nothing on a device.
+        """Choose one token per row of `logits` [rows, vocab] fp32, without waiting for a device.
 
         `finish` must follow before the next `begin`. Raises InternalError as `sample` does.
         """
@@ -251,8 +251,8 @@ class Sampler:
         ]
 
     def try_out(self, logits: torch.Tensor) -> None:
-        """Begin to sample a token of each row of `logits` [rows, vocab] fp32 with all that takes
-        kernels or memory. No sequence may have been started; none is there afterwards.
+        """Begin to sample a token of each row of `logits` [rows, vocab] fp32 with all features that
+        take kernels or memory. No sequence may have been started, and none exists afterwards.
         """
         assert not self._sequences, "there are sequences already"
         costly = SamplingParams(temperature=0.5, top_k=50, top_p=0.9, min_p=0.01,
@@ -299,7 +299,7 @@ class Sampler:
         sequences: list[_Sequence],
         sequence_ids: Sequence[int],
     ) -> torch.Tensor:
-        """Return the tokens, looking at the numbers on the way to do no more than is needed."""
+        """Return the tokens. Reads numbers on the way, to compute no more than is needed."""
         finite = torch.isfinite(best.values)
         if not bool(finite.all()):
             row = finite.tolist().index(False)
@@ -335,7 +335,7 @@ class Sampler:
         )
 
     def _adjusted(self, logits: torch.Tensor, sequences: list[_Sequence]) -> torch.Tensor:
-        """Return `logits` with the masks, bias and penalties of each row; in this order."""
+        """Return `logits` with the masks, bias and penalties of each row, in this order."""
         if not any(sequence.changes_logits for sequence in sequences):
             return logits
         adjusted = logits.clone()
@@ -352,7 +352,7 @@ class Sampler:
         return adjusted
 
     def _mask(self, logits: torch.Tensor, rows: list[int], allowed: torch.Tensor) -> None:
-        """Leave these rows the tokens of the host's `allowed`: uint8 [rows, bytes], bits."""
+        """Leave these rows only the tokens of the host's `allowed`: uint8 [rows, bytes], bits."""
         there = self._copies.send(allowed)
         if len(rows) == len(logits):
             self._ops.mask(logits, there)
@@ -363,7 +363,7 @@ class Sampler:
         logits.index_copy_(0, at, part)
 
     def _leave_allowed(self, logits: torch.Tensor, sequences: list[_Sequence]) -> None:
-        """Mask what is not in `allowed_token_ids`; rows that share them at once."""
+        """Mask tokens that are not in `allowed_token_ids`, for rows that share them at once."""
         found = [(row, each.shared.allowed) for row, each in enumerate(sequences)]
         for allowed, rows in _grouped([(row, each) for row, each in found if each is not None]):
             guarded = [row for row in rows if sequences[row].mask is not None]
@@ -393,9 +393,10 @@ class Sampler:
 
     @contextmanager
     def _unless_empty(self, logits: torch.Tensor, rows: list[int]) -> Iterator[None]:
-        """Take back what the block masks in those of `rows` that it leaves no token.
+        """Undo the block's masks in those of `rows` that they leave without any token.
 
-        So grammars and settings always leave one, and no request can end a step that others share.
+        So grammars and settings always leave a token, and no request can end a step that others
+        share.
         """
         if not rows:
             yield
@@ -420,8 +421,8 @@ class Sampler:
             logits.view(-1).index_add_(0, self._places(ids), self._copies.send(more))
 
     def _places(self, ids: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """Return where these tokens of these rows are among all logits, in the order of `_grouped`:
-        rows that have the same tensor follow each other.
+        """Return the places of these tokens of these rows among all logits, in the order of
+        `_grouped`: rows with the same tensor follow each other.
         """
         parts = [
             (torch.tensor(rows)[:, None] * self._vocab_size + each).view(-1)
@@ -430,14 +431,15 @@ class Sampler:
         return self._copies.send(torch.cat(parts))
 
     def _take_penalties(self, logits: torch.Tensor, sequences: list[_Sequence]) -> None:
-        """Take penalties off their rows of `logits`, all at once."""
+        """Subtract penalties from their rows of `logits`, all at once."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.place is not None]
         if not rows:
             return
         there = self._copies.send(torch.tensor(rows))
         part = logits if len(rows) == len(logits) else logits.index_select(0, there)
         penalized = [sequences[row] for row in rows]
-        # Rows of a multiple of four: Triton compiles a kernel anew for one at an odd place.
+        # The number of rows is padded to a multiple of four, because Triton compiles a kernel anew
+        # for an unaligned tensor.
         settings = torch.zeros(3, -(-len(rows) // 4) * 4)
         settings[:, : len(rows)] = torch.tensor(
             [
@@ -457,13 +459,13 @@ class Sampler:
 
 
 class _History:
-    """Which tokens the sequences with penalties have: one row for each, on the device."""
+    """Which tokens the sequences with penalties have, one row for each, on the device."""
 
     def __init__(self, vocab_size: int, copies: Copies) -> None:
         self._vocab_size = vocab_size
         self._copies = copies
         self._seen = copies.send(torch.zeros(0, vocab_size, dtype=torch.bool))
-        """bool: tokens of prompt and output, where a repetition penalty asks for them."""
+        """bool: the tokens of prompt and output, if a repetition penalty needs them."""
         self._counts = copies.send(torch.zeros(0, vocab_size, dtype=torch.int32))
         """How often each token is in the output."""
         self._free: list[int] = []
@@ -480,11 +482,11 @@ class _History:
         return place
 
     def remove(self, place: int) -> None:
-        """Give a place back."""
+        """Free a place."""
         self._free.append(place)
 
     def append(self, tokens: list[tuple[int, int]]) -> None:
-        """Add one token to each of these (place, token); their places differ."""
+        """Add one token to each of these (place, token). The places must differ."""
         if tokens:
             at = torch.tensor([place * self._vocab_size + token for place, token in tokens])
             there = self._copies.send(at)
@@ -506,15 +508,15 @@ class _History:
 
 
 class _Shared:
-    """What the lists of a request's settings say, as tensors on the host: made once for all
-    sequences of a call.
+    """The lists of a request's settings as tensors on the host, made once for all sequences of a
+    call.
     """
 
     def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
         self.of = sampling
-        """Keeps the lists, by whose identity this is found, from being freed."""
+        """Keeps alive the lists, by whose identity this is found."""
         self.allowed: torch.Tensor | None = None
-        """Bits of `allowed_token_ids`, as `bits_of` returns them."""
+        """The bits of `allowed_token_ids` in the form of `bits_of`."""
         if sampling.allowed_token_ids:
             allowed = _ids(sampling.allowed_token_ids, vocab_size)
             if len(allowed):
@@ -528,7 +530,9 @@ class _Shared:
         self.words = BadWords(sampling.bad_words, vocab_size) if sampling.bad_words else None
         num_hidden = len(self.stop_ids) + (self.words.num_ends if self.words else 0)
         self.may_lose_all = self.allowed is not None or num_hidden >= vocab_size
-        """Whether stop tokens that are held back and bad words may leave a row no token."""
+        """Whether bad words and stop tokens that are held back may leave a row without any
+        token.
+        """
 
 
 @dataclass(slots=True)
@@ -539,16 +543,16 @@ class _Sequence:
     shared: _Shared
     num_output: int
     word_place: Place | None
-    """Where it stands in the bad words; None: there are none."""
+    """The place in the bad words; None: there are none."""
     place: int | None
-    """In the history, where a penalty asks for one."""
+    """The place in the history, if a penalty needs one."""
     follower: Follower | None = None
     mask: torch.Tensor | None = None
-    """Bits of the tokens that the grammar allows at this step, as `bits_of` returns them."""
+    """Bits of the tokens that the grammar allows at this step, in the form of `bits_of`."""
 
     @property
     def held_back(self) -> torch.Tensor | None:
-        """Return the stop tokens, until `min_tokens` are out."""
+        """Return the stop tokens until `min_tokens` tokens are out."""
         return self.shared.stop_ids if self.num_output < self.sampling.min_tokens else None
 
     @property

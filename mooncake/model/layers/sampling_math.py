@@ -1,6 +1,6 @@
-"""The arithmetic of choosing a token: pure functions on rows of logits, no state of any sequence.
+"""The arithmetic of choosing a token: pure functions on rows of logits, without state of sequences.
 
-Every function treats rows independently, so what a row gets does not depend on its neighbours.
+Every function treats rows independently, so a row's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ MostLikely = Callable[[torch.Tensor, torch.Tensor, int], sampling.MostLikely]
 
 _MASK64 = 2**64 - 1
 _NUCLEUS_SIZES = (128, 2048, 32768)
-"""Most nuclei are small and `topk` is far cheaper than a sort: these sizes are tried before one."""
+"""These sizes are tried before a sort, because most nuclei are small and `topk` is far cheaper."""
 _SORT_RATIO = 64
-"""On a CPU NumPy's sort of a row takes less time than the `topk` of more than this part of it."""
+"""On a CPU, NumPy's sort of a row is faster than the `topk` of more than this part of it."""
 _LOGPROB_LOGITS = 1 << 23
-"""Logits worked on at a time for logprobs: bounds the temporary [rows, vocab] tensors."""
+"""How many logits are processed at a time for logprobs. This bounds the temporary [rows, vocab]
+tensors.
+"""
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1) with 53 random bits that depends on `seed` and `position` only.
+    """Return a number in [0, 1) with 53 random bits that depends only on `seed` and `position`.
 
-    Counter based (two rounds of splitmix64, Steele et al. 2014): token 900 of a request can be
-    drawn on a worker that never drew token 899.
+    It is counter based (two rounds of splitmix64, Steele et al. 2014), so a worker can draw token
+    900 of a request without having drawn token 899.
     """
     mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ (position & _MASK64))
     return (mixed >> 11) * 2.0**-53
@@ -45,9 +47,9 @@ def _splitmix64(state: int) -> int:
 def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     """Return one token id per row of `logits` [rows, vocab] fp32 (temperatures > 0): int64 [rows].
 
-    Temperature first; then min-p, top-k and top-p (over what the first two left), as vLLM orders
-    them. Each filter is a threshold, so tokens that tie with the last one kept stay in. The token
-    is found by inverting the cumulative distribution in order of token id: in that order a small
+    Temperature comes first; then min-p, top-k and top-p (over what the first two left), in vLLM's
+    order. Each filter is a threshold, so tokens that tie with the last one kept stay in. The token
+    is found by inverting the cumulative distribution in order of token id. In that order a small
     error in a logit moves the bounds a little and never swaps two tokens.
     """
     top_k, top_p = settings.top_k.long()[:, None], settings.top_p[:, None]
@@ -61,7 +63,7 @@ def draw(logits: torch.Tensor, settings: DrawSettings) -> torch.Tensor:
     weights = scaled.exp().masked_fill_(scaled < threshold, 0.0)
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # Rounding must not carry the target up to the total: there is no token beyond it.
+    # Rounding must not carry the target up to the total, because no token is beyond it.
     target = settings.uniform[:, None] * total
     target = torch.minimum(target, torch.nextafter(total, total.new_zeros(())))
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
@@ -89,7 +91,7 @@ def _largest(rows: torch.Tensor, count: int) -> torch.Tensor:
 def _top_p_threshold(
     scaled: torch.Tensor, floor: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logit of the last token of each row's nucleus among those at or above `floor`."""
+    """Return the logit of the last token of each row's nucleus, among those at or above `floor`."""
     kept = scaled.exp().masked_fill_(scaled < floor, 0.0)
     wanted = top_p * kept.sum(dim=-1, keepdim=True, dtype=torch.float64)
     vocab = scaled.shape[-1]

@@ -1,1 +1,1 @@
-"""Groups of ranks: what the layers of a model say to each other where several hold one model."""
+"""Groups of ranks: the exchanges between the layers of a model when several ranks hold it."""

@@ -1,7 +1,7 @@
-"""What ranks with different sequences say to each other where they hold the experts together: rows
-go to the ranks that have their experts, and sums come back.
+"""Exchanges between ranks with different sequences that hold the experts together. Rows go to the
+ranks that have their experts, and sums come back.
 
-Every rank takes part in every layer of every step, one without rows too: before a step all agree
+Every rank takes part in every layer of every step, even without rows. Before a step all ranks agree
 on how many rows each has.
 """
 
@@ -15,11 +15,11 @@ import torch
 from mooncake.model.parallel.group import Group, ordered_sum
 
 SLOW_WINDOW_S = 10.0
-"""Seconds of steps after which it is looked at who was slow in them."""
+"""After this many seconds of steps, slow ranks are looked for."""
 SLOW_SHARE = 0.5
-"""Of those seconds: who is waited for longer is slow."""
+"""A rank is slow if others waited for it for more than this share of those seconds."""
 NOBODY = -1
-"""The expert of a row that only fills up, or that another rank has."""
+"""The expert of a padding row, or of a row for another rank's expert."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Rows:
 
 class GatheredRows:
     """The ranks that have the same part of different instances, seen from one of them. Every rank
-    gets all rows (all-gather), and each gets the sums of its own (reduce-scatter).
+    gets all rows (all-gather), and each gets the sums of its own rows (reduce-scatter).
 
-    Rows are filled up to those of the rank that has most.
+    Rows are padded to the number of the rank that has most.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.num_steps = 0
-        """Steps agreed on."""
+        """The number of steps that were agreed on."""
         self.waited_s = 0.0
-        """For how long this rank has waited for others, in all steps but the last."""
+        """How long this rank has waited for others, in all steps but the last."""
         self.waited_for_s = 0.0
-        """How much longer than this rank the one that waited longest has waited, in all steps but
-        the last: where that grows, this is the rank that the others wait for.
+        """How much longer than this rank the rank that waited longest has waited, in all steps but
+        the last. If this grows, the others wait for this rank.
         """
         self._agreed: list[tuple[int, int]] = []
         self._most = 0
@@ -58,19 +58,19 @@ class GatheredRows:
         self._began_s = self._ended_s = 0.0
         self._window_s = 0.0
         self._late_s = [0.0] * group.size
-        """For how long each was waited for in this window, by who had as many rows or more."""
+        """How long ranks with as many rows or more waited for each rank in this window."""
         self._slow: dict[int, float] = {}
 
     def take_slow(self) -> dict[int, float]:
-        """Return who was slow in the last window, and for how many seconds it was waited for;
-        empty where nobody was, and until the next window has ended.
+        """Return the ranks that were slow in the last window, and for how many seconds others
+        waited for each. Empty when none was slow, and until the next window has ended.
         """
         slow, self._slow = self._slow, {}
         return slow
 
     def agree(self, rows: int, last_rows: int) -> None:
-        """Begin a step together: this rank has `rows`, in the last layer `last_rows`. GroupError:
-        another rank failed, or did not come.
+        """Begin a step together: this rank has `rows`, and in the last layer `last_rows`. Raises
+        GroupError when another rank failed, or did not come.
         """
         mine = torch.tensor([rows, last_rows, round(1e9 * self._waiting_s)])
         self._waiting_s = 0.0
@@ -87,8 +87,8 @@ class GatheredRows:
         self.num_steps += 1
 
     def _look(self, waited_s: list[float]) -> None:
-        """Count the step that has ended, in which each rank waited for so long. One that has more
-        rows than who waits for it is not slow for that.
+        """Count the step that has ended, in which each rank waited for `waited_s`. A rank is not
+        slow because one with fewer rows waits for it.
         """
         if not self._agreed:
             return
@@ -104,12 +104,13 @@ class GatheredRows:
         self._window_s, self._late_s = 0.0, [0.0] * self._group.size
 
     def in_last_layer(self) -> None:
-        """The rows of this step's last layer are those that were agreed on for it, from now on."""
+        """From now on, use the numbers of rows that were agreed on for this step's last layer."""
         self._most = max(last for _, last in self._agreed)
 
     def spread(self, own: Rows) -> Rows:
-        """Return all ranks' rows, of which each computes those of its experts, row by row: the
-        first of each rank, then the second. GroupError: another rank failed, or did not come.
+        """Return all ranks' rows, of which each rank computes those of its experts. They are
+        interleaved: the first row of each rank, then the second. Raises GroupError when another
+        rank failed, or did not come.
         """
         hidden, choices = own.x.shape[1], own.experts.shape[1]
         if not self._most:
@@ -134,8 +135,8 @@ class GatheredRows:
         )
 
     def collect(self, sums: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the sums of all ranks of this one's rows, [num_rows, width]; `sums`: of the rows
-        of `spread`. GroupError: another rank failed, or did not come.
+        """Return the sums of all ranks for this rank's rows, [num_rows, width]. `sums`: for the
+        rows of `spread`. Raises GroupError when another rank failed, or did not come.
         """
         if not self._most:
             return sums
@@ -157,7 +158,8 @@ class GatheredRows:
 class ExpertRanks:
     """The ranks that hold the routed experts together, seen from one of them.
 
-    all: every one of them. exchange: those of other instances; None: one instance has all.
+    all: every one of them. exchange: the exchange with ranks of other instances; None: one instance
+    has all experts.
     """
 
     all: Group
@@ -171,8 +173,8 @@ class ExpertRanks:
 
     @classmethod
     def of_instances(cls, ranks: Group, num_instances: int) -> ExpertRanks:
-        """Return them where each `num_instances` ranks in order have the same part of different
-        instances.
+        """Return these ranks when each `num_instances` consecutive ranks have the same part of
+        different instances.
         """
         if num_instances == 1:
             return cls(ranks, None)

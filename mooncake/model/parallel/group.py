@@ -1,8 +1,8 @@
-"""The port by which ranks exchange tensors, and the group of one.
+"""The port by which ranks exchange tensors, and the group of one rank.
 
 Every rank of a group calls the same operations in the same order with tensors of the same shapes.
-Contract: what `sum` returns is bit-equal on all ranks (added by one tree over them, in float32,
-rounded once), else replicated KV and routing would drift apart.
+The result of `sum` must be bit-equal on all ranks: added by one tree over them, in float32, rounded
+once. Otherwise replicated KV and routing would drift apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mooncake_kernels.native.fixed import added
 
 @dataclass
 class Traffic:
-    """What one rank gave to its group: calls, and bytes of the tensors it contributed."""
+    """What one rank contributed to its group: the number of calls, and the bytes of its tensors."""
 
     num_calls: int = 0
     num_bytes: int = 0
@@ -47,37 +47,39 @@ class Group(Protocol):
         """Return all ranks' `x` side by side along the last dimension, in the ranks' order."""
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what every rank has for this one: [ranks, ...] in their order, where `x[i]` is
-        what this rank has for rank i.
+        """Return every rank's part for this one: [ranks, ...] in their order. `x[i]` is this rank's
+        part for rank i.
         """
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Have rank `to`, which receives from this one alone, receive `x`; return once `x` may be
-        overwritten. A few that are on their way are not waited for.
+        """Send `x` to rank `to`, which receives from this rank alone. Returns once `x` may be
+        overwritten. A few tensors may be on their way.
         """
 
     def receive(self, out: torch.Tensor, source: int) -> None:
-        """Write what `source` sends next, of the shape and dtype of `out`, into it. Waits as long
-        as that rank goes on.
+        """Write the next tensor from `source` into `out`; it has the same shape and dtype. Waits as
+        long as that rank gives signs of progress.
         """
 
     def go_on(self) -> None:
-        """Say that this rank has come further: who waits for what it sends waits on."""
+        """Signal progress, so that ranks that wait for this one keep waiting."""
 
     def meet(self) -> None:
-        """Return once all ranks have come here."""
+        """Return once all ranks have called this."""
 
     def part(self, size: int) -> Group:
-        """Return this rank's group of `size` ranks, of those into which all are cut in order: all
-        ranks call this alike. Of all ranks it is this group itself.
+        """Return this rank's group of `size` ranks. All ranks are cut in order into such groups,
+        and all call this alike. When `size` is all ranks, this group itself is returned.
         """
 
     def fail(self) -> None:
-        """Have every rank that waits, or comes later, raise `GroupError`; from any thread."""
+        """Make every rank that waits, or comes later, raise `GroupError`. Any thread may
+        call this.
+        """
 
 
 class GroupError(Exception):
-    """Another rank failed, or did not come in time: the instance has to end."""
+    """Another rank failed, or did not come in time, so the instance must end."""
 
 
 class Solo:
@@ -102,20 +104,20 @@ class Solo:
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Raise: there is no other rank."""
+        """Raise an error, because there is no other rank."""
         del x
         raise GroupError(f"one rank alone has no rank {to}")
 
     def receive(self, out: torch.Tensor, source: int) -> None:
-        """Raise: there is no other rank."""
+        """Raise an error, because there is no other rank."""
         del out
         raise GroupError(f"one rank alone has no rank {source}")
 
     def go_on(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing, because nobody waits."""
 
     def meet(self) -> None:
-        """Return."""
+        """Return at once."""
 
     def part(self, size: int) -> Solo:
         """Return this group."""
@@ -123,13 +125,13 @@ class Solo:
         return self
 
     def fail(self) -> None:
-        """Do nothing: there is no other rank to wait for."""
+        """Do nothing, because no other rank waits."""
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the ranks' parts: neighbours first, then neighbouring sums, in float32,
     rounded once to their dtype.
 
-    The plain form of what every group returns.
+    This is the plain form of the sum that every group returns.
     """
     return added([part.float() for part in parts]).to(parts[0].dtype)

@@ -1,6 +1,6 @@
-"""How ranks find their group: by one nameless file, which the first makes and the others inherit,
-or are given once they have proven themselves; on several machines, by a store that the first
-serves.
+"""How ranks find their group. On one machine they use a nameless file, which the first rank makes;
+the others inherit it, or get it once they have proven themselves. On several machines they use a
+store that the first rank serves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mooncake.model.parallel.torch_group import GLOO, NCCL, TorchGroup
 def make_file(backend: str, size: int) -> int:
     """Return the descriptor of a file by which `size` ranks can join one group.
 
-    backend: "gloo" or "nccl", or one memory.
+    backend: "gloo" or "nccl", or one shared memory.
     """
     descriptor = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
     if backend not in (GLOO, NCCL):
@@ -36,7 +36,7 @@ def make_file(backend: str, size: int) -> int:
 def join(backend: str, size: int, rank: int, descriptor: int, timeout_s: float) -> Group:
     """Return the group of all ranks, seen from `rank`.
 
-    descriptor: of `make_file`'s file, which is the group's from now on. timeout_s: how long the
+    descriptor: of `make_file`'s file, which then belongs to the group. timeout_s: how long the
     others may take to come to an exchange.
     """
     if backend in (GLOO, NCCL):
@@ -50,7 +50,7 @@ def join(backend: str, size: int, rank: int, descriptor: int, timeout_s: float) 
 
 class FarStore:
     """The store by which ranks of several machines find each other over gloo. It asks for no proof:
-    who reaches its port can keep ranks from meeting.
+    whoever reaches its port can keep ranks from meeting.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -58,10 +58,10 @@ class FarStore:
         self.address = address
 
     def join(self, size: int, rank: int, host: str, timeout_s: float) -> Group:
-        """Return the group of all ranks, seen from `rank`, which listens at `host`.
+        """Return the group of all ranks, seen from `rank`, which listens at `host`. Raises
+        GroupError when the lead does not answer.
 
-        timeout_s: how long the others may take to come to an exchange. GroupError: the lead does
-        not answer.
+        timeout_s: how long the others may take to come to an exchange.
         """
         try:
             store = self._open(timeout_s)

@@ -1,9 +1,9 @@
-"""The lead's links to its followers: a socket pair and a process each, and the thread that watches
-them. What the lead says, and when all end, `engine.ranks` decides.
+"""The lead's links to its followers: a socket pair and a process for each, and the thread that
+watches them. `engine.ranks` decides what the lead says, and when all ranks end.
 
-A follower has that socket pair: it hears what to compute and what KV to move, says once that it has
-loaded and how each move ended, and both see at once when the other's process is gone. One that is
-there and stands still gives no sign of life any more.
+Over its socket pair, a follower hears what to compute and which KV to move. It reports once that it
+has loaded, and how each move ended. Both ends see at once when the other's process is gone. A
+process that is stopped gives no signs of life any more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Found = TypeVar("Found")
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A follower holds its part of the model, or why it cannot."""
+    """A follower holds its part of the model, or `error` says why it cannot."""
 
     error: str = ""
 
@@ -58,10 +58,10 @@ class RankProcess(Protocol):
     """The process of a follower."""
 
     def kill(self) -> None:
-        """End it at once. No error where it has ended."""
+        """End the process at once. This is no error when it has ended already."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code; raises when it has not ended in time."""
+        """Return its exit code. Raises an error when it has not ended in time."""
 
 
 class Lead:
@@ -76,9 +76,9 @@ class Lead:
         silent_s: float = SILENT_S,
         stage_ranks: int | None = None,
     ) -> None:
-        """`sockets` and `processes` of the ranks from 1 on; `timeout_s`: of an exchange;
-        `silent_s`: for how long a follower may give no sign of life; `stage_ranks`: of each stage;
-        None: there is one.
+        """sockets, processes: of the ranks from 1 on. timeout_s: the limit of an exchange.
+        silent_s: how long a follower may give no sign of life. stage_ranks: the number of ranks in
+        each stage; None: there is one stage.
         """
         self.group = group
         self._timeout_s = timeout_s
@@ -86,23 +86,23 @@ class Lead:
         self._sockets = list(sockets)
         self._processes = list(processes)
         self.ranks = LeadRanks(self)
-        """What all are told of steps, and why they have ended."""
+        """Tells all followers about steps, and knows why the instance has ended."""
         self._lock = threading.Lock()
         self._closed = False
         self._on_lost: Callable[[], None] = lambda: None
         self._on_answer: Callable[[OfRank | LayerDone], None] = lambda _: None
         self._sending = threading.RLock()
-        """Steps, moves and signs are told by three threads."""
+        """A lock, because three threads send steps, moves and signs."""
         self._opened: queue.SimpleQueue[tuple[int, Opened] | None] = queue.SimpleQueue()
-        """What followers answered to the last `use_pages`; None: one is lost."""
+        """The followers' answers to the last `use_pages`; None: one is lost."""
         self._stage_ranks = stage_ranks or group.size
         self._progress: list[Progress] = [(0, 0)] * (group.size // self._stage_ranks)
-        """How far each stage is in what it computes, as this rank knows; its own, the last, first,
-        then backwards, as ranks are numbered.
+        """The progress of each stage in its computation, as this rank knows it. Its own stage, the
+        last, comes first, then the others backwards, as ranks are numbered.
         """
         self._num_guesses = 0
         self._guesses_heard = [0] * len(self._sockets)
-        """How many of the steps begun ahead each follower has heard of."""
+        """How many steps begun ahead each follower has heard of."""
         self._hearing = threading.Condition()
         for each in self._sockets:
             each.settimeout(timeout_s)
@@ -113,18 +113,18 @@ class Lead:
 
     @property
     def num_stages(self) -> int:
-        """Of this instance."""
+        """The number of this instance's stages."""
         return len(self._progress)
 
     def wait_until_loaded(self) -> None:
-        """Return when all followers have loaded; from then on they are watched.
+        """Return when all followers have loaded. From then on they are watched.
 
         Raises:
             CheckpointError: one cannot load.
             InternalError: one ended.
         """
         for rank, each in enumerate(self._sockets, 1):
-            each.settimeout(None)  # as long as its files take; its end is seen
+            each.settimeout(None)  # loading may take long; a follower's end is seen
             try:
                 answer = receive(each)
             except OSError as error:
@@ -143,8 +143,9 @@ class Lead:
         self._signing.start()
 
     def use_pages(self, pages: UsePages, descriptor: int | None = None) -> list[Opened]:
-        """Have all followers compute over the memory behind `descriptor`, or over memories of their
-        own; return when they can, and where peers reach the latter, rank by rank.
+        """Make all followers compute over the memory behind `descriptor`, or over memories of their
+        own. Return when they can; for memories of their own, return where peers reach them, rank by
+        rank.
 
         Raises:
             InternalError: one cannot, or ended.
@@ -152,7 +153,7 @@ class Lead:
         self._progress = [(0, 0)] * len(self._progress)
         found: dict[int, Opened] = {}
         with self._meeting():
-            with self._sending:  # nothing comes between the two
+            with self._sending:  # no other message comes between the two
                 self.ranks.use_pages(pages)
                 if descriptor is not None:
                     for each in self._sockets:
@@ -169,7 +170,9 @@ class Lead:
         return [found[rank] for rank in sorted(found)]
 
     def tell_rank(self, rank: int, word: RankWord) -> None:
-        """Send a word to one follower. From any thread; a follower that has gone is found lost."""
+        """Send a message to one follower. Any thread may call this. A follower that has gone counts
+        as lost.
+        """
         try:
             with self._sending:
                 send(self._sockets[rank - 1], encode(word))
@@ -177,22 +180,24 @@ class Lead:
             self.fail(f"rank {rank} of this model does not listen: {error}")
 
     def begin_step(self) -> None:
-        """This rank begins to compute the next step that it told."""
+        """Record that this rank begins to compute the next step that it told."""
         self._progress[0] = (self._progress[0][0] + 1, 0)
 
     def reached(self, num_layers: int) -> None:
-        """So many layers of that step lie in this rank's pages, and in those of stages before."""
+        """Record that `num_layers` layers of that step are in this rank's pages, and in those of
+        earlier stages.
+        """
         self._progress[0] = (self._progress[0][0], num_layers)
 
     def progress_of(self, rank: int) -> Progress:
-        """How far a rank is in what it computes, at least: a stage has what those behind it have
-        got from it. From any thread.
+        """Return how far a rank has computed at least: a stage has computed what later stages have
+        received. Any thread may call this.
         """
         return max(self._progress[: rank // self._stage_ranks + 1])
 
     def measure(self, asked: Measure, own: Callable[[], Found]) -> Found:
-        """Have all followers measure their memory, and this rank, by `own`, with them; return what
-        it returns.
+        """Make all followers measure their memory. This rank measures with them by `own`; return
+        its result.
 
         Raises:
             InternalError: one cannot, or ended.
@@ -202,18 +207,18 @@ class Lead:
             return own()
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Have every rank check that it holds pages of these sequences alone, as many as this one
-        thinks. No step may be running.
+        """Make every rank check that it holds pages of these sequences alone, and as many as this
+        rank's records say. No step may be running.
 
         Raises:
-            AssertionError: this rank thinks that others hold more.
-            InternalError: another holds something else, or ended.
+            AssertionError: this rank's records say that others hold more.
+            InternalError: another rank holds something else, or ended.
         """
         with self._meeting():
             self.ranks.check_integrity(sequences)
 
     def ahead(self, tokens: torch.Tensor) -> None:
-        """Have all followers begin the decode step after the last, on `tokens` [slots] int64, which
+        """Make all followers begin the decode step after the last, on `tokens` [slots] int64, which
         that step sampled. Waits for no device.
 
         Raises:
@@ -224,8 +229,8 @@ class Lead:
         self.group.gather(tokens)
 
     def wait_until_guesses_are_heard(self) -> None:
-        """Return when all followers have heard of every step begun ahead. A peer that is told only
-        then where to write finds each of them waiting for its own.
+        """Return when all followers have heard of every step begun ahead. Tell a peer only then
+        where to write: each of its writes then waits for that rank's own guesses.
 
         Raises:
             InternalError: a rank was lost.
@@ -244,8 +249,8 @@ class Lead:
     def watch(
         self, on_lost: Callable[[], None], on_answer: Callable[[OfRank | LayerDone], None]
     ) -> None:
-        """Have `on_lost` called, in any thread, when a rank is lost, and `on_answer` with what a
-        follower answers, or that layers of its stage are written.
+        """Set the callbacks. Any thread calls `on_lost` when a rank is lost. `on_answer` gets a
+        follower's answer, or that layers of its stage are written.
         """
         self._on_lost, self._on_answer = on_lost, on_answer
 
@@ -255,7 +260,7 @@ class Lead:
         return self.ranks.lost
 
     def fail(self, why: str) -> None:
-        """End all ranks: `why` is what the lead's runner says. Only the first call counts."""
+        """End all ranks. `why` is the lead runner's reason. Only the first call counts."""
         with self._lock:
             if not self._closed:
                 self.ranks.fail(why)
@@ -268,7 +273,7 @@ class Lead:
                 send(each, data)
 
     def end(self) -> None:
-        """End all followers at once, and have the runner hear of it."""
+        """End all followers at once, and tell the runner."""
         self.group.fail()
         for process in self._processes:
             process.kill()
@@ -296,13 +301,13 @@ class Lead:
         for process in self._processes:
             try:
                 process.wait(END_S)
-            except Exception:  # whatever a process calls its timeout
+            except Exception:  # each kind of process has its own timeout error
                 process.kill()
                 process.wait(END_S)
 
     @contextlib.contextmanager
     def _meeting(self) -> Iterator[None]:
-        """Wait for all ranks, once they have been told something; InternalError: one is lost."""
+        """Wait for all ranks after a message to them. Raises InternalError when one is lost."""
         try:
             yield
             self.group.meet()
@@ -311,16 +316,16 @@ class Lead:
             raise InternalError(f"{self.lost}") from error
 
     def _give_signs(self) -> None:
-        """Show the followers that this process goes on."""
+        """Show the followers that this process is alive."""
         while not self._ending.wait(SIGN_S):
             try:
                 self.tell(Alive())
-            except OSError as error:  # one has gone, or takes nothing: who watches them ends it
+            except OSError as error:  # one has gone, or reads nothing: the watching thread ends it
                 _log.warning("the followers get no more signs of their lead: %s", error)
                 return
 
     def _watch_all(self) -> None:
-        """Hear what followers answer, until the first of them goes, or falls silent."""
+        """Take the followers' answers until the first of them goes, or falls silent."""
         poll = select.poll()
         poll.register(self._watch, select.POLLIN)
         ranks = {each.fileno(): rank for rank, each in enumerate(self._sockets, 1)}
@@ -341,7 +346,7 @@ class Lead:
                     self.ranks.check_signs(time.monotonic(), self._silent_s)
 
     def _hear(self, rank: int) -> bool:
-        """Take one answer of a follower; return False where it has gone."""
+        """Take one answer of a follower. Returns False when the follower has gone."""
         try:
             data = receive(self._sockets[rank - 1])
         except OSError:

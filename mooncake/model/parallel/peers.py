@@ -1,9 +1,10 @@
-"""The other instances with which this one holds the routed experts, as its lead reaches them: a
+"""The other instances with which this one shares the routed experts, as its lead reaches them: a
 link to each lead, and the thread that watches the links.
 
-All step together. Who has rows says so to the others, which may have none and wait: one message
-wakes them. Each gives a sign every second; who gives none is named, and in the end lost. The first
-that is lost ends all, once, and what does not end by itself is killed.
+All instances step together. An instance with rows sends one message that wakes the others, which
+may have none. Each instance gives a sign every second. One that gives no sign for 5 s is logged;
+after `timeout_s` it is lost, and all instances end. Only the first loss counts. An instance that
+does not end by itself is killed.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from mooncake.model.parallel.group import Group, GroupError
 
 _MESSAGE = struct.Struct("<q")
 _LEAVES, _READY, _LIVES = 0, -1, -2
-"""Messages; one above zero is the number of a step that the sender begins."""
+"""The messages. A number above zero is the step that the sender begins."""
 _SIGN_S = 1.0
 _SILENT_S = 5.0
-"""Without a sign from a worker after which it is said to be silent."""
+"""After this many seconds without a sign, a worker counts as silent."""
 _END_S = 10.0
 """How long others may take to end once one is lost."""
 SILENT = "expert_silent_s_"
-"""Before the name of a worker: for how long it has been silent so far, as a counter."""
+"""A counter's name before that of the worker: how long the worker has been silent so far."""
 SLOW = "expert_slow_s_"
-"""Before the name of a worker: for how long it was waited for while it was slow, as a counter."""
+"""A counter's name before that of the worker: how long others waited for it while it was slow."""
 _SLOW_TOLD_S = 60.0
-"""Between two words in the log on workers that are slow."""
+"""The least time between two log lines about a slow worker."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +54,11 @@ class Peers:
         descriptor: int,
         timeout_s: float,
     ) -> None:
-        """number: of this instance. workers: what each is called, this one too. links, processes:
-        by the number of the other; what ends its process (a pidfd). descriptor: of the file by
-        which ranks of all instances join one group. timeout_s: of an exchange, and for how long one
-        may be silent.
+        """number: the number of this instance. workers: the names of all instances' workers,
+        including this one's. links: by the number of the other instance. processes: by the number
+        of the other instance, a pidfd that can end its process. descriptor: of the file by which
+        ranks of all instances join one group. timeout_s: the limit of an exchange, and how long an
+        instance may be silent.
         """
         self.timeout_s = timeout_s
         self.number = number
@@ -76,7 +78,7 @@ class Peers:
         self._changed = threading.Condition(self._lock)
         self._waited_for = set(links)
         self._ended: set[int] = set()
-        """Of the others, those that will say nothing more."""
+        """The other instances that will send nothing more."""
         self._heard_s = dict.fromkeys(links, time.monotonic())
         self._on_wake: Callable[[int], None] = lambda _: None
         self._on_lost: Callable[[], None] = lambda: None
@@ -87,7 +89,9 @@ class Peers:
         self._watcher.start()
 
     def use(self, group: Group) -> None:
-        """Have ranks that wait in `group`, of the ranks of all instances, hear when one is lost."""
+        """Use `group`, which has the ranks of all instances. Ranks that wait in it fail when an
+        instance is lost.
+        """
         self._group = group
 
     def watch(
@@ -96,13 +100,14 @@ class Peers:
         on_lost: Callable[[], None],
         on_silent: Callable[[], None],
     ) -> None:
-        """Have `on_wake(step)` called when another instance begins a step, `on_lost` when one is
-        lost, and `on_silent` while one is silent, as `counters` say; all in a thread of their own.
+        """Set the callbacks, which a separate thread calls: `on_wake(step)` when another instance
+        begins a step, `on_lost` when one is lost, and `on_silent` while one is silent, as
+        `counters` show.
         """
         self._on_wake, self._on_lost, self._on_silent = on_wake, on_lost, on_silent
 
     def wait_until_ready(self) -> None:
-        """Say that this instance can step, and return when all can.
+        """Announce that this instance can step. Return when all can.
 
         Raises:
             InternalError: one was lost.
@@ -114,14 +119,14 @@ class Peers:
             raise InternalError(self.lost)
 
     def wake(self, step: int) -> None:
-        """Tell all that this instance begins `step`. GroupError: one is lost."""
+        """Tell all that this instance begins `step`. Raises GroupError when one is lost."""
         if self.lost is not None:
             raise GroupError(self.lost)
         self._tell(step)
 
     def fail(self, why: str) -> None:
-        """End all instances: `why` is what the runner of this one says. Only the first call counts.
-        From any thread.
+        """End all instances. `why` is the reason of this instance's runner. Only the first call
+        counts. Any thread may call this.
         """
         with self._changed:
             if self._closed or self.lost is not None:
@@ -135,8 +140,8 @@ class Peers:
         self._on_lost()
 
     def name_slow(self, slow: Mapping[int, float], now: float) -> None:
-        """Count and log which instances were slow, this one or others, and for how many seconds
-        they were waited for; `now`: monotonic seconds.
+        """Count and log which instances were slow, including this one, and for how many seconds
+        others waited for them. `now`: monotonic seconds.
         """
         for number, seconds in slow.items():
             name = self._workers[number]
@@ -153,13 +158,15 @@ class Peers:
             )  # fmt: skip
 
     def leave(self) -> None:
-        """Tell all that this instance takes part in no further step: who wants one then fails."""
+        """Tell all that this instance takes part in no further step. An instance that wants one
+        then fails.
+        """
         with contextlib.suppress(GroupError):
             self._tell(_LEAVES)
 
     def close(self) -> None:
-        """Close the links; where one was lost, first wait for the others to end, and kill those
-        that do not. May be called twice.
+        """Close the links. If an instance was lost, first wait for the others to end, and kill
+        those that do not. May be called twice.
         """
         with self._changed:
             if self._closed:
@@ -215,13 +222,13 @@ class Peers:
                 looked_s = now
 
     def _look(self, now: float, since_s: float) -> None:
-        """Give a sign, and see who gives none; `since_s`: of the last look."""
+        """Give a sign, and check who gives none. `since_s`: the time since the last check."""
         for other, link in self._links.items():
             with contextlib.suppress(OSError):
                 link.send(_MESSAGE.pack(_LIVES), socket.MSG_DONTWAIT)
             if self.lost is not None or self._waited_for or other in self._ended:
                 continue
-            silent_s = now - self._heard_s[other] - since_s  # this one may have stood still itself
+            silent_s = now - self._heard_s[other] - since_s  # this process may have been stopped
             if silent_s < _SILENT_S:
                 continue
             name = self._workers[other]
@@ -242,7 +249,7 @@ class Peers:
                 )
 
     def _hear(self, other: int) -> bool:
-        """Act on what instance `other` says; return whether it may say more."""
+        """Act on a message of instance `other`. Return whether it may send more."""
         try:
             data = self._links[other].recv(_MESSAGE.size, socket.MSG_WAITALL)
         except OSError:

@@ -1,13 +1,12 @@
 """A group whose ranks are processes of one machine that map one memory.
 
-Nothing listens: the memory has no name, and a rank has its descriptor from
-the process that started it. A rank lays its part down, says so in a counter, and reads the parts of
-the others once their counters say so. Each rank has two places for parts and takes them in turn:
-who has come to one exchange has read all parts of the one before. What one rank alone sends to
-another lies in that one's inbox, until it is read.
+Nothing listens. The memory has no name, and a rank has its descriptor from the process that started
+it. A rank writes its part, announces it in a counter, and reads the parts of the others once their
+counters announce them. Each rank has two places for parts and uses them in turn: a rank that has
+come to one exchange has read all parts of the one before. A tensor for a single other rank lies in
+that rank's inbox until it is read.
 
-Memory that is never touched is never there: what is laid out for parts and inboxes costs nothing
-where there are none.
+Memory that is never touched takes no space, so unused places for parts and inboxes cost nothing.
 """
 
 from __future__ import annotations
@@ -25,24 +24,26 @@ from mooncake.base.parallel import divisors
 from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, ordered_sum
 
 LINE_BYTES = 64
-"""Counters of two ranks never share a cache line."""
+"""Each counter has a cache line of its own, so that two ranks never share one."""
 PLACE_BYTES = 8 * 2**20
-"""Of one part; larger tensors go in pieces of rows."""
+"""The size of one part. Larger tensors go in pieces of rows."""
 INBOX_PLACES = 8
-"""Of one inbox: who sends more waits until some are read."""
+"""The places of one inbox. A sender with more waits until some are read."""
 _YIELDS = 2000
-"""How often a waiting rank gives up its core before it sleeps: about a millisecond."""
+"""How often a waiting rank yields its core before it sleeps: about a millisecond."""
 _SLEEP_S = 50e-6
 
 
 def shared_bytes(size: int) -> int:
-    """Return the bytes of memory that a group of `size` ranks maps, with those of its parts."""
+    """Return the bytes of memory that a group of `size` ranks maps, including those of its
+    parts.
+    """
     return _first_of_parts(size, 1)
 
 
 def _first_of_parts(size: int, part: int) -> int:
-    """Return where in the memory of `size` ranks that of its parts of `part` ranks begins: larger
-    parts come first, all behind the group's own.
+    """Return where the memory of parts of `part` ranks begins in the memory of `size` ranks. Larger
+    parts come first, all after the group's own memory.
     """
     lines = (size + 1 + 3 * size) * LINE_BYTES
     own = lines + (2 + INBOX_PLACES) * size * PLACE_BYTES
@@ -53,14 +54,14 @@ def _first_of_parts(size: int, part: int) -> int:
 class SharedGroup:
     """One rank of a group over `memory`, of `shared_bytes` bytes, zero at first.
 
-    Tensors lie on the CPU. One thread a rank may use it, `fail` any.
+    Tensors are on the CPU. One thread of each rank may use it; any may call `fail`.
     """
 
     def __init__(
         self, rank: int, size: int, memory: mmap.mmap, timeout_s: float, first: int = 0
     ) -> None:
         """timeout_s: how long the others may take to come to an exchange. first: the byte of
-        `memory` where that of this group begins.
+        `memory` where this group's begins.
         """
         self.rank = rank
         self.size = size
@@ -78,8 +79,8 @@ class SharedGroup:
         self._written, self._read, self._signs = (
             words[(size + 1 + kind * size) * self._step :] for kind in range(3)
         )
-        """Of each inbox: pieces that were laid there, and that its rank has read. Of each rank:
-        signs that it goes on.
+        """For each inbox, the pieces that were written to it and the pieces that its rank has read.
+        For each rank, its signs of progress.
         """
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         behind = begin + 2 * size * PLACE_BYTES
@@ -88,19 +89,23 @@ class SharedGroup:
         self._inboxes = inboxes.view(size, INBOX_PLACES, PLACE_BYTES)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' `x`. GroupError: another rank failed, or did not come."""
+        """Return the sum of all ranks' `x`. Raises GroupError when another rank failed, or did not
+        come.
+        """
         pieces = [self._exchange(piece, ordered_sum) for piece in self._pieces(x)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(x.shape)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' `x` side by side. GroupError: another rank failed, or did not come."""
+        """Return all ranks' `x` side by side. Raises GroupError when another rank failed, or did
+        not come.
+        """
         pieces = [self._exchange(piece, _side_by_side) for piece in self._pieces(x)]
         made = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return made.view(*x.shape[:-1], self.size * x.shape[-1])
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' parts for this one. GroupError: another rank failed, or did not
-        come.
+        """Return all ranks' parts for this one. Raises GroupError when another rank failed, or did
+        not come.
         """
         others = x.reshape(self.size, -1, x.shape[-1]).transpose(0, 1)
         mine = self.rank
@@ -111,7 +116,7 @@ class SharedGroup:
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).view(x.shape)
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Lay `x` into the inbox of rank `to`. GroupError: another rank failed."""
+        """Put `x` into the inbox of rank `to`. Raises GroupError when another rank failed."""
         line = to * self._step
         for piece in self._pieces(x):
             number = self._written[line]
@@ -121,7 +126,7 @@ class SharedGroup:
                 self._written[line] = number + 1
 
     def receive(self, out: torch.Tensor, source: int) -> None:
-        """Write what comes next into `out`. GroupError: another rank failed."""
+        """Write the next tensor into `out`. Raises GroupError when another rank failed."""
         line = self.rank * self._step
         for piece in self._pieces(out, sent=False):
             number = self._read[line]
@@ -132,12 +137,12 @@ class SharedGroup:
                 self._read[line] = number + 1
 
     def go_on(self) -> None:
-        """Give a sign."""
+        """Give a sign of progress."""
         self._signs[self.rank * self._step] += 1
 
     def _wait_for_sign(self, counters: memoryview[int], at: int, number: int, other: int) -> None:
         """Wait until the counter at `at` has come to `number`, as long as rank `other` gives signs.
-        GroupError: it does not any more, or another failed.
+        Raises GroupError when it gives none any more, or another rank failed.
         """
         signs, place, seen = self._signs, other * self._step, -1
         while not self._wait_until(counters, at, number, self.timeout_s):
@@ -154,11 +159,11 @@ class SharedGroup:
         return place[:num_bytes].view(like.dtype).view(like.shape)
 
     def meet(self) -> None:
-        """Wait for all ranks. GroupError: another rank failed, or did not come."""
+        """Wait for all ranks. Raises GroupError when another rank failed, or did not come."""
         self._come()
 
     def part(self, size: int) -> Group:
-        """Return this rank's group of `size` ranks, in memory of its own behind this group's."""
+        """Return this rank's group of `size` ranks. Its memory comes after this group's."""
         if size == self.size:
             return self
         if size == 1:
@@ -170,7 +175,9 @@ class SharedGroup:
         return made
 
     def fail(self) -> None:
-        """Have every rank that waits, or comes later, raise; from any thread or process."""
+        """Make every rank that waits, or comes later, raise an error. Any thread or process may
+        call this.
+        """
         self._failed[0] = 1
 
     def _pieces(self, x: torch.Tensor, *, sent: bool = True) -> Iterator[torch.Tensor]:
@@ -196,10 +203,10 @@ class SharedGroup:
         return make(parts)
 
     def _come(self) -> None:
-        """Say that this rank's part lies there, and wait until all do."""
+        """Announce that this rank's part is written, and wait until all have announced theirs."""
         number = self._num_exchanges = self._num_exchanges + 1
         counters, step = self._counters, self._step
-        # A lock of this process orders what it writes before from what it writes after.
+        # A lock of this process orders its writes before this point against those after it.
         with self._fence:
             counters[self.rank * step] = number
         for other in range(self.size):
@@ -211,8 +218,8 @@ class SharedGroup:
     def _wait_until(
         self, counters: memoryview[int], at: int, number: int, timeout_s: float
     ) -> bool:
-        """Wait until the counter at `at` has come to `number`; False: it has not in time.
-        GroupError: another rank failed.
+        """Wait until the counter at `at` has come to `number`. Returns False when it has not in
+        time. Raises GroupError when another rank failed.
         """
         deadline_s = 0.0
         num_waits = 0
@@ -227,7 +234,7 @@ class SharedGroup:
             deadline_s = deadline_s or now + timeout_s
             if now > deadline_s:
                 return False
-            self.go_on()  # it does as soon as others do
+            self.go_on()  # other processes can now run
             time.sleep(_SLEEP_S)
         return True
 

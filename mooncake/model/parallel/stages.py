@@ -1,8 +1,8 @@
 """One rank's place in a pipeline: its layers, what it gets from the stage before and gives to the
-stage behind, and how long each of them computed: so the last one names who is slow.
+next stage, and how long each stage computed. The last stage logs which one is slow.
 
-Ranks of a stage have the same activations: each sends its columns only, to the rank of the next
-stage that has the same part of every layer, and there they are gathered.
+Ranks of a stage have the same activations. Each sends only its columns, to the rank of the next
+stage with the same part of every layer; there they are gathered.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.parallel.group import Group
 
 SLOW_WINDOW_S = 10.0
-"""Seconds of steps after which it is looked at which stage was slow in them."""
+"""After this many seconds of steps, a slow stage is looked for."""
 SLOW_SHARE = 0.5
-"""Of those seconds: a stage that computes for so much longer than any other would, with as many
-layers, is slow.
+"""A stage is slow if, for more than this share of those seconds, it computed longer than any other
+stage would with as many layers.
 """
 SLOW = "stage_slow_s_"
-"""Before the number of a stage: for how long others waited for it while it was slow, a counter."""
+"""A counter's name before the stage's number: how long others waited for it while it was slow."""
 WAITED_FOR = "stage_waited_for_s_"
-"""Before the number of a stage: how much longer it has computed than any other would have, with as
-many layers, as a counter.
+"""A counter's name before the stage's number: how much longer it computed than any other stage
+would have with as many layers.
 """
 _SLOW_TOLD_S = 60.0
-"""Between two words in the log on a stage that is slow."""
+"""The least time between two log lines about a slow stage."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Stage:
         self.is_first = number == 0
         self.is_last = number == shape.pp - 1
         self.ranks = group.part(shape.tp)
-        """Those that share these layers."""
+        """The ranks that share these layers."""
         self._all = group
         self._copies = copies or HostCopies()
         self._began_s = 0.0
@@ -69,7 +69,7 @@ class Stage:
             self.send(row)
 
     def begin(self) -> None:
-        """A step begins here, whose times are taken from now on."""
+        """Begin a step. Times are counted from now on."""
         if not (self.is_first and self.is_last):
             self._finish()  # a device may have to wait for a stage that has not received yet
         self._began_s = time.perf_counter()
@@ -78,11 +78,11 @@ class Stage:
 
     @property
     def seconds(self) -> list[float]:
-        """For how long each of the stages so far has computed this step, without waiting."""
+        """How long each stage so far has computed this step, without waiting."""
         return [*self._before_s, time.perf_counter() - self._began_s - self._waited_s]
 
     def go_on(self) -> None:
-        """Say that this rank has come to its next layer."""
+        """Signal that this rank has come to its next layer."""
         self._all.go_on()
 
     def receive(self, like: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Stage:
         return part if width == like.shape[1] else self.ranks.gather(part)
 
     def send(self, x: torch.Tensor) -> None:
-        """Give activations, [rows, hidden], to the stage behind.
+        """Send activations, [rows, hidden], to the next stage.
 
         Raises:
             GroupError: another rank failed.
@@ -122,18 +122,18 @@ class Stage:
             end.reached()
 
     def _columns(self, x: torch.Tensor) -> int:
-        """Return how many columns each rank sends: where they do not divide, all."""
+        """Return how many columns each rank sends: all of them, when they do not divide evenly."""
         each, rest = divmod(x.shape[1], self.ranks.size)
         return x.shape[1] if rest else each
 
 
 class StageTimes:
-    """For how long stages computed, step by step: names those that the others wait for. A layer
-    should take as long in all of them.
+    """How long stages computed, step by step. Names the stages for which others wait. A layer
+    should take equally long in all of them.
     """
 
     def __init__(self, num_layers: Sequence[int]) -> None:
-        """num_layers: of each stage, two or more."""
+        """`num_layers`: of each stage; there are two or more stages."""
         self.counters = {f"{WAITED_FOR}{stage}": 0.0 for stage in range(len(num_layers))}
         self._num_layers = num_layers
         self._window_s = 0.0
@@ -141,7 +141,7 @@ class StageTimes:
         self._told_s: dict[int, float] = {}
 
     def add(self, seconds: Sequence[float], now: float) -> None:
-        """Count a step in which each stage computed for so many `seconds`; log who was slow. `now`:
+        """Count a step in which the stages computed for these `seconds`, and log a slow one. `now`:
         monotonic seconds.
         """
         of_layer_s = [s / num for s, num in zip(seconds, self._num_layers, strict=True)]

@@ -1,8 +1,9 @@
-"""A group over torch's process groups: gloo for tensors of the host, NCCL for those of GPUs.
+"""A group over torch's process groups: gloo for tensors on the host, NCCL for tensors on GPUs.
 
-No default group is made. Ranks of one machine find each other through a file that the lead makes
-and its followers inherit, so nothing listens for who wants to join, and gloo's own connections go
-over loopback; ranks of several, through a store that the lead serves, and each listens at its host.
+It makes no default group. Ranks of one machine find each other through a file that the lead makes
+and its followers inherit. So nobody else can join, and gloo's own connections go over loopback.
+Ranks of several machines find each other through a store that the lead serves, and each listens at
+its host.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, orde
 GLOO, NCCL = "gloo", "nccl"
 LOOPBACK = "127.0.0.1"
 _ON_THEIR_WAY = 4
-"""Tensors sent to the next stage that it has not received."""
+"""How many tensors may be sent to the next stage before it receives them."""
 _ABORT_S = 10.0
-"""How long NCCL may take to end exchanges whose ranks are gone; as a rule it takes milliseconds."""
+"""How long NCCL may take to end exchanges whose ranks are gone; usually it takes milliseconds."""
 _NO_LIMIT = timedelta(days=1)
 ONE_SHOT_BYTES = 1 << 16
-"""Smaller parts are sent to every rank whole; larger ones are summed in slices, one a rank."""
+"""Smaller parts are sent whole to every rank. Larger ones are summed in slices, one for
+each rank.
+"""
 
 
 class TorchGroup:
     """One rank of a group of processes. They connect at the first exchange.
 
-    torch's own sums add in an order that depends on sizes and ranks, so parts are moved as they are
+    torch's own sums add in an order that depends on sizes and ranks. So parts are sent unchanged
     and added here.
     """
 
@@ -82,7 +85,9 @@ class TorchGroup:
             os.close(self._own_file)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' `x`. GroupError: another rank failed, or did not come."""
+        """Return the sum of all ranks' `x`. Raises GroupError when another rank failed, or did not
+        come.
+        """
         self.traffic.count(x)
         if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
             return ordered_sum(self._gathered(x).unbind(0))
@@ -95,19 +100,21 @@ class TorchGroup:
         return total[: x.numel()].view(x.shape)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' `x` side by side. GroupError: another rank failed, or did not come."""
+        """Return all ranks' `x` side by side. Raises GroupError when another rank failed, or did
+        not come.
+        """
         self.traffic.count(x)
         return torch.cat(self._gathered(x).unbind(0), dim=-1)
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' parts for this one. GroupError: another rank failed, or did not
-        come.
+        """Return all ranks' parts for this one. Raises GroupError when another rank failed, or did
+        not come.
         """
         self.traffic.count(x)
         return self._exchanged(x)
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Begin to send a copy of `x` to rank `to`. GroupError: it failed."""
+        """Begin to send a copy of `x` to rank `to`. Raises GroupError when that rank failed."""
         self.traffic.count(x)
         kept = x.contiguous().clone()
         with _as_group_error():
@@ -116,17 +123,19 @@ class TorchGroup:
             self._sent.append((self._of_pairs().send([_bytes_of(kept)], to, 0), kept))
 
     def receive(self, out: torch.Tensor, source: int) -> None:
-        """Write what rank `source` sends next into `out`. GroupError: it failed."""
+        """Write the next tensor from rank `source` into `out`. Raises GroupError when that rank
+        failed.
+        """
         with _as_group_error():
             self._wait(self._of_pairs().recv([_bytes_of(out)], source, 0))
 
     def go_on(self) -> None:
-        """Do nothing: what is received is waited for without a limit; who watches the steps ends
+        """Do nothing, because receivers wait here without a limit. Whoever watches the steps ends
         them.
         """
 
     def meet(self) -> None:
-        """Wait for all ranks. GroupError: another rank failed, or did not come."""
+        """Wait for all ranks. Raises GroupError when another rank failed, or did not come."""
         here = self._gathered(torch.zeros(1, device="cuda" if self._kind == NCCL else "cpu"))
         with _as_group_error():
             here.tolist()  # a GPU's exchange has only been begun: the host waits for its end
@@ -145,12 +154,12 @@ class TorchGroup:
         return part
 
     def fail(self) -> None:
-        """Begin to end all exchanges of this rank on its GPU, in all groups cut from this one: a
+        """Begin to end all exchanges of this rank on its GPU, in all groups cut from this one. A
         GPU waits for a rank that has ended as for one that is late, and torch's watchdog does not
-        know what is replayed. A process of ours ends where a GPU does not give up.
+        know replayed work. If a GPU does not give up, this process ends.
 
-        Over gloo nothing is done: who waits for a rank hears it when the rank's process, and so
-        its connection, ends.
+        Over gloo this does nothing: a rank that waits hears of the end when the other rank's
+        process, and so its connection, ends.
         """
         if self._kind == NCCL and not self._failed:
             self._failed = True
@@ -195,7 +204,7 @@ class TorchGroup:
             work.wait(_NO_LIMIT)
 
     def _connected(self) -> Any:
-        """Connect to the other ranks, who do so too, unless done."""
+        """Connect to the other ranks unless this is done. They connect too."""
         if self._ranks is not None:
             return self._ranks
         if self._failed:
@@ -220,7 +229,7 @@ class TorchGroup:
         return made
 
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [ranks, ...]: of each rank the part that is this one's place in its `x`."""
+        """Return [ranks, ...]: from each rank's `x` the part at this rank's place."""
         made = torch.empty_like(x)
         swap = self._connected().alltoall_base
         self._run(lambda to, whence: swap(to, whence, [], []), made, x)
@@ -232,7 +241,7 @@ class TorchGroup:
         made: torch.Tensor,
         x: torch.Tensor,
     ) -> None:
-        """Exchange bytes, whatever `x` is made of."""
+        """Exchange bytes, whatever dtype `x` has."""
         if not x.numel():
             return
         with _as_group_error():

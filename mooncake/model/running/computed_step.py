@@ -1,5 +1,5 @@
-"""A step as every rank of an instance computes it: drafts, forward pass and logits, all exchanges
-in one order. The lead samples from the logits, the others make their part of them.
+"""A step as every rank of an instance computes it: drafts, forward pass and logits, with all
+exchanges in one order. The lead samples from the logits; the others compute their part of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.running.forward_pass import ForwardPass
 
 _LOGPROB_ROWS = 128
-"""Prompt positions whose logits are made at once: bounds their memory."""
+"""How many prompt positions get logits at once. This bounds their memory."""
 
 
 class ComputedStep:
-    """One step, whose forward pass is made by making this. What follows is called by all ranks
-    of the last stage, in the order of the methods.
+    """One step. Creating this runs the forward pass. All ranks of the last stage then call the
+    methods in their order.
     """
 
     def __init__(
@@ -33,8 +33,9 @@ class ComputedStep:
         prompt_rows: Mapping[int, int],
         after_write: Callable[[int], None] | None,
     ) -> None:
-        """prompt_rows: of sequences whose every row is wanted, how many of them become logits.
-        drafts: makes those that the slots leave to the model. after_write: see `KimiK2.forward`.
+        """prompt_rows: the sequences for which all rows are wanted -> how many of these become
+        logits. drafts: makes the drafts that the slots leave to the model. after_write: see
+        `KimiK2.forward`.
         """
         self._model = model
         self._copies = copies
@@ -50,7 +51,7 @@ class ComputedStep:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether `keep` computes further rows of pages."""
+        """Whether `keep` writes more rows of pages."""
         return self._drafts is not None
 
     @property
@@ -59,7 +60,7 @@ class ComputedStep:
         return [rows.slot for rows in self._inputs.output_rows if rows.slot.sample]
 
     def prompt_logits(self) -> Iterator[tuple[StepSlot, int, torch.Tensor]]:
-        """Yield (slot, place of the first row in it, logits) in pieces, of the wanted prompts."""
+        """Yield (slot, place of the first row in it, logits) in pieces, for the wanted prompts."""
         for rows in self._inputs.output_rows:
             count = self._prompt_rows.get(rows.slot.sequence_id, 0)
             for begin in range(0, count, _LOGPROB_ROWS):
@@ -68,8 +69,8 @@ class ComputedStep:
                 yield rows.slot, begin, self._model.logits(states)
 
     def sampled_logits(self) -> torch.Tensor | None:
-        """Return the logits of the rows that tokens may be sampled from: of each slot in `sampled`
-        that of its last token and those of its drafts; None: there are none.
+        """Return the logits of the rows from which tokens may be sampled: for each slot in
+        `sampled` those of its last token and of its drafts. None: there are none.
         """
         rows: list[int] = []
         for each in self._inputs.output_rows:
@@ -82,8 +83,10 @@ class ComputedStep:
         return self._model.logits(self._hidden.index_select(0, places))
 
     def keep(self, samples: Sequence[Sample] | None, *, handed_on: bool) -> bool:
-        """Keep what drafts are made of (see `ModelDrafts.keep`); return whether pages were written.
-        samples: the lead's; None: of another rank, which is told.
+        """Keep what drafts are made from (see `ModelDrafts.keep`). Return whether pages were
+        written.
+
+        samples: the lead's samples; None: this is another rank, which gets them from the lead.
         """
         if self._drafts is None or self._read is None:
             return False

@@ -1,6 +1,6 @@
-"""A follower: a rank that computes its part of every step that its lead names. Samples nothing.
+"""A follower: a rank that computes its part of every step that its lead names. It samples nothing.
 
-Owns the process it runs in: it ends with its lead, and any error ends it.
+It owns its process: the process ends with its lead, and any error ends it.
 """
 
 from __future__ import annotations
@@ -74,77 +74,83 @@ from mooncake.transfer.net.blocking import receive, send
 _log = logging.getLogger(__name__)
 
 _LOOKS = 10
-"""At a lead that says nothing, before it is taken for one that stands still."""
+"""How often a follower checks a silent lead before it declares it stopped."""
 
 Word = tuple[RankMessage, int | None]
-"""What the lead says, and the descriptor that came with it."""
+"""A message of the lead, and the descriptor that came with it."""
 
 
 class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a follower is started with."""
+    """The settings with which a follower is started."""
 
     rank: int
     model: str
     dtype: str
     options: ModelOptions
     num_threads: int | None = None
-    """torch's CPU threads while it loads; each `UsePages` says how many compute."""
+    """torch's CPU threads while it loads. Each `UsePages` says how many compute."""
     timeout_s: float
     """How long it waits for the other ranks in an exchange."""
     sign_s: float = SIGN_S
-    """Between two of its signs of life."""
+    """The time between two of its signs of life."""
     store: tuple[str, int] | None = None
-    """(host, port) where ranks on several machines find each other; None: by a file."""
+    """(host, port) where ranks on several machines find each other; None: they use a file."""
     number: int = 0
-    """Of its instance, among those that share experts."""
+    """The number of its instance among those that share experts."""
 
 
 class PageMoves(Protocol):
-    """What moves the pages of this rank where they lie in a memory of its own."""
+    """Moves the pages of this rank when they are in a memory of its own."""
 
     def close(self) -> None:
-        """End all that moves in the last memory, if there is one; peers reach it no more."""
+        """End all moves in the last memory, if there is one. Peers cannot reach it any more."""
 
     def open(self, pages: PageArray, transfer: bytes, device: DeviceMemory | None) -> memoryview:
-        """Return a memory for `pages`, after `close`, or an empty one where they lie in that of a
-        `device`; tell the lead where peers reach it, or why it cannot be.
+        """Return a memory for `pages`, after `close`, or an empty one when they are in a `device`'s
+        memory. Tell the lead where peers reach it, or why it cannot exist.
 
-        transfer: see `UsePages`. Raises MooncakeError: it cannot be.
+        transfer: see `UsePages`.
+
+        Raises:
+            MooncakeError: the memory cannot be made.
         """
 
     def tell(self, word: RankWord) -> None:
-        """Do what the lead says; from any thread."""
+        """Carry out an order of the lead. Any thread may call this."""
 
     def reached(self, progress: Progress) -> None:
-        """This rank has computed so far, its device too; from one thread at a time."""
+        """Record this rank's progress, including its device's. One thread at a time may
+        call this.
+        """
 
 
 class Guesses:
-    """Steps that the lead has begun ahead of their plan. What it says later about pages is done at
-    once, and a guess in its turn: who writes to pages waits for all guesses of which it has heard.
+    """Steps that the lead has begun ahead of their plan. Later orders about pages are carried out
+    at once, while a guess waits its turn. So whoever writes to pages first waits for all guesses of
+    which the follower has heard.
     """
 
     def __init__(self, answer: Callable[[RankAnswer], None] = lambda _: None) -> None:
-        """answer: tells the lead that one has been heard of."""
+        """`answer`: tells the lead that a guess has been heard of."""
         self._answer = answer
         self._heard = self._begun = 0
         self._changed = threading.Condition()
 
     def hear(self) -> None:
-        """The lead has said that it begins one."""
+        """Record that the lead begins a guess."""
         with self._changed:
             self._heard += 1
         self._answer(GuessHeard())
 
     def begin(self) -> None:
-        """One has been begun here: a mark of the device lies behind it."""
+        """Record that a guess has begun here. A mark of the device follows it."""
         with self._changed:
             self._begun += 1
             self._changed.notify_all()
 
     def mark(self, last: Callable[[], Mark | None]) -> Mark | None:
-        """Return what lies behind all guesses heard of so far; `last` says what lies behind those
-        that have been begun.
+        """Return a mark after all guesses heard of so far. `last` returns the mark after those that
+        have begun.
         """
         with self._changed:
             return _Behind(self, self._heard, last) if self._heard else None
@@ -169,7 +175,7 @@ class _Behind:
 
 
 class Follower:
-    """One rank's part of a model, and the pages it computes over."""
+    """One rank's part of a model, and the pages over which it computes."""
 
     def __init__(
         self,
@@ -183,12 +189,13 @@ class Follower:
         answer: Callable[[RankAnswer], None] = lambda _: None,
         guesses: Guesses | None = None,
     ) -> None:
-        """open_graphs: makes what captures decode steps over some pages, meter: measures memory,
-        both on all ranks at once; None: it cannot, nor can the lead. moves: what moves pages of
-        this rank's own; None: the lead moves them for all. copies: to the device and back; None: it
-        is the host. device_pages: makes pages in the device's own memory; None: they lie in that of
-        the host. answer: tells the lead which layers are written, from one thread at a time.
-        guesses: those of which who hears the lead for this rank knows.
+        """open_graphs: makes the port that captures decode steps over some pages. meter: measures
+        memory. Both run on all ranks at once. None: neither this rank nor the lead can. moves:
+        moves pages of this rank's own; None: the lead moves them for all. copies: to the device and
+        back; None: the device is the host. device_pages: makes pages in the device's own memory;
+        None: they are in the host's. answer: tells the lead which layers are written, from one
+        thread at a time. guesses: the guesses of which the thread that listens to the lead has
+        heard.
         """
         self._model = model
         self._guesses = guesses or Guesses()
@@ -214,8 +221,8 @@ class Follower:
         self._drafts: ModelDrafts | None = None
 
     def use(self, kv: KvTensors, sizes: CapturedSizes) -> None:
-        """Compute over these pages; no sequence is known any more. Steps of `sizes` are captured
-        with the lead's.
+        """Compute over these pages. No sequence is known any more. Steps of `sizes` are captured
+        together with the lead's.
         """
         self._reader = StepReader()
         self._num_steps = 0
@@ -236,12 +243,12 @@ class Follower:
         self._forward = ForwardPass(self._model, kv, prompts)
 
     def step(self, step: RankStep) -> None:
-        """Compute this rank's part of a step, all exchanges in the lead's order."""
+        """Compute this rank's part of a step, with all exchanges in the lead's order."""
         assert self._forward is not None, "a step came before pages"
         slots = self._last = self._reader.slots(step)
         self._num_steps += 1
         self._reached(0)
-        if not slots:  # of other instances, with which this one shares experts
+        if not slots:  # a step of other instances that share experts with this one
             with torch.inference_mode():
                 self._model.serve()
             self._model.stage.ranks.meet()
@@ -253,12 +260,12 @@ class Follower:
             return
         with torch.inference_mode():
             self._compute(slots, step)
-        # Others may be at later steps by now, or at earlier ones.
+        # Other ranks may be at later or earlier steps by now.
         self._model.stage.ranks.meet()
         self._reached(ALL_LAYERS)
 
     def _compute(self, slots: Sequence[StepSlot], step: RankStep) -> None:
-        """Compute a step as it comes, as the lead's runner does."""
+        """Compute a step without a captured one, as the lead's runner does."""
         assert self._forward is not None
         if self._drafts is not None:
             self._drafts.forget(step.forgotten)
@@ -278,7 +285,9 @@ class Follower:
         computed.keep(None, handed_on=step.reported_as is not None)
 
     def _reached(self, num_layers: int, reported_as: int | None = None) -> None:
-        """So many layers of this step are written; the lead hears of it where it has a name."""
+        """Record that `num_layers` layers of this step are written. The lead hears of it if the
+        step has a name.
+        """
         progress = (self._num_steps, num_layers)
         written = None if reported_as is None else Written(reported_as, progress)
         if self._moves is not None or written is not None:
@@ -292,14 +301,14 @@ class Follower:
             self._answer(written)
 
     def _replay(self, slots: Sequence[StepSlot], way: Way) -> None:
-        """Replay a step, unless it has begun; its last exchange lies behind all writes to pages."""
+        """Replay a step unless it has begun. Its last exchange comes after all writes to pages."""
         assert self._decoder is not None, "no steps were captured"
         if way is Way.REPLAYED:
             with torch.inference_mode():
                 self._decoder.replay(slots)
 
     def ahead(self) -> None:
-        """Begin the decode step that follows the last."""
+        """Begin the decode step after the last one."""
         assert self._decoder is not None, "no steps were captured"
         with torch.inference_mode():
             none = torch.zeros(len(self._last), dtype=torch.int64, device=self._model.device)
@@ -308,7 +317,7 @@ class Follower:
         self._guesses.begin()
 
     def follow(self, words: Iterable[Word]) -> None:
-        """Do what the lead says about steps and pages, until it says nothing more."""
+        """Carry out the lead's messages about steps and pages until it sends no more."""
         for message, descriptor in words:
             if isinstance(message, RankStep):
                 self.step(message)
@@ -325,7 +334,9 @@ class Follower:
                     torch.set_num_threads(message.num_threads)
 
     def _pages(self, message: UsePages, descriptor: int | None) -> KvTensors:
-        """Make this rank's own memory of pages, or map that of all; return what it holds there."""
+        """Make this rank's own memory of pages, or map that of all. Return the tensors of
+        its part.
+        """
         if descriptor is None:
             assert self._moves is not None, "pages of its own are for a rank that can move them"
             array = message.pages.of_rank(self.rank, self._model.stage.layers)
@@ -334,7 +345,7 @@ class Follower:
             if self._device_pages is None:
                 return KvTensors.view(array, self._moves.open(array, message.transfer, None))
             if self._memory is not None:
-                self._forward = self._decoder = None  # a device has no room for two
+                self._forward = self._decoder = None  # the device has no room for both
                 self._memory.free()
             self._memory = self._device_pages(array)
             self._moves.open(array, message.transfer, self._memory)
@@ -354,7 +365,7 @@ class Follower:
         self._group.meet()
 
     def check(self, held: Held) -> None:
-        """Compare what this rank holds with what the lead says; both errors of `StepReader.check`
+        """Compare what this rank holds with what the lead says. Both errors of `StepReader.check`
         end this rank.
         """
         self._reader.check(held)
@@ -368,12 +379,12 @@ def run(
     keys: Callable[[ModelOptions], KeyRing | None],
     open_moves: Callable[[Callable[[bytes], None]], PageMoves],
 ) -> None:
-    """Be a follower until the lead goes.
+    """Run a follower until the lead goes.
 
-    link: to the lead, whose first message are `FollowerSettings`. joined: returns the group of
-    all ranks. shared: descriptor of that by which ranks of all instances are joined that
-    share experts; None: there are no others. keys: finds the keys of encrypted weights. open_moves:
-    makes what moves pages, given what sends an answer to the lead.
+    link: to the lead, whose first message is a `FollowerSettings`. joined: returns the group of all
+    ranks. shared: the descriptor with which ranks of all instances that share experts join; None:
+    there are no others. keys: finds the keys of encrypted weights. open_moves: makes the mover of
+    pages, given the function that sends an answer to the lead.
     """
     first = receive(link)
     if first is None:
@@ -427,7 +438,7 @@ def run(
 
 
 def _give_signs(say: Callable[[bytes], None], every_s: float) -> None:
-    """Show the lead that this process goes on, until the lead is gone."""
+    """Show the lead that this process is alive, until the lead is gone."""
     with contextlib.suppress(OSError):
         while True:
             say(encode_answer(Alive()))
@@ -437,8 +448,8 @@ def _give_signs(say: Callable[[bytes], None], every_s: float) -> None:
 def join_experts(
     options: ModelOptions, rank: int, number: int, descriptor: int, timeout_s: float
 ) -> ExpertRanks:
-    """Return the ranks of all instances that share experts, seen from `rank` of instance
-    `number`; ranks of the same part lie side by side. See `joining.join`.
+    """Return the ranks of all instances that share experts, seen from `rank` of instance `number`.
+    Ranks with the same part come one after the other. See `joining.join`.
     """
     shape = options.shape
     place = rank * shape.dp + number
@@ -470,11 +481,11 @@ def _load(
 
 
 def heard(link: socket.socket, guesses: Guesses, silent_s: float = LEAD_SILENT_S) -> Iterator[Word]:
-    """Yield what the lead says, until it goes; `guesses` hear it at once.
+    """Yield the lead's messages until it goes. `guesses` hears them at once.
 
     Raises:
-        GroupError: it has given a sign of life, and then said nothing for `silent_s`: it stands
-            still, and on a GPU who waits for it in an exchange would wait for ever.
+        GroupError: the lead has given a sign of life, and then sent nothing for `silent_s`. It has
+            been stopped, and on a GPU a rank that waits for it in an exchange would wait for ever.
     """
     gives_signs = False
     while True:
@@ -494,8 +505,8 @@ def heard(link: socket.socket, guesses: Guesses, silent_s: float = LEAD_SILENT_S
 
 
 def _speaks(link: socket.socket, silent_s: float) -> bool:
-    """Return whether something comes within `silent_s`, looked at in parts: where lead and follower
-    are stopped together and go on, one part alone is over.
+    """Return whether something comes within `silent_s`. The wait is cut into parts: when lead and
+    follower are stopped together and go on, only one part is over.
     """
     poll = select.poll()
     poll.register(link, select.POLLIN)
@@ -508,7 +519,7 @@ def _hear(
     moves: PageMoves,
     guesses: Guesses,
 ) -> None:
-    """Hear what the lead says, whatever this rank is doing, and end this process when the lead's
+    """Take the lead's messages, whatever this rank is doing, and end this process when the lead's
     has ended.
     """
     try:
@@ -522,6 +533,6 @@ def _hear(
     except GroupError as error:
         _log.error("%s: this rank ends", error)
     except Exception:
-        _log.exception("what the lead says is not understood")
+        _log.exception("a message of the lead cannot be decoded")
     finally:
         os._exit(0)

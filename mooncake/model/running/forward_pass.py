@@ -1,5 +1,5 @@
-"""One step's forward pass, as every rank of an instance makes it: replayed where it is short, else
-as it comes.
+"""One step's forward pass on any rank of an instance: replayed when the step is short, else run
+eagerly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CapturedSteps:
 def capture_steps(
     model: KimiK2, kv: KvTensors, port: GraphPort, sizes: CapturedSizes, copies: Copies | None
 ) -> CapturedSteps:
-    """Capture steps of these sizes; all ranks call this at once. copies: see `DecodeGraphs`."""
+    """Capture steps of these sizes. All ranks call this at once. copies: see `DecodeGraphs`."""
     rows, pages, tokens = sizes.most_rows, sizes.most_pages, sizes.most_tokens
     with torch.inference_mode():
         decode = DecodeGraphs(model, kv, port, most_rows=rows, most_pages=pages, copies=copies)
@@ -47,7 +47,7 @@ class ForwardPass:
     """The passes of one model over some pages, in order."""
 
     def __init__(self, model: KimiK2, kv: KvTensors, captured: PrefillGraphs | None = None) -> None:
-        """captured: short steps over the same pages; None: each is run as it comes."""
+        """`captured`: short steps over the same pages; None: each step runs eagerly."""
         self._model = model
         self._kv = kv
         self._captured = captured
@@ -62,9 +62,10 @@ class ForwardPass:
     ) -> tuple[StepInputs, torch.Tensor]:
         """Return a step's inputs and the final hidden states of its output rows.
 
-        whole: sequences whose every row is wanted. after_write and read: see `KimiK2.forward`; of
-        a replayed step all layers are written before the last is reported. All ranks decide alike
-        whether it is one.
+        whole: the sequences for which all rows are wanted. after_write, read: see `KimiK2.forward`.
+        In a replayed step all layers are written before the last is reported.
+
+        All ranks decide alike whether a step is replayed.
         """
         model, kv, captured = self._model, self._kv, self._captured
         model.between_steps()

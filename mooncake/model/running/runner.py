@@ -45,17 +45,18 @@ from mooncake.model.running.computed_step import ComputedStep
 from mooncake.model.running.forward_pass import CapturedSteps, ForwardPass
 
 _PATIENCE = 0.5
-"""For what share of its last step's time an instance that has just computed one waits for its next
-before it takes part in a step of others without rows: two busy ones would else take turns.
+"""An instance that has just computed a step waits for its next one for this share of that step's
+time. Only then does it take part, without rows, in a step of others. Otherwise two busy instances
+would take turns.
 """
 _END_S = 30.0
-"""For how long a step may go on once a rank is lost: its exchanges have been ended by then."""
+"""How long a step may go on after a rank is lost. By then its exchanges have been ended."""
 _STEP_S = 600.0
-"""For how long the last step may go on where no rank is lost."""
+"""How long the last step may go on when no rank is lost."""
 _LOOK_S = 0.5
-"""So often it is looked at whether a rank has been lost meanwhile."""
+"""How often to check whether a rank has been lost meanwhile."""
 _COUNTED_EVERY = 16
-"""Steps of others, in which this runner takes part, for one report of its counts."""
+"""The runner reports its counts once for this many steps of others in which it takes part."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,17 @@ class ModelRunner:
         peers: Peers | None = None,
         draft_layer: DraftLayer | None = None,
     ) -> None:
-        """Start the thread. `num_threads`: torch's CPU threads, of the whole process; None = as is.
+        """Start the thread.
 
-        captured: steps over the same pages; None = every step is run as it comes.
-        copies: to the model's device; None = it is the host.
-        lead: the followers that compute each step with this rank; None = there are none.
-        peers: the instances that share experts with this one, and step with it; None = none do.
-        draft_layer: makes the drafts that a plan leaves to the model; None = it leaves none.
-        The queue is as long as the engine lets it be (two steps in flight; one more than there
-        are stages).
+        num_threads: torch's CPU threads, of the whole process; None: unchanged. captured: steps
+        over the same pages; None: every step runs eagerly. copies: to the model's device; None: the
+        device is the host. lead: the followers that compute each step with this rank; None: there
+        are none. peers: the instances that share experts with this one, and step with it; None:
+        there are none. draft_layer: makes the drafts that a plan leaves to the model; None: it
+        leaves none.
+
+        The queue is as long as the engine lets it be (two steps in flight, or one more than the
+        number of stages).
         """
         self._model = model
         self._forward = ForwardPass(model, kv, None if captured is None else captured.prompts)
@@ -105,16 +108,16 @@ class ModelRunner:
             )
         self._peers = peers
         self._stages: StageTimes | None = None
-        """Where there are stages before this one's."""
+        """The times of stages; None when no stage comes before this one's."""
         self._num_windows = 0
-        """Of rows of experts, that were reported."""
+        """How many windows of experts' rows were reported."""
         self._asked = 0
         """The last step that another instance has begun."""
         self._starts: dict[int, SequenceStart] = {}
         self._plans: queue.SimpleQueue[StepPlan | int | None] = queue.SimpleQueue()
-        """With the numbers of steps that others begin; None: the last."""
+        """Plans, and the numbers of steps that others begin; None ends the queue."""
         self._untold: queue.SimpleQueue[StepPlan | None] | None = None
-        """Steps that the stages before this one's have not heard of; None: there are none."""
+        """Steps of which the earlier stages have not heard; None: there are no earlier stages."""
         self._events: Mailbox[RunnerEvent] = Mailbox()
         self._ended = -1
         """The last step whose result has been emitted."""
@@ -130,7 +133,7 @@ class ModelRunner:
                 lambda: self._emit(Counted(counters=dict(peers.counters))),
             )
         self._threads = [VitalThread(self._run, "model-runner")]
-        if not model.stage.is_first:  # it is the last one, and the others are to be ahead of it
+        if not model.stage.is_first:  # this is the last stage, and earlier ones must be ahead of it
             self._untold = queue.SimpleQueue()
             assert lead is not None
             layers = stage_layers(model.spec.num_hidden_layers, lead.num_stages)
@@ -140,11 +143,11 @@ class ModelRunner:
             thread.start()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Start compiling the grammar of a sequence to come; never blocks."""
+        """Start compiling the grammar of a coming sequence; never blocks."""
         self._sampler.prepare(grammar)
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step; never blocks. RuntimeError: the runner is closed."""
+        """Queue a step; never blocks. Raises RuntimeError when the runner is closed."""
         if self._closed:
             raise RuntimeError("the runner is closed")
         (self._untold or self._plans).put(plan)
@@ -157,15 +160,15 @@ class ModelRunner:
         """Return the events since the last call, oldest first, without waiting.
 
         Raises:
-            InternalError: a rank of this model was lost; no step can be run any more.
+            InternalError: a rank of this model was lost, so no step can run any more.
         """
         if self._lost is not None:
             raise InternalError(f"{self._lost}: all ranks of this worker end")
         return self._events.receive()
 
     def check_integrity(self) -> None:
-        """Raise where a rank holds pages of a sequence that has ended (see `Lead.check_integrity`),
-        or what makes drafts holds memory of one. No step may be running.
+        """Raise an error when a rank holds pages of a sequence that has ended (see
+        `Lead.check_integrity`), or the draft layer holds memory of one. No step may be running.
         """
         if self._drafts is not None:
             self._drafts.check_integrity(self._starts)
@@ -175,8 +178,8 @@ class ModelRunner:
     def close(self) -> None:
         """Finish the running step, drop queued ones and free the descriptor. May be called twice.
 
-        Events not yet polled are lost. Model, pages and captured steps are released, so a remaining
-        reference to this runner holds no device memory.
+        Events that were not polled are lost. Model, pages and captured steps are released, so a
+        remaining reference to this runner holds no device memory.
 
         Raises:
             InternalError: the running step does not end, perhaps because a rank was lost.
@@ -199,7 +202,7 @@ class ModelRunner:
 
     @property
     def _lost(self) -> str | None:
-        """Why no step can be run any more; None: steps can."""
+        """Why no step can run any more; None: steps can."""
         others = [each for each in (self._peers, self._lead) if each is not None]
         return next((each.lost for each in others if each.lost is not None), None)
 
@@ -208,7 +211,7 @@ class ModelRunner:
             self._append(event)
 
     def _hear(self, event: OfRank | LayerDone) -> None:
-        """Emit what a follower says, unless it is of a step whose result was."""
+        """Emit a follower's event, unless the result of its step has been emitted."""
         with self._lock:
             if not isinstance(event, LayerDone) or event.step_id > self._ended:
                 self._append(event)
@@ -253,7 +256,7 @@ class ModelRunner:
         return self._model.exchange.num_steps < self._asked
 
     def _serve(self) -> None:
-        """Take part in the step that others have begun, without rows."""
+        """Take part, without rows, in the step that others have begun."""
         assert self._model.exchange is not None
         try:
             if self._lead is not None:
@@ -263,13 +266,13 @@ class ModelRunner:
             if self._lead is not None:
                 self._model.stage.ranks.meet()
         except Exception as error:  # whatever it was, no rank can go on
-            self._fail(f"a step of others: {error}")
+            self._fail(f"a step of instances that share experts failed: {error}")
             return
         if self._model.exchange.num_steps % _COUNTED_EVERY == 0:
             self._emit(Counted(counters=self._counters()))
 
     def _tell_rows(self) -> None:
-        """Report the rows of experts, where a window has ended."""
+        """Report the rows of experts when a window has ended."""
         balancer = self._model.balancer
         if balancer is not None and balancer.num_windows > self._num_windows:
             self._num_windows = balancer.num_windows
@@ -281,13 +284,13 @@ class ModelRunner:
         return self._model.counters | others | stages
 
     def _fail(self, why: str) -> None:
-        """End the ranks that wait for this one in a step's middle."""
+        """End the ranks that wait for this one in the middle of a step."""
         for others in (self._peers, self._lead):
             if others is not None:
                 others.fail(why)
 
     def _tell_ahead(self) -> None:
-        """Have stages before this one hear of each step as soon as it is there."""
+        """Tell earlier stages of each step as soon as it is there."""
         assert self._untold is not None
         assert self._lead is not None
         while True:
@@ -303,8 +306,8 @@ class ModelRunner:
                 return
 
     def _tell(self, plan: StepPlan) -> Way:
-        """Learn which sequences begin and end with this step, and tell the followers all of it;
-        return how it is computed.
+        """Record which sequences begin and end with this step, and tell the followers everything
+        about it. Return how it is computed.
         """
         for sequence_id in plan.ended:
             self._starts.pop(sequence_id, None)
@@ -332,11 +335,11 @@ class ModelRunner:
         return Way.BEGUN if decoder.has_begun(plan.slots) else Way.REPLAYED
 
     def _whole(self, plan: StepPlan) -> list[StepSlot]:
-        """Return the slots of which every row is wanted at the end."""
+        """Return the slots for which all rows are wanted at the end."""
         return [slot for slot in plan.slots if self._logprobs_wanted(slot.sequence_id)]
 
     def _prompt_rows(self, plan: StepPlan) -> dict[int, int]:
-        """Return how many rows of those slots become logits."""
+        """Return how many rows of these slots become logits."""
         return {slot.sequence_id: len(self._following(slot)) for slot in self._whole(plan)}
 
     def _step(self, plan: StepPlan) -> StepResult:
@@ -345,8 +348,8 @@ class ModelRunner:
             try:
                 outcome = self._execute(plan)
             finally:
-                self._layers.drain()  # nothing is heard of a step after its result
-        except Exception as error:  # whatever it was, the engine must hear that the step ended
+                self._layers.drain()  # no event of a step may follow its result
+        except Exception as error:  # after any error, the engine must hear that the step ended
             self._fail(f"step {plan.step_id}: {error}")
             return StepResult(
                 step_id=plan.step_id,
@@ -412,7 +415,7 @@ class ModelRunner:
         written = computed.keep(samples, handed_on=plan.report_layers)
         if computed.has_drafts:
             self._leave_pages()
-        if written or not samples:  # samples would have come behind all else
+        if written or not samples:  # samples would have come last
             self._wait()
         return _Outcome(samples, logprobs, failures)
 
@@ -426,10 +429,10 @@ class ModelRunner:
         self, logits: torch.Tensor, slots: Sequence[StepSlot], failures: Mapping[int, Failure]
     ) -> list[Sample]:
         """Sample for those of `slots` that have not failed: after the token before its drafts, and
-        in further rounds after each draft that is what was sampled. So every token is sampled as in
-        a step of its own, from settings and grammar that know all tokens before it.
+        in further rounds after each draft that equals the sampled token. So every token is sampled
+        as in a step of its own, from settings and a grammar that know all tokens before it.
 
-        logits: of each slot the row of that token and those of its drafts, slot after slot.
+        logits: for each slot the rows of that token and of its drafts, slot after slot.
         """
         samples: list[Sample] = []
         row, open_ = 0, []
@@ -440,7 +443,7 @@ class ModelRunner:
         for turn in itertools.count():
             if turn and open_:
                 broken = self._sampler.broken([slot.sequence_id for _, slot in open_])
-                # The next step says so of one that is broken here: it begins with this very token.
+                # A sequence that breaks here fails in the next step, which begins with this token.
                 open_ = [(row, slot) for row, slot in open_ if slot.sequence_id not in broken]
             if not open_:
                 return samples
@@ -458,8 +461,8 @@ class ModelRunner:
         raise AssertionError("rounds end with the drafts")
 
     def _decode(self, decoder: DecodeGraphs, slots: Sequence[StepSlot]) -> _Outcome:
-        """Replay a step; where the batch has settled, begin the next before this one's tokens are
-        read.
+        """Replay a step. When the batch has settled, begin the next step before this one's tokens
+        are read.
         """
         logits = decoder.logits(slots)
         if self._lead is not None:
@@ -487,12 +490,12 @@ class ModelRunner:
         samples = self._sampler.finish(drawn)
         decoder.confirm([sample.token for sample in samples])
         if self._lead is not None:
-            # Who hears of these samples may give the pages of a sequence that ends to others.
+            # Whoever gets these samples may give the pages of an ended sequence to others.
             self._lead.wait_until_guesses_are_heard()
         return _Outcome(samples, {}, failures)
 
     def _wait(self) -> None:
-        """Block until the device has finished the step; its pages may be reused afterwards."""
+        """Block until the device has finished the step, so that its pages may be reused."""
         end = self._copies.mark()
         if end is not None:
             end.reached()
@@ -501,14 +504,14 @@ class ModelRunner:
         return self._starts[sequence_id].sampling.num_prompt_logprobs is not None
 
     def _following(self, slot: StepSlot) -> Sequence[int]:
-        """Return the prompt tokens that come after those of a slot, one further on."""
+        """Return the prompt tokens that follow each token of a slot."""
         first = slot.start + 1
         return self._starts[slot.sequence_id].prompt_tokens[first : first + len(slot.tokens)]
 
 
 def _await(thread: threading.Thread, lost: Callable[[], str | None]) -> None:
-    """Wait until a thread of a runner ends: for `_STEP_S` at most, and for `_END_S` from when
-    `lost` says that a rank was lost.
+    """Wait until a thread of a runner ends: at most `_STEP_S`, and at most `_END_S` after `lost`
+    says that a rank was lost.
 
     Raises:
         InternalError: it does not end.

@@ -1,1 +1,1 @@
-"""Faults from a seed, and what must hold under them."""
+"""Faults drawn from a seed, and what must hold under them."""

@@ -17,21 +17,21 @@ from mooncake.sim.world.world import Stream, World
 from mooncake.transfer.engine import TransferBatch
 
 SETTLED_S = 5.0
-"""So long after the last fault gateways have heard again what they missed."""
+"""This many seconds after the last fault, gateways have heard again what they missed."""
 
 WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def check_machine(machine: Machine) -> None:
-    """After an event: check that the machine lost nothing, holds nothing twice, keeps its
-    bounds.
+    """Check after an event that the machine lost nothing, holds nothing twice and keeps
+    its bounds.
     """
     machine.check_integrity()
 
 
 def check_write(world: World, receiver: Endpoint, batch: TransferBatch) -> None:
-    """As a WRITE lands: check that its receiver still keeps that memory for it, however late it is.
-    The receiver's own books say so, not what refuses writes.
+    """Check, as a WRITE lands, that its receiver still keeps that memory for it, however late it
+    is. The receiver's own records decide, not the code that refuses writes.
     """
     [machine] = [
         worker.machine
@@ -39,7 +39,7 @@ def check_write(world: World, receiver: Endpoint, batch: TransferBatch) -> None:
         if worker.address == receiver.address and worker.machine is not None
     ]
     layout = world.config.layout
-    ops = [op for op in batch.ops if receiver.holds(op)]  # all others are refused
+    ops = [op for op in batch.ops if receiver.holds(op)]  # all other writes are refused
     if isinstance(machine, KvNode):
         kept = machine.may_be_written(batch.grant)
         places = [op.remote_offset - op.remote_offset % layout.block_bytes for op in ops]
@@ -52,7 +52,7 @@ def check_write(world: World, receiver: Endpoint, batch: TransferBatch) -> None:
 
 
 def check_stream(stream: Stream, num_checked: int = 0) -> None:
-    """At any time: check for at most one final event and for the tokens of a run without faults.
+    """Check, at any time, for at most one final event and for the tokens of a run without faults.
 
     `num_checked` tokens have been compared before.
     """
@@ -66,7 +66,7 @@ def check_stream(stream: Stream, num_checked: int = 0) -> None:
 
 
 def check_ended(stream: Stream) -> None:
-    """At the end: check for exactly one final event that agrees with the tokens before it."""
+    """Check, at the end, for exactly one final event that agrees with the tokens before it."""
     name = stream.request.request_id
     assert len(stream.finals) == 1, f"{name}: no final event"
     final = stream.finals[0]
@@ -99,7 +99,7 @@ def _busy(world: World) -> list[str]:
 
 
 def check_quiet(world: World) -> None:
-    """At the end: check that no machine holds part of a request and that no lease is left."""
+    """Check, at the end, that no machine holds part of a request and that no lease is left."""
     for gateway_id, host in world.gateway_hosts.items():
         assert host.gateway.idle, f"{gateway_id} still has requests"
     busy = _busy(world)
@@ -108,14 +108,14 @@ def check_quiet(world: World) -> None:
         machine.check_integrity()
     for worker_id, worker in world.workers.items():
         together = {each.process is None for each in world.sharing_experts(worker.spec)}
-        assert len(together) == 1, f"{worker_id} lives, or is dead, without those of its experts"
+        assert len(together) == 1, f"{worker_id} lives, or is dead, without its expert group"
         ranked = world.ranked(worker_id)
         living = ranked.num_living if ranked is not None else 0
         assert ranked is None or living == ranked.num_ranks, f"{worker_id} has {living} ranks"
 
 
 def check_index(world: World) -> None:
-    """At the end, `SETTLED_S` after the last message: check that each Conductor's index equals the
+    """Check, at the end, `SETTLED_S` after the last message, that each Conductor's index equals the
     blocks that the pool nodes hold.
     """
     for name, gateway_host in world.gateway_hosts.items():

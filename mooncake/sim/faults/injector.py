@@ -23,7 +23,7 @@ class Injector:
         self._restarting = restarting
         self._calm = world.network.config
         self.happened: list[Fault] = []
-        """In order of time."""
+        """The faults so far, in order of time."""
 
     @property
     def names(self) -> Names:
@@ -105,7 +105,7 @@ class Injector:
                 ranked.lose_step(rank)
 
     def _disks(self, fault: Fault) -> None:
-        """Return the node's disks; their faults outlive the process that uses them."""
+        """Return the node's disks. Their faults outlive the process that uses them."""
         media = self._world.workers[fault.target].media
         refuses = fault.kind == "disk_error"
         for medium in media:
@@ -126,7 +126,7 @@ class Injector:
         else:
             worker = world.workers[target]
             if worker.process is None or worker.address is None:
-                return  # the dead have no clock
+                return  # a dead process has no clock
             process = worker.process
             endpoint = world.network.find(worker.address)
             if endpoint is not None:

@@ -20,10 +20,10 @@ KINDS = {
     "kill_rank": "the process of rank `target`, such as decode-0/1, of an instance of several dies",
     "hang_rank": "rank `target` stands still for `seconds`",
     "slow_rank": "rank `target` takes `amount` times as long for `seconds`",
-    "lose_step": "the next word of its lead to rank `target` is lost",
-    "cut": "no word and no byte passes between nodes `target` and `other` for `seconds`",
+    "lose_step": "the next message of its lead to rank `target` is lost",
+    "cut": "no message and no byte passes between nodes `target` and `other` for `seconds`",
     "cut_gateway": "the same between node `target` and the gateway",
-    "cut_one_way": "no word passes from `target` to `other`, nodes or gateways, for `seconds`",
+    "cut_one_way": "no message passes from `target` to `other`, nodes or gateways, for `seconds`",
     "lose": "every message is lost with probability `amount` for `seconds`",
     "delay": "messages take `amount` seconds longer, and up to twice that, for `seconds`",
     "reorder": "messages overtake others with probability `amount` for `seconds`",
@@ -35,7 +35,7 @@ KINDS = {
     "leave": "engine `target` is asked to end, and ends after `seconds` whatever it still has",
     "restart_gateway": "gateway and Conductor start anew and know nothing",
 }
-"""Kind -> what happens."""
+"""Each kind of fault -> what happens."""
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "kill": ("target",),
@@ -71,7 +71,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One fault: its kind, its target, and its time and duration in seconds."""
 
     at_s: float
-    """After the first request."""
+    """The time after the first request."""
     kind: str
     target: str = ""
     other: str = ""
@@ -92,7 +92,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
     pools: list[str]
     ranks: list[str] = []
-    """Followers, by worker and number."""
+    """The followers, by worker and number."""
     gateways: tuple[str, ...] = (GATEWAY,)
 
     def fitting(self, kind: str) -> list[str]:
@@ -135,14 +135,16 @@ def check_faults(faults: Sequence[Fault], names: Names, source: str) -> None:
 
 
 def random_fault(random: Random, names: Names, at_s: float, *, of_rank: bool = False) -> Fault:
-    """Draw a fault that can happen in the cluster of `names`. `of_rank`: to one of its ranks."""
+    """Draw a fault that can happen in the cluster of `names`. `of_rank`: whether it happens to one
+    of its ranks.
+    """
     kinds = [kind for kind in KINDS if names.fitting(kind)]
-    # What happens most in life happens most here.
+    # What happens most often in real clusters happens most often here.
     kind = random.choice(_RANKS if of_rank else [*kinds, "kill"])
     needs = _NEEDS[kind]
     known = names.fitting(kind)
     target = random.choice(known) if "target" in needs else ""
-    # Within a node words get lost, too; otherwise two ends are meant.
+    # A cut may lose messages within a node too. For other faults the two ends differ.
     others = [name for name in known if name != target or kind == "cut"] or known
     amounts = {
         "slow_disk": [10.0, 1000.0, 1e5],

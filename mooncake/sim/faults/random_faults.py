@@ -1,7 +1,7 @@
 """Random clusters under random faults, replayed from a seed.
 
-A trial is a small cluster of the shipped machines, a few dozen requests and a few dozen faults;
-`checkers` run after every event. A failure is replayed from its seed.
+A trial is a small cluster of the shipped machines with a few dozen requests and a few dozen faults.
+`checkers` run after every event. The seed replays a failure.
 """
 
 from __future__ import annotations
@@ -60,18 +60,20 @@ LAYOUT = KvLayout(
 MAX_MODEL_LEN = 200
 KEPT_EVENTS = 60
 TWO_GATEWAYS = 0.3
-"""Share of clusters that have two gateways."""
+"""The share of clusters that have two gateways."""
 SEVERAL_RANKS = 0.5
-"""Share of clusters some of whose instances have several ranks: of stages, or all of a role with
-experts in common, where that has several instances.
+"""The share of clusters in which some instances have several ranks: ranks of stages, or, for a role
+with several instances, ranks that share experts.
 """
 BY_HARDWARE = 0.3
-"""Share of clusters whose writes go on while their process stands still, and cannot be fenced."""
+"""The share of clusters whose writes go on while their process stands still, and cannot be
+fenced.
+"""
 LONG_STOPS = 0.5
-"""Share of clusters where some engines stand still until they are given up, and then go on."""
+"""The share of clusters where some engines stand still until they are given up, and then go on."""
 START_S = 1.5
 SETTLE_S = 240.0
-"""Long enough for every time-out to run out after the last fault."""
+"""How long to run after the last fault, so that every time-out runs out."""
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,18 +83,18 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     num_events: int
     num_requests: int
     faults: dict[str, int]
-    """By kind."""
+    """How many faults of each kind happened."""
     injected: list[str]
-    """Each fault as it happened, in order; seconds since the first request."""
+    """Each fault as it happened, in order, with its time in seconds since the first request."""
     endings: dict[str, int]
     """Final events by reason."""
     failure: str | None
     last_events: list[str]
-    """Before the failure; empty when all went well."""
+    """The last messages and faults before the failure; empty when all went well."""
 
     @property
     def rows(self) -> list[list[str]]:
-        """Return the rows of the printed table, header first."""
+        """Return the rows of the printed table, the header first."""
         faults = ", ".join(f"{count} {kind}" for kind, count in self.faults.items())
         endings = ", ".join(f"{count} {reason}" for reason, count in self.endings.items())
         return [
@@ -121,7 +123,9 @@ def has_ranks(seed: int) -> bool:
 
 
 def _rank_random(seed: int) -> Random:
-    """Return what draws ranks and their faults: of its own, so that all else is as it was."""
+    """Return the random source for ranks and their faults. It is separate, so that all other draws
+    stay as they were.
+    """
     return Random(f"ranks of seed {seed}")
 
 
@@ -129,8 +133,8 @@ class Trial:
     """One run of one seed, with random faults or with given ones."""
 
     def __init__(self, seed: int, faults: Sequence[Fault] | None = None, source: str = "") -> None:
-        """Raises ConfigError, naming `source`, when a given fault cannot happen to the cluster of
-        this seed.
+        """Raises ConfigError, with `source` in its message, when a given fault cannot happen to the
+        cluster of this seed.
         """
         self.seed = seed
         self._random = Random(seed)
@@ -142,9 +146,9 @@ class Trial:
         self._has_ranks = self._rank_random.random() < SEVERAL_RANKS
         self._exchange_s = self._rank_random.choice([0.5, 2.0])
         self._num_stages = self._rank_random.choice([1, 2]) if self._has_ranks else 1
-        """Of each instance whose ranks divide among so many."""
+        """The number of stages of each instance whose number of ranks it divides."""
         self._experts = self._has_ranks and self._num_stages == 1
-        """Whether instances of a role share them."""
+        """Whether instances of a role share experts."""
         self._num_ranks: dict[str, int] = {}
         self._stop_random = Random(f"stops of seed {seed}")
         self._calm = NetworkConfig(
@@ -224,7 +228,8 @@ class Trial:
                 ]
             faults += self._long_stops(duration_s)
         self._injector.schedule(faults, START_S)
-        # Who stands still at the end has neither died with its group nor come back with it.
+        # A worker that stands still at the end has neither died with its group nor come back with
+        # it.
         last_s = max((fault.at_s + (fault.seconds or 0.0) for fault in faults), default=0.0)
         self._settle(START_S + max(duration_s * 1.5, last_s) + 5.0)
         for name, stream in world.streams.items():
@@ -235,7 +240,7 @@ class Trial:
         check_index(world)
 
     def _long_stops(self, duration_s: float) -> list[Fault]:
-        """Draw engines that stop for longer than a gateway waits for a sign of them."""
+        """Draw engines that stop for longer than a gateway waits for their sign of life."""
         random, names = self._stop_random, self._injector.names
         engines = [name for name in names.workers if name not in names.pools]
         if random.random() >= LONG_STOPS:
@@ -249,7 +254,7 @@ class Trial:
         ]  # fmt: skip
 
     def _settle(self, after_s: float) -> None:
-        """Run until the cluster is quiet, or until it should have been."""
+        """Run until the cluster is quiet, or until the time for that is up."""
         heap = self.world.heap
         heap.run_until(after_s)
         while heap.now() < after_s + SETTLE_S and not is_quiet(self.world):
@@ -281,7 +286,9 @@ class Trial:
         return submit
 
     def _forget(self) -> None:
-        """Forget the requests of a gateway that restarts: no final event will come for them."""
+        """Forget the requests of a gateway that restarts, because no final event will come for
+        them.
+        """
         self._orphans |= {name for name, s in self.world.streams.items() if not s.finals}
 
     # ------------------------------------------------------------ looking
@@ -398,8 +405,8 @@ class Trial:
         )  # fmt: skip
 
     def _ranks_of(self, name: str) -> int:
-        """Return how many ranks an instance, or each of some with experts in common, has at each of
-        its starts.
+        """Return the number of ranks of an instance, or of each instance that shares its experts.
+        It is the same at each start.
         """
         if not self._has_ranks:
             return 1

@@ -22,7 +22,7 @@ from mooncake.sim.simulation import START_S, Simulation, SimulationConfig
 from mooncake.sim.workload import Arrival, Workload
 
 NUM_RANDOM = 20
-"""Faults that are drawn where none are given."""
+"""The number of faults that are drawn when none are given."""
 
 
 class FaultyRun:
@@ -35,10 +35,10 @@ class FaultyRun:
         faults: Sequence[Fault] | None,
         source: str,
     ) -> None:
-        """Prepare the run; with `faults` None they are drawn from the configuration's seed.
+        """Prepare the run. With `faults` None, faults are drawn from the configuration's seed.
 
         Raises:
-            ConfigError: a fault cannot happen in this cluster; `source` says where it stands.
+            ConfigError: a fault cannot happen in this cluster; the message names its `source`.
         """
         self.simulation = Simulation(
             config, workload, self._after_event, self._check_tokens, with_ranks=True

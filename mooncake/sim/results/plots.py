@@ -1,6 +1,6 @@
-"""Small SVG plots as text: lines over time, bars of a histogram. No dependency, no state.
+"""Small SVG plots as text: lines over time and bars of a histogram. No dependency, no state.
 
-Axes carry units, every series its name; colours are told apart by lightness as well.
+Axes carry units, and every series its name. Colours differ in lightness too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def round_values(low: float, high: float, at_most: int) -> list[float]:
 
 
 def axis_ticks(highest: float) -> list[float]:
-    """Return four to six round values from 0 to at least `highest`: where an axis has its ticks."""
+    """Return four to six round values from 0 to at least `highest`, for the ticks of an axis."""
     if highest <= 0:
         return [0.0, 1.0]
     ticks = round_values(0.0, highest, 6)

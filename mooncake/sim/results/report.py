@@ -1,6 +1,6 @@
 """One run, or several, as one self-contained HTML page with plots.
 
-Pure: values in, text out; the same run gives the same bytes.
+Pure: the same run always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Tables = Sequence[tuple[str, Sequence[Sequence[str]], str]]
 
 
 def page(result: SimulationResult, tables: Tables = ()) -> str:
-    """Return the report of one run, `tables` at its end."""
+    """Return the report of one run, with `tables` at its end."""
     title = (
         f"{result.model} on {result.num_nodes} x {result.hardware}: "
         f"{result.num_prefill} prefill, {result.num_decode} decode"
@@ -154,7 +154,7 @@ def _figures(result: SimulationResult) -> list[str]:
 
 
 def _over_time(moments: Sequence[Moment]) -> list[tuple[str, str, list[Line]]]:
-    """Return (heading, what y is, lines) of each plot over time."""
+    """Return (heading, label of the y axis, lines) of each plot over time."""
 
     def line(name: str, value: Callable[[Moment], float]) -> Line:
         return Line(name=name, values=[value(moment) for moment in moments])

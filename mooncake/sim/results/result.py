@@ -1,6 +1,6 @@
-"""The outcome of one simulated run as plain values: what `--json` writes. Field names are stable.
+"""The result of one simulated run as plain values, which `--json` writes. Field names are stable.
 
-Pure: made from measures once a run is over.
+Pure: made from the measures after a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     rejected: int
     rejected_before_prefill: int
     rejected_after_prefill: int
-    """Refused once their prompt had been computed: the work was for nothing."""
+    """Requests refused after their prompt had been computed, so that the work was lost."""
     failed: int
     reasons: dict[str, int]
     """Rejections by reason."""
@@ -39,7 +39,9 @@ class CacheFigures(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     hit_rate: float
     by_tier: dict[str, int]
-    """Tokens reused from the computing instance's own HBM, the pool of its node, other pools."""
+    """Tokens reused from the computing instance's own HBM, from the pool of its node, and from
+    other pools.
+    """
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Times are those that clients see, of messages they received."""
+    """The result of one run. Times are as clients see them, of the messages that they received."""
 
     model: str
     hardware: str
@@ -60,27 +62,27 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     num_decode: int
     num_nodes: int
     fitted: str = ""
-    """Which figures of the hardware were fitted, for people."""
+    """Which figures of the hardware were fitted, as text for people."""
     instance: str
-    """The shape of an instance and the tokens of KV it holds, for people."""
+    """The shape of an instance and the tokens of KV that it holds, as text for people."""
     seed: int
     duration_s: float
-    """From the first arrival to the last end."""
+    """The time from the first arrival to the last end."""
     ttft_slo_s: float
     tbt_slo_ms: float
     requests: RequestCounts
     ttft_s: Spread
     tbt_ms: Spread
-    """Over all gaps of all requests."""
+    """The distribution of all gaps of all requests."""
     tbt_slow10_ms: Spread
-    """Over requests: the mean of the slowest tenth of each one's gaps."""
+    """The distribution over requests of the mean of each one's slowest tenth of gaps."""
     effective_requests: int
     effective_ratio: float
-    """Of all requests, refused ones included."""
+    """The share among all requests, including refused ones."""
     ttft_inside_ratio: float
-    """Of all requests: those whose first token came in time."""
+    """The share among all requests of those whose first token came in time."""
     effective_by_tbt_ms: dict[str, float]
-    """The ratio at other TBT limits."""
+    """The same ratio at other TBT limits."""
     goodput_rps: float
     cache: CacheFigures
     prefill_busy_s: float
@@ -89,19 +91,21 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     decode_utilisation: float
     prefill_s_per_request: float
     wasted_prefill_tokens: int
-    """Computed for requests that were refused afterwards."""
+    """Tokens computed for requests that were refused afterwards."""
     transfer_bytes: int
     load_swing: float
-    """Mean change of the difference between the two pools' loads from moment to moment."""
+    """The mean change, from moment to moment, of the difference between the two pools' loads."""
     replicas: dict[str, float]
-    """Copies in the pools of the block of that rank by use, mean over the run's second half."""
+    """The copies in the pools of the block with that rank of use, averaged over the run's second
+    half.
+    """
     holders: dict[str, float] = {}
-    """The same of the nodes that have it in a pool or in a prefill instance's HBM."""
+    """The same for the nodes that have it in a pool or in a prefill instance's HBM."""
     ttft_histogram_s: Histogram
     tbt_histogram_ms: Histogram
     timeline: list[Moment]
     num_events: int
-    """Events the simulator ran."""
+    """The number of events that the simulator ran."""
 
 
 def result_of(simulation: Simulation) -> SimulationResult:
@@ -219,7 +223,7 @@ def _busy_s(simulation: Simulation, role: Role) -> float:
 
 
 def _swing(timeline: list[Moment]) -> float:
-    """Return how much the pools' loads move against each other: the anti-phase of early rejection
+    """Return how much the pools' loads move against each other, the anti-phase of early rejection
     (arXiv 2407.00079, section 7).
     """
     gaps = [moment.prefill_load - moment.decode_load for moment in timeline]

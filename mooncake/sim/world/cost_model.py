@@ -1,9 +1,10 @@
-"""Step durations on hardware that is not at hand: a roofline over published figures.
+"""Step durations on hardware that is not available: a roofline over published figures.
 
-Pure; the figures come from `configs/`, each with its source. An instance is one model replica: the
-ranks of a `Shape`, those of a stage on one node; without one, all GPUs of as many nodes as its
-weights need. Such nodes share out the experts; each has the rest of the model and sequences of its
-own. So do the instances of a shape with experts in common, which step together.
+Pure; the figures come from `configs/`, each with its source. An instance is one model replica. It
+runs on the ranks of a `Shape`, with the ranks of a stage on one node. Without a shape it takes all
+GPUs of as many nodes as its weights need. Such nodes share out the experts; each has the rest of
+the model and sequences of its own. Instances of a shape that share experts do the same, and step
+together.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import StepPlan
 
 KV_SHARE_MIN = 0.07
-"""An instance takes as many nodes as leave this share of their HBM to the KVCache."""
+"""An instance takes so many nodes that this share of their HBM is left for the KVCache."""
 HBM_USABLE = 0.9
 RUNTIME_BYTES_PER_GPU = 4e9
-"""Activations, communication buffers, graphs."""
+"""Memory for activations, communication buffers and graphs."""
 ACTIVATION_BYTES = 2
-"""Of a number in the tensors that ranks sum: bfloat16."""
+"""Bytes of a number in the tensors that ranks sum: bfloat16."""
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Routed experts: a batch reads the weights of those experts it touches."""
+    """Routed experts. A batch reads only the weights of the experts it touches."""
 
     num_experts: int
     num_per_token: int
     bytes_total: float
     flops_per_token: float
-    """The part of the model's that are products with these."""
+    """Operations per token in products with these experts, which are a part of the model's."""
 
     def bytes_read(self, num_tokens: int) -> float:
-        """Return the bytes of the experts that `num_tokens` tokens touch, routed evenly."""
+        """Return the bytes of the experts that `num_tokens` evenly routed tokens touch."""
         missed = (1 - self.num_per_token / self.num_experts) ** num_tokens
         return self.bytes_total * (1 - missed)
 
@@ -51,20 +52,24 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_layers: int
     hidden_size: int
     num_kv_heads: int
-    """Ranks of tensor parallelism that share out the KV; MLA's latent is one head."""
+    """The most tensor-parallel ranks that share out the KV by heads; 1 for MLA, whose latent is one
+    head.
+    """
     kv_bytes_per_token: int
     flops_per_token: float
-    """All matrix products of one token, two operations a weight."""
+    """Operations in all matrix products of one token: two per weight."""
     flops_per_pair: float
-    """Attention of one token to one other, all layers, as computed in prefill."""
+    """Operations of one token's attention to one other, over all layers, as computed in prefill."""
     dense_bytes: float
-    """Weights that every step reads."""
+    """Bytes of weights that every step reads."""
     whole_bytes: float = 0.0
     """The part of `dense_bytes` that every rank holds and reads whole."""
     context_exchange_bytes: float = 0.0
-    """Of one token and layer, where the KV is dealt out: queries of all heads, their outputs."""
+    """Bytes for one token and layer where ranks share out the KV: queries of all heads, and their
+    outputs.
+    """
     precision: str
-    """Which of the hardware's peaks its matrix products run at: "bf16" or "fp8"."""
+    """The precision of its matrix products, which selects the hardware's peak: "bf16" or "fp8"."""
     max_model_len: int
     experts: Experts | None = None
     sources: dict[str, str] = {}
@@ -80,7 +85,7 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     latency_s: float
     bytes_per_s: float
-    """Bytes of the tensor, not of the wires."""
+    """Counts the bytes of the tensor, not of the traffic on the wires."""
 
 
 class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,35 +94,36 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: str
     num_gpus: int
     flops: dict[str, float]
-    """Of one GPU by precision, dense peak."""
+    """The dense peak of one GPU by precision."""
     hbm_bytes: float
-    """Of one GPU."""
+    """The HBM of one GPU."""
     hbm_bytes_per_s: float
-    """Of one GPU, peak."""
+    """The peak memory bandwidth of one GPU."""
     flops_efficiency: dict[str, float]
-    """Share of each peak that prefill reaches."""
+    """The share of each peak that prefill reaches."""
     hbm_efficiency: float
     step_overhead_s: float
-    """Launches, scheduling and sampling of one step."""
+    """The fixed time of a step for launches, scheduling and sampling."""
     all_reduce: list[AllReduce]
     """Ways to sum over the GPUs of a node; the fastest for a size is taken."""
     dram_bytes_per_s: float
-    """Between a node's pool and its GPUs."""
+    """The bandwidth between a node's pool and its GPUs."""
     link_bytes_per_s: float
-    """Between nodes, all cards together, as reached."""
+    """The bandwidth between nodes that is reached, all cards together."""
     transfer_latency_s: float
     exchange_latency_s: float = 3e-5
-    """Of a small exchange of ranks on several nodes."""
+    """The latency of a small exchange between ranks on several nodes."""
     dram_bytes: float | None = None
-    """Of a node, where experts may lie; None: not said."""
+    """The DRAM of a node, where experts may lie; None: not given."""
     sources: dict[str, str] = {}
     fitted: dict[str, str] = {}
-    """Figure that was fitted, not measured or published by itself -> what it was fitted to. A
-    simulation of that very run shows nothing."""
+    """Figures that were fitted, not measured or published -> what they were fitted to. A simulation
+    of that same run proves nothing.
+    """
 
     @property
     def remark(self) -> str:
-        """A sentence for below tables: which figures were fitted, and to what."""
+        """A sentence to print below tables: which figures were fitted, and to what."""
         if not self.fitted:
             return f"No figure of {self.name} was fitted."
         parts = []
@@ -130,19 +136,20 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ExpertSends(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows go to the ranks of their experts alone: once over the network to each other node that
-    has one of them, to the rank in the sender's place there, and on from it over the node's own
-    links. Without this all ranks gather all rows, as engines here do today.
+    """Rows go only to the ranks of their experts. Each row crosses the network once to each other
+    node that has one of them, to the rank with the sender's position there, and from there over the
+    node's own links. Without this all ranks gather all rows, as engines here do today.
     """
 
     there_bytes: int = 1
-    """Of a number on its way to the experts: FP8."""
+    """Bytes of a number on its way to the experts: FP8."""
     back_bytes: int = ACTIVATION_BYTES
     hidden: bool = False
-    """A step is computed as two halves in turn, so that one's sends hide behind the other's
-    products; each half reads the weights."""
+    """A step is computed as two halves in turn, so that the sends of one overlap with the products
+    of the other. Each half reads the weights.
+    """
     balance: float = 1.0
-    """Mean of the ranks' rows by the most."""
+    """The mean of the ranks' rows divided by the largest."""
 
     def __post_init__(self) -> None:
         if not 0 < self.balance <= 1:
@@ -159,13 +166,13 @@ class InstanceCost:
         shape: Shape | None = None,
         sends: ExpertSends | None = None,
     ) -> None:
-        """`shape`: its ranks, those of a stage on one node; None: all GPUs of as few nodes as hold
-        the weights, the KV shared out among those of each node. `sends`: how rows get to experts
-        that instances have in common; None: all ranks gather all rows.
+        """shape: the ranks, those of a stage on one node. None: all GPUs of as few nodes as hold
+        the weights, where the GPUs of each node share out the KV. sends: how rows get to experts
+        that instances share. None: all ranks gather all rows.
 
         Raises:
-            ConfigError: the model does not fit, or not in this shape; or `sends` without experts
-                in common.
+            ConfigError: the model does not fit, or not in this shape; or `sends` is given without
+                shared experts.
         """
         if sends is not None and (model.experts is None or shape is None or shape.dp == 1):
             raise ConfigError("sends to experts: there are no instances with experts in common")
@@ -196,7 +203,7 @@ class InstanceCost:
         self._expert_token_s = experts / reached(model.precision) / self.shape.dp
         if sends is not None:
             self._expert_token_s /= sends.balance
-        # Attention runs in bf16 whatever the weights are.
+        # Attention runs in bf16, whatever precision the weights have.
         self._pair_s = model.flops_per_pair / reached("bf16")
         holders = self.num_nodes * _kv_shares(model, self.shape)
         self._context_s = model.kv_bytes_per_token / holders / self._gpu_hbm
@@ -204,33 +211,35 @@ class InstanceCost:
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens whose KV fits into HBM beside the weights."""
+        """The number of tokens whose KV fits into HBM beside the weights."""
         return _kv_tokens(self.model, self.hardware, self.num_nodes, self.shape)
 
     @property
     def page_copies(self) -> int:
-        """Ranks of a stage that each hold every page."""
+        """How many ranks of a stage hold each page."""
         return self.shape.tp // _kv_shares(self.model, self.shape)
 
     @property
     def node_share(self) -> float:
-        """How many nodes an instance takes; below 1: its part of one."""
+        """How many nodes an instance takes; below 1: a part of one node."""
         return self.num_gpus / self.hardware.num_gpus
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Network bandwidth of the whole instance, bytes per second: the cards of all its GPUs."""
+        """The network bandwidth of the whole instance, in bytes per second: the cards of all its
+        GPUs.
+        """
         return self.node_share * self.hardware.link_bytes_per_s
 
     @property
     def described(self) -> str:
-        """What an instance is, for people."""
+        """A description of the instance, for people."""
         nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         return f"{self.shape}{nodes}, {self.kv_tokens:,} tokens of KV"
 
     def send_s(self, num_tokens: int) -> float:
-        """Return the seconds that the activations of a step take from one stage to the next, over
-        the cards of its GPUs.
+        """Return how long the activations of a step take from one stage to the next, over the cards
+        of its GPUs.
         """
         if self.shape.pp == 1:
             return 0.0
@@ -240,13 +249,13 @@ class InstanceCost:
         return hardware.transfer_latency_s + num_bytes / link
 
     def seconds(self, plan: StepPlan) -> float:
-        """Return the duration of a step in seconds, in each of its stages; those with which it
-        shares its experts have as many tokens in theirs.
+        """Return the duration of a step in seconds, in each of its stages. Instances that share its
+        experts are assumed to have as many tokens in their steps.
         """
         return self._seconds(plan, None)
 
     def seconds_together(self, plan: StepPlan, others: Sequence[int]) -> float:
-        """Return the same where each of those has so many."""
+        """Return the same when each of the other instances has the given number of tokens."""
         return self._seconds(plan, others)
 
     def _seconds(self, plan: StepPlan, others: Sequence[int] | None) -> float:
@@ -261,8 +270,8 @@ class InstanceCost:
         return self.step_s(num_tokens, num_pairs, num_context, exchanged, others)
 
     def _exchanged(self, new: float, context: float) -> float:
-        """Return the bytes a layer that ranks exchange for one sequence where KV is dealt out: its
-        queries and outputs, or its context, whichever is less.
+        """Return the bytes per layer that ranks exchange for one sequence where they share out the
+        KV: its queries and outputs, or its context, whichever is less.
         """
         if self.shape.dcp == 1:
             return 0.0
@@ -278,10 +287,11 @@ class InstanceCost:
         exchanged: float = 0.0,
         others: Sequence[int] | None = None,
     ) -> float:
-        """Return the seconds of a step in each of its stages, which are taken to be equal:
-        `num_pairs` (token, attended token) pairs, `num_context` tokens whose KV is read,
-        `exchanged` bytes a layer for them; `others`: tokens of each instance that shares its
-        experts, None: as many.
+        """Return the seconds of a step in each of its stages, which count as equal.
+
+        num_pairs: (token, attended token) pairs. num_context: the tokens whose KV is read.
+        exchanged: the bytes per layer that ranks exchange for them. others: the tokens of each
+        instance that shares its experts; None: the same as this one's.
         """
         if others is None:
             others = (num_tokens,) * (self.shape.dp - 1)
@@ -305,8 +315,8 @@ class InstanceCost:
         return seconds
 
     def _rank_bytes_read(self, num_tokens: int) -> float:
-        """Return the weight bytes that the ranks with the same part of each layer, one a stage,
-        read in a step.
+        """Return the weight bytes that one rank of each stage, with the same part of each layer,
+        reads in a step.
         """
         model, tp = self.model, self.shape.tp
         cut = model.dense_bytes - model.whole_bytes
@@ -314,8 +324,8 @@ class InstanceCost:
         return model.whole_bytes + cut / tp + experts
 
     def _sync_s(self, num_tokens: float, exchanged: float) -> float:
-        """Return the seconds that the ranks of a node talk in a step, over all stages: two sums a
-        layer, and where KV is dealt out what they exchange for it; a gather is half of a sum.
+        """Return how long the ranks of a node communicate in a step, over all stages: two sums per
+        layer, and where they share out the KV, their exchange for it. A gather is half of a sum.
         """
         if self.shape.tp == 1:
             return 0.0
@@ -326,8 +336,8 @@ class InstanceCost:
         return model.num_layers * layer_s
 
     def _spread_s(self, num_rows: int) -> float:
-        """Return the seconds in which the instances that share experts bring each rank the rows of
-        all, filled up to `num_rows` of each, and the sums back, over all layers
+        """Return how long the instances that share experts take to bring each rank the rows of all,
+        padded to `num_rows` of each, and to bring the sums back, over all layers
         (`model.parallel.exchange`).
         """
         model, hardware, shape = self.model, self.hardware, self.shape
@@ -336,7 +346,7 @@ class InstanceCost:
         if self._sends is not None:
             return self._sent_s(num_rows, self._sends)
         row_bytes = model.hidden_size * ACTIVATION_BYTES
-        away = shape.dp - min(shape.dp, hardware.num_gpus // shape.tp)  # on other nodes
+        away = shape.dp - min(shape.dp, hardware.num_gpus // shape.tp)  # ranks on other nodes
         if not away:
             return model.num_layers * self._all_reduce_s(shape.dp * num_rows * row_bytes)
         card = hardware.link_bytes_per_s / hardware.num_gpus
@@ -344,9 +354,11 @@ class InstanceCost:
         return model.num_layers * 2 * each_s
 
     def _sent_s(self, num_rows: int, sends: ExpertSends) -> float:
-        """Return the seconds in which rows go to the ranks of their experts and sums come back,
-        over all layers; network and links of a node carry them at the same time. The experts of a
-        row are drawn evenly; `num_rows`: of the instance that has most.
+        """Return how long rows take to the ranks of their experts, and sums take back, over all
+        layers. The network and the links of a node carry them at the same time. The experts of a
+        row are drawn evenly.
+
+        num_rows: the rows of the instance that has most.
         """
         model, hardware, shape = self.model, self.hardware, self.shape
         assert model.experts is not None
@@ -363,8 +375,8 @@ class InstanceCost:
 
     @property
     def _node_link(self) -> float:
-        """Bytes per second that a GPU sends to others of its node: a ring sums a tensor by sending
-        twice all but one GPU's part of it.
+        """Bytes per second that a GPU sends to others of its node. In a ring sum, it sends twice
+        all but one GPU's part of the tensor.
         """
         num = self.hardware.num_gpus
         return max(way.bytes_per_s for way in self.hardware.all_reduce) * 2 * (num - 1) / num
@@ -373,8 +385,8 @@ class InstanceCost:
         return min(way.latency_s + num_bytes / way.bytes_per_s for way in self.hardware.all_reduce)
 
     def prefill_s(self, num_tokens: int, num_cached: int, chunk_tokens: int) -> float:
-        """Return the seconds to compute a prompt's tokens from `num_cached` on, in chunks that
-        follow one another through the stages; they are cut as an engine cuts them.
+        """Return the seconds to compute a prompt's tokens from `num_cached` on. The prompt is cut
+        into chunks as an engine cuts it, and these follow one another through the stages.
         """
         profile = self.profile(Role.PREFILL, chunk_tokens, 1) if self.shape.pp > 1 else ()
         cost, start = StepCostModel(profile, self.shape.pp), num_cached
@@ -382,7 +394,7 @@ class InstanceCost:
         for new in chunk_sizes(cost, chunk_tokens, start, num_tokens - start):
             pairs = new * start + new * (new + 1) // 2
             step_s = self.step_s(new, pairs, start + new, self._exchanged(new, start + new))
-            comes_s = self.send_s(0)  # what the last stage tells the first of a step
+            comes_s = self.send_s(0)  # the last stage's message to the first about a step
             for stage, free_s in enumerate(ends_s):
                 ends_s[stage] = max(comes_s, free_s) + step_s
                 comes_s = ends_s[stage] + self.send_s(new)
@@ -416,11 +428,11 @@ class InstanceCost:
 
 
 def sim_layout(model: ModelFigures, block_tokens: int, num_groups: int) -> KvLayout:
-    """Return the layout of simulated blocks: the model's bytes, with the layers in `num_groups`
-    groups that are pushed together, so that a layer costs the simulator one event in many.
+    """Return the layout of simulated blocks with the bytes of the model. Its layers form
+    `num_groups` groups that are pushed together, so that the simulator needs fewer events.
 
     Raises:
-        ConfigError: the bytes do not divide so.
+        ConfigError: the bytes cannot be divided into so many groups.
     """
     width, rest = divmod(model.kv_bytes_per_token, num_groups)
     if rest:
@@ -445,7 +457,7 @@ def _grid(first: int, last: int) -> Sequence[int]:
 
 
 def _kv_shares(model: ModelFigures, shape: Shape) -> int:
-    """Return among how many ranks a token's KV is shared out."""
+    """Return how many ranks share out a token's KV."""
     return min(model.num_kv_heads, shape.tp) * shape.dcp
 
 
@@ -465,7 +477,9 @@ def _kv_tokens(model: ModelFigures, hardware: HardwareFigures, num_nodes: int, s
 
 
 def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None:
-    """Raise ConfigError unless an instance of this shape fits a node; says what would."""
+    """Raise ConfigError unless an instance of this shape fits a node. The message says which shape
+    would.
+    """
     if shape.tp > hardware.num_gpus:
         raise ConfigError(
             f"shape: {shape.tp} ranks of a stage lie on one node, and {hardware.name} has "

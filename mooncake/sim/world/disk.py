@@ -1,7 +1,7 @@
 """Simulated disks: slots that survive their process, durations of operations, and faults.
 
-A write cut off by the death of its process leaves a torn block; where the world has real bytes,
-faults damage those.
+A write that the death of its process cuts off leaves a torn block. In a world with real bytes,
+faults damage them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class SimMedium:
 
     def __init__(self) -> None:
         self.slots: dict[int, Kept] = {}
-        """Written last, last."""
+        """The slots; the one written last comes last."""
         self.refuses_reads = False
         self.refuses_writes = False
         self.is_full = False
-        """No write finds room."""
+        """Whether writes fail because the file system is full."""
         self.num_slots_with_room: int | None = None
-        """The file system has room for so many slots, if not for all."""
+        """How many slots the file system has room for; None: all."""
         self.slowdown = 1.0
-        """Every operation takes so many times as long."""
+        """How many times as long every operation takes."""
 
     def damage(self, slot: int) -> None:
         """Flip one bit of the stored block."""
@@ -100,11 +100,11 @@ class SimDisks:
             self._heap.after(self._config.scan_s, partial(self._scan, disk))
 
     def kill(self) -> None:
-        """Drop all operations under way, as after the death of the process."""
+        """Drop all operations under way, as when the process dies."""
         self._alive = False
 
     def write(self, disk: int, blocks: list[DiskBlock]) -> int:
-        """Start a write: the old content is gone at once, half of the new block is stored."""
+        """Start a write. The old content is gone at once, and half of the new block is stored."""
         medium = self._media[disk]
         kept = []
         for block in blocks:
@@ -139,7 +139,7 @@ class SimDisks:
         return self._start(disk, blocks, end)
 
     def read(self, disk: int, blocks: list[DiskBlock]) -> int:
-        """Start a read: the memory holds junk until it ends, and after a failure."""
+        """Start a read. The memory holds junk until it ends, and after a failure."""
         junk = b"\xee" * self._block_bytes if self._arena is not None else b""
         for block in blocks:
             self._fill(block, junk)
@@ -168,7 +168,7 @@ class SimDisks:
         return self._start(disk, blocks, end)
 
     def checksum(self, offsets: list[int]) -> int:
-        """Return the checksum of the block's bytes; a constant in worlds without bytes."""
+        """Return the checksum of the block's bytes, or a constant in worlds without bytes."""
         self._last_op += 1
         op_id = self._last_op
         blocks = [DiskBlock(b"", 0, offset) for offset in offsets]
@@ -246,5 +246,7 @@ class SimDisks:
             self._arena.buffer[block.offset : block.offset + self._block_bytes] = data
 
     def _checksum(self, key: BlockKey, data: bytes | None) -> int:
-        """Return the checksum of a block; in worlds without bytes a stand-in made from the key."""
+        """Return the checksum of a block, or in worlds without bytes a stand-in made from
+        the key.
+        """
         return xxhash.xxh3_64_intdigest(key) if data is None else checksum_of(data, self._layout)

@@ -1,9 +1,9 @@
-"""Simulated instances that hold the routed experts together: they step together and end together.
+"""Simulated instances that hold the routed experts together. They step together and end together.
 
-As in life (`model.parallel.exchange`, `model.parallel.peers`): an instance that begins a step wakes
-the others, which take part without rows where they have none; all ranks of all instances meet
-before a step, to say how many rows each has, and after each part of it; the first instance that is
-lost ends all others.
+As in real instances (`model.parallel.exchange`, `model.parallel.peers`), an instance that begins a
+step wakes the others, which take part without rows when they have none. All ranks of all instances
+meet before a step, to say how many rows each has, and after each part of it. The first instance
+that is lost ends all others.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Protocol
 from mooncake.sim.world.clock import EventHeap
 
 LINK_S = 1e-4
-"""From one process of a machine to another."""
+"""Seconds for a message from one process of a machine to another."""
 
 
 class Instance(Protocol):
-    """One of the group, as the others know it."""
+    """One instance of the group, as the others know it."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens of this instance in the step that all have begun."""
+        """How many tokens this instance has in the step that all have begun."""
 
     def serve(self, step: int) -> None:
-        """Another instance begins `step`."""
+        """Record that another instance begins `step`."""
 
     def go_on(self) -> None:
-        """All ranks of all instances have met."""
+        """Go on: all ranks of all instances have met."""
 
     def lose_instance(self, number: int) -> None:
-        """The link to another instance has closed."""
+        """Record that the link to another instance has closed."""
 
 
 class ExpertGroup:
-    """All instances of one group, from the time that all have come."""
+    """All instances of one group, once all of them have joined."""
 
     def __init__(self, heap: EventHeap) -> None:
         self._heap = heap
         self._members: list[Instance] = []
         self._here: set[int] = set()
-        """Members all of whose ranks wait in the present exchange."""
+        """The members whose ranks all wait in the present exchange."""
         self._ended = False
 
     def join(self, instance: Instance) -> int:
@@ -50,7 +50,7 @@ class ExpertGroup:
         return len(self._members) - 1
 
     def wake(self, number: int, step: int) -> None:
-        """Have the others hear that an instance begins `step`."""
+        """Tell the others that an instance begins `step`."""
         for other in self._others(number):
             self._heap.after(LINK_S, partial(other.serve, step))
 
@@ -59,7 +59,9 @@ class ExpertGroup:
         return [other.num_rows for other in self._others(number)]
 
     def meet(self, number: int) -> None:
-        """All ranks of an instance have come to an exchange: where it is the last, all go on."""
+        """Record that all ranks of an instance have come to an exchange. When it is the last
+        instance, all go on.
+        """
         self._here.add(number)
         if len(self._here) == len(self._members):
             self._here.clear()
@@ -68,11 +70,11 @@ class ExpertGroup:
 
     @property
     def missing(self) -> int:
-        """The first instance not all of whose ranks have come to the present exchange."""
+        """The first instance with a rank that has not come to the present exchange."""
         return min(set(range(len(self._members))) - self._here)
 
     def leave(self, number: int) -> None:
-        """An instance has ended: a moment later the others find its links closed."""
+        """Record that an instance has ended. A moment later the others find its links closed."""
         if self._ended:
             return
         self._ended = True

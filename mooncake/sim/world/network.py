@@ -1,8 +1,8 @@
-"""The simulated network: control messages with a delay, bulk bytes over links that queue.
+"""The simulated network: control messages with a delay, and bulk bytes over links that queue.
 
-Messages of one pair stay in order. A transfer occupies the sender's and the receiver's link for
-its bytes, once for each copy that the receiver keeps; both directions are apart. Dead ends swallow
-messages and fail transfers after `failure_s`, as a broken connection does.
+Messages of one pair stay in order. A transfer occupies the sender's and the receiver's link for its
+bytes, once for each copy that the receiver keeps. The two directions are separate. A dead end
+swallows messages, and fails transfers after `failure_s`, as a broken connection does.
 """
 
 from __future__ import annotations
@@ -26,37 +26,43 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     message_delay_s: float = 100e-6
     message_jitter_s: float = 0.0
-    """Up to this much more, drawn per message."""
+    """The largest extra delay, drawn per message."""
     loss: float = 0.0
-    """Share of messages that vanish."""
+    """The share of messages that are lost."""
     reordered: float = 0.0
-    """Share of messages that overtake those before them (a connection that broke and came back)."""
+    """The share of messages that overtake those before them (a connection that broke and came
+    back).
+    """
     link_bytes_per_s: float = 50e9
     local_bytes_per_s: float = 50e9
-    """Between processes of one node."""
+    """The bandwidth between processes of one node."""
     transfer_latency_s: float = 20e-6
     failure_s: float = 0.5
-    """Until a transfer with a dead peer has failed."""
+    """The time until a transfer with a dead peer fails."""
     corruption: float = 0.0
-    """Share of READ copies of which one bit arrives wrong (worlds with bytes)."""
+    """The share of READ copies in which one bit arrives wrong (worlds with bytes)."""
     writes_by_hardware: bool = False
-    """Bytes go on while the process that writes them stands still, and know of no grants: so pages
-    of a lost writer rest for a time. Otherwise they stand still with it, and land, or are refused,
-    when it goes on.
+    """Whether bytes go on while the process that writes them stands still, and know nothing of
+    grants. Then pages of a lost writer rest for a time. Otherwise the bytes stand still too, and
+    land or are refused when the process goes on.
     """
     encode: bool = False
-    """Pass messages through the real codec (slower, finds what cannot travel)."""
+    """Whether messages pass through the real codec. This is slower, and finds what cannot
+    travel.
+    """
 
 
 class SimRegion:
-    """Registered memory; without bytes where a world does not look at contents."""
+    """Registered memory. It has no bytes in a world that does not compare contents."""
 
     def __init__(self, region_id: int, num_bytes: int, buffer: memoryview | None) -> None:
         self.region_id = region_id
         self.num_bytes = num_bytes
         self.guarded = False
         self.num_copies = 1
-        """Ranks that each hold all of it: what is written here, or read into it, comes to each."""
+        """How many ranks each hold all of it. What is written here, or read into it, goes to each
+        of them.
+        """
         self._buffer = buffer
 
     @property
@@ -93,7 +99,7 @@ class Endpoint:
         self.alive = True
         self.grants = Grants(defaultdict(int))
         self.still_until_s = 0.0
-        """The process stands still until then."""
+        """The process stands still until this time."""
         self.skew_s = 0.0
         """How far its clock is ahead."""
 
@@ -114,14 +120,14 @@ class Network:
         self._last_arrival: dict[tuple[str, str], float] = {}
         self._link_free: dict[tuple[str, str], float] = {}
         self._cut: set[tuple[str, str]] = set()
-        """(from, to): nodes between which nothing passes in this direction."""
+        """Pairs (from, to) of nodes between which nothing passes in this direction."""
         self.listener: Callable[[str, str, AnyMessage], None] | None = None
-        """Hears of every message that sets out: (from, to, message)."""
+        """Gets every message that is sent: (from, to, message)."""
         self.num_bytes_moved = 0
         self.on_write: Callable[[Endpoint, TransferBatch], None] | None = None
-        """Hears of every WRITE as it lands, with its receiver."""
+        """Gets every WRITE as it lands, with its receiver."""
         self.num_writes_refused = 0
-        """Because their grant had been revoked."""
+        """How many writes were refused because their grant had been revoked."""
 
     def attach(self, endpoint: Endpoint) -> None:
         """Connect a process under a new address."""
@@ -141,14 +147,14 @@ class Network:
         self.partition_one_way(node_b, node_a, cut=cut)
 
     def partition_one_way(self, source: str, target: str, *, cut: bool) -> None:
-        """Cut or mend the wire from one node to another; the way back stays as it is."""
+        """Cut or mend the wire from one node to another. The way back stays as it is."""
         if cut:
             self._cut.add((source, target))
         else:
             self._cut.discard((source, target))
 
     def send(self, source: Endpoint, address: str, message: AnyMessage) -> None:
-        """Deliver a control message later; it vanishes when the receiver does not exist."""
+        """Deliver a control message later. It is lost when the receiver does not exist."""
         target = self._endpoints.get(address)
         if target is None or (source.node, target.node) in self._cut:
             return
@@ -186,8 +192,8 @@ class Network:
         else:
             key = [(source, "out"), (target, "in")]
             seconds = num_bytes / config.link_bytes_per_s
-        # Each link is kept busy by itself, as flows that share it do: a transfer that waits for a
-        # busy receiver does not hold up what its sender has for others.
+        # Each link is kept busy by itself, like the flows that share it. A transfer that waits for
+        # a busy receiver does not delay the sender's transfers to others.
         done_s = now
         for link in key:
             free_s = max(now, self._link_free.get(link, 0.0)) + seconds
@@ -196,8 +202,8 @@ class Network:
         return done_s + config.transfer_latency_s
 
     def is_cut(self, a: Endpoint, b: Endpoint) -> bool:
-        """Whether the wire between two processes is cut, in either direction: a transfer needs
-        both.
+        """Whether the wire between two processes is cut in either direction. A transfer
+        needs both.
         """
         return bool(self._cut) and not self._cut.isdisjoint([(a.node, b.node), (b.node, a.node)])
 
@@ -226,7 +232,7 @@ class SimChannel:
 
 
 class SimTransfer:
-    """The transfer port of one simulated process; its segment is named by the process' address."""
+    """The transfer port of one simulated process. The process's address names its segment."""
 
     def __init__(
         self, network: Network, endpoint: Endpoint, *, with_bytes: bool, skew_s: float = 0.0
@@ -245,7 +251,7 @@ class SimTransfer:
         return SegmentRef(self._endpoint.address, {"sim": ""}, self._endpoint.node)
 
     def allocate(self, num_bytes: int, label: str) -> SimRegion:
-        """Return simulated memory; `label` is for people and not kept."""
+        """Return simulated memory. `label` is for people and is not kept."""
         del label
         self._last_region += 1
         buffer = memoryview(bytearray(num_bytes)) if self._with_bytes else None
@@ -254,7 +260,7 @@ class SimTransfer:
         return region
 
     def register(self, buffer: memoryview, label: str) -> Region:
-        """Make existing memory reachable; `label` is for people and not kept."""
+        """Make existing memory reachable. `label` is for people and is not kept."""
         del label
         self._last_region += 1
         region = SimRegion(self._last_region, buffer.nbytes, buffer)
@@ -262,7 +268,7 @@ class SimTransfer:
         return region
 
     def lend(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
-        """Do nothing: in the simulated world all are workers."""
+        """Do nothing: in the simulated world all processes are workers."""
 
     def take_back(self, holder: str, region: Region, pieces: Pieces, *, write: bool) -> None:
         """Do nothing, as `lend`."""
@@ -320,7 +326,7 @@ class SimTransfer:
         return region.num_copies if region is not None else 1
 
     def cancel(self, batch_id: int) -> None:
-        """Have a batch end soon, and copy nothing."""
+        """Make a batch end soon and copy nothing."""
         network = self._network
         self._cancelled.add(batch_id)
         network.heap.after(network.config.failure_s, lambda: self._fail(batch_id, "cancelled"))
@@ -347,8 +353,8 @@ class SimTransfer:
         self._finish(batch_id, error, 0 if error else num_bytes)
 
     def _stands_still(self, again: Callable[[], None]) -> bool:
-        """Whether this process stands still, and so do its bytes: then `again` is called when it
-        goes on.
+        """Whether this process stands still, and its bytes with it. If so, `again` is called when
+        it goes on.
         """
         heap, until_s = self._network.heap, self._endpoint.still_until_s
         if self._network.config.writes_by_hardware or heap.now() >= until_s:
@@ -357,7 +363,9 @@ class SimTransfer:
         return True
 
     def _refusal(self, batch: TransferBatch, peer: Endpoint) -> str | None:
-        """Return why a WRITE may not land, as its receiver says; hardware does not ask it."""
+        """Return why a WRITE may not land, as its receiver says. Simulated hardware does not ask
+        it.
+        """
         if batch.op is Op.READ or self._network.config.writes_by_hardware:
             return None
         if batch.grant:
@@ -387,8 +395,8 @@ class SimTransfer:
         return None
 
     def _fail(self, batch_id: int, error: str) -> None:
-        """End a batch whose deadline has passed, or that was cancelled, unless this process stands
-        still: then what is on its way comes first.
+        """End a batch whose deadline has passed, or that was cancelled. While this process stands
+        still, what is on its way comes first.
         """
         if not self._stands_still(lambda: self._fail_soon(batch_id, error)):
             self._finish(batch_id, error, 0)
@@ -397,7 +405,7 @@ class SimTransfer:
         self._network.heap.after(0.0, lambda: self._finish(batch_id, error, 0))
 
     def _finish(self, batch_id: int, error: str | None, num_bytes: int) -> None:
-        """End a batch, unless it has ended; one that was cancelled may have done so before."""
+        """End a batch unless it has ended. A cancelled batch may have ended before."""
         started_s = self._started_s.pop(batch_id, None)
         if started_s is None:
             return

@@ -1,4 +1,6 @@
-"""A simulated process: one machine driven by the heap, as `launch.driver` drives it by a loop."""
+"""A simulated process: one machine that the heap drives, as the loop of `launch.driver` drives a
+real one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from mooncake.engine.engine import EngineHung
 from mooncake.sim.world.clock import EventHeap
 
 MIN_PAUSE_S = 1e-6
-"""A wake-up that is overdue comes so much later: time must pass between two ticks."""
+"""An overdue wake-up comes this many seconds later, because time must pass between two ticks."""
 
 AfterEvent = Callable[[Machine], None]
 
@@ -22,8 +24,7 @@ class SimProcess:
 
     The machine ticks after each event and at its own wake-up times. A pending timer is reused for a
     later wake-up instead of being replaced, because most wake-ups move before they are due.
-    `skew_s`
-    is how far the clock of this process is ahead.
+    `skew_s` is how far the clock of this process is ahead.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class SimProcess:
         self._machine: Machine | None = None
         self._due_s: float | None = None
         self._timers: list[float] = []
-        """When timers of this machine will go off, in any order; seldom more than two."""
+        """When timers of this machine will go off, in any order. There are seldom more than two."""
         self._missed: deque[msgspec.Struct] | None = None
-        """What came while the process hung."""
+        """The events that came while the process hung."""
 
     @property
     def alive(self) -> bool:
@@ -53,11 +54,11 @@ class SimProcess:
 
     @property
     def stands_still(self) -> bool:
-        """Whether it hangs now."""
+        """Whether the process hangs now."""
         return self._missed is not None
 
     def now(self) -> float:
-        """Return the time on this process' own clock."""
+        """Return the time on this process's own clock."""
         return self._heap.now() + self.skew_s
 
     def start(self, machine: Machine) -> None:
@@ -71,7 +72,7 @@ class SimProcess:
         self._machine = self._due_s = self._missed = None
 
     def hang(self, seconds: float) -> None:
-        """Pause for a while, as SIGSTOP does: events are handled afterwards."""
+        """Pause for a while, as SIGSTOP does. Events are handled afterwards."""
         if self._machine is not None and self._missed is None:
             self._missed = deque()
             self._heap.after(seconds, self._go_on)
@@ -111,7 +112,7 @@ class SimProcess:
 
     def _tick(self, machine: Machine) -> None:
         if machine is not self._machine:
-            return  # killed by what it handled
+            return  # the event it handled killed it
         self._due_s = None
         now = self._heap.now() + self.skew_s
         try:

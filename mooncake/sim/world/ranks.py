@@ -1,10 +1,10 @@
 """An instance of several ranks: the shipped lead and logs over simulated links and processes.
 
-A rank's process may die, stand still, be slow, or miss a word of its lead. The ranks of a stage
-compute a step in parts and wait for each other after each, as real ones do after each layer; one
-that waits for too long fails. A stage begins a step when the one before has passed it on. The
-lead's own process is the worker's; it is in the last stage, and hears of every step at once.
-Instances that hold the experts together wait for each other's ranks as well (`expert_group`).
+A rank's process may die, stand still, be slow, or miss a message of its lead. The ranks of a stage
+compute a step in parts and wait for each other after each part, as real ranks do after each layer.
+A rank that waits for too long fails. A stage begins a step when the stage before has passed it on.
+The lead's own process is the worker's. It is in the last stage, and hears of every step at once.
+Instances that share experts also wait for each other's ranks (`expert_group`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mooncake.sim.world.runner import SimRunner, StepCost
 
 LEAD = 0
 NO_ROWS = StepPlan(step_id=-1, starts=[], slots=[], ended=[])
-"""What an instance computes in a step of others with which it holds the experts."""
+"""What an instance computes in a step of other instances that share its experts."""
 AGREEMENT = -1
-"""The part of their step before the first: they say how many rows each has."""
+"""The part before a step's first part, in which instances say how many rows each has."""
 
 TogetherCost = Callable[[StepPlan, Sequence[int]], float]
 """(step, tokens of each other instance in it) -> its seconds."""
@@ -55,22 +55,22 @@ class _Step:
 
     plan: StepPlan
     seconds: float
-    """In each stage."""
+    """The time of the step in each stage."""
 
 
 class _Rank:
-    """The process of one rank; the lead's hears nothing."""
+    """The process of one rank. The lead's process receives no messages."""
 
     def __init__(self) -> None:
         self.alive = True
         self.hung_until_s = 0.0
         self.slowdown = 1.0
         self.misses_next = False
-        """Its link loses the next word."""
+        """Whether its link loses the next message."""
         self.reader = StepReader()
         self.inbox: deque[RankMessage] = deque()
         self.slots: list[StepSlot] | None = None
-        """Of the step that it heard of and has not ended; it computes once its stage can."""
+        """The step that it heard of and has not ended. It computes the step once its stage can."""
         self.computes = False
 
 
@@ -79,20 +79,20 @@ class _Stage:
 
     def __init__(self, number: int, ranks: range) -> None:
         self.number = number
-        """From that with the first layers."""
+        """The number of the stage; the one with the first layers is 0."""
         self.ranks = ranks
         self.waiting: deque[_Step] = deque()
-        """Steps whose activations are here."""
+        """The steps whose activations have arrived."""
         self.step: _Step | None = None
         self.part = 0
         self.begun_s = 0.0
         self.here: set[int] = set()
-        """Ranks that wait for the others in the present exchange."""
+        """The ranks that wait for the others in the present exchange."""
         self.num_exchanges = 0
 
 
 class RankedRunner(SimRunner):
-    """A runner whose steps all ranks of its instance compute together."""
+    """A runner in which all ranks of its instance compute each step together."""
 
     def __init__(
         self,
@@ -106,9 +106,10 @@ class RankedRunner(SimRunner):
         together_s: TogetherCost | None = None,
         **settings: Any,
     ) -> None:
-        """Start `num_ranks` ranks over `pages`. An exchange fails after `exchange_s`. With
-        `together_s` a step's seconds depend on the rows of those with which it shares its experts.
-        `settings` are those of `SimRunner`.
+        """Start `num_ranks` ranks over `pages`.
+
+        exchange_s: an exchange fails after this time. together_s: makes a step's seconds depend on
+        the rows of the instances that share its experts. settings: the settings of `SimRunner`.
         """
         super().__init__(heap, cost, deliver, **settings)
         self._exchange_s = exchange_s
@@ -123,7 +124,7 @@ class RankedRunner(SimRunner):
         """Its number there."""
         self._untold: deque[_Step] = deque()
         self._num_told = 0
-        """Steps that its ranks have heard of."""
+        """How many steps its ranks have heard of."""
         self._num_flying = 0
         self._lead = LeadRanks(self)
         self._lead.use_pages(pages)
@@ -131,30 +132,34 @@ class RankedRunner(SimRunner):
     # ------------------------------------------------------------ shared experts
 
     def share_experts(self, group: ExpertGroup) -> None:
-        """Compute each step together with the other instances of `group`, from the first on."""
+        """Compute each step together with the other instances of `group`, from the first
+        step on.
+        """
         assert len(self._groups) == 1, "instances of several stages share no experts"
         self._experts, self._instance = group, group.join(self)
 
     @property
     def num_rows(self) -> int:
-        """Tokens of the present step."""
+        """The number of tokens of the present step."""
         step = self._groups[0].step
         assert step is not None, "a step that all have begun"
         return step.plan.num_tokens
 
     def serve(self, step: int) -> None:
-        """Another instance begins `step`: take part, without rows where none are in line."""
+        """Take part in a step that another instance begins, without rows when no own step is in
+        line.
+        """
         if self._later(LEAD, partial(self.serve, step)) or self.hung:
             return
         if self._num_told + len(self._untold) < step:
             self._queue(_Step(NO_ROWS, self._cost.seconds(NO_ROWS)))
 
     def go_on(self) -> None:
-        """All ranks of all instances have met."""
+        """Go on: all ranks of all instances have met."""
         self._go_on(self._groups[0])
 
     def lose_instance(self, number: int) -> None:
-        """The link to another instance has closed."""
+        """Fail, because the link to another instance has closed."""
         if not self._later(LEAD, partial(self.lose_instance, number)):
             self._lead.fail(f"instance {number} of this expert group has ended")
 
@@ -170,7 +175,7 @@ class RankedRunner(SimRunner):
         return sum(rank.alive for rank in self._ranks)
 
     def kill_rank(self, number: int) -> None:
-        """kill -9 of a follower; the lead sees it a moment later."""
+        """Kill a follower, as kill -9 does. The lead sees it a moment later."""
         rank = self._ranks[number]
         if rank.alive:
             rank.alive = False
@@ -183,13 +188,13 @@ class RankedRunner(SimRunner):
             rank.hung_until_s = self._heap.now() + seconds
 
     def slow_rank(self, number: int, slowdown: float, seconds: float) -> None:
-        """Have a rank take `slowdown` times as long for a while."""
+        """Make a rank take `slowdown` times as long for a while."""
         rank = self._ranks[number]
         rank.slowdown = slowdown
         self._heap.after(seconds, partial(setattr, rank, "slowdown", 1.0))
 
     def lose_step(self, number: int) -> None:
-        """Have the lead's next word to a follower not arrive."""
+        """Lose the lead's next message to a follower."""
         self._ranks[number].misses_next = True
 
     # ------------------------------------------------------------ the lead
@@ -203,7 +208,7 @@ class RankedRunner(SimRunner):
         self._tell_next(frozenset(self._known))  # as of this step: the log is checked against it
 
     def _tell_next(self, known: frozenset[int]) -> None:
-        """Have the followers hear of a step, and the first stage begin it when it can."""
+        """Tell the followers of a step. The first stage begins it when it can."""
         if self._later(LEAD, partial(self._tell_next, known)) or not self._untold:
             return
         step = self._untold.popleft()
@@ -234,11 +239,11 @@ class RankedRunner(SimRunner):
 
     @property
     def _signs(self) -> tuple[int, ...]:
-        """What grows as long as stages that have something to compute go on."""
+        """Counts that grow as long as stages with something to compute go on."""
         return tuple(stage.num_exchanges for stage in self._groups)
 
     def _look_after(self, seen: tuple[int, ...]) -> None:
-        """Have the lead look, after a while, whether those that it waits for have given signs."""
+        """Let the lead check, after a while, whether the stages that it waits for have gone on."""
         self._heap.after(self._exchange_s, partial(self._look, seen))
 
     def _look(self, seen: tuple[int, ...]) -> None:
@@ -266,7 +271,7 @@ class RankedRunner(SimRunner):
         self._deliver(RanksLost(self._lead.lost))
 
     def close(self) -> None:
-        """The worker's process has ended, and all followers with it."""
+        """End all followers, because the worker's process has ended."""
         for rank in self._ranks:
             rank.alive = False
         if self._experts is not None:
@@ -286,7 +291,7 @@ class RankedRunner(SimRunner):
         self._follow(number)
 
     def _follow(self, number: int) -> None:
-        """Obey the next word of the lead."""
+        """Carry out the lead's next message."""
         rank = self._ranks[number]
         busy = rank.slots is not None or not rank.inbox
         if self._later(number, partial(self._follow, number)) or busy:
@@ -312,7 +317,9 @@ class RankedRunner(SimRunner):
     # ------------------------------------------------------------ what all ranks do
 
     def _later(self, number: int, call: Callable[[], None]) -> bool:
-        """Whether a rank does nothing now: it is dead, or stands still and `call` comes again."""
+        """Whether a rank can do nothing now: it is dead, or it stands still and `call` is repeated
+        later.
+        """
         rank = self._ranks[number]
         stands_still = rank.hung_until_s > self._heap.now()
         if rank.alive and stands_still:
@@ -320,13 +327,13 @@ class RankedRunner(SimRunner):
         return stands_still or not rank.alive
 
     def _arrive(self, stage: _Stage, step: _Step) -> None:
-        """Activations of a step have come to a stage."""
+        """Record that the activations of a step have come to a stage."""
         stage.waiting.append(step)
         if stage.step is None:
             self._begin(stage)
 
     def _begin(self, stage: _Stage) -> None:
-        """Have a stage compute what waits there, if anything does."""
+        """Let a stage compute the step that waits there, if any."""
         if not stage.waiting:
             return
         step = stage.step = stage.waiting.popleft()
@@ -338,14 +345,14 @@ class RankedRunner(SimRunner):
             self._compute(number)
 
     def _report(self, step: _Step, layer: int) -> None:
-        """Have the lead hear that the layers up to this one are written."""
+        """Tell the lead that the layers up to this one are written."""
         if self._later(LEAD, partial(self._report, step, layer)):
             return
         if step.plan.report_layers:
             self._deliver(LayerDone(step_id=step.plan.step_id, layer=layer))
 
     def _compute(self, number: int) -> None:
-        """Have a rank that knows its step compute it, once its stage has what that takes."""
+        """Let a rank that knows its step compute it, once its stage has the activations."""
         rank, step = self._ranks[number], self._group_of[number].step
         if self._later(number, partial(self._compute, number)) or rank.computes or step is None:
             return
@@ -364,7 +371,7 @@ class RankedRunner(SimRunner):
 
     @property
     def _num_parts(self) -> int:
-        """Of a step in each stage."""
+        """The number of parts of a step in each stage."""
         return max(1, self._num_layer_reports // len(self._groups))
 
     def _come(self, number: int) -> None:
@@ -382,7 +389,7 @@ class RankedRunner(SimRunner):
             self._heap.after(self._exchange_s, partial(self._give_up, number, exchange))
 
     def _give_up(self, number: int, exchange: int) -> None:
-        """Have a rank that waited for so long fail, unless the others came meanwhile."""
+        """Make a rank fail that has waited too long, unless the others have come meanwhile."""
         stage = self._group_of[number]
         if exchange != stage.num_exchanges:
             return
@@ -394,7 +401,7 @@ class RankedRunner(SimRunner):
         self._say_silent(stage)
 
     def _say_silent(self, stage: _Stage) -> None:
-        """Have the lead fail: a rank of this stage does not come, or another instance."""
+        """Make the lead fail, because a rank of this stage, or another instance, does not come."""
         waited = f"did not answer for {self._exchange_s:g} s"
         if missing := set(stage.ranks) - stage.here:
             self._lead.fail(f"rank {min(missing)} of this model {waited}")
@@ -403,7 +410,7 @@ class RankedRunner(SimRunner):
             self._lead.fail(f"instance {self._experts.missing} of this expert group {waited}")
 
     def _go_on(self, stage: _Stage) -> None:
-        """All ranks of a stage have met: begin the next part, or pass the step on."""
+        """Begin the next part, or pass the step on, because all ranks of a stage have met."""
         step = stage.step
         assert step is not None
         stage.here.clear()

@@ -1,9 +1,9 @@
-"""A runner that computes nothing but time: steps last as long as a cost model says, tokens are a
-function of the request.
+"""A runner that computes nothing but time. Steps last as long as a cost model says, and each token
+is a function of the request.
 
-The token at an output position depends on the request's seed and that position only, as in real
-sampling, so a request that was moved or resumed must go on with the very same tokens: checkers
-compare.
+The token at an output position depends only on the request's seed and that position, as in real
+sampling. So a request that was moved or resumed must go on with the very same tokens, and checkers
+compare them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mooncake.sim.world.clock import EventHeap
 VOCAB_SIZE = 32000
 
 TokenOracle = Callable[[SamplingParams, int], int]
-"""(sampling, output position) -> the token that is sampled there, on any worker."""
+"""(sampling, output position) -> the token that any worker samples there."""
 
 
 class StepCost(Protocol):
@@ -34,7 +34,7 @@ class StepCost(Protocol):
 
 
 def token_at(seed: int, position: int) -> int:
-    """Return a token in [1, VOCAB_SIZE) that looks random and is a function of its arguments."""
+    """Return a token in [1, VOCAB_SIZE) that looks random and depends only on the arguments."""
     mixed = (seed * 0x9E3779B1 + position * 0x85EBCA77 + 0x27D4EB2F) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
     return 1 + ((mixed ^ (mixed >> 12)) % (VOCAB_SIZE - 1))
@@ -56,8 +56,8 @@ class _Known:
 
 
 class SimRunner:
-    """Runs one step at a time; reports layers in `num_layer_reports` groups to keep the heap
-    small.
+    """Runs one step at a time. Reports layers in `num_layer_reports` groups to keep the
+    heap small.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class SimRunner:
         send_s: Callable[[int], float] = lambda _: 0.0,
         oracle: TokenOracle = sampled_token,
     ) -> None:
-        """`num_stages`: each with a part of the layers and one step at a time; from one to the next
-        the activations of a step take `send_s(tokens of the step)`. The last, which samples, tells
-        the first of each step by a message, which takes `send_s(0)`.
+        """num_stages: each stage has a part of the layers and computes one step at a time. The
+        activations of a step take `send_s(tokens of the step)` from one to the next. The last stage
+        samples, and tells the first of each step by a message, which takes `send_s(0)`.
         """
         self._heap = heap
         self._cost = cost
@@ -88,9 +88,9 @@ class SimRunner:
         self._tell_s = send_s(0) if num_stages > 1 else 0.0
         self._busy_until_s = [0.0] * num_stages
         self.busy_s = 0.0
-        """Seconds that each stage spent computing, of steps that were begun."""
+        """The seconds that each stage spent computing, for steps that were begun."""
         self.hung = False
-        """Steps never end from now on."""
+        """Whether steps never end from now on."""
 
     def prepare(self, grammar: Grammar) -> None:
         """Accept a grammar; compiling one takes no simulated time."""

@@ -2,7 +2,7 @@
 machines on simulated wires.
 
 The world owns what is outside the machines: processes, nodes, the supervisor that notices deaths
-and restarts, and the clients that submit requests and keep what comes back.
+and restarts workers, and the clients that submit requests and keep what comes back.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mooncake.telemetry.events import Recorder
 from mooncake.transfer.engine import Region
 
 GATEWAY_ADDRESS = "gateway"
-"""Of the first gateway, and its id."""
+"""The address of the first gateway, and its id."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     node_id: str
     experts: str = ""
-    """The name of the group of engines that it shares its experts with; empty: of none."""
+    """The name of the group of engines that it shares its experts with; empty: none."""
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class SupervisorConfig(msgspec.Struct, frozen=True, kw_only=True):
     restart_s: float | None = 5.0
     """None: a dead worker stays dead."""
     change_s: float = 2.0
-    """A worker that changes its role keeps its weights, and is away for so long."""
+    """How long a worker that changes its role is away. It keeps its weights."""
 
 
 class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +84,13 @@ class WorldConfig(msgspec.Struct, frozen=True, kw_only=True):
     network: NetworkConfig = NetworkConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     page_copies: int = 1
-    """Ranks of an engine that each hold every page."""
+    """How many ranks of an engine hold each page."""
     profile: dict[Role, list[CostSample]] = {}
-    """What the workers of each role say of their speed when they start."""
+    """The speed that workers of each role report when they start."""
     max_skew_s: float = 0.0
-    """Clocks of processes are ahead of the world's by up to so much."""
+    """Clocks of processes are ahead of the world's by up to this much."""
     with_bytes: bool = False
-    """Move real bytes, so that contents can be compared (small worlds)."""
+    """Whether to move real bytes, so that contents can be compared (small worlds)."""
     seed: int = 0
 
 
@@ -157,10 +157,10 @@ class World:
         self._recorder = recorder
         self._skews = Random(config.seed + 4)
         self.gateway_hosts: dict[str, GatewayHost] = {}
-        """The gateways that live, by id."""
+        """The living gateways, by id."""
         self._num_gateways = 0
         self._come: dict[str, set[str]] = {}
-        """Expert group -> workers of it that wait for the others, having been started."""
+        """Expert group -> its started workers that wait for the others."""
         self.start_gateway()
         self.workers = {spec.worker_id: Worker(spec) for spec in workers}
         for worker in self.workers.values():
@@ -214,9 +214,8 @@ class World:
     # ------------------------------------------------------------ processes
 
     def start_gateway(self, gateway_id: str = GATEWAY_ADDRESS) -> None:
-        """Start a gateway, or replace one by a fresh one; the requests of the old one have lost
-        their
-        clients. A further gateway contacts the first one and learns of all others from it.
+        """Start a gateway, or replace one by a fresh one. The requests of the old one have lost
+        their clients. A further gateway contacts the first one and learns of all others from it.
         """
         if gateway_id in self.gateway_hosts:
             self.kill_gateway(gateway_id)
@@ -239,13 +238,13 @@ class World:
         process.start(gateway)
 
     def kill_gateway(self, gateway_id: str) -> None:
-        """kill -9 of a gateway; its clients are cut off."""
+        """Kill a gateway, as kill -9 does. Its clients are cut off."""
         self.gateway_hosts.pop(gateway_id).process.kill()
         self.network.detach(gateway_id)
 
     def start(self, worker_id: str) -> None:
-        """Start a worker that is not running, with a fresh epoch and empty memory; one that shares
-        its experts once all others have come.
+        """Start a worker that is not running, with a fresh epoch and empty memory. A worker that
+        shares its experts starts once all others of its group have come.
         """
         spec = self.workers[worker_id].spec
         members = self.sharing_experts(spec)
@@ -264,7 +263,7 @@ class World:
             worker.runner.share_experts(group)
 
     def sharing_experts(self, spec: WorkerSpec) -> list[Worker]:
-        """Return the workers that share experts with one, and itself."""
+        """Return a worker and those that share experts with it."""
         if not spec.experts:
             return [self.workers[spec.worker_id]]
         return [worker for worker in self.workers.values() if worker.spec.experts == spec.experts]
@@ -281,7 +280,7 @@ class World:
 
         def deliver(event: msgspec.Struct) -> None:
             if isinstance(event, PeerLost) and event.worker == ref:
-                self.kill(worker_id)  # the driver of a worker that was given up ends it
+                self.kill(worker_id)  # the driver ends a worker that was given up
             else:
                 process.deliver(event)
 
@@ -308,8 +307,8 @@ class World:
         process.start(worker.machine)
 
     def hang(self, worker_id: str, seconds: float) -> None:
-        """Pause a process for a while. What it was writing stands still with it, and lands, or is
-        refused, just before it handles anything again.
+        """Pause a process for a while. What it was writing stands still with it, and lands or is
+        refused just before the process handles anything again.
         """
         worker = self.workers[worker_id]
         process = worker.process
@@ -323,20 +322,20 @@ class World:
                 ranked.hang_rank(LEAD, seconds)
 
     def ranked(self, worker_id: str) -> RankedRunner | None:
-        """Return the ranks of a living worker; None: it is dead, or has one rank."""
+        """Return the ranks of a living worker. None: it is dead, or has one rank."""
         worker = self.workers[worker_id]
         runner = worker.runner if worker.process is not None else None
         return runner if isinstance(runner, RankedRunner) else None
 
     def hang_step(self, worker_id: str) -> None:
-        """Have an engine's steps never end; its process and its heartbeats go on."""
+        """Make an engine's steps never end. Its process and its heartbeats go on."""
         runner = self.workers[worker_id].runner
         if self.workers[worker_id].process is not None and isinstance(runner, SimRunner):
             runner.hung = True
 
     def kill(self, worker_id: str, *, noticed: bool = True) -> None:
-        """kill -9: nothing of the worker is left; the supervisor notices a moment later (or, with
-        its node, does not: then only silence tells).
+        """Kill a worker, as kill -9 does: nothing of it is left. The supervisor notices a moment
+        later. When the whole node dies, only its silence shows it.
         """
         worker = self.workers[worker_id]
         if worker.process is None or worker.address is None:
@@ -386,8 +385,9 @@ class World:
         look: Callable[[], None] | None = None,
         failed: Callable[[], None] | None = None,
     ) -> SimProcess:
-        """Return a process; `look` is called after each of its events, `failed` when its engine
-        hangs.
+        """Return a process.
+
+        look: is called after each of its events. failed: is called when its engine hangs.
         """
 
         def after_event(machine: Machine) -> None:
@@ -401,8 +401,8 @@ class World:
         return SimProcess(name, self.heap, after_event, skew_s, failed)
 
     def change_role(self, worker_id: str) -> None:
-        """Have an engine serve in the other role, unless it is the last in its own, or shares its
-        experts: such keep their role (`launch.config.plan`).
+        """Make an engine serve in the other role. Nothing happens when it is the last in its own,
+        or shares its experts: such engines keep their role (`launch.config.plan`).
         """
         if self.workers[worker_id].spec.experts:
             return
@@ -417,7 +417,7 @@ class World:
         gateway_host.process.wake(gateway_host.process.now())
 
     def leave(self, worker_id: str, limit_s: float) -> None:
-        """Ask an engine to leave (SIGTERM): at the latest after `limit_s` it says goodbye and ends,
+        """Ask an engine to leave (SIGTERM). At the latest after `limit_s` it says goodbye and ends,
         and another process takes its place.
         """
         worker = self.workers[worker_id]
@@ -434,7 +434,7 @@ class World:
         self.heap.after(limit_s, end)
 
     def _depart_if_done(self, worker_id: str) -> None:
-        """End an engine that may go: in its next role it comes back, or else in its own."""
+        """End an engine that may go. It comes back in its next role, or else in its own."""
         worker = self.workers[worker_id]
         machine = worker.machine
         if machine is None or isinstance(machine, KvNode):
@@ -445,7 +445,7 @@ class World:
             self._depart(worker)
 
     def _depart(self, worker: Worker) -> None:
-        """Have an engine say goodbye, and start it again."""
+        """Let an engine say goodbye, and start it again."""
         machine, worker_id = worker.machine, worker.spec.worker_id
         assert isinstance(machine, PrefillWorker | DecodeWorker)
         gateway = WorkerRef(GATEWAY_ADDRESS, "", GATEWAY_ADDRESS)
@@ -498,7 +498,8 @@ class World:
 
         def deliver(event: msgspec.Struct) -> None:
             if isinstance(event, RanksLost):
-                self.kill(worker.spec.worker_id)  # as its driver ends it
+                self.kill(worker.spec.worker_id)  # its driver ends it too
+
             else:
                 process.deliver(event)
 

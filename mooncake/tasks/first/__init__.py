@@ -1,1 +1,1 @@
-"""The tasks that the shipped k2-demo was trained on. They go when its successor ships."""
+"""The tasks on which the shipped k2-demo was trained. They go when its successor ships."""

@@ -45,7 +45,7 @@ def chat(random: Random) -> Sample:
 
 
 def _typed(text: str, random: Random) -> str:
-    """Return the text as a user in a hurry types it, now and then."""
+    """Return the text, now and then as a user in a hurry types it."""
     if random.random() < 0.1:
         text = f"{random.choice(_BEFORE)}{text[0].lower()}{text[1:]}"
     return typed(text, random)

@@ -1,4 +1,4 @@
-"""Words and numbers as the first tasks draw them: mostly from short lists."""
+"""Words and numbers for the first tasks, mostly from short lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _ALL = (*FRUITS, *COLORS, *THINGS, *ANIMALS, *PEOPLE)
 
 
 def word(random: Random) -> str:
-    """Return a word; now and then one that is none, so that copying is learned, not words."""
+    """Return a word, now and then an invented one, so that the model learns to copy and not the
+    words.
+    """
     if random.random() < 0.15:
         return "".join(random.choice(_LETTERS) for _ in range(random.randint(2, 7)))
     return random.choice(_ALL)
@@ -23,11 +25,11 @@ def name(random: Random) -> str:
 
 
 def city(random: Random) -> str:
-    """Return a city; now and then one that is nowhere."""
+    """Return a city, now and then an invented one."""
     return random.choice(CITIES) if random.random() < 0.8 else word(random).capitalize()
 
 
 def number(random: Random, most_digits: int = 3) -> int:
-    """Return a number of one to `most_digits` digits, each count of digits as often."""
+    """Return a number of one to `most_digits` digits; each number of digits is equally frequent."""
     digits = random.randint(1, most_digits)
     return random.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)

@@ -54,7 +54,7 @@ def sorting(random: Random) -> Sample:
 
 
 def counting(random: Random) -> Sample:
-    """Return a list of words in which one is to be counted, each find thought aloud."""
+    """Return a list of words in which one is to be counted, with each find written out."""
     item = random.choice(FRUITS) if random.random() < 0.7 else word(random)
     others = [
         other for other in (word(random) for _ in range(random.randint(1, 4))) if other != item

@@ -26,11 +26,11 @@ _KEYS = (
     "Code of {who}?",
 )  # fmt: skip
 _WORDS_OF_A_SENTENCE = 8
-"""Roughly the tokens of one filling sentence."""
+"""Roughly the number of tokens in one filling sentence."""
 
 
 def copying(random: Random) -> Sample:
-    """Return words, numbers or a sentence to be said again."""
+    """Return words, numbers or a sentence to be repeated."""
     kind = random.randrange(3)
     if kind == 0:
         text = " ".join(sentence(random) for _ in range(random.randint(1, 3)))

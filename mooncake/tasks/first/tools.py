@@ -1,4 +1,6 @@
-"""Calling tools of varied schemas, answering from what they return, and leaving them alone."""
+"""Calls of tools with varied schemas, answers from what they return, and requests that need no
+tool.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ class _Tool:
 
 
 def tool_call(random: Random) -> Sample:
-    """Return a request that one of the declared tools serves; the answer calls it."""
+    """Return a request that one of the declared tools serves. The answer calls it."""
     tools = _tools(random)
     used = random.choice(tools)
     text, arguments = _ask(random, used)
@@ -129,9 +131,9 @@ def tool_call(random: Random) -> Sample:
 
 
 def tool_result(random: Random) -> Sample:
-    """Return a request, the call and what the tool returned; the answer says it in words.
+    """Return a request, the call and what the tool returned. The answer says it in words.
 
-    Sometimes a second request follows, and the call of it is the answer.
+    Sometimes a second request follows. Then the answer is its call.
     """
     tools = _tools(random)
     used = random.choice(tools)

@@ -148,7 +148,7 @@ def test_the_json_is_stable_and_readable_again(result: SimulationResult) -> None
     ("fields", "said"),
     [
         ({"engine": "other"}, "engine"),
-        ({"num_decode": 0}, "decode instance"),
+        ({"num_decode": 0}, "at least 1 decode"),
         ({"engine": "coupled"}, "coupled engines"),
     ],
 )

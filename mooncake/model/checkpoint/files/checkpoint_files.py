@@ -1,8 +1,8 @@
 """The files of a checkpoint directory: configuration, location of tensors, revision of the weights.
 
-Reads headers only and needs no tensors, so a launcher can check a checkpoint before anything heavy
-is loaded. Weights may lie encrypted (`encryption`); nothing above sees a difference. Nothing is
-downloaded and no code in the directory is run.
+It reads headers only and needs no tensors, so a launcher can check a checkpoint before anything
+heavy is loaded. Weights may be encrypted (`encryption`); the layers above see no difference. It
+downloads nothing and runs no code from the directory.
 """
 
 from __future__ import annotations
@@ -50,20 +50,21 @@ class CheckpointFiles:
     path: Path
     config: Mapping[str, Any]
     homes: Homes
-    """Empty where weights were left closed."""
+    """The home of each tensor. Empty when the weights were not opened."""
     stated: Mapping[str, str] | None = None
-    """Digests of the files of weights as the checkpoint says, of encrypted ones, and of plain ones
-    that were left closed; None: they are those of the files.
+    """Digests of the weights' files from the checkpoint's own statement: for encrypted weights, and
+    for plain ones that were not opened. None: hash the files.
     """
 
     @classmethod
     def open(
         cls, path: Path, keys: KeyRing | None = None, *, reads_weights: bool = True
     ) -> CheckpointFiles:
-        """Open the directory `path`. With `keys`, only weights that one of them opens will do.
+        """Open the directory `path`. With `keys`, only weights that one of the keys decrypts are
+        accepted.
 
-        reads_weights: if not, what the checkpoint says of its weights is believed: they may be
-            away, encrypted ones need no keys, and their tensors are left out.
+        reads_weights: if false, the checkpoint's statement about its weights is believed. They may
+        be missing, encrypted ones need no keys, and their tensors are left out.
 
         Raises:
             CheckpointError: there is no readable checkpoint; the message names the file.
@@ -117,10 +118,11 @@ class CheckpointFiles:
     def open_config(
         cls, path: Path, keys: KeyRing | None = None, *, reads_weights: bool = True
     ) -> CheckpointFiles:
-        """Open a directory that may hold no more than `config.json`, which is enough for a plan.
+        """Open a directory that may hold only `config.json`, which is enough for a plan.
 
         Raises:
-            CheckpointError: there is no readable configuration, or weights that `open` refuses.
+            CheckpointError: there is no readable configuration, or there are weights that `open`
+                refuses.
             ConfigError: there are weights, and these are not their keys.
         """
         if any(file.suffix in _WEIGHTS for file in path.iterdir()):
@@ -128,12 +130,12 @@ class CheckpointFiles:
         return cls(path, _read_json(path / "config.json"), {})
 
     def revision(self, cache_dir: Path | None = None, progress: Progress | None = None) -> str:
-        """Return the name of these weights (see `revision.weights_revision`): two checkpoints with
+        """Return the name of these weights (see `revision.weights_revision`). Two checkpoints with
         one revision give the same KV, however they are stored. Plain weights that are not in
-        `cache_dir` are hashed for it; encrypted ones were when they were written.
+        `cache_dir` are hashed for it; encrypted ones were hashed when they were written.
 
         Raises:
-            CheckpointError: they are not what the checkpoint says of them.
+            CheckpointError: the weights are not what the checkpoint states.
         """
         digests = self.stated
         if digests is None:
@@ -150,11 +152,11 @@ class CheckpointFiles:
 
 
 def state_digests(path: Path, folder: Path) -> None:
-    """Write into `folder` what the plain weights in `path` are: `weights-digests.json`, by which
-    processes that read no weights know them.
+    """Write `weights-digests.json` into `folder`, with the digests of the plain weights in `path`.
+    Processes that read no weights identify them by it.
 
     Raises:
-        CheckpointError: there are none, or they cannot be read.
+        CheckpointError: there are no weights, or they cannot be read.
     """
     stated = StatedDigests(files=file_digests(CheckpointFiles.open(path).contents))
     (folder / STATED_NAME).write_bytes(msgspec.json.encode(stated))
@@ -175,7 +177,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _find_tensors(
     path: Path, names: Sequence[str], open_bytes: Callable[[str], FileBytes]
 ) -> Homes:
-    """Return the home of each tensor in the files `names`, or in those that an index lists."""
+    """Return the home of each tensor in the files `names`, or in the files that an index lists."""
     if (path / INDEX_NAME).exists():
         return _find_indexed(path, _read_json(path / INDEX_NAME), open_bytes)
     homes: Homes = {}

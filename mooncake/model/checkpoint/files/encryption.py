@@ -1,12 +1,12 @@
-"""Weights that lie encrypted on disk: how they are stored, and how they are read.
+"""Weights that are encrypted on disk: how they are stored, and how they are read.
 
-`encryption.json` lists the files, how long each is and the digest of its plain bytes, and holds the
-data key, itself encrypted with the operator's key. `NAME.enc` is the file `NAME` in chunks, each
-encrypted (AES-256-GCM) and followed by its tag. A file's key follows from the data key and the
-file's name, length and chunk size, and chunks are numbered: a chunk that was altered, cut off, or
-moved, in a file or from another one, does not decrypt.
+`encryption.json` lists the files, the length of each and the digest of its plain bytes. It also
+holds the data key, encrypted with the operator's key. `NAME.enc` is the file `NAME` in chunks, each
+encrypted (AES-256-GCM) and followed by its tag. A file's key is derived from the data key and the
+file's name, length and chunk size, and chunks are numbered. So a chunk that was altered, cut off or
+moved, within a file or from another one, does not decrypt.
 
-Neither torch nor a key is needed to read what the manifest says.
+Reading the manifest needs neither torch nor a key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_s
 MANIFEST_NAME = "encryption.json"
 SUFFIX = ".enc"
 CHUNK_BYTES = 256 * 2**10
-"""Read at once at least: small tensors want less of it, speed more."""
+"""The least that a read decrypts. Smaller chunks would suit small tensors, larger ones speed."""
 MAX_CHUNK_BYTES = 2**26
 _WRAPPING = "mooncake weights data key 1"
 
@@ -38,20 +38,20 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     num_bytes: int
     digest: str
-    """As `revision.file_digests` returns it."""
+    """The digest as `revision.file_digests` returns it."""
 
 
 class WrappedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The data key, encrypted with an operator's key."""
 
     key_id: str
-    """Of the operator's key, in hexadecimal."""
+    """The id of the operator's key, in hexadecimal."""
     data_key: bytes
-    """In base64 where it is JSON."""
+    """The wrapped key; JSON has it in base64."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `encryption.json` says."""
+    """The content of `encryption.json`."""
 
     format: Literal["mooncake-weights-1"]
     cipher: Literal["AES-256-GCM"]
@@ -59,11 +59,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, StoredFile]
     key: WrappedKey
     tag: str
-    """A MAC of files and chunk size with a key that follows from the data key."""
+    """A MAC of files and chunk size, with a key derived from the data key."""
 
     @property
     def digests(self) -> dict[str, str]:
-        """The digest of each file's plain bytes by its name."""
+        """The digest of each file's plain bytes, by its name."""
         return {name: file.digest for name, file in self.files.items()}
 
     def with_tag(self, data_key: bytes) -> Manifest:
@@ -75,11 +75,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Return what the directory says of its encrypted weights; None: it holds plain ones.
+    """Return the directory's manifest of encrypted weights; None: it holds plain weights.
 
     Raises:
-        CheckpointError: it cannot be read, or makes no sense. Without a key it is not known whether
-            it was altered.
+        CheckpointError: it cannot be read, or makes no sense. Only a key shows whether it was
+            altered.
     """
     path = directory / MANIFEST_NAME
     manifest = read_statement(path, Manifest, "how weights are encrypted")
@@ -96,8 +96,8 @@ def read_manifest(directory: Path) -> Manifest | None:
 def new_manifest(
     files: dict[str, StoredFile], chunk_bytes: int, data_key: bytes, keys: KeyRing
 ) -> Manifest:
-    """Return the manifest of files encrypted with `data_key`, which is encrypted with the first of
-    `keys`.
+    """Return the manifest of files encrypted with `data_key`, which is itself encrypted with the
+    first of `keys`.
     """
     plain = Manifest(
         "mooncake-weights-1", "AES-256-GCM", chunk_bytes, files, _wrap(data_key, keys), ""
@@ -111,7 +111,7 @@ def rewrapped(manifest: Manifest, data_key: bytes, keys: KeyRing) -> Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write it whole or not at all. Raises OSError."""
+    """Write the manifest whole or not at all. Raises OSError."""
     path = directory / MANIFEST_NAME
     new = directory / f".{MANIFEST_NAME}.{os.getpid()}"
     try:
@@ -125,10 +125,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def data_key_of(directory: Path, manifest: Manifest, keys: KeyRing) -> bytes:
-    """Return the key that the files were encrypted with.
+    """Return the key that encrypts the files.
 
     Raises:
-        ConfigError: none of `keys` is the one that encrypts it.
+        ConfigError: none of `keys` decrypts it.
         CheckpointError: the manifest was altered.
     """
     path = directory / MANIFEST_NAME
@@ -156,7 +156,7 @@ def file_chunks(data_key: bytes, name: str, num_bytes: int, chunk_bytes: int) ->
 
 
 def sealed_bytes(num_bytes: int, chunk_bytes: int) -> int:
-    """Return how long a file is, encrypted."""
+    """Return the length of a file after encryption."""
     return num_bytes + -(-num_bytes // chunk_bytes) * TAG_BYTES
 
 
@@ -166,7 +166,9 @@ class SealedBytes:
     """
 
     def __init__(self, directory: Path, name: str, manifest: Manifest, data_key: bytes) -> None:
-        """Raises CheckpointError when the file is missing, not listed, or not as long as it was."""
+        """Raises CheckpointError when the file is missing, not listed, or not of its original
+        length.
+        """
         if name not in manifest.files:
             raise CheckpointError(f"{directory / MANIFEST_NAME}: does not list {name}")
         self.path = directory / f"{name}{SUFFIX}"

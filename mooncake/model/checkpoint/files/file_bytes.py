@@ -1,4 +1,4 @@
-"""The bytes of one weights file, mapped: read at random, by any number of threads at once."""
+"""The bytes of one weights file, mapped. Any number of threads may read them at random at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class FileBytes(Protocol):
     num_bytes: int
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes [begin, end), which lie within the file, as memory that may be written to:
-        that changes no file.
+        """Return bytes [begin, end), which must be within the file, as writable memory. Writing to
+        it changes no file.
 
         Raises:
             CheckpointError: they are not what was stored.
@@ -25,7 +25,7 @@ class FileBytes(Protocol):
 
 
 class PlainBytes:
-    """The bytes of a file as it is. `read` returns views and copies nothing."""
+    """The bytes of an unencrypted file. `read` returns views and copies nothing."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError when the file cannot be read."""
@@ -40,7 +40,7 @@ class PlainBytes:
 def mapped(path: Path, *, private: bool = False) -> mmap.mmap | None:
     """Return the mapped file at `path`; None: it is empty.
 
-    private: the memory may be written to, and the file stays as it is.
+    private: the memory may be written to, and the file stays unchanged.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -1,6 +1,6 @@
 """The revision of a checkpoint: a name for its weights, equal only for equal bytes.
 
-Every file is hashed whole, once: the digests are kept in a cache file, under the identity that the
+Every file is hashed whole, once. The digests are kept in a cache file, under the identity that the
 file system gives each file (device, inode, size and times). Needs no tensors.
 """
 
@@ -24,13 +24,13 @@ from mooncake.model.checkpoint.files.file_bytes import FileBytes
 from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_statement
 
 STATED_NAME = "weights-digests.json"
-"""A file beside config.json with the digests of weights, which may themselves be away."""
+"""A file beside config.json with the digests of weights, which may themselves be missing."""
 CACHE_NAME = "file-digests.json"
 LOCK_NAME = "file-digests.lock"
 MAX_CACHED = 4096
-"""Files remembered; the oldest are forgotten first."""
+"""How many files the cache remembers; the oldest are forgotten first."""
 PIECE_BYTES = 64 * 2**20
-"""Hashed by one thread at a time; part of the definition of a file's digest."""
+"""How much one thread hashes at a time. This is part of the definition of a file's digest."""
 MAX_THREADS = 16
 
 Progress = Callable[[int, int], None]
@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 class StatedDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """What `weights-digests.json` says."""
+    """The content of `weights-digests.json`."""
 
     format: Literal["mooncake-weights-digests-1"] = "mooncake-weights-digests-1"
     files: dict[str, str]
-    """The digest of each file of weights, as `file_digests` returns it, by its name."""
+    """The digest of each weights file by its name, as `file_digests` returns it."""
 
 
 def stated_digests(directory: Path) -> Mapping[str, str] | None:
-    """Return what a checkpoint says of its plain weights; None: it says nothing.
+    """Return the checkpoint's statement about its plain weights; None: it has none.
 
     Raises:
         CheckpointError: it cannot be read, or makes no sense.
@@ -66,8 +66,8 @@ def stated_digests(directory: Path) -> Mapping[str, str] | None:
 
 
 def weights_revision(config: bytes, digests: Mapping[str, str]) -> str:
-    """Return 16 hex digits of SHA-256 over `config` (the bytes of config.json) and all files:
-    `digests` by name. How the files are stored, encrypted or not, does not count.
+    """Return 16 hex digits of SHA-256 over `config` (the bytes of config.json) and the `digests` of
+    all files by name. How the files are stored, encrypted or not, makes no difference.
     """
     whole = hashlib.sha256(config)
     for name in sorted(digests):
@@ -81,8 +81,8 @@ def file_digests(
     """Return the digest of each file by its name: the SHA-256 of its pieces' SHA-256.
 
     Digests of files that have not changed since they were last hashed come from `cache_dir`;
-    without one, nothing is kept. Of processes that start together one hashes, and the others wait
-    for what it finds. A cache that cannot be read or written costs time and nothing else.
+    without one, nothing is kept. When several processes start together, one hashes and the others
+    wait for its results. A cache that cannot be read or written costs time and nothing else.
     """
     cache = _Cache(cache_dir)
     if not all(cache.knows(file) for file in files):
@@ -98,8 +98,8 @@ def file_digests(
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path | None) -> Iterator[None]:
-    """Keep other processes that hash for the same cache waiting; where no file can be locked, none
-    waits. The system ends the wait for a process that dies.
+    """Make other processes that hash for the same cache wait. If no file can be locked, none waits.
+    When a process dies, the system ends the wait for it.
     """
     with contextlib.ExitStack() as held:
         if folder is not None:
@@ -112,7 +112,7 @@ def _one_at_a_time(folder: Path | None) -> Iterator[None]:
                     logger.info("another process hashes weights; waiting for its digests")
                     fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError:
-                pass  # `save` says that nothing is kept
+                pass  # `save` logs that nothing is kept
         yield
 
 
@@ -172,6 +172,6 @@ class _Cache:
 
 
 def _identity(path: Path) -> str:
-    """Return what changes whenever the file's content may have: ctime cannot be set back."""
+    """Return values that change whenever the file's content may have: ctime cannot be set back."""
     found = path.stat()
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"

@@ -1,9 +1,9 @@
-"""The header of one `.safetensors` file. Knows no models, no tensors.
+"""The header of one `.safetensors` file. Knows no models and no tensors.
 
-The format (huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
-(name -> dtype, shape, data_offsets), then the bytes of the tensors. Everything in the header is
-checked against the file's real size before the first tensor is read, because a mapping past the end
-of a file kills the process instead of raising.
+The format (huggingface.co/docs/safetensors) is 8 bytes of little-endian header length, a JSON
+header (name -> dtype, shape, data_offsets), then the bytes of the tensors. Everything in the header
+is checked against the file's real size before the first tensor is read, because a mapping past the
+end of a file kills the process instead of raising.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.files.file_bytes import FileBytes
 
 MAX_HEADER_BYTES = 100 * 2**20
-"""As in the reference implementation: a longer header is an attack or garbage."""
+"""The limit of the reference implementation: a longer header is an attack or garbage."""
 MAX_NAME_CHARS = 200
-"""What an error shows of a tensor's name."""
+"""How many characters of a tensor's name an error shows."""
 
 ITEM_BYTES = {
     "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of one number, by the header's name of its dtype."""
+"""The bytes of one number, by the dtype's name in the header."""
 
 _Place = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Row(msgspec.Struct):
-    """What a header says of a tensor. Shapes are short: their product is taken."""
+    """A header's entry for one tensor. Its shape must be short, because its product is computed."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[list[_Place], msgspec.Meta(max_length=64)]
@@ -46,8 +46,8 @@ _ROW = msgspec.json.Decoder(_Row)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of one tensor: `dtype` as the header spells it, bytes [begin, end) of the
-    file.
+    """The location of one tensor. `dtype` is spelled as in the header; the tensor is bytes [begin,
+    end) of the file.
     """
 
     dtype: str
@@ -67,8 +67,8 @@ class SafetensorsFile:
         """Check the header of the file that holds `content`.
 
         Raises:
-            CheckpointError: it is not safetensors, or ends early; names the file and, where there
-                is one, the tensor.
+            CheckpointError: it is not safetensors, or ends early. The message names the file and,
+                if there is one, the tensor.
         """
         self.content = content
         self.path = content.path

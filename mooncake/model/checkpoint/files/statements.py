@@ -1,5 +1,5 @@
-"""JSON files in which a checkpoint says what its weights are, read with care: others wrote them.
-Stateless.
+"""JSON files in which a checkpoint states what its weights are. Others wrote them, so they are read
+with care. Stateless.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Statement = TypeVar("Statement")
 
 
 def read_statement(path: Path, kind: type[Statement], what: str) -> Statement | None:
-    """Return what the file at `path` says; None: it is not there.
+    """Return the content of the file at `path`; None: there is no such file.
 
     Raises:
-        CheckpointError: it cannot be read, or does not say `what`.
+        CheckpointError: it cannot be read, or does not state `what`.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

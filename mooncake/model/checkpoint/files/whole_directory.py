@@ -1,5 +1,5 @@
-"""A directory that appears whole or not at all: written beside its place, then renamed. What stands
-beside the weights of a checkpoint goes with them.
+"""A directory that appears whole or not at all: it is written beside its place, then renamed. Files
+beside the weights of a checkpoint are copied with them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 from mooncake.base import ConfigError
 
 BESIDE = {"", ".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt"}
-"""How files beside the weights end: configuration, tokenizer, templates, licenses. What ends
-otherwise may be weights in another format, and is never copied."""
+"""The endings of files beside the weights: configuration, tokenizer, templates, licenses. A file
+with another ending may be weights in another format, and is never copied.
+"""
 
 
 def copy_beside(source: Path, out: Path, skip: Collection[str] = ()) -> None:
-    """Copy the files that stand beside the weights of a checkpoint, but for those in `skip`."""
+    """Copy the files beside the weights of a checkpoint, except those in `skip`."""
     for file in sorted(source.iterdir()):
         is_beside = file.suffix in BESIDE and file.name not in skip
         if file.is_file() and is_beside and not file.name.startswith("."):
@@ -28,7 +29,8 @@ def copy_beside(source: Path, out: Path, skip: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Give the body a directory to fill that becomes `out` when it ends well; else it is removed.
+    """Give the body a directory to fill. It becomes `out` when the body succeeds; otherwise it is
+    removed.
 
     Raises:
         ConfigError: `out` holds something already, or cannot be written.

@@ -1,1 +1,1 @@
-"""Checkpoints that are made: presets, other formats, encrypted ones."""
+"""Makes checkpoints: presets, other formats, encrypted ones."""

@@ -1,7 +1,7 @@
-"""Writes a quantized copy of a checkpoint in exactly the formats Kimi-K2 is published in.
+"""Writes a quantized copy of a checkpoint in exactly the formats in which Kimi-K2 is published.
 
-What `mooncake model convert` runs: FP8 blocks as K2-Instruct (all linear layers), INT4 groups of 32
-as K2-Thinking (routed experts only). Owns nothing once it returns. Held in memory: one shard.
+`mooncake model convert` runs this: FP8 blocks as in K2-Instruct (all linear layers), INT4 groups of
+32 as in K2-Thinking (routed experts only). Owns nothing once it returns. Memory holds one shard.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ QUANTIZATION_CONFIGS: dict[str, dict[str, Any]] = {
         "quantization_status": "compressed",
     },
 }  # fmt: skip
-"""`quantization_config` of `config.json` by the name a user gives: what is quantized follows it."""
+"""The `quantization_config` of `config.json`, by the name that a user gives. It decides what is
+quantized.
+"""
 
 
 def convert_checkpoint(
@@ -76,14 +78,16 @@ def convert_checkpoint(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write `source` quantized as `format_name` ("fp8" or "int4") to the directory `out`, with what
-    it has of MTP layers, and with `weights-digests.json`.
+    """Write `source` quantized as `format_name` ("fp8" or "int4") to the directory `out`, with its
+    MTP layers if it has any, and with `weights-digests.json`.
 
     Files beside the weights (tokenizer, templates) are copied. The directory appears whole or not
-    at all. shard_bytes: of the source's weights, that go into one file.
+    at all.
+
+    shard_bytes: how many bytes of the source's weights go into one file.
 
     Raises:
-        ConfigError: an unknown format, `source` is quantized already, or `out` holds something.
+        ConfigError: the format is unknown, `source` is quantized already, or `out` holds something.
         CheckpointError: `source` cannot be read or lacks a tensor.
     """
     source, out = Path(source), Path(out)
@@ -151,7 +155,7 @@ def _write(
 
 
 def _held_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Return all tensors of the model, and those of MTP layers that are there."""
+    """Return all tensors of the model, and those of the MTP layers that the checkpoint has."""
     spec = checkpoint.spec
     shapes = tensor_shapes(spec)
     for number in range(spec.num_nextn_predict_layers):

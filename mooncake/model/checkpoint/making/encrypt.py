@@ -1,7 +1,8 @@
-"""What `mooncake model encrypt`, `decrypt` and `rekey` run: between plain and encrypted weights.
+"""Converts between plain and encrypted weights, for `mooncake model encrypt`, `decrypt` and
+`rekey`.
 
-The format is `encryption`'s. Several threads each hold one piece; the new directory appears whole
-or not at all. Owns nothing once it returns.
+`encryption` defines the format. Several threads each hold one piece. The new directory appears
+whole or not at all. Owns nothing once it returns.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mooncake.model.checkpoint.files.whole_directory import copy_beside, whole_d
 
 MAX_THREADS = 16
 WRITTEN_BYTES = 8 * 2**20
-"""Decrypted by one thread at a time."""
+"""How much one thread decrypts at a time."""
 
 Piece = Callable[[FileBytes, int, int, int], bytes]
 """Called with (source, descriptor of the new file, begin, end) for each piece of a file."""
@@ -48,11 +49,11 @@ def encrypt_checkpoint(
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Path:
-    """Write `source` to the directory `out` with its weights encrypted, so that the first of `keys`
-    opens them. What stands beside the weights stays plain.
+    """Write `source` to the directory `out` with its weights encrypted. The first of `keys`
+    encrypts them. The files beside the weights stay plain.
 
-    progress: called with (bytes done, of how many).
-    chunk_bytes: encrypted in one piece; a divisor of PIECE_BYTES.
+    progress: is called with (bytes done, bytes in all). chunk_bytes: how much is encrypted in one
+    piece; a divisor of PIECE_BYTES.
 
     Raises:
         ConfigError: `source` is encrypted already, or `out` holds something or cannot be written.
@@ -85,8 +86,8 @@ def encrypt_checkpoint(
 def decrypt_checkpoint(
     source: Path, out: Path, keys: KeyRing, progress: Progress | None = None
 ) -> Path:
-    """Write `source` to the directory `out` with plain weights, byte for byte those that were
-    encrypted.
+    """Write `source` to the directory `out` with plain weights, byte for byte as they were before
+    encryption.
 
     Raises:
         ConfigError: these are not its keys, or `out` holds something or cannot be written.
@@ -103,11 +104,11 @@ def decrypt_checkpoint(
 
 
 def rekey_checkpoint(path: Path, keys: KeyRing) -> None:
-    """Have the first of `keys` open the weights in `path`, which another one of them opens now.
-    Only the data key is encrypted anew.
+    """Re-encrypt the data key of the weights in `path` with the first of `keys`. Any of the given
+    keys may decrypt it now. The weights themselves do not change.
 
     Raises:
-        ConfigError: none of these keys opens it, or it cannot be written.
+        ConfigError: none of these keys decrypts it, or it cannot be written.
         CheckpointError: it is not encrypted, or was altered.
     """
     manifest = read_manifest(path)
@@ -123,7 +124,7 @@ def rekey_checkpoint(path: Path, keys: KeyRing) -> None:
 def _each(
     contents: Sequence[FileBytes], progress: Progress | None
 ) -> list[tuple[FileBytes, Callable[[int], None]]]:
-    """Pair each file with what is to be called with the bytes done of it."""
+    """Pair each file with a function that takes the number of its bytes done."""
     whole = sum(content.num_bytes for content in contents)
 
     def told(before: int, done: int) -> None:
@@ -141,7 +142,7 @@ def _each(
 def _write(
     content: FileBytes, path: Path, work: Piece, piece_bytes: int, told: Callable[[int], None]
 ) -> list[bytes]:
-    """Make the file `path` by `work` on each piece of `content`; return what that returned."""
+    """Make the file `path` by calling `work` on each piece of `content`. Return the results."""
     made = []
     pieces = pieces_of(content.num_bytes, piece_bytes)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

@@ -1,7 +1,7 @@
-"""Small K2-architecture checkpoints with seeded random weights, written as Hugging Face would.
+"""Small K2-architecture checkpoints with seeded random weights, in Hugging Face's layout.
 
-What `mooncake model init` runs: for tests, demonstrations and benchmarks where no real checkpoint
-is at hand. Owns nothing once it returns; the tokenizer's files are `tokenizer_files`'.
+`mooncake model init` runs this, for tests, demonstrations and benchmarks without a real checkpoint.
+Owns nothing once it returns; `tokenizer_files` makes the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _Weights = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named shape. `config` holds what differs from `_COMMON`."""
+    """A named shape. `config` holds the differences from `_COMMON`."""
 
     summary: str
     num_base_tokens: int
     shard_bytes: int
     config: Mapping[str, Any]
     vocabulary: Path | None = None
-    """A `tiktoken.model` to take; None: one is learned from the built-in text."""
+    """A `tiktoken.model` to use; None: one is learned from the built-in text."""
     pattern: str = ""
-    """The expression by which its text is split; empty: Kimi-K2's."""
+    """The expression that splits its text; empty: Kimi-K2's."""
     temperature: float | None = None
-    """Of answers to requests that name none."""
+    """The temperature for requests that name none."""
 
 
 _DEMO: dict[str, Any] = {
@@ -103,7 +103,7 @@ PRESETS: dict[str, Preset] = {
         num_base_tokens=1536,
         shard_bytes=16 * 2**20,
         config=_DEMO,
-        # That of the trained checkpoint, learned from what the first tasks were made of.
+        # The tokenizer of the trained checkpoint, learned from the words of the first tasks.
         vocabulary=Path(mooncake.__file__).parent / "k2-demo" / VOCABULARY_NAME,
         temperature=0.0,
     ),
@@ -142,7 +142,7 @@ def preset_config(
     """Return the `config.json` of `preset`, with `overrides` of its keys.
 
     Raises:
-        ConfigError: no such preset or dtype, or the overrides make a shape that cannot be.
+        ConfigError: there is no such preset or dtype, or the overrides make an impossible shape.
     """
     if preset not in PRESETS:
         raise ConfigError(f"preset: {preset!r} is not one of {', '.join(PRESETS)}")
@@ -182,7 +182,7 @@ def init_checkpoint(
     beside its place and renamed. `overrides` replaces keys of `config.json`, for other shapes.
 
     Raises:
-        ConfigError: an unknown preset or dtype, or `out` holds something already.
+        ConfigError: the preset or dtype is unknown, or `out` holds something already.
     """
     out = Path(out)
     config = preset_config(preset, dtype, overrides)
@@ -192,8 +192,8 @@ def init_checkpoint(
 
 
 def write_preset_files(preset: str, directory: Path) -> dict[str, Any]:
-    """Write all of a checkpoint of `preset` but its weights into `directory`, which is made where
-    there is none; return its `config.json`.
+    """Write all files of a checkpoint of `preset` except its weights into `directory`, which is
+    created if necessary. Return its `config.json`.
 
     Raises:
         ConfigError: there is no such preset.
@@ -273,7 +273,7 @@ def _num_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    # The router's bias shifts close scores: K2 keeps it in fp32 whatever the weights are.
+    # The router's bias shifts close scores. K2 keeps it in fp32, whatever the weights are.
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
@@ -281,19 +281,19 @@ _COPIED = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
 }
-"""What an MTP layer repeats of the model."""
+"""The tensors of the model that an MTP layer repeats."""
 
 
 class _WeightMaker:
-    """Random weights under which greedy decoding is steady, yet depends on the whole context.
+    """Random weights with which greedy decoding is steady, yet depends on the whole context.
 
-    Plain random weights give the two best of V logits a mean distance of only sigma/sqrt(2 ln V),
-    so rounding decides many tokens. Here each vocabulary entry also *pulls* at the next one of a
-    random cycle through the vocabulary: about every fifth token is decided by the context, the
-    others win clearly, and generation does not fall into a loop. Experts and late layers are kept
-    small beside the residual stream so that bf16 noise is not amplified from layer to layer.
-    MTP layers hand the embedding on, so that what pulls there is drafted.
-    A tensor is a function of the seed, its name and its shape only.
+    With plain random weights, the two best of V logits have a mean distance of only sigma/sqrt(2 ln
+    V), so rounding decides many tokens. Here each vocabulary entry also *pulls* at the next one of
+    a random cycle through the vocabulary. The context decides about every fifth token, the others
+    win clearly, and generation does not fall into a loop. Experts and late layers are small beside
+    the residual stream, so that bf16 noise does not grow from layer to layer. MTP layers pass the
+    embedding on, so that they draft the entry that it pulls at. A tensor depends only on the seed,
+    its name and its shape.
     """
 
     LOGIT_STD = 4.0

@@ -84,7 +84,7 @@ def test_a_follower_that_holds_something_else_is_found() -> None:
     assert isinstance(step, RankStep)
     for held in checks:
         assert isinstance(held, Held)
-        with pytest.raises(InternalError, match="step 1 came where 0 was due"):
+        with pytest.raises(InternalError, match="step 1 came instead of 0"):
             reader.check(held)
     reader.slots(step)
     for held in checks:

@@ -66,7 +66,7 @@ def test_a_step_that_does_not_follow_is_refused() -> None:
     writer, reader = StepWriter(), StepReader()
     carried(writer, reader, [slot(1, 0, [5], [7])])
     writer.pack([slot(1, 1, [6], [7, 8])], {})
-    with pytest.raises(InternalError, match="step 3 came where 2 was due"):
+    with pytest.raises(InternalError, match="step 3 came instead of 2"):
         carried(writer, reader, [slot(1, 2, [6], [7, 8])])
     reader.check(Held(1, {1: 1}))  # nothing of it was taken
 

@@ -44,7 +44,7 @@ def test_jobs_are_refused_while_too_many_threads_hang(go_on: threading.Event) ->
     for _ in range(MAX_ABANDONED):
         with pytest.raises(TookTooLong):
             jobs.wait(jobs.submit(lambda: go_on.wait(60)))
-    with pytest.raises(Unavailable, match="grammars of others"):
+    with pytest.raises(Unavailable, match="grammars of other requests"):
         jobs.wait(jobs.submit(lambda: None))
     go_on.set()
     while jobs.num_abandoned:
