@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import runpy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +18,14 @@ import pytest
 
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.base import Failure, GenerateRequest
-from tests.support.api.server import ScriptedBackend, answer, live_api_server, refusal, says
+from tests.support.api.server import (
+    Script,
+    ScriptedBackend,
+    answer,
+    live_api_server,
+    refusal,
+    says,
+)
 from tests.support.relay import Relay
 
 CHAT = "/v1/chat/completions"
@@ -29,6 +38,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {**ASK, "model": "tiny", "max_tokens": 5},
 }
 LIMIT_S = 60.0
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "retries.py"))
+"""The names of the program that docs/retries.md shows."""
 
 
 def pauses(request: GenerateRequest) -> list[Any]:
@@ -224,3 +235,48 @@ def test_complete_answers_are_kept_and_errors_are_not(path: str, stream: bool) -
             assert "take a new key" in other.text
 
     asyncio.run(main())
+
+
+def of_the_example(first: Script, second: Script, **request: Any) -> tuple[list[str], list[int]]:
+    """Return what the example shows of one answer of two gateways, and how often each was asked."""
+    shown: list[str] = []
+
+    async def main() -> list[int]:
+        backends = ScriptedBackend(first), ScriptedBackend(second)
+        async with served(backends[0]) as one, served(backends[1]) as other:
+            urls = [str(client.base_url).rstrip("/") for client in (one, other)]
+            asked = {"model": "tiny", "messages": ASK["messages"], **request}
+            await asyncio.to_thread(lambda: shown.extend(EXAMPLE["stream"](urls, **asked)))
+        return [len(backend.requests) for backend in backends]
+
+    return shown, asyncio.run(main())
+
+
+def breaks_off(*tokens: int) -> Script:
+    """Answer as a gateway that is stopped: with so many tokens, then with an error."""
+    gone = Failure.unavailable("the server is shutting down")
+    return lambda request: [*answer(request, [*tokens])[: len(tokens)], *refusal(request, gone)]
+
+
+@pytest.mark.parametrize("tokens", [(), (97,), (97, 98, 99)])
+def test_the_example_asks_the_next_gateway_when_one_is_stopped(tokens: tuple[int, ...]) -> None:
+    """Before the answer begins or in the midst of it; no text is shown twice."""
+    shown, num_asked = of_the_example(breaks_off(*tokens), says("abcd"))
+    assert ("".join(shown), num_asked) == ("abcd", [1, 1])
+
+
+def test_the_example_joins_no_two_answers() -> None:
+    with pytest.raises(EXAMPLE["OtherAnswer"], match=r"after \d characters"):
+        of_the_example(breaks_off(97, 98), says("axyz"))
+
+
+def test_the_example_asks_no_other_gateway_for_what_is_wrong() -> None:
+    asked: list[GenerateRequest] = []
+
+    def notes(request: GenerateRequest) -> list[Any]:
+        asked.append(request)
+        return answer(request, [97])
+
+    with pytest.raises(openai.BadRequestError):
+        of_the_example(notes, notes, temperature=-1)
+    assert asked == []
