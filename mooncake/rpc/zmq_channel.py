@@ -45,6 +45,7 @@ from mooncake.rpc.codec import (
     head_of,
 )
 from mooncake.rpc.ended_peers import EndedPeers
+from mooncake.rpc.listeners import set_keys
 from mooncake.telemetry.audit import audit
 
 _LOG = logging.getLogger(__name__)
@@ -144,7 +145,6 @@ class ZmqChannel:
         self._credential = credential
         self._gate = _Gate(credential, unix_time)
         self._signed, self._head = credential.signed, head_of(credential.signed)
-        self._own_secret = z85.encode(credential.channel_seed)
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closed = False
@@ -263,10 +263,7 @@ class ZmqChannel:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.CONNECT_TIMEOUT, _HANDSHAKE_MS)  # names are resolved anew then
             socket.setsockopt(zmq.IPV6, int("[" in address))
-            socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(peer_key))
-            own_key = self._credential.certificate.channel_key
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(own_key))
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._own_secret)
+            set_keys(socket, self._credential, peer_key)
             _detect_dead_peers(socket)
             socket.connect(address)
         except (zmq.ZMQError, ValueError):
@@ -373,6 +370,7 @@ class ZmqChannel:
         except Forbidden as error:
             self._refuse(key, error.message)
             audit("proof_failed", proof="credential", whence=whence, reason=error.message)
+            self._connections.reject(frame.get(zmq.SRCFD), self._port)
             return None
         self._connections.proven(frame.get(zmq.SRCFD), holder, self._port)
         try:
@@ -495,6 +493,15 @@ class _Connections:
             self._forget(oldest)
             _hang_up(oldest, port, f"{holder.sender.name} has more than {MAX_PER_CLIENT}")
 
+    def reject(self, descriptor: int, port: int) -> None:
+        """Hang up a connection to our `port` on which a process of another cluster has spoken. We
+        send it nothing, so this alone tells it that it is refused. One that is proven stays.
+        """
+        self.look(port)  # the message may be here before we have seen the connection
+        if descriptor in self._strangers:
+            del self._strangers[descriptor]
+            _hang_up(descriptor, port)
+
     def _forget(self, descriptor: int) -> None:
         self._strangers.pop(descriptor, None)
         key = self._key.pop(descriptor, None)
@@ -552,7 +559,7 @@ class _Connections:
         self._events.close()
 
 
-def _hang_up(descriptor: int, port: int, reason: str) -> None:
+def _hang_up(descriptor: int, port: int, reason: str = "") -> None:
     """Shut down a connection to our `port` that ZeroMQ owns; ZeroMQ will then close it. If the
     descriptor has been reused by now, this does nothing, or it shuts another connection of the same
     port.
@@ -560,7 +567,8 @@ def _hang_up(descriptor: int, port: int, reason: str) -> None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.getsockname()[1:2] == (port,):
             connection.shutdown(socket.SHUT_RDWR)
-            _LOG.warning("a control connection was hung up: %s", reason)
+            if reason:
+                _LOG.warning("a control connection was hung up: %s", reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from mooncake.identity import Credential
 from mooncake.launch.cluster.facts import ASK_AGAIN_S, ClusterFacts, NotUp, read_facts
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
+from mooncake.rpc.listeners import Listener, who_listens
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 
@@ -25,6 +26,8 @@ ANSWER_S = 10.0
 """A running gateway answers within this time."""
 REMIND_S = 30.0
 """Seconds between two log lines about who is awaited."""
+LOOK_S = 3.0
+"""A gateway that has not answered is looked for during this time."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ class Seeds:
         """Open the channel. Raises ConfigError if gateways could not answer to `bind_host`."""
         _check_way_back(config.seeds, config.bind_host)
         self.addresses = config.seeds
+        self._bind_host = config.bind_host
+        self._credential = credential
         self._meant = SeedAddresses(config.seeds)
         self._channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
         # By such an id a gateway knows that nobody else is told of a refusal.
@@ -75,6 +80,28 @@ class Seeds:
             raise Forbidden(f"join: a gateway refuses: {refused[0]}")
         return told
 
+    def why_silent(self) -> MooncakeError:
+        """Look for gateways, for `LOOK_S` at most, and return why none answers: Forbidden where one
+        is there and has another cluster secret, else NotUp.
+        """
+        question = AskCluster(asker=self._own, ticket=0)
+        found = who_listens(list(self._meant), self._credential, question, LOOK_S)
+        places = {who: address.partition("#") for address, who in found.items()}
+        if (place := places.get(Listener.GATEWAY)) is not None:
+            return NotUp(
+                f"the gateway at {place[0]} does not answer: it still starts, or cannot reach this "
+                f"machine at --bind-host {self._bind_host}"
+            )
+        if (place := places.get(Listener.STRANGER)) is not None:
+            restarted = ", or was started again and has another address now" if place[1] else ""
+            return Forbidden(
+                f"cluster-secret: the gateway at {place[0]} has another one{restarted}"
+            )
+        return NotUp(
+            f"no gateway answers at {' or '.join(self.addresses)}: is one there, and can this "
+            "machine reach it?"
+        )
+
 
 def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
     """Return the answer of the first gateway at `config.seeds` that answers. It asks for
@@ -83,9 +110,8 @@ def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
     Raises:
         NotUp: none has answered.
         ConfigError: gateways could not answer to `bind_host`, or they run another release.
-        Forbidden: a gateway refuses.
+        Forbidden: a gateway refuses, or has another cluster secret.
     """
-    named = " or ".join(config.seeds)
     with contextlib.closing(Seeds(config, credential)) as seeds:
         began_s = time.monotonic()
         told_s = began_s - REMIND_S + 2.0
@@ -95,11 +121,8 @@ def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
                 return read_facts(told.facts)
             if now_s - told_s > REMIND_S:
                 told_s = now_s
-                _log.warning("no gateway answers yet at %s; it is waited for", named)
-    raise NotUp(
-        f"no gateway answers at {named}: is one there, with the same cluster secret, "
-        "and can it reach this machine at --bind-host?"
-    )
+                _log.warning("%s; it is waited for", seeds.why_silent().message)
+        raise seeds.why_silent()
 
 
 def _check_way_back(seeds: tuple[str, ...], bind_host: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ from mooncake.rpc.zmq_channel import ZmqChannel
 from tests.support.model.checkpoints import write_config_only
 
 NOBODY = "127.0.0.1:1"
+LONG_S = 60.0
+"""Longer than it takes to learn who listens, also where the machine is busy."""
 
 
 @pytest.fixture
@@ -37,32 +40,48 @@ def credential() -> Credential:
 
 
 @pytest.fixture
-def gateway(tmp_path: Path, credential: Credential) -> Iterator[str]:
-    """The address of a gateway that answers, with settings of its own."""
+def gateway(
+    tmp_path: Path, credential: Credential, request: pytest.FixtureRequest
+) -> Iterator[str]:
+    """The address of a gateway that answers, with settings of its own. The parameter says whether
+    people type the address, without a key in it.
+    """
     model = write_config_only(tmp_path / "small")
     given = {"role": "gateway", "cluster_secret": "hush", "model": str(model), "block_size": 32,
              "slo_ttft_s": 3}  # fmt: skip
     config = resolve(given, None, {})
-    channel = ZmqChannel(credential=credential, is_typed=True)
+    channel = ZmqChannel(credential=credential, is_typed=getattr(request, "param", True))
     facts = encode_facts(own_facts(config, make_plan(config, 4), channel.address))
+
+    def answer(message: object) -> None:
+        assert isinstance(message, AskCluster)
+        told = ClusterTold(asker=message.asker, ticket=message.ticket, facts=facts)
+        channel.send(message.asker.address, told)
+
+    with contextlib.closing(channel), heard(channel, answer):
+        yield channel.address
+
+
+@contextlib.contextmanager
+def heard(
+    channel: ZmqChannel, answer: Callable[[object], object] = lambda _: None
+) -> Iterator[None]:
+    """Have a thread hand `answer` what arrives."""
     ended = threading.Event()
 
-    def answer() -> None:
+    def run() -> None:
         while not ended.is_set():
             select.select([channel], [], [], 0.05)
             for message in channel.receive():
-                assert isinstance(message, AskCluster)
-                told = ClusterTold(asker=message.asker, ticket=message.ticket, facts=facts)
-                channel.send(message.asker.address, told)
+                answer(message)
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=run)
     thread.start()
-    with contextlib.closing(channel):
-        try:
-            yield channel.address
-        finally:
-            ended.set()
-            thread.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def joining(address: str, role: str = "decode", **given: object) -> ServeConfig:
@@ -98,12 +117,42 @@ def test_a_gateway_that_is_no_seed_places_as_the_seeds_do(gateway: str) -> None:
     cluster.stop()
 
 
-def test_who_has_another_secret_learns_nothing(
+@pytest.mark.parametrize("gateway", [True, False], indirect=True)
+def test_who_has_another_secret_learns_that_alone(
     gateway: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The command ends with the exit code of refusals, not with that of silence."""
     monkeypatch.setattr(seeds, "ANSWER_S", 1.0)
-    with pytest.raises(NotUp, match="with the same cluster secret"):
+    monkeypatch.setattr(seeds, "LOOK_S", LONG_S)
+    place = re.escape(gateway.partition("#")[0])
+    with pytest.raises(Forbidden, match=f"cluster-secret: the gateway at {place} has") as refusal:
         facts_of_seeds(joining(gateway), own_credential("other", CredentialRole.WORKER))
+    assert exit_code(refusal.value) == 4
+
+
+def test_where_no_gateway_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "ANSWER_S", 0.1)
+    with pytest.raises(NotUp, match=f"no gateway answers at tcp://{NOBODY}: is one") as silence:
+        facts_of_seeds(
+            resolve(
+                {"role": "decode", "join": f"tcp://{NOBODY}", "cluster_secret": "hush"}, None, {}
+            ),
+            own_credential("hush", CredentialRole.WORKER),
+        )
+    assert exit_code(silence.value) == 3
+
+
+def test_a_gateway_that_knows_the_secret_and_does_not_answer_is_named(
+    credential: Credential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeds, "ANSWER_S", 0.1)
+    monkeypatch.setattr(seeds, "LOOK_S", LONG_S)
+    with (
+        contextlib.closing(ZmqChannel(credential=credential, is_typed=True)) as mute,
+        heard(mute),
+        pytest.raises(NotUp, match=r"does not answer: .* --bind-host 127\.0\.0\.1"),
+    ):
+        facts_of_seeds(joining(mute.address), own_credential("hush", CredentialRole.WORKER))
 
 
 STEPS = [
