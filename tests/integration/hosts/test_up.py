@@ -1,22 +1,32 @@
-"""The commands of docs/several-machines.md, typed on two machines."""
+"""The commands of docs/several-machines.md and of configs/cluster, typed on two machines."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import mooncake
-from tests.support.hosts.hosts import HOME, SHARED, Host, hosts
+from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
 from tests.support.serve.server_process import nano_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PAGE = Path(__file__).parents[3] / "docs" / "several-machines.md"
+TOP = Path(__file__).parents[3]
+PAGE = TOP / "docs" / "several-machines.md"
+EXAMPLE = TOP / "configs" / "cluster" / "k2-thinking.yaml"
+STAND_IN = {
+    "max-model-len": 1024, "tensor-parallel-size": 2, "decode-context-parallel-size": 2,
+    "kvstore-dram-bytes": "32MiB",
+}  # fmt: skip
+"""What a small model on CPUs has in place of what the example gives Kimi-K2."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 24
 MOONCAKE = str(Path(sys.executable).parent / "mooncake")
@@ -31,67 +41,99 @@ print(repr(answer.choices[0].text))
 """
 
 
-def typed(beginning: str) -> list[str]:
-    """Return the words of the command of the page that begins so."""
-    [line] = re.findall(rf"^    ({re.escape(beginning)}.*)$", PAGE.read_text(), re.MULTILINE)
+def typed(beginning: str, text: str) -> list[str]:
+    """Return the words of the command in a page, or in a file's comments, that begins so."""
+    [line] = re.findall(rf"^(?:#|   ) +({re.escape(beginning)}.*)$", text, re.MULTILINE)
     return str(line).split()[1:]
 
 
-def file_of_the_page(machines: list[Host], model: str) -> str:
-    """Return the page's file for these machines and a small model."""
-    [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    told = yaml.safe_load(text)
-    assert [*told["machines"]] == [each.name for each in machines]
-    for each in machines:
-        told["machines"][each.name]["address"] = each.address
-    told["model"] = model
-    told["settings"] = {"dtype": "float32", "kv-cache-memory-bytes": "32MiB"}
-    told["kvstore"]["kvstore-dram-bytes"] = "32MiB"
-    return str(yaml.safe_dump(told, sort_keys=False))
+def text_of_all(model: Path) -> str:
+    """Return what a model says to the prompt in one process."""
+    with mooncake.LLM(str(model), dtype="float32", kv_cache_memory_bytes="32MiB") as llm:
+        [sampled] = llm.generate([PROMPT], max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    return str(sampled.outputs[0].text)
+
+
+class Cluster:
+    """Two machines, each with its folder of a cluster that is described by a page or a file."""
+
+    def __init__(self, machines: Sequence[Host], source: Path, told: dict[str, Any]) -> None:
+        """`told` describes the cluster, but for the addresses of its machines."""
+        self.first, self.second = machines
+        self.text = source.read_text()
+        assert [*told["machines"]] == [each.name for each in machines]
+        for each in machines:
+            told["machines"][each.name]["address"] = each.address
+        init = typed("mooncake cluster init", self.text)
+        file = self.first.path(f"{HOME}/{init[-1]}")
+        file.write_text(yaml.safe_dump(told, sort_keys=False))
+        made = self.first.check(MOONCAKE, *init)
+        for each in machines:
+            assert f"scp -r {file.stem}/{each.name} {each.address}:{file.stem}" in made
+            own = self.first.path(f"{HOME}/{file.stem}/{each.name}")
+            shutil.copytree(own, each.path(f"{HOME}/here"), dirs_exist_ok=True)
+
+    def up(self, host: Host) -> Program:
+        words = " ".join(typed("mooncake up", self.text))
+        return host.run("sh", "-c", f"cd here && exec {MOONCAKE} {words}")
+
+    def ask(self, host: Host, url: str) -> str:
+        """Return what a gateway answers to the prompt."""
+        trusting = f"SSL_CERT_FILE=here/ca.pem exec {sys.executable} -c"
+        words = ("sh", "-c", f'{trusting} "$@"', "sh", CLIENT, f"{url}/v1", PROMPT)
+        return str(ast.literal_eval(host.check(*words, str(NUM_TOKENS)).strip()))
+
+    def status(self, url: str) -> str:
+        trusting = "SSL_CERT_FILE=here/ca.pem"
+        return self.first.check("sh", "-c", f"{trusting} {MOONCAKE} status --url {url} --json")
 
 
 def test_one_file_and_one_line_a_machine(tmp_path: Path) -> None:
     model = nano_checkpoint(tmp_path / "shared")
-    with mooncake.LLM(str(model), dtype="float32", kv_cache_memory_bytes="32MiB") as llm:
-        [sampled] = llm.generate([PROMPT], max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    alone = text_of_all(model)
+    [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    told = yaml.safe_load(text) | {
+        "model": f"{SHARED}/{model.name}",
+        "settings": {"dtype": "float32", "kv-cache-memory-bytes": "32MiB"},
+        "kvstore": {"kvstore-dram-bytes": "32MiB"},
+    }
     with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
         first, second = machines
-        first.path(f"{HOME}/k2.yaml").write_text(
-            file_of_the_page(list(machines), f"{SHARED}/{model.name}")
-        )
-        made = first.check(MOONCAKE, *typed("mooncake cluster init"))
-        for each in machines:
-            assert f"scp -r k2/{each.name} {each.address}:k2" in made
-            shutil.copytree(
-                first.path(f"{HOME}/k2/{each.name}"), each.path(f"{HOME}/here"), dirs_exist_ok=True
-            )
-        up = f"cd here && exec {MOONCAKE} {' '.join(typed('mooncake up'))}"
-
+        cluster = Cluster(machines, PAGE, told)
         strange = second.run("sh", "-c", f"cd here && {MOONCAKE} up k2.yaml --machine a")
         assert strange.process.wait(60) == 2
         assert f"cert.pem: it is of {second.address}" in strange.output
 
-        here = first.run("sh", "-c", up)
+        here = cluster.up(first)
         here.wait_for(rf"waiting for b \({second.address}\): decode, kvstore\n")
-        there = second.run("sh", "-c", up)
+        there = cluster.up(second)
         url = here.wait_for("are here: (.*)/v1").group(1)
         there.wait_for("are here")
         assert url == f"https://{first.address}:8000"
-
-        def ask(host: Host) -> str:
-            trusting = f"SSL_CERT_FILE=here/ca.pem exec {sys.executable} -c"
-            words = ("sh", "-c", f'{trusting} "$@"', "sh", CLIENT, f"{url}/v1", PROMPT)
-            return host.check(*words, str(NUM_TOKENS)).strip()
-
-        assert ask(first) == ask(second) == repr(sampled.outputs[0].text)
-        status = first.check(
-            "sh", "-c", f"SSL_CERT_FILE=here/ca.pem {MOONCAKE} status --url {url} --json"
-        )
-        assert status.count('"role": "kvstore"') == 2
+        assert cluster.ask(first, url) == cluster.ask(second, url) == alone
+        assert cluster.status(url).count('"role": "kvstore"') == 2
 
         second.check("sh", "-c", "kill -9 $(pgrep -f [r]ole=decode)")
         there.wait_for(r"decode-0 has ended \(signal 9\) and starts again")
         here.wait_for(r"are here(.|\n)*waiting for b \(.*\): decode\n(.|\n)*are here")
-        assert ask(first) == repr(sampled.outputs[0].text)
+        assert cluster.ask(first, url) == alone
         for program in (there, here):
+            assert program.stop() == 0, program.output
+
+
+def test_the_example_of_kimi_k2(tmp_path: Path) -> None:
+    """Two ranks of a small model stand in for eight of Kimi-K2; all else is as in the file."""
+    model = nano_checkpoint(tmp_path / "shared")
+    alone = text_of_all(model)
+    told = yaml.safe_load(EXAMPLE.read_text()) | {"model": f"{SHARED}/{model.name}"}
+    for role in ("settings", "prefill", "decode", "kvstore"):
+        told[role] = {name: STAND_IN[name] for name in told[role]}
+    told["settings"] |= {"dtype": "float32", "kv-cache-memory-bytes": "32MiB", "device": "cpu"}
+    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
+        cluster = Cluster(machines, EXAMPLE, told)
+        running = [cluster.up(each) for each in machines]
+        url = running[0].wait_for("are here: (.*)/v1").group(1)
+        assert [cluster.ask(each, url) for each in machines] == [alone, alone]
+        assert cluster.status(url).count('"role": "kvstore"') == 2
+        for program in reversed(running):
             assert program.stop() == 0, program.output

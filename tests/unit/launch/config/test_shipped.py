@@ -11,6 +11,7 @@ from safetensors import safe_open
 from mooncake.base import ModelSpec
 from mooncake.cli import main as cli
 from mooncake.launch.config import shipped
+from mooncake.launch.config.cluster_file import read_cluster_file
 from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.key_file import read_keys
 from mooncake.launch.config.sim_settings import SimulateSettings
@@ -34,6 +35,16 @@ def files(folder: str) -> list[Path]:
 def test_clusters(path: Path) -> None:
     config = resolve({}, str(path), SECRET)
     assert config.model or config.role == "gateway"
+
+
+@pytest.mark.parametrize("path", files("cluster"), ids=lambda path: path.stem)
+def test_clusters_of_several_machines(path: Path) -> None:
+    cluster = read_cluster_file(str(path))
+    for machine in cluster.machines:
+        for part in cluster.parts(machine):
+            given = {**part.given, "cluster_secret": "s"}
+            del given["cluster_secret_file"]
+            assert resolve(given, None, {}).model == cluster.model
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""A pool alone on three machines, by the commands in configs/serve/pool.yaml."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
+from tests.support.kvstore.pool_process import until
+from tests.support.model.checkpoints import write_config_only
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TOP = Path(__file__).parents[3]
+EXAMPLE = TOP / "configs" / "serve" / "pool.yaml"
+MOONCAKE = str(Path(sys.executable).parent / "mooncake")
+DISK_BYTES = 20 * 2**20
+FREE_BYTES = 2**20
+NUM_VALUES = 4
+VALUE_BYTES = 3 * 2**19
+"""More than the disk has free, and with all others more than the memory of a node."""
+
+
+class Pool:
+    """Nodes by the settings of the example, with less memory, and with a small disk each."""
+
+    def __init__(self, machines: Sequence[Host], model: str) -> None:
+        self._secret = {"MOONCAKE_CLUSTER_SECRET": secrets.token_hex(16)}
+        self._first = machines[0]
+        told = yaml.safe_load(EXAMPLE.read_text())
+        assert {"model", "kvstore-dram-bytes", "ssd", "tenant-quota"} <= told.keys()
+        told |= {
+            "model": model, "kvstore-dram-bytes": "4MiB", "ssd": "disk/pool:16MiB",
+            "tenant-quota": ["alice=1MiB"], "ssd-min-uses": 1, "ssd-write-at": 0,
+        }  # fmt: skip
+        for each in machines:
+            each.path(f"{HOME}/pool.yaml").write_text(yaml.safe_dump(told))
+            each.check("mkdir", "disk")
+            each.check("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "disk", f"{HOME}/disk")
+
+    def start(self, host: Host) -> Program:
+        """Type the command of the file for this host."""
+        first, further = re.findall(r"^#   mooncake (serve .*)$", EXAMPLE.read_text(), re.MULTILINE)
+        line = first if host is self._first else further
+        for told, own in (
+            ("configs/serve/pool.yaml", "pool.yaml"),
+            ("10.0.0.7", self._first.address), ("10.0.0.8", host.address),
+        ):  # fmt: skip
+            line = line.replace(told, own)
+        return host.mooncake(*line.split(), environment=self._secret)
+
+    def run(self, host: Host, *words: str) -> tuple[int, str]:
+        """Run a command of `mooncake pool` on a host."""
+        program = host.mooncake("pool", *words, environment=self._secret)
+        return program.process.wait(120), program.output
+
+    def num_without_room(self, host: Host) -> float:
+        """Return how many blocks found no room on the disk of a host's node."""
+        code, said = self.run(host, "stats", "--json")
+        assert code == 0, said
+        return float(json.loads(said)["counters"]["ssd_blocks_no_room"])
+
+
+def test_three_machines_lend_memory_and_one_has_a_full_disk(tmp_path: Path) -> None:
+    """What one machine puts the others get, also once it has gone. A disk that is full costs only
+    what would go there.
+    """
+    model = write_config_only(tmp_path / "shared" / "small")
+    with hosts(3, tmp_path / "hosts", tmp_path / "shared") as machines:
+        a, b, c = machines
+        pool = Pool(machines, f"{SHARED}/{model.name}")
+        nodes = {each.name: pool.start(each) for each in machines}
+        for each in (b, c):
+            nodes[each.name].wait_for("has joined the pool")
+        a.path(f"{HOME}/notes.txt").write_text("shared")
+        assert pool.run(a, "put", "notes", "notes.txt")[0] == 0
+        for each in (b, c):
+            assert pool.run(each, "get", "notes") == (0, "shared")
+        assert pool.run(b, "replicate", "notes", "--nodes", "3")[1] == "notes: on 3 nodes\n"
+
+        a.vanish()
+        c.path(f"{HOME}/disk/other").write_bytes(bytes(DISK_BYTES - FREE_BYTES))
+        for number in range(NUM_VALUES):
+            c.path(f"{HOME}/value").write_bytes(bytes([number]) * VALUE_BYTES)
+            code, said = pool.run(c, "put", f"value {number}", "value")
+            assert code == 0, said
+        until(lambda: pool.num_without_room(c) > 0, "the disk is full")
+        newest = f"value {NUM_VALUES - 1}"
+        assert pool.run(c, "get", newest, "--out", "found")[0] == 0
+        assert c.path(f"{HOME}/found").read_bytes() == c.path(f"{HOME}/value").read_bytes()
+        assert pool.run(b, "get", "notes") == (0, "shared")
+        assert [nodes[each.name].process.poll() for each in (b, c)] == [None, None]
