@@ -21,7 +21,9 @@ from tests.support.cuda.streams import ORDERS
 
 Work = Callable[[Group, Emulated], Any]
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.device.test_group"])
+_processes.set_forkserver_preload(
+    ["tests.device.test_group", "torch.distributed.tensor", "torch._dynamo"]
+)  # torch imports the last two at a device's first op: here once, and not in each rank
 
 
 def on_ranks(work: Work, size: int = 2, timeout_s: float = 120.0, **machine: Any) -> list[Any]:
