@@ -7,6 +7,7 @@ Pure text and bytes: `tiktoken.model` (a byte-level BPE learned from `tokenizer_
 from __future__ import annotations
 
 import base64
+import functools
 import heapq
 import json
 import re
@@ -135,6 +136,12 @@ def train_ranks(num_base: int) -> list[bytes]:
     return trainer.tokens
 
 
+@functools.cache
+def _learned(num_base: int) -> tuple[bytes, ...]:
+    """Return what `train_ranks` learns, in a second, once for all checkpoints of a process."""
+    return tuple(train_ranks(num_base))
+
+
 class _BpeTrainer:
     """Byte-pair merges over weighted pieces. Pair counts are kept up to date merge by merge."""
 
@@ -246,7 +253,7 @@ def write_tokenizer_files(
     `tokenizer_config`.
     """
     if vocabulary is None:
-        ranked = enumerate(train_ranks(num_base))
+        ranked = enumerate(_learned(num_base))
         learned = b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranked)
     else:
         learned = vocabulary.read_bytes()
