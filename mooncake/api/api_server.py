@@ -47,6 +47,7 @@ from mooncake.base import (
     pack_tokens,
 )
 from mooncake.telemetry.health import Probe, Vitals, judge
+from mooncake.telemetry.receipts import Receipts
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +76,11 @@ class ApiServer:
         wall_s: Callable[[], float] = time.time,
         recent: Callable[[], Any] | None = None,
         vitals: Callable[[], Sequence[Vitals]] | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
         """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page.
         `vitals` returns the state of this process' workers, if it has any.
+        `receipts` get the events of `backend`.
         """
         self.backend = backend
         self.model = model
@@ -85,6 +88,7 @@ class ApiServer:
         self.names = config.served_model_names or model.names
         self.fingerprint = f"mooncake-{__version__}"
         self.draining = False
+        self.receipts = receipts
         self.recent = recent or dict
         self._vitals = vitals or list
         self.num_listeners = 0
@@ -225,7 +229,8 @@ class ApiServer:
         width = max(fields.n or 1, fields.best_of or 1)
         n = (fields.n or 1) if fields.use_beam_search else width
         seed = self._ids.integer(64) if fields.seed is None else fields.seed
-        base = "-".join(filter(None, (call_id, self.config.gateway_id, self._ids.hex(4))))
+        receipt_id = "-".join(filter(None, (self.config.gateway_id, self._ids.hex(4))))
+        base = f"{call_id}-{receipt_id}"
         requests: list[GenerateRequest] = []
         for tokens, sampling in prompts:
             prompt = pack_tokens(tokens)
@@ -254,7 +259,10 @@ class ApiServer:
             stream = BeamStream(self.backend, requests, n, width, penalty)
         else:
             stream = EventStream(self.backend, requests)
-        return Call(stream, call_id, requests, choices, n, num_kept=fields.n or 1, review=review)
+        return Call(
+            stream, call_id, requests, choices, n, num_kept=fields.n or 1, review=review,
+            receipt_id=receipt_id,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def running(self, call: Call) -> Iterator[None]:

@@ -19,7 +19,7 @@ from mooncake.api.api_server import ApiServer
 from mooncake.api.backend import Backend
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
-from mooncake.api.http.access import Access, Keyring, unlimited_keys
+from mooncake.api.http.access import RECEIPT, Access, Keyring, unlimited_keys
 from mooncake.api.http.access_log import AccessLog
 from mooncake.api.http.loop_watch import watch_loop
 from mooncake.api.http.repeats import REPLAYED
@@ -32,6 +32,7 @@ from mooncake.api.routes.messages import messages_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
 from mooncake.api.routes.page import page_routes
+from mooncake.api.routes.receipts import receipt_routes
 from mooncake.api.routes.responses import responses_routes
 from mooncake.api.routes.tokens import token_routes
 from mooncake.api.schema.chat import ChatRequest
@@ -61,6 +62,8 @@ from mooncake.base import (
 )
 from mooncake.telemetry.events import Recorder, Recorders
 from mooncake.telemetry.health import Vitals
+from mooncake.telemetry.receipt import Bundle, Receipt
+from mooncake.telemetry.receipts import Receipts
 from mooncake.telemetry.traces import Tracer
 
 _log = logging.getLogger(__name__)
@@ -70,7 +73,7 @@ _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 _ROUTES = (
     chat_routes, completion_routes, responses_routes, messages_routes, model_routes,
-    token_routes, operation_routes, page_routes,
+    token_routes, receipt_routes, operation_routes, page_routes,
 )  # fmt: skip
 
 _BODIES: list[type[BaseModel]] = [
@@ -80,7 +83,7 @@ _BODIES: list[type[BaseModel]] = [
 
 _REPLIES: list[type[msgspec.Struct]] = [
     ChatReply, CompletionReply, ResponseReply, MessageReply, TokenCount, ModelCard, ModelList,
-    TokenizeReply, TokenizerInfoReply, DetokenizeReply, ErrorReply, AnthropicError,
+    TokenizeReply, TokenizerInfoReply, DetokenizeReply, Receipt, Bundle, ErrorReply, AnthropicError,
 ]  # fmt: skip
 
 
@@ -106,17 +109,20 @@ def create_app(
     recent: Callable[[], Any] | None = None,
     vitals: Callable[[], Sequence[Vitals]] | None = None,
     tracer: Tracer | None = None,
+    receipts: Receipts | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
-    Its `state.api_server` is the `ApiServer` (which explains `recent` and `vitals`), its
+    Its `state.api_server` is the `ApiServer` (which explains `recent`, `vitals`, `receipts`), its
     `state.keyring` the `Keyring`. `recorder` gets an event, timed by `clock`, for every request
     that a key's limit refuses or that has no valid key, and for each hold of the event loop.
     `tracer` chooses the calls that are traced; it gets the events of `backend`.
     """
     clock = clock or MonotonicClock()
     ids = ids or SystemIds()
-    api_server = ApiServer(backend, model, config, ids=ids, recent=recent, vitals=vitals)
+    api_server = ApiServer(
+        backend, model, config, ids=ids, recent=recent, vitals=vitals, receipts=receipts
+    )
     app = _App(
         title="Mooncake",
         version=__version__,
@@ -150,7 +156,7 @@ def create_app(
             allow_origins=list(config.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", REPLAYED],
+            expose_headers=["X-Request-Id", "Retry-After", REPLAYED, RECEIPT],
         )
     if config.access_log:
         app.add_middleware(AccessLog, clock=clock)  # the last one added is the outermost

@@ -74,6 +74,9 @@ class ApiConfig:
     """Bytes of recorded answers to requests with an `Idempotency-Key`, for clients that repeat
     them.
     """
+    max_receipts: int = 1024
+    """Receipts of the last calls that are kept; 0: none. The tenant that has most loses its oldest.
+    """
     kept_answer_s: float = 600.0
     """How long such an answer is kept after its end."""
     linger_s: float = 10.0

@@ -27,6 +27,7 @@ SUMMARIES = {
     "train": "train a small checkpoint on generated tasks",
     "ranks": "compute stages of engines that other machines lead",
     "status": "workers, pool and load",
+    "explain": "why a call went where it went, and what came of it",
     "top": "workers and what they do each second, shown anew all the time",
     "chat": "talk to a server in the terminal",
     "pool": "look at a pool node, put and get",

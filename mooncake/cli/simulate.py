@@ -1,4 +1,4 @@
-"""`mooncake simulate` plays a trace, or faults, on a simulated cluster of the shipped code."""
+"""`mooncake simulate` plays a trace, faults or the choices of one call by the shipped code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mooncake.base import ConfigError, Shape
 from mooncake.cli.command import Command
+from mooncake.cli.replay import replay_bundle
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.config.sim_settings import SimulateSettings
@@ -37,6 +38,7 @@ mooncake simulate --trace trace.jsonl --model kimi-k2-thinking --hardware h200x8
 mooncake simulate --config run.yaml --seed 2   keys are the flags' names; flags come first
 mooncake simulate --faults random --seed 7     a small cluster under faults, checked
 mooncake simulate --faults faults.yaml --trace trace.jsonl --limit 300 --prefill 2 --decode 2
+mooncake simulate --replay bundle.json         who is chosen for a call, by the facts of then
 """
 NOTES = """\
 A file of faults is a YAML list or JSONL, each with at_s (seconds after the first request), kind and
@@ -50,7 +52,9 @@ kinds:
 
 
 def run(wanted: SimulateSettings) -> int:
-    """Play the trace, or let faults happen. Return 1 if a check failed."""
+    """Play the trace, let faults happen, or replay a call. Return 1 if a check failed."""
+    if wanted.replay is not None:
+        return replay_bundle(wanted.replay, wanted.json)
     if wanted.faults is not None:
         with _no_logs():
             return _under_faults(wanted, wanted.faults)

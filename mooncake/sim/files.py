@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import yaml
 
 from mooncake.base import ConfigError
+from mooncake.scheduler.placement.choice_replay import BundledPlacement
 from mooncake.sim.faults.plan import Fault
 from mooncake.sim.workload import TraceLine, parse_trace
 
@@ -47,6 +49,36 @@ def read_faults(path: str) -> list[Fault]:
         except msgspec.ValidationError as error:
             raise ConfigError(f"{path}, fault {number}: {error}", param="faults") from None
     return faults
+
+
+class ReplayEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One placement of a call (`telemetry.receipt.BundleEntry`)."""
+
+    request_id: str
+    attempt: int
+    placement: BundledPlacement
+
+
+class ReplayFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All placements of a call (`telemetry.receipt.Bundle`)."""
+
+    receipt: str
+    placements: list[ReplayEntry]
+    version: Literal[1]
+
+
+def read_bundle(name: str) -> ReplayFile:
+    """Return the placements in a file of `mooncake explain --bundle`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is none; the message names what is wrong.
+    """
+    try:
+        return msgspec.json.decode(Path(name).read_bytes(), type=ReplayFile)
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}", param="replay") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{name} is no bundle of a receipt: {error}", param="replay") from None
 
 
 def as_json(value: object) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from mooncake.base import FinishReason, Role, WorkerLoad
 from mooncake.base.request import CacheUse
 from mooncake.base.work_span import WorkSpan
+from mooncake.telemetry.receipt import PlacementFacts
 
 
 class LifetimeEvent(
@@ -46,6 +47,8 @@ class Refused(RequestEvent, frozen=True, tag="refused"):
     status: int
     reason: str
     """A short name of the reason, such as "ttft_limit"."""
+    facts: PlacementFacts | None = None
+    """What the workers were chosen from that it would have had, where receipts are kept."""
 
 
 class Placed(RequestEvent, frozen=True, tag="placed"):
@@ -60,6 +63,8 @@ class Placed(RequestEvent, frozen=True, tag="placed"):
     num_cached_tokens: int
     """Prompt tokens that the Conductor expects to be reused."""
     num_fetch_blocks: int = 0
+    facts: PlacementFacts | None = None
+    """What the choice was made from, where receipts are kept."""
 
 
 class Worked(RequestEvent, frozen=True, tag="worked"):

@@ -108,8 +108,8 @@ def read_caller(traceparent: str, tracestate: str = "") -> Caller | None:
     return Caller(trace_id, span_id, bool(int(found[4], 16) & _SAMPLED), state)
 
 
-class _Sequence:
-    """One sequence of a traced call, as the gateway sees it."""
+class SequenceTrace:
+    """One sequence of a call, as the gateway sees it: fills `span` from its events."""
 
     def __init__(self, span: Span, clocks: WorkerClocks) -> None:
         self.span = span
@@ -241,14 +241,14 @@ class Trace:
         self,
         caller: Caller | None,
         root: Span,
-        following: dict[str, _Sequence],
+        following: dict[str, SequenceTrace],
         clocks: WorkerClocks,
     ) -> None:
         self.caller = caller
         self.root = root
         self._following = following
         self._clocks = clocks
-        self.sequences: dict[str, _Sequence] = {}
+        self.sequences: dict[str, SequenceTrace] = {}
         self.sent_s: float | None = None
         """When the first byte of the answer went to the client."""
 
@@ -262,7 +262,8 @@ class Trace:
         for request_id in ids:
             span = self.root.child("request", self.root.start_s)
             span.attributes["gen_ai.request.id"] = request_id
-            self.sequences[request_id] = self._following[request_id] = _Sequence(span, self._clocks)
+            sequence = SequenceTrace(span, self._clocks)
+            self.sequences[request_id] = self._following[request_id] = sequence
         return True
 
 
@@ -276,7 +277,7 @@ class Tracer:
         self._export = export
         self._ratio = ratio
         self._draw = draw
-        self._following: dict[str, _Sequence] = {}
+        self._following: dict[str, SequenceTrace] = {}
         """The unfinished requests of traced calls."""
         self._clocks = WorkerClocks()
 

@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 from mooncake.api.config import ApiConfig
+from mooncake.telemetry.receipts import Receipts
 from tests.browser.support import WAIT_MS, ApiServerThread, Visit
 from tests.support.api.server import Script
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
@@ -67,11 +68,13 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
 
 @pytest.fixture
 def api_server() -> Iterator[Callable[..., ApiServerThread]]:
-    """Serve scripted answers: `api_server(script, config=…)`."""
+    """Serve scripted answers: `api_server(script, config=…, receipts=…)`."""
     with ExitStack() as stack:
 
-        def serve(script: Script, *, config: ApiConfig | None = None) -> ApiServerThread:
-            return stack.enter_context(ApiServerThread(script, config))
+        def serve(
+            script: Script, *, config: ApiConfig | None = None, receipts: Receipts | None = None
+        ) -> ApiServerThread:
+            return stack.enter_context(ApiServerThread(script, config, receipts))
 
         yield serve
 

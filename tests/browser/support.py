@@ -16,6 +16,7 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.http.server import serve
 from mooncake.base import Role, WorkerLoad
 from mooncake.scheduler.gateway.status import ClusterStatus, LoadStatus, PoolStatus, WorkerStatus
+from mooncake.telemetry.receipts import Receipts
 from mooncake.telemetry.recent import Recent
 from tests.support.api.server import Script, ScriptedBackend, tiny_model, tiny_tokenizer
 
@@ -127,8 +128,11 @@ class ClusterBackend(ScriptedBackend):
 class ApiServerThread:
     """An API server over a `ScriptedBackend`, served by a loop in a thread; a context."""
 
-    def __init__(self, script: Script, config: ApiConfig | None = None) -> None:
+    def __init__(
+        self, script: Script, config: ApiConfig | None = None, receipts: Receipts | None = None
+    ) -> None:
         self.url = ""
+        self._receipts = receipts
         self._script = script
         self._config = config or ApiConfig(port=0, drain_s=0.2, feed_s=0.05)
         self._serving = threading.Event()
@@ -144,6 +148,7 @@ class ApiServerThread:
                 tiny_model(max_model_len=8192),
                 self._config,
                 recent=lambda: Recent().status(0.0),
+                receipts=self._receipts,
             )
             await serve(self.app, self._config, stop=self._stop, ready=self._ready)
         finally:

@@ -232,11 +232,14 @@ class Call:
         *,
         num_kept: int | None = None,
         review: Review | None = None,
+        receipt_id: str = "",
     ) -> None:
         """`stream`: the events of `requests`. `num_kept`: `finish` returns this many choices of
         each prompt, the most likely ones; None = all. `review` checks finished answers.
+        `receipt_id` names the receipt of the call, if there is to be one.
         """
         self.call_id = call_id
+        self.receipt_id = receipt_id
         self.requests = requests
         """The requests of the returned choices, in their order."""
         self._num_kept = num_kept or num_per_prompt

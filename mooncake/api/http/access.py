@@ -42,6 +42,9 @@ OPERATOR_PATH = "/v1/cluster/"
 key.
 """
 
+RECEIPT = "X-Mooncake-Receipt"
+"""The header that names the receipt of a call."""
+
 LEAST_BODY_BYTES = 16 << 10
 """Bytes of bodies that each key may hold, however many others hold theirs."""
 
@@ -94,7 +97,8 @@ class Keyring:
 
 
 class Access:
-    """ASGI middleware that checks the key and its limits and puts `X-Request-Id` on every reply.
+    """ASGI middleware that checks the key and its limits and puts `X-Request-Id` on every reply. A
+    call that sets `receipt` in the scope's state gets that name on its reply, too.
 
     Every POST holds one of its account's permits until the reply has ended, however it ends. The
     scope's state gets: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it may
@@ -138,7 +142,10 @@ class Access:
 
         async def named_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["X-Request-Id"] = request_id
+                if "receipt" in state:
+                    answered[RECEIPT] = state["receipt"]
             await send(message)
 
         if self._is_local and not len(self._keyring) and not _is_loopback(_host_name(headers)):
@@ -161,6 +168,7 @@ class Access:
             return
         if account is not None:
             state["key_name"] = account.key.name
+            state["tenant"] = account.key.tenant or account.key.name
             is_operators = scope["path"].startswith(OPERATOR_PATH)
             if is_operators:
                 self._audit(account.key, scope)
@@ -203,7 +211,6 @@ class Access:
             except Limited as limited:
                 refused(limited)
                 raise
-            state["tenant"] = account.key.tenant or account.key.name
             state["priorities"] = account.key.priorities
             state["charge"] = lambda num_tokens: account.charge(num_tokens, self._clock.now())
             try:

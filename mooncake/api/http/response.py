@@ -115,8 +115,13 @@ class CallResponse(Response):
             await ErrorResponse(refusal)(scope, receive, send)
             return
         tenant, trace = state.get("tenant", ""), state.get("trace")
-        ids = (each.request_id for each in call.requests)
+        ids = [each.request_id for each in call.requests]
         traced = trace is not None and call.is_traceable and trace.follow(ids)
+        receipts = self._api_server.receipts
+        if receipts is not None and call.is_traceable:
+            begun_at = self._api_server.now_s()
+            traced |= receipts.open(call.receipt_id, call.call_id, tenant, ids, begun_at)
+            state["receipt"] = call.receipt_id  # `Access` sends it
         if tenant or traced:
             call.run_as(tenant, traced=traced)
         charge = state.get("charge", _free)

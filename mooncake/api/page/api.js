@@ -56,9 +56,10 @@ export async function getJson(path, signal) {
   return (await ask(path, { signal })).json();
 }
 
-/** Yield the data of each server-sent event of `path` as a parsed value, until [DONE] or the end. */
-export async function* events(path, { body, signal } = {}) {
+/** Yield the data of each server-sent event of `path` as a parsed value, until [DONE] or the end. `opened` gets the headers before. */
+export async function* events(path, { body, signal, opened = () => {} } = {}) {
   const reply = await ask(path, { body, signal });
+  opened(reply.headers);
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {

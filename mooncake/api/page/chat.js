@@ -52,7 +52,8 @@ async function generate() {
   };
   let failure = null;
   try {
-    for await (const chunk of events("v1/chat/completions", { body, signal: controller.signal })) {
+    const opened = (headers) => (answer.receipt = headers.get("X-Mooncake-Receipt"));
+    for await (const chunk of events("v1/chat/completions", { body, signal: controller.signal, opened })) {
       if (controller.signal.aborted) break;
       answer.take(chunk, performance.now());
       show(answer.element);

@@ -1,6 +1,7 @@
 // One turn of the conversation on the page: what was said, thought and called. Owns its elements.
 
 import { el, showText } from "./dom.js";
+import { receiptFold } from "./receipt.js";
 import { CallCard } from "./tools.js";
 
 const NAMES = { user: "You", assistant: "Model", error: "Error" };
@@ -43,6 +44,7 @@ export class Answer {
     this.cards = [];
     this.finishReason = null;
     this.usage = null;
+    this.receipt = null; // its name, where the server keeps one
     this.thoughts = el("div", { className: "text" });
     this.thoughtsTitle = el("summary", {}, "Thinking…");
     this.fold = el("details", { className: "thinking", hidden: true }, this.thoughtsTitle, this.thoughts);
@@ -114,6 +116,7 @@ export class Answer {
     if (stopped) facts.push("stopped");
     else if (this.finishReason === "length") facts.push("cut off at the token limit");
     this.foot.textContent = facts.join(" · ");
+    if (this.receipt !== null) this.element.append(receiptFold(this.receipt));
     return facts.join(", ");
   }
 

@@ -79,6 +79,8 @@ class PrefixIndex:
         self._folded: dict[int, int] = {}
         """Masks of all tiers -> with those of a worker in one bit."""
         self._folded_for = -1
+        self._names: tuple[str, ...] = ()
+        self._names_for = -1
 
     # ------------------------------------------------------------------ workers
 
@@ -281,6 +283,16 @@ class PrefixIndex:
         if stream is None:
             raise KeyError(slot)
         return stream.worker
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Worker ids by slot; empty for one of no live worker. The same object until slots change
+        hands.
+        """
+        if self._names_for != self.generation:
+            self._names_for = self.generation
+            self._names = tuple(s.worker.worker_id if s is not None else "" for s in self._slots)
+        return self._names
 
     def replicas(self, key: BlockKey) -> list[Replica]:
         """Return all copies of `key` that known workers hold, in slot order."""

@@ -100,6 +100,10 @@ class PrefixMatch:
                 stop = region.stops[number]
         return stop
 
+    def looked_up(self) -> tuple[tuple[int, int], ...]:
+        """Return (stop, workers) of all keys that were looked up so far, as `holders` does."""
+        return tuple(zip(self._stops, self._masks, strict=True))
+
     def holders(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield (stop, workers) for runs of keys that the same workers hold, up to the key with the
         number `count`; 0 for blocks that no worker holds.

@@ -42,6 +42,7 @@ from mooncake.telemetry.audit import reopen
 from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
+from mooncake.telemetry.receipts import Receipts
 from mooncake.telemetry.recent import Recent
 from mooncake.telemetry.series import BuildInfo, CacheInfo
 from mooncake.telemetry.traces import Tracer
@@ -82,10 +83,11 @@ class GatewayProcess:
         self.channel = channel
         self._app: Any = None
         self.gateway_id = gateway_id
+        self._conductor = Conductor(plan.scheduler, ids)
         self.gateway = Gateway(
             plan.scheduler,
             WorkerRef(gateway_id, ids.hex(8), channel.address),
-            Conductor(plan.scheduler, ids),
+            self._conductor,
             channel,
             ids,
             recorders,
@@ -138,6 +140,7 @@ class GatewayProcess:
                 recent=lambda: self._recent.status(self._clock.now()),
                 vitals=vitals,
                 tracer=self._tracer(config, opened),
+                receipts=self._receipts(api_server),
             )
             opened.enter_context(self._driven())
             opened.enter_context(self._publishing(config.kv_events_config))
@@ -171,6 +174,15 @@ class GatewayProcess:
         )
         self._recorders.add(tracer)
         return tracer
+
+    def _receipts(self, config: ApiConfig) -> Receipts | None:
+        """Return what keeps the receipts of calls, if any are kept."""
+        if not config.max_receipts:
+            return None
+        receipts = Receipts(config.max_receipts, self._clock, self.gateway_id)
+        self._recorders.add(receipts)
+        self._conductor.keeps_facts = True
+        return receipts
 
     @contextlib.contextmanager
     def _publishing(self, config: KvEventsConfig | None) -> Iterator[None]:

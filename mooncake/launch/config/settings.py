@@ -276,6 +276,8 @@ class ServeConfig:
     max_kept_answer_bytes: int = owned(ApiConfig, "max_kept_answer_bytes", size(0), API,
         "SIZE", "answers to requests with an Idempotency-Key in memory, for those that repeat "
         "them; one key has at most half of what the others leave")
+    max_receipts: int = owned(ApiConfig, "max_receipts", count(0), API, "N",
+        "last calls whose receipts (`mooncake explain`) are kept in memory; 0: none")
     max_connections: int = owned(ApiConfig, "max_connections", count(1), API, "N",
         "open connections; of more, the oldest that has proven no key is closed")
     max_body_cost: int = owned(ApiConfig, "max_body_cost", count(1), API, "N",

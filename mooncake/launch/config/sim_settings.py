@@ -84,6 +84,8 @@ class SimulateSettings(Replay):
     max_output: int | None = setting(None, count(1), TRACE, "N", "cut recorded outputs to N tokens")
     faults: str | None = setting(None, text, TRACE, "FILE|random",
         "let faults happen and check every machine after each event")
+    replay: str | None = setting(None, text, TRACE, "BUNDLE",
+        "make the choices of one call again: a file of `mooncake explain --bundle`")
     # fmt: on
 
 

@@ -14,6 +14,7 @@ from mooncake.base.errors import ContextTooLong
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.decode_choice import DecodeOption
 from mooncake.scheduler.placement.prefill_choice import PrefillOption
+from mooncake.telemetry.receipt import PlacementFacts
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -40,6 +41,8 @@ class Rejection:
     """A short name, for counters."""
     message: str
     retry_after_s: float | None = None
+    facts: PlacementFacts | None = None
+    """What the workers were chosen from with which it would miss a limit, where that is kept."""
 
     @property
     def permanent(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake.base import (
     BlockEvents,
@@ -31,6 +31,7 @@ from mooncake.kvstore.index.prefix_match import PrefixMatch
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition, WorkerQueues
 from mooncake.scheduler.placement.admission import (
+    NOT_IDLE,
     Rejection,
     check_idle,
     check_limits,
@@ -39,15 +40,21 @@ from mooncake.scheduler.placement.admission import (
     too_large,
 )
 from mooncake.scheduler.placement.booking_table import BookingTable
+from mooncake.scheduler.placement.choice_facts import ChoiceFacts
 from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery
 from mooncake.scheduler.placement.fetch_costs import FetchCosts
 from mooncake.scheduler.placement.fleet import Fleet
-from mooncake.scheduler.placement.fleet_choice import FleetSearch, PrefixLengths
-from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
-from mooncake.scheduler.placement.pools import Pools, PoolSources
+from mooncake.scheduler.placement.fleet_choice import FleetSearch
+from mooncake.scheduler.placement.pair_choice import (
+    COLUMNS_FROM,
+    Pair,
+    PairChoice,
+    PairQuery,
+    Wanted,
+)
+from mooncake.scheduler.placement.pools import Pools
 from mooncake.scheduler.placement.prefill_choice import (
     PrefillOption,
-    PrefillQuery,
     make_policy,
     option_maker,
 )
@@ -85,6 +92,8 @@ class Placement:
     """The reasons why the blocks that follow are not reused."""
     must_wait: bool = False
     """Decode has no room for the request now."""
+    facts: ChoiceFacts | None = None
+    """What the choice was made from, where it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +128,8 @@ class Conductor:
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
         self._layout: Layout | None = None
         self._block_bytes = 0
+        self.keeps_facts = False
+        """Whether placements and rejections say what they were chosen from."""
 
     # ------------------------------------------------------------ facts
 
@@ -266,7 +277,11 @@ class Conductor:
         if admit or request.priority is Priority.BATCH:
             rejection = self._check(request, query, chosen, queue_position, ttft_s, now)
             if rejection is not None:
+                if self.keeps_facts and rejection.reason != NOT_IDLE:  # that one is tried again
+                    rejection = replace(rejection, facts=self._facts(keys, query, chosen))
                 return rejection
+        # Before it is booked, which changes the facts.
+        facts = self._facts(keys, query, chosen) if self.keeps_facts else None
         self._queues.add(
             prefill.view.worker_id, request.request_id, queue_position.order, prefill.compute_s, now
         )
@@ -284,6 +299,7 @@ class Conductor:
             num_replicate_blocks=0 if whole else self._replicate(keys, query.prefix_match, now),
             prefix_ends=self._prefix_ends(keys, query, prefill.num_cached_blocks),
             must_wait=decode.full,
+            facts=facts,
         )
 
     def on_prefilled(self, request: GenerateRequest, now: float) -> Rejection | None:
@@ -356,34 +372,42 @@ class Conductor:
         assert layout is not None, "workers without a layout"
         num_tokens = len(request.prompt_tokens) + num_output_so_far
         left = request.sampling.max_tokens - num_output_so_far
-        prefix_match = self._index.prefix_match(keys)
-        held = PrefixLengths(
-            self._index, prefix_match, ~self._pools.node_mask, self.bookings.inflight.match(keys)
-        )
-        sources = PoolSources(self._pools, prefix_match)
-        return PairQuery(
-            prefill=PrefillQuery(
-                num_tokens=num_tokens,
-                block_tokens=layout.block_tokens,
-                own_matches=held,
-                sources=sources,
-            ),
-            decode=DecodeQuery(
-                num_tokens=num_tokens,
-                num_output_tokens=max(1, min(left, round(self._output_tokens.value))),
-                block_tokens=layout.block_tokens,
-                own_matches=held,
-                push_s_per_block=self._fetch.push_s_per_block(self._block_bytes),
-            ),
-            held=held,
-            prefix_match=prefix_match,
-            sources=sources,
-            exclude=exclude,
+        wanted = Wanted(
+            num_tokens=num_tokens,
+            num_output_tokens=max(1, min(left, round(self._output_tokens.value))),
+            block_tokens=layout.block_tokens,
+            push_s_per_block=self._fetch.push_s_per_block(self._block_bytes),
+            exclude=sorted(exclude),
             tbt_slo_s=self._config.tbt_limit_s(request),
             max_whole_tokens=max(
                 self._config.whole_on_decode_max_tokens,
                 WHOLE_BLOCKS * layout.block_tokens if num_output_so_far else 0,
             ),
+        )
+        inflight = self.bookings.inflight.match(keys)
+        prefix_match = self._index.prefix_match(keys)
+        return PairQuery.of(wanted, self._index, self._pools, prefix_match, inflight)
+
+    def _facts(self, keys: Sequence[BlockKey], query: PairQuery, pair: Pair) -> ChoiceFacts:
+        """Return what `pair` was chosen from: references, and copies of what changes."""
+        pools = self._pools.hellos
+        local, remote = self._fetch.bytes_per_s
+        asked = ((hello.worker, self._fetch.blocks_asked(hello.worker)) for hello in pools)
+        return ChoiceFacts(
+            config=self._config,
+            wanted=query.wanted,
+            prefills=self._prefills.facts(),
+            decodes=self._decodes.facts(),
+            pools=pools,
+            blocks_asked={worker.worker_id: number for worker, number in asked if number},
+            local_bytes_per_s=local,
+            remote_bytes_per_s=remote,
+            num_blocks=len(keys),
+            holders=query.prefix_match.looked_up(),
+            names=self._index.worker_names,
+            inflight=query.held.inflight,
+            prefill=None if pair[0].view is pair[1].view else pair[0].view.worker_id,
+            decode=pair[1].view.worker_id,
         )
 
     def _ttft_s(self, prefill: PrefillOption, position: QueuePosition, now: float) -> float:

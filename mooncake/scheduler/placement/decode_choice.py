@@ -84,10 +84,11 @@ def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> Deco
     options = [
         evaluate(query, view) for view in instances if view.hello.num_blocks >= query.num_blocks_now
     ]
-    return min(options, key=_rank, default=None)
+    return min(options, key=rank, default=None)
 
 
-def _rank(option: DecodeOption) -> tuple[bool, int, float, int, str]:
+def rank(option: DecodeOption) -> tuple[bool, int, float, int, str]:
+    """Return the sort key of an option: see `choose_decode`."""
     short = option.num_short_blocks
     view = option.view
     return (

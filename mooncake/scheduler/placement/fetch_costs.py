@@ -79,6 +79,11 @@ class FetchCosts:
         """Return the seconds to push a block to another node."""
         return block_bytes / self._remote.bytes_per_s
 
+    @property
+    def bytes_per_s(self) -> tuple[float, float]:
+        """The bandwidth from the own node's pool, and from another's."""
+        return self._local.bytes_per_s, self._remote.bytes_per_s
+
     def started(self, sources: Sequence[BlockSource]) -> None:
         """Record that a worker was told to fetch these sources."""
         for source in sources:

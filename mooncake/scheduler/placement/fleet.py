@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake.base import WorkerHello
 from mooncake.kvstore.index.prefix_index import PrefixIndex
 from mooncake.scheduler.placement.views import InstanceView
 
@@ -65,6 +67,15 @@ def _row(view: InstanceView) -> tuple[float, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FleetFacts:
+    """A fleet as it was at one moment."""
+
+    hellos: tuple[WorkerHello, ...]
+    columns: Floats
+    """`columns[c][i]` belongs to `hellos[i]`."""
+
+
 class Fleet:
     """Live workers of one role, sorted by id; `columns[c][i]` belongs to `views[i]`."""
 
@@ -77,6 +88,7 @@ class Fleet:
         """The generation of the index when the slots were looked up."""
         self._slots: Ints = np.zeros(0, np.int64)
         self._pool_slots: Ints | None = None
+        self._hellos: tuple[WorkerHello, ...] | None = ()
 
     def __len__(self) -> int:
         return len(self.views)
@@ -84,6 +96,7 @@ class Fleet:
     def add(self, view: InstanceView) -> None:
         at = bisect_left(self._ids, view.worker_id)
         self._ids.insert(at, view.worker_id)
+        self._hellos = None
         self.views.insert(at, view)
         self.columns = np.insert(self.columns, at, 0.0, axis=1)
         self._generation = -1
@@ -92,6 +105,7 @@ class Fleet:
     def remove(self, worker_id: str) -> None:
         at = self.find(worker_id)
         del self._ids[at], self.views[at]
+        self._hellos = None
         self.columns = np.delete(self.columns, at, axis=1)
         self._generation = -1
         self._changed.pop(worker_id, None)
@@ -111,6 +125,12 @@ class Fleet:
             self.columns[:, at] = _row(self.views[at])
         self._changed.clear()
         return self.columns
+
+    def facts(self) -> FleetFacts:
+        """Return the fleet as it is now."""
+        if self._hellos is None:
+            self._hellos = tuple(view.hello for view in self.views)
+        return FleetFacts(self._hellos, self.refresh().copy())
 
     def usable(self, exclude: Collection[str]) -> Bools:
         """Return which workers may get work. Excluded ones are used only when there is no other,

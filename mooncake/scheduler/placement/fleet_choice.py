@@ -51,15 +51,16 @@ class PrefixLengths(Mapping[str, int]):
         self._index = index
         self._prefix_match = prefix_match
         self._among = among
-        self._inflight = inflight
+        self.inflight = inflight
+        """Worker id -> leading blocks that it is computing."""
         self._lengths: Ints | None = None
 
     def in_fleet(self, fleet: Fleet) -> Ints:
         """Return the lengths for all workers of a fleet, in its order."""
         lengths = self._by_slot()[fleet.slots(self._index)]
-        if self._inflight:
+        if self.inflight:
             lengths = lengths.copy()
-            for worker_id, length in self._inflight.items():
+            for worker_id, length in self.inflight.items():
                 at = fleet.find(worker_id)
                 if at < len(fleet) and fleet.views[at].worker_id == worker_id:
                     lengths[at] = max(lengths[at], length)
@@ -70,7 +71,7 @@ class PrefixLengths(Mapping[str, int]):
         held = 0
         if slot is not None and self._among >> slot & 1:
             held = self._prefix_match.run_of(0, 1 << slot)
-        held = max(held, self._inflight.get(worker_id, 0))
+        held = max(held, self.inflight.get(worker_id, 0))
         if not held:
             raise KeyError(worker_id)
         return held
@@ -79,7 +80,7 @@ class PrefixLengths(Mapping[str, int]):
         mask = next(iter(self._prefix_match.region(0).masks), 0) & self._among
         for slot in np.flatnonzero(bits(mask, self._index.num_slots)):
             yield self._index.worker_at(int(slot)).worker_id
-        for worker_id in self._inflight:
+        for worker_id in self.inflight:
             slot_of = self._index.slot_of(worker_id)
             if slot_of is None or not mask >> slot_of & 1:
                 yield worker_id

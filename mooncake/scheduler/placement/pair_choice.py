@@ -7,9 +7,12 @@ Owned by the Conductor. Few workers are compared view by view, many by columns, 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
+from mooncake.kvstore.index.prefix_index import PrefixIndex
 from mooncake.kvstore.index.prefix_match import PrefixMatch
 from mooncake.scheduler.placement.decode_choice import (
     DecodeOption,
@@ -23,7 +26,7 @@ from mooncake.scheduler.placement.fleet_choice import (
     PrefixLengths,
     choose_decode_among,
 )
-from mooncake.scheduler.placement.pools import PoolSources
+from mooncake.scheduler.placement.pools import Pools, PoolSources
 from mooncake.scheduler.placement.prefill_choice import (
     LeastTtft,
     PrefillOption,
@@ -37,20 +40,66 @@ COLUMNS_FROM = 8
 Pair = tuple[PrefillOption, DecodeOption]
 
 
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request asks of the pair: numbers, and no tokens."""
+
+    num_tokens: int
+    """Prompt and output so far."""
+    num_output_tokens: int
+    """Output tokens expected from now on."""
+    block_tokens: int
+    push_s_per_block: float
+    exclude: list[str]
+    """Workers that are used only when there is no other."""
+    tbt_slo_s: float | None
+    max_whole_tokens: int
+    """With so many new tokens at most it may run on its decode worker alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class PairQuery:
     """The facts from which a pair is chosen."""
 
+    wanted: Wanted
     prefill: PrefillQuery
     decode: DecodeQuery
     held: PrefixLengths
     prefix_match: PrefixMatch
     sources: PoolSources
-    exclude: Collection[str]
-    """Workers that are used only when there is no other."""
-    tbt_slo_s: float | None
-    max_whole_tokens: int
-    """With at most this many new tokens it may run on its decode worker alone."""
+
+    @classmethod
+    def of(
+        cls,
+        wanted: Wanted,
+        index: PrefixIndex,
+        pools: Pools,
+        prefix_match: PrefixMatch,
+        inflight: Mapping[str, int],
+    ) -> PairQuery:
+        """Return the query of a request whose blocks have these holders. `inflight`: worker id ->
+        leading blocks that it is computing.
+        """
+        held = PrefixLengths(index, prefix_match, ~pools.node_mask, inflight)
+        sources = PoolSources(pools, prefix_match)
+        return cls(
+            wanted=wanted,
+            prefill=PrefillQuery(
+                num_tokens=wanted.num_tokens,
+                block_tokens=wanted.block_tokens,
+                own_matches=held,
+                sources=sources,
+            ),
+            decode=DecodeQuery(
+                num_tokens=wanted.num_tokens,
+                num_output_tokens=wanted.num_output_tokens,
+                block_tokens=wanted.block_tokens,
+                own_matches=held,
+                push_s_per_block=wanted.push_s_per_block,
+            ),
+            held=held,
+            prefix_match=prefix_match,
+            sources=sources,
+        )
 
 
 class PairChoice:
@@ -81,7 +130,7 @@ class PairChoice:
         prefill = self._choose_prefill(query)
         if decode is None or prefill is None:
             return None
-        if query.max_whole_tokens:
+        if query.wanted.max_whole_tokens:
             whole = self._choose_whole(query)
             if whole is not None and _whole_is_better(whole, prefill, query):
                 return whole
@@ -90,18 +139,18 @@ class PairChoice:
     def _choose_decode(self, query: PairQuery) -> DecodeOption | None:
         fleet = self._decodes
         if len(fleet) < self._columns_from:
-            return choose_decode(query.decode, _usable(fleet, query.exclude))
+            return choose_decode(query.decode, usable_views(fleet, query.wanted.exclude))
         own = query.held.in_fleet(fleet)
-        return choose_decode_among(query.decode, fleet, fleet.usable(query.exclude), own)
+        return choose_decode_among(query.decode, fleet, fleet.usable(query.wanted.exclude), own)
 
     def _choose_prefill(self, query: PairQuery) -> PrefillOption | None:
         fleet = self._prefills
         num_blocks = -(-query.prefill.num_tokens // query.prefill.block_tokens)
         if len(fleet) < self._columns_from or not isinstance(self._policy, LeastTtft):
-            views = _usable(fleet, query.exclude)
+            views = usable_views(fleet, query.wanted.exclude)
             able = [view for view in views if view.hello.num_blocks >= num_blocks]
             return self._policy.choose(query.prefill, able)
-        usable = fleet.usable(query.exclude)
+        usable = fleet.usable(query.wanted.exclude)
         fits = fleet.columns[Column.NUM_BLOCKS] >= num_blocks
         own = query.held.in_fleet(fleet)
         return self._search.choose(query.prefill, fleet, usable & fits, own, query.prefix_match)
@@ -112,7 +161,7 @@ class PairChoice:
         """
         pairs = [
             (self._search.option(query.prefill, view), evaluate(query.decode, view))
-            for view in _usable(self._decodes, query.exclude)
+            for view in usable_views(self._decodes, query.wanted.exclude)
             if view.hello.num_blocks >= query.decode.num_blocks_now
         ]
         return min(
@@ -133,13 +182,13 @@ def _whole_is_better(whole: Pair, split: PrefillOption, query: PairQuery) -> boo
     be faster and have room, and the batch that it delays must stay within the limit on gaps.
     """
     option, decode = whole
-    if option.num_new_tokens > query.max_whole_tokens or decode.full:
+    if option.num_new_tokens > query.wanted.max_whole_tokens or decode.full:
         return False
-    gap_s, limit_s = decode.tbt_s + option.compute_s, query.tbt_slo_s
+    gap_s, limit_s = decode.tbt_s + option.compute_s, query.wanted.tbt_slo_s
     return option.ttft_s <= split.ttft_s and (limit_s is None or gap_s <= limit_s)
 
 
-def _usable(fleet: Fleet, exclude: Collection[str]) -> list[InstanceView]:
+def usable_views(fleet: Fleet, exclude: Collection[str]) -> list[InstanceView]:
     """Return the workers that may get work. Excluded ones are used only when there is no other, and
     draining ones only after those.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mooncake.base import BlockSource, Role
+from mooncake.base import BlockSource, Role, WorkerHello
 from mooncake.kvstore.index.prefix_index import PrefixIndex, slots_of
 from mooncake.kvstore.index.prefix_match import PrefixMatch
 from mooncake.scheduler.placement.fetch_costs import FetchCosts
@@ -42,6 +42,7 @@ class Pools:
         """Bytes that are being fetched from each pool, by slot."""
         self._mask = self._node_mask = 0
         self._least_block_bytes = 0
+        self._hellos: tuple[WorkerHello, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -70,6 +71,12 @@ class Pools:
         """The bits of the pool nodes, without engines."""
         self._refresh()
         return self._node_mask
+
+    @property
+    def hellos(self) -> tuple[WorkerHello, ...]:
+        """Those of all pools; the same object until pools come or go."""
+        self._refresh()
+        return self._hellos
 
     def view(self, slot: int) -> InstanceView:
         """Return the pool of a bit."""
@@ -124,6 +131,7 @@ class Pools:
     def _rebuild(self) -> None:
         self._generation = self._index.generation
         size = self._index.num_slots + 8
+        self._hellos = tuple(view.hello for view in self._views.values())
         self._by_slot, self._by_node = {}, {}
         self._mask = self._node_mask = 0
         self._order, self._asked_bytes = np.zeros(size, np.int64), np.zeros(size)

@@ -8,6 +8,7 @@ request goes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from mooncake.base import AbortTask, Priority, RequestState, WorkerRef
 from mooncake.scheduler.membership_table import MembershipTable
@@ -37,6 +38,9 @@ class AttemptTracker:
     def begin(self, record: RequestRecord, placement: Placement, now: float) -> None:
         """Start an attempt: send the tasks, decode's first, so that it reserves pages early."""
         self._last_attempt += 1
+        facts = placement.facts
+        if facts is not None:  # they are large where workers are many, and only recorders want them
+            placement = replace(placement, facts=None)
         record.begin_attempt(self._last_attempt, placement, now)
         if record.request.priority is Priority.BATCH:
             self._batch[record.request_id] = record
@@ -54,6 +58,7 @@ class AttemptTracker:
                 predicted_tbt_s=placement.predicted_tbt_s,
                 num_cached_tokens=placement.num_cached_tokens,
                 num_fetch_blocks=placement.num_fetch_blocks,
+                facts=facts,
             )
         )
         for worker, task in record.tasks(self._ports.worker):

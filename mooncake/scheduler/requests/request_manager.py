@@ -264,6 +264,7 @@ class RequestManager:
                 at_s=now,
                 status=rejection.status,
                 reason=rejection.reason,
+                facts=rejection.facts,
             )
         )
         sink(

@@ -50,6 +50,8 @@ PROBES = ("/health", "/health/startup", "/health/ready", "/health/live")
 PLAIN = (
     "/v1/models",
     "/v1/models/{name}",
+    "/v1/requests/{name}/receipt",
+    "/v1/cluster/bundles/{name}",
     "/tokenizer_info",
     *PROBES,
     "/version",

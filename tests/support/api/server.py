@@ -25,6 +25,7 @@ from mooncake.base import (
     packed_logprobs,
 )
 from mooncake.base.request import NO_LOGPROBS, CacheUse
+from mooncake.telemetry.receipts import Receipts
 from mooncake.telemetry.traces import Tracer
 
 SPECIAL_NAMES = {
@@ -265,10 +266,11 @@ async def live_api_server(
     model: ServedModel | None = None,
     stop: asyncio.Event | None = None,
     tracer: Tracer | None = None,
+    receipts: Receipts | None = None,
 ) -> AsyncIterator[str]:
     """Serve an API server over `backend` and yield its base URL; stop it at the end."""
     config = config or ApiConfig(port=0, drain_s=0.2)
-    app = create_app(backend, model or tiny_model(), config, tracer=tracer)
+    app = create_app(backend, model or tiny_model(), config, tracer=tracer, receipts=receipts)
     stop = stop or asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(

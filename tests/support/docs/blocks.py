@@ -203,6 +203,12 @@ CLASSES: dict[str, dict[str, Class]] = {
             "tests/integration/install/test_distribution.py", "packages of PyPI"
         ),
     },
+    "docs/receipts.md": {
+        "curl -si": Elsewhere("tests/integration/serve/test_receipts.py", "the name of a receipt"),
+        "mooncake explain": Elsewhere(
+            "tests/integration/serve/test_receipts.py", "the name of a receipt"
+        ),
+    },
     "docs/retries.md": {
         "curl http://127.0.0.1:8000/v1/completions": Asked(('"choices"',)),
         "client = openai.OpenAI(": Program(

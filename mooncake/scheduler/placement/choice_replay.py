@@ -1,0 +1,323 @@
+"""The choice of a pair of workers, made again from facts that were kept: by the code that places,
+with views that say what was recorded.
+
+Pure. `ChoiceFacts` makes a `BundledPlacement`, and so does a file. Neither holds tokens or keys:
+blocks are numbered, and holders are told by these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from mooncake.base import (
+    BlockEvents,
+    BlockSource,
+    ConfigError,
+    KeyChain,
+    Role,
+    SeededIds,
+    Tier,
+    WorkerHello,
+    WorkerLoad,
+    WorkerRef,
+)
+from mooncake.base.blocks import KEY_BYTES
+from mooncake.engine.cost import NUM_FEATURES, StepCostModel
+from mooncake.kvstore.index.prefix_index import PrefixIndex
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement import decode_choice, prefill_choice
+from mooncake.scheduler.placement.fetch_costs import FetchCosts
+from mooncake.scheduler.placement.fleet import Fleet
+from mooncake.scheduler.placement.fleet_choice import FleetSearch
+from mooncake.scheduler.placement.pair_choice import (
+    COLUMNS_FROM,
+    Pair,
+    PairChoice,
+    PairQuery,
+    Wanted,
+    usable_views,
+)
+from mooncake.scheduler.placement.pools import Pools
+from mooncake.scheduler.placement.views import InstanceView
+from mooncake.telemetry.receipt import Choice, DecodeEstimate, PrefillEstimate
+
+MAX_SHOWN = 8
+"""Workers of a role whose estimates are shown."""
+MAX_BLOCKS = 1 << 20
+"""Of a prompt in a bundle: 64 million tokens."""
+NOT_REPLAYED = ("round-robin", "random")
+"""Policies whose choice depends on more than the facts."""
+EPOCH = "replayed"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Fact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of what a bundle holds."""
+
+
+class EngineLoad(_Fact, frozen=True):
+    """What an engine had to do."""
+
+    queue_s: float
+    """Predicted seconds until the prompts queued there are computed."""
+    num_assigned: int
+    coefficients: tuple[float, ...]
+    """Of its cost model (`StepCostModel`)."""
+    is_usable: bool
+    """False: it wanted to leave."""
+    num_free_blocks: int
+    """Negative when more were promised than there are."""
+    num_sequences: Count
+    num_context_tokens: Count
+
+
+class BundledWorker(_Fact, frozen=True):
+    """One worker."""
+
+    id: str
+    role: Role
+    node: str
+    num_blocks: Count
+    block_bytes: Count
+    max_num_seqs: Count
+    max_batched_tokens: Count
+    num_stages: Annotated[int, msgspec.Meta(ge=1)]
+    load: EngineLoad | None
+    """None: it is a pool node."""
+    is_pool: bool
+    """Whether prefixes can be fetched from it."""
+    num_blocks_asked: Count
+    """Blocks that were being fetched from it."""
+
+
+class BundledPlacement(_Fact, frozen=True):
+    """Everything that one choice was made from, and who was chosen."""
+
+    config: SchedulerConfig
+    wanted: Wanted
+    workers: list[BundledWorker]
+    num_blocks: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
+    """Full blocks of prompt and output so far."""
+    holders: list[tuple[int, list[str]]]
+    """(Stop, workers that hold them) for runs of these blocks."""
+    inflight: dict[str, int]
+    """Worker -> leading blocks that it was computing."""
+    prefill: str | None
+    """Who was chosen; None: `decode` does it all."""
+    decode: str
+
+
+def replay(placement: BundledPlacement) -> tuple[str | None, str] | None:
+    """Return who is chosen for the prompt (None: the decode worker) and for decoding; None: no
+    worker is large enough.
+
+    Raises:
+        ConfigError: its policy cannot be replayed, or the facts contradict each other.
+    """
+    if placement.config.policy in NOT_REPLAYED:
+        raise ConfigError(
+            f"policy {placement.config.policy} chooses by more than the facts of a bundle: what it "
+            "chose cannot be replayed"
+        )
+    pair = _World(placement).choose()
+    if pair is None:
+        return None
+    prefill, decode = (option.view.worker_id for option in pair)
+    return None if prefill == decode else prefill, decode
+
+
+def estimates(placement: BundledPlacement) -> Choice:
+    """Return what each worker would have meant for the request, the best first."""
+    world = _World(placement)
+    query, wanted = world.query, placement.wanted
+    whole = placement.prefill is None
+    decodes, refused = _able(world.decodes, wanted, query.decode.num_blocks_now)
+    prefills = decodes
+    if not whole:
+        num_blocks = -(-wanted.num_tokens // wanted.block_tokens)
+        prefills, also_refused = _able(world.prefills, wanted, num_blocks)
+        refused = {**also_refused, **refused}
+    ways = [world.search.option(query.prefill, view) for view in prefills]
+    joins = [decode_choice.evaluate(query.decode, view) for view in decodes]
+    ways.sort(key=prefill_choice.rank)
+    joins.sort(key=decode_choice.rank)
+    taken = placement.decode if placement.prefill is None else placement.prefill
+    return Choice(
+        prefill=_shown(
+            [
+                PrefillEstimate(
+                    worker=option.view.worker_id,
+                    taken=option.view.worker_id == taken,
+                    ttft_s=option.ttft_s,
+                    queue_s=option.queue_s,
+                    fetch_s=option.fetch_s,
+                    compute_s=option.compute_s + option.tail_s,
+                    num_cached_tokens=option.num_cached_blocks * wanted.block_tokens,
+                    num_fetch_blocks=option.num_fetch_blocks,
+                )
+                for option in ways
+            ]
+        ),
+        decode=_shown(
+            [
+                DecodeEstimate(
+                    worker=option.view.worker_id,
+                    taken=option.view.worker_id == placement.decode,
+                    tbt_s=option.tbt_s,
+                    push_s=0.0 if whole else option.push_s,
+                    num_short_blocks=option.num_short_blocks,
+                    full=option.full,
+                )
+                for option in joins
+            ]
+        ),
+        num_prefill=len(ways),
+        num_decode=len(joins),
+        unusable=dict(list(refused.items())[:MAX_SHOWN]),
+    )
+
+
+Estimate = TypeVar("Estimate", PrefillEstimate, DecodeEstimate)
+
+
+def _shown(found: list[Estimate]) -> list[Estimate]:
+    """Return the best, with the one that was taken among them."""
+    missed: list[Estimate] = [estimate for estimate in found[MAX_SHOWN:] if estimate.taken]
+    return found[: MAX_SHOWN - len(missed)] + missed
+
+
+def _able(
+    fleet: Fleet, wanted: Wanted, num_blocks: int
+) -> tuple[Sequence[InstanceView], dict[str, str]]:
+    """Return the workers of a fleet that were compared, and why the others were not."""
+    usable = usable_views(fleet, wanted.exclude)
+    able = [view for view in usable if view.hello.num_blocks >= num_blocks]
+    refused: dict[str, str] = {}
+    able_ids, usable_ids = ({view.worker_id for view in views} for views in (able, usable))
+    for view in fleet.views:
+        if view.worker_id in able_ids:
+            continue
+        if view.worker_id in usable_ids:
+            refused[view.worker_id] = f"it has fewer than {num_blocks} blocks"
+        elif view.worker_id in wanted.exclude:
+            refused[view.worker_id] = "the request failed there, or was turned away"
+        else:
+            refused[view.worker_id] = "it leaves"
+    return able, refused
+
+
+class _RecordedCost(StepCostModel):
+    """A cost model that has been fitted already."""
+
+    def __init__(self, coefficients: tuple[float, ...], num_stages: int) -> None:
+        super().__init__(num_stages=num_stages)
+        if len(coefficients) != NUM_FEATURES:
+            raise ConfigError(f"coefficients: must be {NUM_FEATURES}, not {len(coefficients)}")
+        self._coefficients = coefficients
+
+
+class _RecordedView(InstanceView):
+    """A view that says what was recorded of an engine."""
+
+    def __init__(self, worker: BundledWorker, block_tokens: int, load: EngineLoad) -> None:
+        super().__init__(
+            hello=_hello(worker, block_tokens),
+            load=WorkerLoad(),
+            cost=_RecordedCost(load.coefficients, worker.num_stages),
+            _draining=not load.is_usable,
+        )
+        self.recorded = load
+
+    @property
+    def num_assigned(self) -> int:
+        return self.recorded.num_assigned
+
+    def queued_s(self) -> float:
+        return self.recorded.queue_s
+
+    def num_sequences(self) -> int:
+        return self.recorded.num_sequences
+
+    def num_context_tokens(self) -> int:
+        return self.recorded.num_context_tokens
+
+    def num_free_blocks(self) -> int:
+        return self.recorded.num_free_blocks
+
+
+def _hello(worker: BundledWorker, block_tokens: int) -> WorkerHello:
+    return WorkerHello(
+        worker=WorkerRef(worker.id, EPOCH, ""),
+        role=worker.role,
+        node_id=worker.node,
+        host="",
+        pid=0,
+        layout_fingerprint="",
+        block_tokens=block_tokens,
+        num_blocks=worker.num_blocks,
+        block_bytes=worker.block_bytes,
+        max_num_seqs=worker.max_num_seqs,
+        max_batched_tokens=worker.max_batched_tokens,
+        num_stages=worker.num_stages,
+    )
+
+
+class _World:
+    """The workers and blocks of one placement, as the Conductor had them."""
+
+    def __init__(self, placement: BundledPlacement) -> None:
+        config, wanted = placement.config, placement.wanted
+        fetch, index = FetchCosts(config), PrefixIndex()
+        pools = Pools(index, fetch)
+        self.prefills, self.decodes = Fleet(), Fleet()
+        refs: dict[str, tuple[WorkerRef, Tier]] = {}
+        for worker in placement.workers:
+            load = worker.load
+            view = InstanceView.of(_hello(worker, wanted.block_tokens))
+            if load is not None:
+                view = _RecordedView(worker, wanted.block_tokens, load)
+                fleet = self.prefills if worker.role is Role.PREFILL else self.decodes
+                fleet.add(view)
+            if worker.is_pool:
+                pools.add(view)
+            tier = Tier.DRAM if worker.role is Role.KVSTORE else Tier.HBM
+            refs[worker.id] = view.worker, tier
+            index.add_worker(*refs[worker.id])
+            if worker.num_blocks_asked:
+                source = BlockSource(store=view.worker, first=0, stop=worker.num_blocks_asked)
+                fetch.started([source])
+        keys = KeyChain.of(
+            blake2b(number.to_bytes(8, "big"), digest_size=KEY_BYTES).digest()
+            for number in range(placement.num_blocks)
+        )
+        for name, (ref, tier) in refs.items():
+            stored = _held(name, placement.holders, keys)
+            index.apply(BlockEvents(worker=ref, tier=tier, sequence_no=1, stored=stored))
+        self.search = FleetSearch(prefill_choice.option_maker(config), pools, index)
+        self.query = PairQuery.of(
+            wanted, index, pools, index.prefix_match(keys), dict(placement.inflight)
+        )
+        policy = prefill_choice.make_policy(config, SeededIds(0))
+        self._pairs = PairChoice(
+            policy, self.prefills, self.decodes, self.search, columns_from=COLUMNS_FROM
+        )
+
+    def choose(self) -> Pair | None:
+        """Return the pair that is chosen."""
+        return self._pairs.choose(self.query)
+
+
+def _held(name: str, holders: Sequence[tuple[int, list[str]]], keys: KeyChain) -> list[bytes]:
+    """Return the keys that a worker holds."""
+    found: list[bytes] = []
+    start = 0
+    for stop, names in holders:
+        if name in names:
+            found += keys[start:stop]
+        start = stop
+    return found
