@@ -39,9 +39,11 @@ class Authority:
     """Settings of `mooncake certificates authority`."""
 
     # fmt: off
-    out: str = setting("", text, "files", "DIR", "where it is written", required=True)
-    name: str = setting("mooncake", text, "certificate", "NAME", "of the authority")
-    days: float = setting(3650.0, number, "certificate", "N", "from now on that it counts")
+    out: str = setting("", text, "files", "DIR",
+        "directory to write the authority to", required=True)
+    name: str = setting("mooncake", text, "certificate", "NAME", "name of the authority")
+    days: float = setting(3650.0, number, "certificate", "N",
+        "days that the authority is valid from now")
     json: bool = setting(False, truth, "output", "", "print what was made as JSON", switch=True)
     # fmt: on
 
@@ -51,14 +53,14 @@ class Host:
     """Settings of `mooncake certificates host`."""
 
     # fmt: off
-    authority: str = setting("", text, "files", "DIR", "of the authority", required=True)
+    authority: str = setting("", text, "files", "DIR", "directory of the authority", required=True)
     out: str = setting("", text, "files", "DIR",
-        "where it is written; an older one there is replaced", required=True)
+        "directory to write the certificate to; an older one there is replaced", required=True)
     name: tuple[str, ...] = setting((), texts, "certificate", "NAME",
-        "address or name by which others reach the host, may be repeated; 127.0.0.1 and localhost "
+        "address or name by which others reach the host; may be repeated; 127.0.0.1 and localhost "
         "are added", repeat=True, required=True)
     days: float | None = setting(None, number, "certificate", "N",
-        "from now on that it counts (default: as long as the authority's)")
+        "days that the certificate is valid from now (default: as long as the authority's)")
     json: bool = setting(False, truth, "output", "", "print what was made as JSON", switch=True)
     # fmt: on
 

@@ -34,10 +34,14 @@ TRIES = ("What is Mooncake?", "What is 347 + 585?", "My name is Anna. What is my
 class Chat(ServerAddress):
     """Settings of `mooncake chat`."""
 
-    model: str | None = setting(None, text, ANSWERS, "NAME", "default: the server's first model")
+    model: str | None = setting(
+        None, text, ANSWERS, "NAME", "name of the model (default: the server's first model)"
+    )
     system: str | None = setting(None, text, ANSWERS, "TEXT", "system message")
-    max_tokens: int = setting(512, count(1), ANSWERS, "N", "of an answer")
-    temperature: float | None = setting(None, number, ANSWERS, "T", "default: the model's")
+    max_tokens: int = setting(512, count(1), ANSWERS, "N", "most tokens of an answer")
+    temperature: float | None = setting(
+        None, number, ANSWERS, "T", "sampling temperature (default: the model's)"
+    )
     tools: bool = setting(
         False,
         truth,

@@ -29,16 +29,17 @@ class Wanted:
 
     # fmt: off
     role: tuple[str, ...] = setting((), SomeOf(*(role.value for role in CredentialRole)), HOLDER,
-        "ROLE", "what it may do, may be repeated", repeat=True, required=True)
+        "ROLE", "role of the holder; may be repeated", repeat=True, required=True)
     tenant: str | None = setting(None, text, HOLDER, "NAME",
-        "whose blocks a pool client reads and writes")
-    all_tenants: bool = setting(False, truth, HOLDER, "", "a pool client of all tenants",
+        "tenant whose blocks a pool client reads and writes")
+    all_tenants: bool = setting(False, truth, HOLDER, "",
+        "let a pool client read and write the blocks of all tenants",
         switch=True)
     name: str | None = setting(None, text, HOLDER, "NAME",
-        "as it stands in logs and refusals (default: its role and tenant)")
-    days: float = setting(365.0, number, HOLDER, "N", "from now on that it counts")
+        "name in logs and refusals (default: its role and tenant)")
+    days: float = setting(365.0, number, HOLDER, "N", "days that the credential is valid from now")
     out: str | None = setting(None, text, HOLDER, "FILE",
-        "written for this user alone (default: printed)")
+        "file to write, for this user alone (default: print it)")
     cluster_secret: str | None = same_as(ServeConfig, "cluster_secret", "cluster")
     cluster_secret_file: str | None = same_as(ServeConfig, "cluster_secret_file", "cluster")
     # fmt: on

@@ -30,9 +30,14 @@ class Init:
     """Settings of `mooncake model init`."""
 
     preset: str = setting(
-        "", text, OUT, "NAME", "k2-nano, k2-tiny, k2-small, k2-demo or k2-demo-2", required=True
+        "",
+        text,
+        OUT,
+        "NAME",
+        "shape of the model: k2-nano, k2-tiny, k2-small, k2-demo or k2-demo-2",
+        required=True,
     )
-    seed: int = setting(0, count(0), OUT, "N", "of the weights")
+    seed: int = setting(0, count(0), OUT, "N", "seed of the weights")
     out: str = setting("", text, OUT, "DIR", NEW, required=True)
 
 
@@ -44,7 +49,7 @@ class Convert:
     model: str = setting("", text, OUT, "DIR", "a checkpoint that is not quantized",
         positional=True, required=True)
     to: str = setting("", text, OUT, "FORMAT",
-        "fp8 (blocks of 128 x 128, as K2-Instruct) or int4 (groups of 32, as K2-Thinking)",
+        "format: fp8 (blocks of 128 x 128, as K2-Instruct) or int4 (groups of 32, as K2-Thinking)",
         required=True)
     out: str = setting("", text, OUT, "DIR", NEW, required=True)
     # fmt: on
@@ -101,8 +106,8 @@ class Digests:
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
     out: str | None = setting(None, text, OUT, "FOLDER",
-        "write the list there as `digests`, and weights-digests.json, which tells processes that "
-        "read no weights which ones the engines have: both for a ConfigMap")
+        "write the list there as `digests`, and weights-digests.json for processes that read no "
+        "weights: it tells them which weights the engines have; both are for a ConfigMap")
     # fmt: on
 
 
@@ -113,8 +118,8 @@ class Verify:
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
     digests: str = setting("", text, OUT, "FILE",
-        "what each file must be, as `sha256sum` prints it", required=True)
-    without_weights: bool = setting(False, truth, OUT, "", "files of weights may be away",
+        "list of the files' digests, as `sha256sum` prints it", required=True)
+    without_weights: bool = setting(False, truth, OUT, "", "allow files of weights to be missing",
         switch=True)
     # fmt: on
 

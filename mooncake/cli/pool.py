@@ -70,17 +70,17 @@ class Node:
     """Settings of all commands that ask a pool node."""
 
     # fmt: off
-    url: str = setting(DEFAULT_URL, text, NODE, "URL", "of the node's --admin-port")
-    cluster_secret: str | None = setting(None, text, NODE, "TEXT", "of the pool",
+    url: str = setting(DEFAULT_URL, text, NODE, "URL", "URL of the node's --admin-port")
+    cluster_secret: str | None = setting(None, text, NODE, "TEXT", "secret of the pool",
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
     cluster_secret_file: str | None = setting(None, text, NODE, "FILE",
-        "that holds it, or a credential",
+        "file with the secret of the pool, or with a credential",
         env="MOONCAKE_CLUSTER_SECRET_FILE")
     transfer_protection: str = same_as(ServeConfig, "transfer_protection", NODE)
     ssl_ca_certs: str | None = setting(None, text, NODE, "FILE",
-        "authorities of the node's certificate (default: those of this machine)")
+        "authorities that sign the node's certificate (default: those that this machine trusts)")
     ssl_certfile: str | None = setting(None, text, NODE, "FILE",
-        "own certificate and key, where the node asks for one")
+        "own certificate and key, if the node asks for one")
     json: bool = setting(False, truth, NODE, "", "print one JSON document", switch=True)
     # fmt: on
 
@@ -89,22 +89,22 @@ class Node:
 class Stats(Node):
     """Settings of `mooncake pool stats`."""
 
-    all: bool = setting(False, truth, NODE, "", "of all nodes of the pool", switch=True)
+    all: bool = setting(False, truth, NODE, "", "show all nodes of the pool", switch=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tenant(Node):
     """Settings of all commands about values."""
 
-    tenant: str = setting("", text, VALUE, "NAME", "whose value it is")
+    tenant: str = setting("", text, VALUE, "NAME", "tenant who owns the value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Where(Tenant):
     """Settings of `mooncake pool where`."""
 
-    name: str | None = setting(None, text, VALUE, "NAME", "of a value", positional=True)
-    block: str | None = setting(None, text, VALUE, "HEX", "a block by its key instead")
+    name: str | None = setting(None, text, VALUE, "NAME", "name of a value", positional=True)
+    block: str | None = setting(None, text, VALUE, "HEX", "key of a block, instead of a name")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Get(Where):
 
     # fmt: off
     out: str | None = setting(None, text, VALUE, "FILE",
-        "to write it to (default: standard output)")
+        "file to write the value to (default: standard output)")
     # fmt: on
 
 
@@ -122,9 +122,11 @@ class Put(Tenant):
     """Settings of `mooncake pool put`."""
 
     # fmt: off
-    name: str = setting("", text, VALUE, "NAME", "what it is asked for by", positional=True,
+    name: str = setting("", text, VALUE, "NAME",
+        "name under which to store the value", positional=True,
         required=True)
-    file: str = setting("", text, VALUE, "FILE", "-: standard input", positional=True,
+    file: str = setting("", text, VALUE, "FILE",
+        "file to store; -: standard input", positional=True,
         required=True)
     # fmt: on
 
@@ -134,9 +136,9 @@ class Evict(Tenant):
     """Settings of `mooncake pool evict`."""
 
     # fmt: off
-    name: tuple[str, ...] = setting((), texts, VALUE, "NAME", "of values", positional=True,
+    name: tuple[str, ...] = setting((), texts, VALUE, "NAME", "names of values", positional=True,
         many="*")
-    block: tuple[str, ...] = setting((), texts, VALUE, "HEX", "a block, may be repeated",
+    block: tuple[str, ...] = setting((), texts, VALUE, "HEX", "key of a block; may be repeated",
         repeat=True)
     # fmt: on
 
@@ -146,7 +148,7 @@ class Names(Tenant):
     """Settings of all commands about several values."""
 
     # fmt: off
-    name: tuple[str, ...] = setting((), texts, VALUE, "NAME", "of values", positional=True,
+    name: tuple[str, ...] = setting((), texts, VALUE, "NAME", "names of values", positional=True,
         many="+", required=True)
     # fmt: on
 
@@ -162,15 +164,17 @@ class Pin(Names):
 class Replicate(Names):
     """Settings of `mooncake pool replicate`."""
 
-    nodes: int = setting(2, count(1), VALUE, "N", "in all")
+    nodes: int = setting(
+        2, count(1), VALUE, "N", "number of nodes that should hold the values, in all"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench(Node):
     """Settings of `mooncake pool bench`."""
 
-    batch: int = setting(16, count(1), "load", "BLOCKS", "in one call")
-    rounds: int = setting(20, count(1), "load", "N", "calls each way")
+    batch: int = setting(16, count(1), "load", "BLOCKS", "blocks in one call")
+    rounds: int = setting(20, count(1), "load", "N", "number of calls each way")
     transport: tuple[str, ...] = same_as(ServeConfig, "transport", "load")
 
 
@@ -178,7 +182,7 @@ class Bench(Node):
 class Drain(Node):
     """Settings of `mooncake pool drain`."""
 
-    wait: float = setting(60.0, number, NODE, "S", "at most so long")
+    wait: float = setting(60.0, number, NODE, "S", "most seconds to wait until the node is drained")
 
 
 def _stats_all(wanted: Stats) -> int:

@@ -46,8 +46,10 @@ class Profile:
     num_threads: int | None = same_as(ServeConfig, "num_threads", ENGINE)
     kv_cache_memory_bytes: int | None = same_as(ServeConfig, "kv_cache_memory_bytes", ENGINE)
     device: str = same_as(ServeConfig, "device", ENGINE)
-    repeats: int = setting(3, count(1), RESULT, "N", "of each step")
-    out: str | None = setting(None, text, RESULT, "FILE", "write the samples and the fit there")
+    repeats: int = setting(3, count(1), RESULT, "N", "number of times that each step is run")
+    out: str | None = setting(
+        None, text, RESULT, "FILE", "write the samples and the fit to this file"
+    )
     json: bool = setting(False, truth, RESULT, "", "print what --out writes", switch=True)
 
 

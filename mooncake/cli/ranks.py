@@ -31,9 +31,9 @@ class Ranks:
     bind_host: str = setting("127.0.0.1", text, GROUP, "HOST",
         "address of this machine on which ranks listen")
     port: int = setting(7100, count(0, 65535), GROUP, "N",
-        "where workers ask for ranks; 0: any free one, which is printed")
+        "port at which workers ask for ranks; 0: any free port, which is printed")
     shutdown_timeout: float = setting(30.0, positive, GROUP, "S",
-        "seconds that ranks still compute after SIGTERM, or until their leads have gone")
+        "seconds that ranks may still compute after SIGTERM, unless their leads have gone before")
     cluster_secret: str | None = same_as(ServeConfig, "cluster_secret", GROUP)
     cluster_secret_file: str | None = same_as(ServeConfig, "cluster_secret_file", GROUP)
     audit_log: str | None = same_as(ServeConfig, "audit_log", GROUP)

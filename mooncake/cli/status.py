@@ -26,8 +26,8 @@ class ServerAddress:
     """Settings of all commands that ask a server."""
 
     # fmt: off
-    url: str = setting(DEFAULT_URL, text, SERVER, "URL", "of the server")
-    api_key: str | None = setting(None, text, SERVER, "KEY", "if it asks for one",
+    url: str = setting(DEFAULT_URL, text, SERVER, "URL", "URL of the server")
+    api_key: str | None = setting(None, text, SERVER, "KEY", "API key, if the server asks for one",
         env="MOONCAKE_API_KEY", other_env="OPENAI_API_KEY", secret=True)
     # fmt: on
 
@@ -42,8 +42,8 @@ class Status(ServerAddress):
         positive,
         "output",
         "S",
-        "ask again every so many seconds, "
-        "until Ctrl-C; a server that does not answer is asked again, too",
+        "ask again every S seconds, until Ctrl-C; a server that does not answer is asked again, "
+        "too",
     )
 
 

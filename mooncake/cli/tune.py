@@ -29,9 +29,9 @@ class Tune:
     """Settings of `mooncake tune`."""
 
     # fmt: off
-    split: str = setting("tp8", text, EXPERTS, "NAME", "how they are split: tp8, tp16, ep16")
+    split: str = setting("tp8", text, EXPERTS, "NAME", "how the experts are split: tp8, tp16, ep16")
     format: tuple[str, ...] = setting(FORMATS, SomeOf(*FORMATS), EXPERTS, "NAME",
-        "of the weights, may be repeated", repeat=True)
+        "format of the weights; may be repeated", repeat=True)
     # fmt: on
 
 

@@ -649,7 +649,7 @@ class _Gate:
                 check_certificate(holder.signed, self._credential)
             except ProtocolError:
                 name = holder.certificate.name
-                return f"the secret that signed the credential {name!r} counts no more"
+                return f"the secret that signed the credential {name!r} is no longer valid"
             if len(self._trusted) >= _MAX_KNOWN:
                 self._trusted.clear()
             self._trusted[holder.signed] = self._credential.clusters

@@ -69,7 +69,7 @@ class Loans:
                 loan = lent[number]
                 loan.count -= 1
                 if not loan.count:
-                    loan.withdrawn, ended = "it was lent and is not any more", True
+                    loan.withdrawn, ended = "the loan of this memory has ended", True
                     del lent[number]
             if not lent:
                 self._lent.pop(name, None)

@@ -92,8 +92,8 @@ def decode_facts(found: bytes, trust: Trust) -> ClusterFacts:
         data = unseal(found, trust, SEAL, CredentialRole.GATEWAY)
     except MooncakeError as problem:
         raise Forbidden(
-            "cluster-secret: it is not that of this cluster, or what its first process says was "
-            f"altered ({problem.message})"
+            "cluster-secret: it is not the secret of that cluster, or the answer of its first "
+            f"process was altered ({problem.message})"
         ) from problem
     return read_facts(data)
 
@@ -108,8 +108,8 @@ def read_facts(data: bytes) -> ClusterFacts:
         return msgspec.msgpack.decode(data, type=ClusterFacts)
     except msgspec.ValidationError as problem:
         raise ConfigError(
-            "what the first process of the cluster says is of a release that cannot work with this "
-            f"one ({problem}); start the release that it runs"
+            "the cluster's first process runs a release that cannot work with this one "
+            f"({problem}); run the same release here"
         ) from problem
 
 
@@ -151,7 +151,7 @@ def facts_from(url: str, credential: Credential, ca_certs: str | None) -> Cluste
         raise NotUp(problem.message) from problem
     except (KeyError, TypeError, ValueError) as problem:
         raise ConfigError(
-            f"join: {url} is no `mooncake serve --headless` of this kind"
+            f"join: {url} is not the health port of a `mooncake serve --headless`"
         ) from problem
     return decode_facts(sealed, credential)
 
@@ -176,7 +176,7 @@ def when_up(
             if left_s <= 0:
                 raise
             if not told:
-                _log.warning("%s; it is waited for, %.0f s at most", problem.message, limit_s)
+                _log.warning("%s; waiting for at most %.0f s", problem.message, limit_s)
             told = True
             if stop.wait(min(left_s, ASK_AGAIN_S)):
                 raise

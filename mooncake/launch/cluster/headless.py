@@ -83,4 +83,4 @@ class HeadlessPort:
         """Only log: the workers that this process watches serve on, so it does not end by
         itself.
         """
-        _log.critical("%s is not live: %s; it is to be started again", self._name, why)
+        _log.critical("%s is not live: %s; start it again", self._name, why)

@@ -104,9 +104,9 @@ class JoinedCluster:
         config, port = self.config, self.config.join_port
         if port and self._credential.listening_seed is None:
             raise ConfigError(
-                "join-port: who joins here expects the cluster's own key, and this credential does "
-                "not have it: leave the port out, or give the secret, or the gateway credential "
-                "that `mooncake cluster init` makes"
+                "join-port: processes that join here expect the cluster's own key, which this "
+                "credential does not have: leave the port out, or give the secret, or the gateway "
+                "credential that `mooncake cluster init` makes"
             )
         channel = ZmqChannel(
             config.bind_host, credential=self._credential, is_typed=bool(port), tells_ends=True,

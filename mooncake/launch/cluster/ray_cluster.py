@@ -375,7 +375,7 @@ def reach(address: str) -> None:
         raise _distrust(address, "it hung up")
     if not speaks:
         raise ConfigError(
-            f"ray-ssl-certfile: Ray at {address} does not answer in clear: give certificates of "
+            f"ray-ssl-certfile: Ray at {address} does not answer without TLS: give certificates of "
             "its authority, --ray-ssl-certfile, --ray-ssl-keyfile and --ray-ssl-ca-certs"
         )
 

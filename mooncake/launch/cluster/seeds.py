@@ -121,7 +121,7 @@ def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
                 return read_facts(told.facts)
             if now_s - told_s > REMIND_S:
                 told_s = now_s
-                _log.warning("%s; it is waited for", seeds.why_silent().message)
+                _log.warning("%s; still waiting", seeds.why_silent().message)
         raise seeds.why_silent()
 
 

@@ -35,70 +35,81 @@ class BenchServe:
 
     # fmt: off
     backend: str = setting("openai", OneOf("openai", "openai-chat", "vllm"), ENDPOINT, "NAME",
-        "kind of API")
-    label: str | None = setting(None, text, ENDPOINT, "NAME", "in results instead of the backend")
-    base_url: str | None = setting(None, text, ENDPOINT, "URL", "instead of host and port",
+        "kind of API to call")
+    label: str | None = setting(None, text, ENDPOINT, "NAME",
+        "name in the results (default: the backend)")
+    base_url: str | None = setting(None, text, ENDPOINT, "URL",
+        "URL of the server, instead of --host and --port",
         short="--url")
     host: str = same_as(ServeConfig, "host", ENDPOINT)
     port: int = same_as(ServeConfig, "port", ENDPOINT)
-    endpoint: str | None = setting(None, text, ENDPOINT, "PATH", "default: the backend's")
+    endpoint: str | None = setting(None, text, ENDPOINT, "PATH",
+        "path of the API (default: the backend's)")
     header: tuple[str, ...] = setting((), texts, ENDPOINT, "NAME=VALUE",
-        "sent with every request, may be repeated", repeat=True)
-    api_key: str | None = setting(None, text, ENDPOINT, "KEY", "if the server asks for one",
+        "header to send with every request; may be repeated", repeat=True)
+    api_key: str | None = setting(None, text, ENDPOINT, "KEY",
+        "API key, if the server asks for one",
         env="OPENAI_API_KEY", other_env="MOONCAKE_API_KEY", secret=True)
-    insecure: bool = setting(False, truth, ENDPOINT, "", "take any TLS certificate", switch=True)
-    model: str | None = setting(None, text, ENDPOINT, "NAME", "default: the server's first")
+    insecure: bool = setting(False, truth, ENDPOINT, "", "accept any TLS certificate", switch=True)
+    model: str | None = setting(None, text, ENDPOINT, "NAME",
+        "name of the model (default: the server's first)")
     served_model_name: str | None = setting(None, text, ENDPOINT, "NAME",
-        "in requests, where it differs")
+        "name of the model in requests, if it differs from --model")
     tokenizer: str | None = setting(None, text, ENDPOINT, "DIR",
-        "of a checkpoint (default: the model)")
+        "directory of a checkpoint with the tokenizer (default: the model)")
     tokenizer_mode: str = setting("auto", text, ENDPOINT, "NAME", "")
     trust_remote_code: bool = setting(False, truth, ENDPOINT, "", "", switch=True)
     skip_tokenizer_init: bool = setting(False, truth, ENDPOINT, "", "send prompts as token ids",
         switch=True)
-    request_id_prefix: str = setting("", text, ENDPOINT, "TEXT", "of the id of every request")
+    request_id_prefix: str = setting("", text, ENDPOINT, "TEXT",
+        "beginning of the id of every request")
     ready_check_timeout_sec: float = owned(Run, "ready_timeout_s", number, ENDPOINT, "S",
-        "wait so long for the first answer; 0: do not look")
+        "seconds to wait for the server's first answer; 0: do not check")
     dataset_name: str = setting("random", OneOf(*DATASETS), DATASET, "NAME",
-        "what prompts are made of")
+        "source of the prompts")
     dataset_path: str | None = setting(None, text, DATASET, "FILE",
-        "of all datasets but the random ones")
-    num_prompts: int = setting(1000, count(1), DATASET, "N", "requests")
-    seed: int = owned(Run, "seed", count(0), DATASET, "N", "of prompts and times")
-    input_len: int | None = setting(None, count(0), DATASET, "N", "of random and its relatives")
-    output_len: int | None = setting(None, count(0), DATASET, "N", "of all answers")
+        "file of the dataset; random and prefix_repetition need none")
+    num_prompts: int = setting(1000, count(1), DATASET, "N", "number of requests")
+    seed: int = owned(Run, "seed", count(0), DATASET, "N", "seed of prompts and times")
+    input_len: int | None = setting(None, count(0), DATASET, "N",
+        "length of prompts of the datasets that are drawn at random")
+    output_len: int | None = setting(None, count(0), DATASET, "N", "length of all answers")
     random_input_len: int = owned(RandomShape, "input_len", count(0), DATASET, "N",
-        "of random prompts")
+        "length of random prompts")
     random_output_len: int = owned(RandomShape, "output_len", count(0), DATASET, "N",
-        "of their answers")
+        "length of the answers to random prompts")
     random_range_ratio: float = owned(RandomShape, "range_ratio", number, DATASET, "R",
-        "lengths vary by this share")
+        "share by which these lengths vary")
     random_prefix_len: int = owned(RandomShape, "prefix_len", count(0), DATASET, "N",
-        "tokens that all have in common")
+        "number of first tokens that all random prompts share")
     sharegpt_output_len: int | None = setting(None, count(0), DATASET, "N",
-        "default: the recorded answer's")
-    custom_output_len: int | None = setting(None, count(0), DATASET, "N", "default: the file's")
+        "length of answers (default: of the recorded answer)")
+    custom_output_len: int | None = setting(None, count(0), DATASET, "N",
+        "length of answers (default: as in the file)")
     prefix_repetition_prefix_len: int = owned(RepetitionShape, "prefix_len", count(0), DATASET, "N",
-        "tokens of a prefix")
+        "tokens of each repeated prefix")
     prefix_repetition_suffix_len: int = owned(RepetitionShape, "suffix_len", count(0), DATASET, "N",
-        "tokens after it")
+        "tokens after the prefix")
     prefix_repetition_num_prefixes: int = owned(RepetitionShape, "num_prefixes", count(0), DATASET,
-        "N", "prefixes")
+        "N", "number of prefixes")
     prefix_repetition_output_len: int = owned(RepetitionShape, "output_len", count(0), DATASET, "N",
-        "of answers")
+        "length of answers")
     request_rate: float = owned(Arrivals, "rate", number, LOAD, "RPS",
-        "requests a second; inf: all at once")
+        "requests a second; inf: send all at once")
     burstiness: float = owned(Arrivals, "burstiness", number, LOAD, "X",
-        "1: a Poisson process; more: more even")
+        "1: a Poisson process; more: more even arrivals")
     ramp_up_strategy: str | None = setting(None, OneOf("linear", "exponential"), LOAD, "NAME",
-        "a rate that grows")
-    ramp_up_start_rps: float | None = setting(None, number, LOAD, "RPS", "its first rate")
-    ramp_up_end_rps: float | None = setting(None, number, LOAD, "RPS", "its last rate")
+        "let the request rate grow in this way")
+    ramp_up_start_rps: float | None = setting(None, number, LOAD, "RPS",
+        "first rate of --ramp-up-strategy")
+    ramp_up_end_rps: float | None = setting(None, number, LOAD, "RPS",
+        "last rate of --ramp-up-strategy")
     max_concurrency: int | None = owned(Run, "max_concurrency", count(1), LOAD, "N",
-        "requests at a time (default: no limit)")
+        "most requests at a time (default: no limit)")
     num_warmups: int = owned(Run, "num_warmups", count(0), LOAD, "N",
-        "requests sent before, not counted")
-    self_timed: bool = owned(Run, "self_timed", truth, LOAD, "", "send at the trace's own times",
+        "number of requests sent first and not counted")
+    self_timed: bool = owned(Run, "self_timed", truth, LOAD, "",
+        "send requests at the trace's own times",
         switch=True)
     top_p: float | None = setting(None, number, SAMPLE, "X", "as in the API")
     top_k: int | None = setting(None, count(-1), SAMPLE, "X", "as in the API")
@@ -107,27 +118,33 @@ class BenchServe:
     frequency_penalty: float | None = setting(None, number, SAMPLE, "X", "as in the API")
     presence_penalty: float | None = setting(None, number, SAMPLE, "X", "as in the API")
     repetition_penalty: float | None = setting(None, number, SAMPLE, "X", "as in the API")
-    logprobs: int | None = setting(None, count(0), SAMPLE, "N", "ask for so many a token")
-    ignore_eos: bool = setting(False, truth, SAMPLE, "", "always so for random", switch=True)
-    chat_template_kwargs: str | None = setting(None, text, SAMPLE, "JSON", "for the chat template")
-    extra_body: str | None = setting(None, text, SAMPLE, "JSON", "more fields of every request")
+    logprobs: int | None = setting(None, count(0), SAMPLE, "N",
+        "number of logprobs to ask for with each token")
+    ignore_eos: bool = setting(False, truth, SAMPLE, "",
+        "go on after the end of the text; always on for random prompts", switch=True)
+    chat_template_kwargs: str | None = setting(None, text, SAMPLE, "JSON",
+        "variables for the chat template")
+    extra_body: str | None = setting(None, text, SAMPLE, "JSON", "further fields for every request")
     percentile_metrics: str = setting("ttft,tpot,itl", text, RESULTS, "LIST",
-        "what percentiles are shown of")
-    metric_percentiles: str = setting("99", text, RESULTS, "LIST", "which percentiles")
+        "metrics of which percentiles are shown")
+    metric_percentiles: str = setting("99", text, RESULTS, "LIST", "percentiles to show")
     goodput: tuple[str, ...] = setting((), texts, RESULTS, "NAME:MS",
-        "limits that a good request keeps", many="+")
-    disable_tqdm: bool = setting(False, truth, RESULTS, "", "no progress bar", switch=True)
-    save_result: bool = setting(False, truth, RESULTS, "", "write a JSON file", switch=True)
-    save_detailed: bool = setting(False, truth, RESULTS, "", "with the figures of every request",
+        "limits that a good request must keep", many="+")
+    disable_tqdm: bool = setting(False, truth, RESULTS, "", "show no progress bar", switch=True)
+    save_result: bool = setting(False, truth, RESULTS, "",
+        "write the results to a JSON file", switch=True)
+    save_detailed: bool = setting(False, truth, RESULTS, "",
+        "write the figures of every request too",
         switch=True)
-    append_result: bool = setting(False, truth, RESULTS, "", "add to the file that is there",
+    append_result: bool = setting(False, truth, RESULTS, "", "append to the file if it exists",
         switch=True)
-    metadata: tuple[str, ...] = setting((), texts, RESULTS, "NAME=VALUE", "written into the file",
+    metadata: tuple[str, ...] = setting((), texts, RESULTS, "NAME=VALUE",
+        "values to write into the file",
         many="*")
     result_dir: str | None = setting(None, text, RESULTS, "DIR",
-        "of the file (default: the current one)")
+        "directory of the file (default: the current one)")
     result_filename: str | None = setting(None, text, RESULTS, "NAME",
-        "default: of label, rate, model and date")
+        "name of the file (default: made of label, rate, model and date)")
     # fmt: on
 
 
@@ -135,7 +152,7 @@ class BenchServe:
 class BenchEngine:
     """Settings of both benchmarks of an engine alone."""
 
-    model: str = setting("", text, ENGINE, "DIR", "of a checkpoint", required=True)
+    model: str = setting("", text, ENGINE, "DIR", "directory of a checkpoint", required=True)
     output_len: int = setting(128, count(0), LOAD, "N", "tokens of each answer")
     max_model_len: int | None = same_as(ServeConfig, "max_model_len", ENGINE)
     max_num_seqs: int = same_as(ServeConfig, "max_num_seqs", ENGINE)
@@ -151,9 +168,9 @@ class BenchEngine:
     )
     deterministic: bool = same_as(ServeConfig, "deterministic", ENGINE)
     enforce_eager: bool = same_as(ServeConfig, "enforce_eager", ENGINE)
-    seed: int = setting(0, count(0), LOAD, "N", "of the prompts")
-    output_json: str | None = setting(None, text, RESULTS, "FILE", "write the figures there")
-    disable_tqdm: bool = setting(False, truth, RESULTS, "", "no progress bar", switch=True)
+    seed: int = setting(0, count(0), LOAD, "N", "seed of the prompts")
+    output_json: str | None = setting(None, text, RESULTS, "FILE", "write the figures to this file")
+    disable_tqdm: bool = setting(False, truth, RESULTS, "", "show no progress bar", switch=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +178,7 @@ class BenchThroughput(BenchEngine):
     """Settings of `mooncake bench throughput`."""
 
     input_len: int = setting(1024, count(0), LOAD, "N", "tokens of each prompt")
-    num_prompts: int = setting(1000, count(0), LOAD, "N", "prompts")
+    num_prompts: int = setting(1000, count(0), LOAD, "N", "number of prompts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +186,9 @@ class BenchLatency(BenchEngine):
     """Settings of `mooncake bench latency`."""
 
     input_len: int = setting(32, count(0), LOAD, "N", "tokens of each prompt")
-    batch_size: int = setting(8, count(0), LOAD, "N", "prompts of a batch")
-    n: int = setting(1, count(0), LOAD, "N", "answers a prompt")
-    num_iters_warmup: int = setting(10, count(0), LOAD, "N", "batches before, not counted")
-    num_iters: int = setting(30, count(1), LOAD, "N", "batches")
+    batch_size: int = setting(8, count(0), LOAD, "N", "prompts in a batch")
+    n: int = setting(1, count(0), LOAD, "N", "answers to each prompt")
+    num_iters_warmup: int = setting(
+        10, count(0), LOAD, "N", "batches that run first and are not counted"
+    )
+    num_iters: int = setting(30, count(1), LOAD, "N", "batches that are measured")

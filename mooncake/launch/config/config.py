@@ -251,7 +251,7 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         return
     if not config.model and config.role is not None and (config.is_seed or config.join is None):
         raise ConfigError(
-            f"no model: say whose it is, e.g. mooncake serve {DEMO} --role {config.role}"
+            f"no model: name it first, e.g. mooncake serve {DEMO} --role {config.role}"
         )
     for name in ("api_key", "admin_token"):
         if any(not key.isascii() for key in getattr(config, name)):
@@ -265,9 +265,9 @@ def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
             if port + name in written and getattr(config, certfile) is None:
                 raise ConfigError(f"{flag(port + name)} is for TLS: add --{flag(certfile)} FILE")
     if config.ssl_cert_reqs and config.ssl_ca_certs is None:
-        raise ConfigError("ssl-cert-reqs: say whose certificates: --ssl-ca-certs FILE")
+        raise ConfigError("ssl-cert-reqs: give the clients' authorities: --ssl-ca-certs FILE")
     if config.ray_ssl_certfile and config.ray_ssl_ca_certs is None:
-        raise ConfigError("ray-ssl-certfile: say whom Ray trusts: --ray-ssl-ca-certs FILE")
+        raise ConfigError("ray-ssl-certfile: give the authorities: --ray-ssl-ca-certs FILE")
     has_keys = bool(config.api_key) or config.api_keys_file is not None
     for port, what in (
         ("admin_", "--admin-port would speak plain HTTP"),
@@ -297,8 +297,8 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
     if joins_directly and config.cluster_secret is None and not is_told_the_key:
         by_ray = "" if config.seeds else "; or join a cluster that Ray runs: add --join HOST:PORT"
         raise ConfigError(
-            f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs one "
-            f"for others to prove: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET{by_ray}"
+            f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs a "
+            f"secret: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET{by_ray}"
         )
     if joins_directly and config.bind_host in WILDCARDS:
         raise ConfigError(

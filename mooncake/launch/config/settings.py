@@ -74,294 +74,331 @@ class ServeConfig:
     """All settings after they were resolved. They never change afterwards."""
 
     # fmt: off
-    model: str = setting("", text, MODEL, "MODEL", "directory of a checkpoint, or k2-demo: the "
-        "small model in the package (default)", positional=True)
+    model: str = setting("", text, MODEL, "MODEL",
+        "directory of a checkpoint (default: k2-demo, the small model in the package)",
+        positional=True)
     served_model_name: tuple[str, ...] = setting((), texts, MODEL, "NAME",
-        "name in the API, may be repeated", repeat=True)
+        "name of the model in the API; may be repeated", repeat=True)
     dtype: str = setting("auto", OneOf(*_DTYPES), MODEL, "TYPE",
-        "of weights and KV; auto: the checkpoint's")
+        "data type of weights and KV; auto: as in the checkpoint")
     max_model_len: int | None = setting(None, count(1), MODEL, "TOKENS",
         "longest prompt plus output, e.g. 32k (default: the model's)")
     kv_cache_memory_bytes: int | None = setting(None, size(1), MODEL, "SIZE",
         "memory for KV pages of each engine (default: 1GiB)")
     kv_cache_dtype: str = setting("auto", OneOf("auto", *KV_DTYPES), MODEL, "TYPE",
-        "of KV pages; auto: the dtype")
+        "data type of KV pages; auto: as --dtype")
     weights_key_file: str | None = setting(None, text, MODEL, "FILE",
-        "with the key of encrypted weights (or the key itself: env MOONCAKE_WEIGHTS_KEY)",
+        "file with the key of encrypted weights; the variable MOONCAKE_WEIGHTS_KEY may hold the "
+        "key itself",
         env="MOONCAKE_WEIGHTS_KEY_FILE")
     weights_key_command: str | None = setting(None, text, MODEL, "COMMAND",
-        "that prints it, e.g. a client of a key service; no shell runs it")
+        "command that prints the key of encrypted weights, e.g. a client of a key service; no "
+        "shell runs it")
     device: str = setting("auto", OneOf(*DEVICES), MODEL, "NAME",
-        "auto: a CUDA GPU where there is one")
+        "device that computes; auto: a CUDA GPU if there is one")
     gpu_memory_utilization: float = owned(ModelOptions, "gpu_memory_utilization", share, MODEL,
-        "SHARE", "of a GPU's memory; what is left of it holds KV pages")
+        "SHARE",
+        "share of a GPU's memory that is used; what weights and steps leave of it holds KV pages")
     num_gpu_blocks_override: int | None = setting(None, count(1), MODEL, "PAGES",
-        "number of KV pages of each engine, not a size")
+        "number of KV pages of each engine")
     block_size: int = owned(EngineConfig, "block_tokens", count(1, 1024), MODEL, "TOKENS",
         "tokens in a KVCache block")
     kvstore_dram_bytes: int = owned(KvStoreConfig, "dram_bytes", size(1), POOL, "SIZE",
-        "memory of each kvstore worker's pool", short="--dram")
+        "DRAM for the pool of each kvstore worker", short="--dram")
     ssd: tuple[tuple[str, int], ...] = setting((), disks, POOL, "DIR:SIZE",
-        "directory for blocks that DRAM has no room for, e.g. /mnt/nvme0:2TiB; one a disk, may be "
-        "repeated or listed with commas", repeat=True)
+        "directory and size for blocks that do not fit into DRAM, e.g. /mnt/nvme0:2TiB; give one "
+        "for each disk: repeat the flag or use commas", repeat=True)
     tenant_quota: tuple[tuple[str, int], ...] = setting((), quotas, POOL, "TENANT=SIZE",
-        "most DRAM for a tenant's blocks, may be repeated", repeat=True)
+        "most DRAM that a tenant's blocks may take; may be repeated", repeat=True)
     tenant_ssd_quota: tuple[tuple[str, int], ...] = setting((), quotas, POOL, "TENANT=SIZE",
-        "the same of all --ssd directories together", repeat=True)
+        "most room that a tenant's blocks may take on all --ssd directories together; may be "
+        "repeated", repeat=True)
     client_quota_share: float = owned(KvStoreConfig, "client_quota_share", share, POOL, "SHARE",
-        "largest part of a worker's DRAM, and of its SSD, that pool clients of a tenant without a "
-        "quota may fill together")
+        "largest share of a worker's DRAM, and of its SSD, that all pool clients of a tenant "
+        "without a quota may fill together")
     ssd_min_uses: int = owned(KvStoreConfig, "ssd_min_uses", count(1), POOL, "N",
-        "a block asked for so often goes down to SSD; 1: every one")
+        "blocks that were asked for this often are written to SSD; 1: all blocks")
     ssd_write_at: float = owned(KvStoreConfig, "ssd_write_at", part, POOL, "SHARE",
-        "of DRAM in use above which blocks go down; 0: at once")
+        "share of DRAM in use above which blocks are written to SSD; 0: at once")
     ssd_encryption: bool = setting(False, truth, POOL, "",
-        "blocks on SSD are encrypted; needs a key", switch=True)
+        "encrypt blocks on SSD; needs a key", switch=True)
     ssd_key_file: str | None = setting(None, text, POOL, "FILE",
-        "with the key of --ssd-encryption (or the key itself: env MOONCAKE_SSD_KEY)",
+        "file with the key for --ssd-encryption; the variable MOONCAKE_SSD_KEY may hold the key "
+        "itself",
         env="MOONCAKE_SSD_KEY_FILE")
     ssd_key_command: str | None = setting(None, text, POOL, "COMMAND",
-        "that prints it; no shell runs it")
+        "command that prints the key for --ssd-encryption; no shell runs it")
     admin_ssl_certfile: str | None = setting(None, text, POOL, "FILE",
-        "certificate chain in PEM: --admin-port is then HTTPS")
+        "certificate chain (PEM) for --admin-port, which then speaks HTTPS")
     admin_ssl_keyfile: str | None = setting(None, text, POOL, "FILE",
-        "its private key (default: in the certificate's file)")
+        "private key of --admin-ssl-certfile (default: it is in the certificate's file)")
     admin_ssl_ca_certs: str | None = setting(None, text, POOL, "FILE",
-        "authorities of the clients that are let in (default: clients need no certificate)")
-    admin_host: str = setting("127.0.0.1", text, POOL, "HOST", "address of --admin-port")
+        "authorities of the clients that --admin-port accepts (default: clients need no "
+        "certificate)")
+    admin_host: str = setting("127.0.0.1", text, POOL, "HOST",
+        "address at which --admin-port listens")
     admin_port: int | None = setting(None, count(0, 65535), POOL, "PORT",
-        "health, metrics, stats and drain of a kvstore worker over HTTP; 0: any free one; the "
-        "second worker takes the next (default: none; a pool standing alone: 8100)")
+        "HTTP port of a kvstore worker for health, metrics, stats and drain (default: none, or "
+        "8100 for a pool without engines); 0: any free port; a second worker takes the next port")
     admin_token: tuple[str, ...] = setting((), texts, POOL, "TOKEN",
-        "lets its bearer ask --admin-port for stats and drain, may be repeated", repeat=True,
+        "token that lets its holder ask --admin-port for stats and drain; may be repeated",
+        repeat=True,
         env="MOONCAKE_ADMIN_TOKEN", secret=True)
-    prefill: int = setting(1, count(0, 512), CLUSTER, "N", "prefill workers")
-    decode: int = setting(1, count(0, 512), CLUSTER, "N", "decode workers")
+    prefill: int = setting(1, count(0, 512), CLUSTER, "N", "number of prefill workers")
+    decode: int = setting(1, count(0, 512), CLUSTER, "N", "number of decode workers")
     kvstore: int | None = setting(None, count(0, 512), CLUSTER, "N",
-        "kvstore workers (default: 1, colocated 0)")
+        "number of kvstore workers (default: 1, or 0 with --colocated)")
     colocated: bool = setting(False, truth, CLUSTER, "",
-        "one process, one engine for everything, no Ray", switch=True)
+        "run everything in one process with one engine, without Ray", switch=True)
     ray_address: str | None = setting(None, host_and_port, CLUSTER, "HOST:PORT",
-        "use this Ray cluster, start none")
+        "Ray cluster to use (default: start one)")
     ray_ssl_certfile: str | None = setting(None, text, CLUSTER, "FILE",
-        "certificate of this machine in PEM: Ray speaks TLS, with those of the same authority only")
+        "certificate of this machine (PEM) for Ray, which then speaks TLS, and only with machines "
+        "that have the same authority")
     ray_ssl_keyfile: str | None = setting(None, text, CLUSTER, "FILE",
-        "its private key (default: in the certificate's file)")
+        "private key of --ray-ssl-certfile (default: it is in the certificate's file)")
     ray_ssl_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
-        "authorities of the machines of the cluster")
-    ray_without_tls: bool = setting(False, truth, CLUSTER, "", "Ray may speak in clear beyond this "
-        "machine: who reads the network can run programs here", switch=True,
+        "authorities that sign the certificates of the cluster's machines")
+    ray_without_tls: bool = setting(False, truth, CLUSTER, "",
+        "let Ray speak with other machines without TLS; anyone who reads the network can then run "
+        "programs here", switch=True,
         env="MOONCAKE_RAY_WITHOUT_TLS")
-    role: str | None = setting(None, OneOf(*_ROLES), CLUSTER, "ROLE", "run one worker or one more "
-        "gateway; needs --join (kvstore without it: a pool standing alone)")
+    role: str | None = setting(None, OneOf(*_ROLES), CLUSTER, "ROLE",
+        "run only one worker, or one more gateway; needs --join (kvstore without --join: a pool "
+        "without engines)")
     headless: bool = setting(False, truth, CLUSTER, "",
-        "look after workers without an API: gateways come with --role gateway --join", switch=True)
+        "start and watch workers without an API; gateways are added with --role gateway --join",
+        switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
-        "a running cluster: tcp://HOST:PORT of a gateway, or HOST:PORT of its Ray; of a pool "
-        "standing alone tcp://HOST:PORT; several gateways with commas: one that answers is enough; "
-        "for a gateway also http:// or https://HOST:PORT, the health port of a --headless process")
+        "running cluster to join: tcp://HOST:PORT of a gateway or of a pool without engines, or "
+        "HOST:PORT of the cluster's Ray; give several gateways with commas, and one that answers "
+        "is enough; a gateway also takes http:// or https://HOST:PORT, the health port of a "
+        "--headless process")
     join_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
-        "where others join this gateway, or this pool standing alone: PORT in their --join "
-        "tcp://HOST:PORT; 0: any free one")
+        "port at which others join this gateway, or this pool without engines, by --join "
+        "tcp://HOST:PORT; 0: any free port")
     join_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
-        "authorities of --join https://HOST:PORT (default: this machine's)")
+        "authorities that sign the certificate of --join https://HOST:PORT (default: those that "
+        "this machine trusts)")
     join_timeout: int = setting(0, count(0), CLUSTER, "S",
         "seconds that --join waits for a cluster that is not up yet")
     node_id: str | None = setting(None, text, CLUSTER, "NAME",
         "name of this machine (default: its host name)")
     transport: tuple[str, ...] = setting(("auto",), SomeOf("auto", "shm", "rdma", "tcp"), CLUSTER,
-        "LIST", "how KV may move, e.g. shm,tcp; auto: all that work on this machine")
+        "LIST", "transports that may move KV, e.g. shm,tcp; auto: all that work on this machine")
     require_transport: str | None = owned(SchedulerConfig, "require_transport",
         OneOf("shm", "rdma", "tcp"), CLUSTER, "NAME",
-        "move KV by this one only: a worker that cannot use it does not start, and gateways use no "
-        "worker that moves KV by another one (default: see --transport)")
+        "move KV only by this transport; a worker that cannot use it does not start, and gateways "
+        "use no worker that moves KV by another one (default: see --transport)")
     transfer_protection: str = setting("auto", OneOf("auto", *PROTECTIONS), CLUSTER, "KIND",
-        "of KV on sockets: from nothing, from changes (mac), or from readers, too; auto: mac, none "
-        "where workers listen on loopback. RDMA cannot encrypt")
+        "protection of KV on sockets: none, mac (against changes) or encrypt (against readers "
+        "too); auto: mac, or none if workers listen on loopback; RDMA cannot encrypt")
     push_checksums: str = setting("auto", OneOf("auto", "on", "off"), CLUSTER, "WHEN",
-        "decode compares KV that prefill pushes with checksums before it goes on; auto: where "
+        "decode compares KV that prefill pushes with checksums before it uses it; auto: on if "
         "workers listen beyond loopback and KV is in host memory")
     rdma_device: tuple[str, ...] = owned(RdmaSettings, "devices", texts, CLUSTER, "NAME",
-        "NIC such as mlx5_0, may be repeated (default: all)", repeat=True)
+        "NIC to use, such as mlx5_0; may be repeated (default: all)", repeat=True)
     rdma_near: tuple[tuple[str, tuple[str, ...]], ...] = setting((), nearby, CLUSTER,
-        "PLACE=NIC,NIC", "NICs for memory at cpu:NUMA-NODE, gpu:PCI-ADDRESS or anywhere, all "
-        "others after them; may be repeated (default: the nearest)", repeat=True)
+        "PLACE=NIC,NIC",
+        "NICs to prefer for memory at a place: cpu:NUMA-NODE, gpu:PCI-ADDRESS or anywhere; may be "
+        "repeated (default: the nearest)", repeat=True)
     rdma_gid_index: int | None = owned(RdmaSettings, "gid_index", count(0, 255), CLUSTER, "N",
-        "of each NIC (default: RoCE v2, routable)")
+        "GID index of each NIC (default: RoCE v2, routable)")
     rdma_mtu: int | None = owned(RdmaSettings, "mtu_bytes", count(256, 4096), CLUSTER, "BYTES",
-        "at most (default: the port's own)")
+        "largest MTU in bytes (default: the port's own)")
     rdma_traffic_class: int = owned(RdmaSettings, "traffic_class", count(0, 255), CLUSTER, "N",
-        "of RDMA packets, for networks that have a lossless one (RoCE: 4 times the DSCP)")
+        "traffic class of RDMA packets, for networks with a lossless class (RoCE: 4 times the "
+        "DSCP)")
     rdma_service_level: int = owned(RdmaSettings, "service_level", count(0, 15), CLUSTER, "N",
-        "the same for InfiniBand")
+        "service level of RDMA packets on InfiniBand")
     bind_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
-        "address workers listen on for each other")
+        "address at which workers listen for each other")
     bind_ports: tuple[int, int] | None = setting(None, port_range, CLUSTER, "FIRST-LAST",
-        "ports of it that they take, each socket the first that is free, e.g. 7000-7099 (default: "
-        "any)")
+        "ports at which workers may listen on --bind-host, e.g. 7000-7099; each socket takes the "
+        "first free one (default: any port)")
     health_ssl_certfile: str | None = setting(None, text, CLUSTER, "FILE",
-        "certificate chain in PEM: --health-port is then HTTPS")
+        "certificate chain (PEM) for --health-port, which then speaks HTTPS")
     health_ssl_keyfile: str | None = setting(None, text, CLUSTER, "FILE",
-        "its private key (default: in the certificate's file)")
+        "private key of --health-ssl-certfile (default: it is in the certificate's file)")
     health_ssl_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
-        "authorities of the probes that are let in (default: probes need no certificate; those of "
-        "Kubernetes have none)")
-    http_without_tls: bool = setting(False, truth, CLUSTER, "", "the API with keys, health and "
-        "admin ports may speak plain HTTP beyond this machine", switch=True,
+        "authorities of the probes that --health-port accepts (default: probes need no "
+        "certificate; Kubernetes' probes have none)")
+    http_without_tls: bool = setting(False, truth, CLUSTER, "",
+        "let the API with keys, the health ports and the admin ports speak plain HTTP beyond this "
+        "machine", switch=True,
         env="MOONCAKE_HTTP_WITHOUT_TLS")
-    health_host: str = setting("127.0.0.1", text, CLUSTER, "HOST", "address of --health-port")
+    health_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
+        "address at which --health-port listens")
     health_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
-        "/health and /metrics of each worker's process (with --headless also of this one, which "
-        "takes the first); the second worker takes the next; 0: any free ones, which "
-        "`mooncake status` names")
-    cluster_secret: str | None = setting(None, text, CLUSTER, "TEXT", "shared by all processes of "
-        "the cluster (default: drawn at start; who joins on the same machine finds it)",
+        "port for /health and /metrics of each worker's process; a second worker takes the next "
+        "port; with --headless this process takes the first; 0: any free ports, which `mooncake "
+        "status` shows")
+    cluster_secret: str | None = setting(None, text, CLUSTER, "TEXT",
+        "secret that all processes of the cluster share (default: a random one; processes that "
+        "join on the same machine find it)",
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
     cluster_secret_file: str | None = setting(None, text, CLUSTER, "FILE",
-        "that holds it, or a credential: other users see flags, but not this",
+        "file with the cluster secret, or with a credential; other users can see flags, but not "
+        "this file",
         env="MOONCAKE_CLUSTER_SECRET_FILE")
     tensor_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "processes that share each layer of an engine", short="-tp")
+        "number of processes that share each layer of an engine", short="-tp")
     decode_context_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "ranks of those among which an engine's KV is dealt out", short="-dcp")
+        "number of these ranks among which an engine's KV is divided", short="-dcp")
     prefill_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
-        "tensor-, pipeline-, decode-context- or data-parallel-size of prefill workers, where it is "
-        "not that of all; may be repeated", repeat=True)
+        "tensor-, pipeline-, decode-context- or data-parallel-size of prefill workers only; may be "
+        "repeated", repeat=True)
     decode_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
-        "the same of decode workers", repeat=True)
+        "the same for decode workers only; may be repeated", repeat=True)
     pipeline_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "stages of an engine, each with a part of the layers", short="-pp")
+        "number of stages of an engine, each with a part of the layers", short="-pp")
     stage_hosts: tuple[str, ...] = setting((), hosts_and_ports, CLUSTER, "HOST:PORT",
-        "a machine that computes a stage, where `mooncake ranks` runs; may be repeated, first "
-        "stage first; the last stage is the worker's own (default: all are)", repeat=True)
+        "machine that computes a stage and runs `mooncake ranks`; may be repeated, first stage "
+        "first; the last stage always runs on the worker's machine (default: all stages do)",
+        repeat=True)
     data_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "workers of each engine: each has sequences and KV of its own, and all share the experts; "
-        "on GPUs only with --dry-run so far",
+        "number of workers of each engine; each has its own sequences and KV, and all share the "
+        "experts; on GPUs only with --dry-run so far",
         short="-dp")
     enable_expert_parallel: bool = setting(False, truth, CLUSTER, "",
-        "each rank of an engine has some routed experts whole, in place of columns of all",
+        "give each rank of an engine some whole routed experts, instead of some columns of all",
         switch=True, short="-ep")
     enable_eplb: bool = setting(False, truth, CLUSTER, "",
-        "ranks that share experts move and copy those with most rows while they are used",
+        "move and copy the experts with the most rows between ranks that share experts, while they "
+        "serve",
         switch=True)
     eplb_config: EplbConfig | None = owned(ModelOptions, "eplb", table(EplbConfig), CLUSTER, "JSON",
-        'of --enable-eplb: \'{"window_size": 1000, "step_interval": 3000, '
-        '"num_redundant_experts": 0}\' where nothing is said')
+        'settings of --enable-eplb (default: \'{"window_size": 1000, "step_interval": 3000, '
+        '"num_redundant_experts": 0}\')')
     all2all_backend: str = setting(GATHERED, OneOf(GATHERED, *DEEPEP), CLUSTER, "NAME",
-        "how rows get to the ranks that have their experts: all to all of them, sums back; deepep: "
-        "only with --dry-run so far")
-    host: str = owned(ApiConfig, "host", text, API, "HOST", "address of the API")
+        "how rows get to the ranks that have their experts; allgather_reducescatter: all rows go "
+        "to all ranks, and sums come back; deepep: only with --dry-run so far")
+    host: str = owned(ApiConfig, "host", text, API, "HOST", "address at which the API listens")
     port: int = owned(ApiConfig, "port", count(0, 65535), API, "PORT",
-        "port of the API; 0: any free one")
+        "port of the API; 0: any free port")
     api_key: tuple[str, ...] = owned(ApiConfig, "api_keys", texts, API, "KEY",
-        "accepted key, an operator's and of all classes; may be repeated", repeat=True,
+        "key that the API accepts, with an operator's rights and all classes; may be repeated",
+        repeat=True,
         env="MOONCAKE_API_KEY", secret=True)
     api_keys_file: str | None = setting(None, text, API, "FILE", "YAML list of keys; each has "
         "name, tenant, priorities, operator, requests_per_min, tokens_per_min, max_concurrent")
     ssl_certfile: str | None = setting(None, text, API, "FILE",
-        "certificate chain in PEM: the API is then HTTPS")
+        "certificate chain (PEM) for the API, which then speaks HTTPS")
     ssl_keyfile: str | None = setting(None, text, API, "FILE",
-        "its private key (default: in the certificate's file)")
+        "private key of --ssl-certfile (default: it is in the certificate's file)")
     ssl_ca_certs: str | None = setting(None, text, API, "FILE",
-        "authorities whose client certificates are let in")
+        "authorities of the clients that the API accepts")
     ssl_cert_reqs: int | None = setting(None, count(0, 2), API, "N",
-        "client certificates: 0 none, 1 optional, 2 needed (default: 2 with --ssl-ca-certs)")
+        "client certificates: 0 none, 1 optional, 2 required (default: 2 with --ssl-ca-certs)")
     allowed_origins: tuple[str, ...] = owned(ApiConfig, "cors_origins", texts, API, "ORIGIN",
-        "web origin whose pages may call, may be repeated", repeat=True)
+        "web origin whose pages may call the API; may be repeated", repeat=True)
     max_body_bytes: int = owned(ApiConfig, "max_body_bytes", size(1), API, "SIZE",
         "largest body of a request; larger ones get 413")
     max_inflight_body_bytes: int = owned(ApiConfig, "max_inflight_body_bytes", size(1), API,
-        "SIZE", "bodies of running requests in memory together; more get 429, and one key has at "
-        "most half of what the others leave")
+        "SIZE",
+        "memory for the bodies of running requests; more get 429, and one key may take at most "
+        "half of what the others leave")
     max_kept_answer_bytes: int = owned(ApiConfig, "max_kept_answer_bytes", size(0), API,
-        "SIZE", "answers to requests with an Idempotency-Key in memory, for those that repeat "
-        "them; one key has at most half of what the others leave")
+        "SIZE",
+        "memory for answers to requests with an Idempotency-Key, for clients that repeat them; one "
+        "key may take at most half of what the others leave")
     max_receipts: int = owned(ApiConfig, "max_receipts", count(0), API, "N",
-        "last calls whose receipts (`mooncake explain`) are kept in memory; 0: none")
+        "number of last calls whose receipts (`mooncake explain`) are kept in memory; 0: none")
     max_connections: int = owned(ApiConfig, "max_connections", count(1), API, "N",
-        "open connections; of more, the oldest that has proven no key is closed")
+        "most open connections; when there are more, the oldest that has proven no key is closed")
     max_body_cost: int = owned(ApiConfig, "max_body_cost", count(1), API, "N",
-        "most values in a body: fields, objects and lists count 8, items of lists 1; streams "
-        "stall about 1 ms for every 5,000")
+        "most values in a body; fields, objects and lists count 8, items of lists 1; streams stall "
+        "about 1 ms for every 5,000")
     timeout_keep_alive: int = owned(ApiConfig, "keep_alive_s", count(1, 86400), API, "S",
-        "seconds that idle connections stay open; longer than a proxy before it keeps them")
+        "seconds that idle connections stay open; choose more than a proxy in front keeps them")
     access_log: bool = owned(ApiConfig, "access_log", truth, API, "", "log every HTTP request",
         switch=True)
     allow_special_tokens_in_chat: bool = owned(ApiConfig, "allow_special_tokens_in_chat", truth,
-        API, "", "let messages spell control tokens: any user can then speak as the system",
+        API, "", "let messages contain control tokens; any user can then speak as the system",
         switch=True)
     kv_events_config: KvEventsConfig | None = setting(None, table(KvEventsConfig), API, "JSON",
-        "publish which blocks are cached, in vLLM's format, for routers in front of this server: "
-        '\'{"endpoint": "tcp://127.0.0.1:5557"}\'; the events hold prompts and answers')
+        "publish in vLLM's format which blocks are cached, for routers in front of this server, "
+        'e.g. \'{"endpoint": "tcp://127.0.0.1:5557"}\'; the events contain prompts and answers')
     shutdown_timeout: float = owned(ApiConfig, "drain_s", positive, API, "S",
-        "seconds that running requests get to finish at the end")
-    max_num_seqs: int = setting(64, count(1, 65536), ENGINE, "N", "sequences in an engine's batch")
+        "seconds that running requests get to finish at shutdown")
+    max_num_seqs: int = setting(64, count(1, 65536), ENGINE, "N",
+        "most sequences in an engine's batch")
     max_num_batched_tokens: int | None = setting(None, count(1), ENGINE, "N",
-        "tokens in one step: the chunk of a long prompt (default: 2048; on a GPU the largest of "
-        "8192, 4096 and 2048 beside which the KV fits)")
+        "most tokens in one step, which is also the chunk of a long prompt (default: 2048; on a "
+        "GPU the largest of 8192, 4096 and 2048 that leaves room for the KV)")
     enable_prefix_caching: bool = owned(EngineConfig, "enable_prefix_caching", truth, ENGINE, "",
-        "reuse blocks of earlier requests", switch=True)
+        "reuse cached blocks of earlier requests", switch=True)
     speculative_config: SpeculativeConfig | None = owned(EngineConfig, "speculation",
-        table(SpeculativeConfig), ENGINE, "JSON", "several tokens of a sequence in one step, the "
-        'same ones: \'{"method": "ngram", "num_speculative_tokens": 4}\'', short="-sc")
+        table(SpeculativeConfig), ENGINE, "JSON",
+        'compute several tokens of a sequence in one step, with the same result, e.g. \'{"method": '
+        '"ngram", "num_speculative_tokens": 4}\'', short="-sc")
     step_timeout: int = owned(EngineConfig, "step_timeout_s", count(1), ENGINE, "SECONDS",
-        "a worker whose step makes no progress for this long (its first steps: ten times as long) "
-        "ends, and others take its requests")
+        "a worker whose step makes no progress for this long ends, and others take its requests; "
+        "its first steps may take ten times as long")
     attention_backend: str = owned(ModelOptions, "attention_backend", OneOf(*ATTENTION_BACKENDS),
         ENGINE, "NAME",
-        "auto: triton on a GPU; in bfloat16 native (C++, compiled here) or else onednn, where they "
-        "can; else reference")
+        "kernels for attention; auto: triton on a GPU; on a CPU in bfloat16 native (C++, compiled "
+        "here) or else onednn, if they can; otherwise reference")
     moe_backend: str = owned(ModelOptions, "moe_backend", OneOf(*MOE_BACKENDS), ENGINE, "NAME",
-        "auto: triton on a GPU; native or, where it is measured faster, onednn in bfloat16; else "
-        "reference")
+        "kernels for experts; auto: triton on a GPU; on a CPU in bfloat16 native or, if it is "
+        "measured to be faster, onednn; otherwise reference")
     expert_device: str = owned(ModelOptions, "expert_device", OneOf(*EXPERT_DEVICES), ENGINE,
-        "NAME", "cpu: routed experts lie in DRAM and --moe-backend computes them, all else runs on "
-        "the GPU")
+        "NAME",
+        "where routed experts are computed; cpu: they lie in DRAM and --moe-backend computes them, "
+        "while all else runs on the GPU")
     rank_backend: str = owned(ModelOptions, "rank_backend", OneOf(*RANK_BACKENDS), ENGINE, "NAME",
-        "what the ranks of an engine exchange tensors by; auto: NCCL on GPUs, else shm, a memory "
-        "that they share; gloo: connections over loopback, slower")
+        "how the ranks of an engine exchange tensors; auto: NCCL on GPUs, otherwise shm, a shared "
+        "memory; gloo: connections over loopback, slower")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
-        "no result depends on the rest of the batch nor, on CPUs, on the number of ranks; slower",
+        "make results independent of the rest of the batch and, on CPUs, of the number of ranks; "
+        "slower",
         switch=True)
     enforce_eager: bool = setting(False, truth, ENGINE, "",
-        "capture no CUDA graphs of decode steps and of short prompts", switch=True)
+        "do not capture CUDA graphs of decode steps and short prompts", switch=True)
     num_threads: int | None = setting(None, count(1, 1024), ENGINE, "N",
         "CPU threads of each engine (default: a fair share)")
     self_profile: bool = setting(True, truth, ENGINE, "",
-        "time a few steps at start, for placement", switch=True)
-    policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), LIMITS, "NAME", "of placement")
+        "time a few steps at start, so that placement knows their cost", switch=True)
+    policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), LIMITS, "NAME",
+        "policy by which a prefill worker is chosen")
     slo_ttft_s: float | None = owned(SchedulerConfig, "ttft_slo_s", positive, LIMITS, "S",
-        "answer 429 when the first token would take longer (default: no limit)")
+        "limit on the predicted time to the first token, in seconds; requests above it get 429 "
+        "(default: no limit)")
     slo_tbt_ms: float | None = owned(SchedulerConfig, "tbt_slo_s", positive, LIMITS, "MS",
-        "answer 429 when gaps between tokens would be longer; prompts beside streams are computed "
-        "in chunks that keep this limit; the first token is shown together with the second, so "
-        "that the hand-over to decode makes no gap (default: no limit)",
+        "limit on predicted gaps between tokens, in ms; requests above it get 429; prompts are "
+        "then computed in chunks short enough for running streams; the first token is sent "
+        "together with the second, so that the hand-over to decode makes no gap (default: no "
+        "limit)",
         per_unit=1000)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
-        "workers change between prefill and decode when the load moves for long", switch=True)
+        "let workers change between prefill and decode when the load moves for long", switch=True)
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",
-        "accepted requests at a time; more get 429")
+        "most accepted requests at a time; more get 429")
     log_level: str | None = setting(None, OneOf(*_LEVELS), OTHER, "LEVEL",
-        "of the log on standard error (default: info; a cluster that is started on a terminal "
-        "shows warnings, and names the file that has the rest)")
+        "level of the log on standard error (default: info); a cluster that is started on a "
+        "terminal shows only warnings, and names the file that has the rest")
     log_file: str | None = setting(None, text, OTHER, "PATH",
-        "also append the log of all its processes, from info on, to this file on their machines")
+        "also append the log of all processes, from level info on, to this file on their machines")
     log_format: str = setting("text", OneOf("text", "json"), OTHER, "FORMAT",
-        "json: one object a line")
+        "format of the log; json: one object for each line")
     audit_log: str | None = setting(None, text, OTHER, "PATH",
-        "append to this file who drained, removed, changed keys or was refused, one JSON object a "
-        "line; -: write it to standard error")
+        "append to this file who drained, removed, changed keys or was refused, one JSON object "
+        "for each line; -: write to standard error")
     otlp_traces_endpoint: str | None = setting(None, web_url, OTHER, "URL",
         "send traces of requests to this collector, by OTLP over HTTP; needs the packages of "
         "mooncake-serve[otlp]")
     otlp_traces_sampling_ratio: float = setting(1.0, part, OTHER, "SHARE",
-        "of requests without a traceparent that are traced; with one, the client has decided")
+        "share of requests to trace, out of those without a traceparent; with a traceparent the "
+        "client has decided")
     dry_run: bool = setting(False, truth, OTHER, "", switch=True,
-        text="print the configuration and memory plan, check all that `serve` would, start nothing")
-    hardware: str | None = setting(None, text, OTHER, "H", "with --dry-run: fit the model on these "
-        "GPUs instead of this machine: a name in configs/hardware, or a JSON file of that form")
+        text=
+        "print the configuration and memory plan, make all checks that `serve` makes, start "
+        "nothing")
+    hardware: str | None = setting(None, text, OTHER, "H",
+        "with --dry-run: fit the model on these GPUs instead of this machine; a name in "
+        "configs/hardware, or a JSON file of the same form")
     check: bool = setting(False, truth, OTHER, "", switch=True,
-        text="compare each kernel with its reference on this machine, start nothing")
+        text="compare each kernel with its reference on this machine, and start nothing")
     # fmt: on
 
     @property

@@ -40,20 +40,21 @@ class Replay:
 
     # fmt: off
     trace: str | None = setting(None, text, TRACE, "FILE", TRACE_HELP)
-    trace_format: str = setting("mooncake", OneOf("mooncake"), TRACE, "NAME", "of the file")
+    trace_format: str = setting("mooncake", OneOf("mooncake"), TRACE, "NAME", "format of the trace")
     speed: float = setting(1.0, positive, TRACE, "X", "replay X times faster")
-    limit: int | None = setting(None, count(0), TRACE, "N", "only the first N requests")
+    limit: int | None = setting(None, count(0), TRACE, "N", "use only the first N requests")
     model: str = setting("llama3-70b", text, CLUSTER, "M", NAMES.format("models"))
     hardware: str = setting("a800x8", text, CLUSTER, "H", NAMES.format("hardware"))
     shape: str | None = setting(None, _shape, CLUSTER, "tpN[-ppN][-dcpN][-dpN-epN]",
-        "ranks of each instance, those of a stage (ppN) on one node: tp8 holds the KV on every "
-        "rank, tp8-dcp8 deals it out; tp8-dp2-ep16 is two instances that share the experts "
-        "(default: all GPUs of as few nodes as hold the weights, KV dealt out)")
+        "ranks of each instance; those of a stage (ppN) share a node; tp8 holds all KV on every "
+        "rank, tp8-dcp8 divides it; tp8-dp2-ep16 is two instances that share the experts (default: "
+        "all GPUs of as few nodes as hold the weights, with KV divided)")
     slo_ttft_s: float = owned(SimulationConfig, "ttft_slo_s", positive, LIMITS, "S",
         "limit on the time to the first token")
     slo_tbt_ms: float = owned(SimulationConfig, "tbt_slo_s", positive, LIMITS, "MS",
         "limit on the mean of the slowest tenth of gaps", per_unit=1000)
-    seed: int = owned(SimulationConfig, "seed", count(0), CLUSTER, "N", "of all random choices")
+    seed: int = owned(SimulationConfig, "seed", count(0), CLUSTER, "N",
+        "seed of all random choices")
     json: str | None = setting(None, text, RESULT, "OUT", "write all figures here")
     report: str | None = setting(None, text, RESULT, "OUT.html", "write a page with plots")
     # fmt: on
@@ -65,22 +66,23 @@ class SimulateSettings(Replay):
 
     # fmt: off
     prefill: int | None = setting(None, count(0), CLUSTER, "N",
-        "prefill instances (default: 8, of baselines 0)")
+        "number of prefill instances (default: 8, or 0 for baselines)")
     decode: int | None = setting(None, count(0), CLUSTER, "N",
-        "decode instances (default: 8, of baselines 16)")
+        "number of decode instances (default: 8, or 16 for baselines)")
     engine: str = owned(SimulationConfig, "engine", OneOf(*ENGINES), CLUSTER, "NAME",
-        "a baseline instead: coupled engines, --decode of them")
+        "disaggregated, or a baseline of coupled engines, whose number is --decode")
     policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), CLUSTER, "NAME",
-        "prefill choice")
+        "policy by which a prefill instance is chosen")
     local_caches: bool = setting(False, truth, CLUSTER, "",
-        "no instance fetches from another node's pool", switch=True)
+        "let no instance fetch from another node's pool", switch=True)
     reject: bool = setting(False, truth, LIMITS, "",
-        "refuse what would miss the limits, instead of late", switch=True)
+        "refuse requests that would miss the limits, instead of serving them late", switch=True)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, CLUSTER, "",
-        "instances change between prefill and decode when the load moves for long", switch=True)
+        "let instances change between prefill and decode when the load moves for long", switch=True)
     pool_tokens: int = owned(SimulationConfig, "pool_tokens", count(0), CLUSTER, "N",
-        "DRAM pool of each prefill instance")
-    link_gbps: float | None = setting(None, positive, CLUSTER, "X", "network of each instance")
+        "tokens in the DRAM pool of each prefill instance")
+    link_gbps: float | None = setting(None, positive, CLUSTER, "X",
+        "network speed of each instance")
     max_output: int | None = setting(None, count(1), TRACE, "N", "cut recorded outputs to N tokens")
     faults: str | None = setting(None, text, TRACE, "FILE|random",
         "let faults happen and check every machine after each event")
@@ -93,7 +95,7 @@ class SimulateSettings(Replay):
 class PlanSettings(Replay):
     """Settings of `mooncake plan`."""
 
-    max_nodes: int = setting(128, count(1), CLUSTER, "N", "largest cluster")
+    max_nodes: int = setting(128, count(1), CLUSTER, "N", "largest cluster to try")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ class CacheSettings(TraceFile):
     """Settings of `mooncake trace cache`."""
 
     # fmt: off
-    policy: str = setting("lru", OneOf(*POLICY_NAMES), TRACE, "NAME", "of eviction")
+    policy: str = setting("lru", OneOf(*POLICY_NAMES), TRACE, "NAME", "eviction policy")
     capacity: tuple[int, ...] = setting((1000, 10_000, 30_000, 50_000, 100_000), counts, TRACE,
-        "N,...", "blocks of 512 tokens")
+        "N,...", "sizes of the pool, in blocks of 512 tokens")
     # fmt: on

@@ -75,48 +75,54 @@ class Train:
 
     # fmt: off
     out: str = setting("", text, MODEL, "DIR",
-        "the run's directory; where it holds a state, the run goes on from there", required=True)
-    preset: str = owned(TrainConfig, "preset", text, MODEL, "NAME", "shape and tokenizer")
-    seed: int = owned(TrainConfig, "seed", count(0), MODEL, "N", "of weights and samples")
+        "directory of the run; if it holds a saved state, the run goes on from there",
+        required=True)
+    preset: str = owned(TrainConfig, "preset", text, MODEL, "NAME",
+        "shape and tokenizer of the model")
+    seed: int = owned(TrainConfig, "seed", count(0), MODEL, "N", "seed of weights and samples")
     dtype: str = owned(TrainConfig, "dtype", OneOf("bfloat16", "float32"), MODEL, "NAME",
-        "of products; weights and sums are float32")
-    device: str = owned(TrainConfig, "device", text, MODEL, "NAME", "cpu or cuda")
-    threads: int = owned(TrainConfig, "threads", count(1), MODEL, "N", "of the CPU")
+        "data type of products; weights and sums are float32")
+    device: str = owned(TrainConfig, "device", text, MODEL, "NAME",
+        "device that computes: cpu or cuda")
+    threads: int = owned(TrainConfig, "threads", count(1), MODEL, "N", "number of CPU threads")
     tasks: tuple[tuple[str, float], ...] = setting((), weights, DATA, "TASK=WEIGHT",
         f"how often each task is drawn, of {', '.join(TASKS)}", repeat=True, required=True)
-    step_tokens: int = owned(TrainConfig, "step_tokens", count(1), DATA, "N", "of a step")
+    step_tokens: int = owned(TrainConfig, "step_tokens", count(1), DATA, "N", "tokens of a step")
     batch_tokens: int = owned(TrainConfig, "batch_tokens", count(1), DATA, "N",
-        "computed at once: bounds memory")
+        "tokens computed at a time; this bounds memory")
     max_tokens: int = owned(TrainConfig, "max_tokens", count(8), DATA, "N",
-        "of a conversation; longer ones are drawn again")
+        "most tokens of a conversation; longer ones are drawn again")
     stages: tuple[dict[str, Any], ...] = setting((), stages, DATA, "JSON",
-        "one stage of the run after another, each an object of the settings it has otherwise: "
+        "stages of the run, one after another, each an object with the settings that differ: "
         "tasks, steps, rate, warmup-steps, decay-steps, max-tokens", repeat=True)
     optimizer: str = owned(TrainConfig, "optimizer", OneOf(*OPTIMIZERS), OPTIMIZER, "NAME",
-        "muon is muonclip without QK-Clip")
-    steps: int = owned(TrainConfig, "steps", count(1), OPTIMIZER, "N", "of a stage")
+        "optimizer; muon is muonclip without QK-Clip")
+    steps: int = owned(TrainConfig, "steps", count(1), OPTIMIZER, "N", "number of steps of a stage")
     warmup_steps: int = owned(TrainConfig, "warmup_steps", count(0), OPTIMIZER, "N",
-        "of a stage in which the rate rises")
+        "steps at the beginning of a stage in which the rate rises")
     decay_steps: int = owned(TrainConfig, "decay_steps", count(0), OPTIMIZER, "N",
-        "at a stage's end, in which it falls to zero")
+        "steps at the end of a stage in which the rate falls to zero")
     rate: float = owned(TrainConfig, "rate", positive, OPTIMIZER, "R", "learning rate")
-    weight_decay: float = owned(TrainConfig, "weight_decay", number, OPTIMIZER, "W", "of matrices")
+    weight_decay: float = owned(TrainConfig, "weight_decay", number, OPTIMIZER, "W",
+        "weight decay of matrices")
     max_logit: float = owned(TrainConfig, "max_logit", positive, OPTIMIZER, "X",
-        "QK-Clip shrinks heads whose attention logits pass it")
+        "QK-Clip shrinks heads whose attention logits exceed this")
     clip_norms: bool = owned(TrainConfig, "clip_norms", truth, OPTIMIZER, "",
         "scale gradients down to the 95 % quantile of the last 128 norms", switch=True)
     balance_rate: float = owned(TrainConfig, "balance_rate", number, OPTIMIZER, "R",
-        "by which the router's bias moves in a step")
+        "change of the router's bias in a step")
     mtp_weight: float = owned(TrainConfig, "mtp_weight", number, OPTIMIZER, "W",
-        "of the MTP layer's loss")
+        "weight of the MTP layer's loss")
     mtp_steps: int = owned(TrainConfig, "mtp_steps", count(0), OPTIMIZER, "N",
-        "every so many steps train the MTP layer too; 0: none does")
-    log_steps: int = owned(TrainConfig, "log_steps", count(1), PROGRESS, "N", "between lines")
-    save_steps: int = owned(TrainConfig, "save_steps", count(1), PROGRESS, "N", "between saves")
+        "train the MTP layer too in every N-th step; 0: never")
+    log_steps: int = owned(TrainConfig, "log_steps", count(1), PROGRESS, "N",
+        "steps between two log lines")
+    save_steps: int = owned(TrainConfig, "save_steps", count(1), PROGRESS, "N",
+        "steps between two saves")
     score_steps: int = owned(TrainConfig, "score_steps", count(1), PROGRESS, "N",
-        "between scores on held-out samples")
+        "steps between two scores on held-out samples")
     score_samples: int = owned(TrainConfig, "score_samples", count(1), PROGRESS, "N",
-        "of each task")
+        "number of samples of each task for a score")
     # fmt: on
 
     def run(self) -> TrainConfig:

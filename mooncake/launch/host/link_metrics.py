@@ -15,11 +15,11 @@ LATENCY_LABELS = LABELS[:-1]
 COUNTS: dict[str, tuple[str, Callable[[LinkSnapshot], float]]] = {
     "bytes": ("bytes moved over a link", lambda link: link.num_bytes),
     "busy_seconds": (
-        "time during which something was under way: bytes by this is the speed of the link",
+        "time during which something was under way; bytes divided by this is the link's speed",
         lambda link: link.busy_s,
     ),
-    "retries": ("slices that went again", lambda link: link.num_retries),
-    "failures": ("times the link broke", lambda link: link.num_failures),
+    "retries": ("slices that were sent again", lambda link: link.num_retries),
+    "failures": ("number of times that the link broke", lambda link: link.num_failures),
 }
 """Name of a counter of a link -> its help text, and how its value is read."""
 _BOUNDS = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_S), "+Inf"]

@@ -57,7 +57,7 @@ class SecretFollower:
                 _log.error("the cluster secret stays as it was: %s", error.message)
                 audit("secret_refused", file=str(file), reason=error.message)
             else:
-                _log.info("cluster-secret-file: %s has been read again and counts now", file)
+                _log.info("cluster-secret-file: %s has been read again and is used now", file)
                 audit("secret_read", file=str(file))
 
 

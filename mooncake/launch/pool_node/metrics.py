@@ -12,29 +12,29 @@ from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
 from mooncake.kvstore.node.counters import COUNTERS
 
 GAUGES = {
-    "dram_blocks": "blocks that DRAM has room for",
-    "dram_blocks_free": "of those, free",
-    "dram_blocks_stored": "of those, whole and readable",
-    "dram_blocks_pinned": "of those, being read",
-    "dram_blocks_quarantined": "of those, waiting for the writes of lost workers to end",
-    "dram_blocks_hard_pinned": "of those, never evicted",
-    "dram_blocks_soft_pinned": "of those, evicted last",
-    "ssd_blocks": "blocks that the disks have room for",
-    "ssd_blocks_stored": "of those, readable",
+    "dram_blocks": "blocks that fit into DRAM",
+    "dram_blocks_free": "DRAM blocks that are free",
+    "dram_blocks_stored": "DRAM blocks that are complete and readable",
+    "dram_blocks_pinned": "DRAM blocks that are being read",
+    "dram_blocks_quarantined": "DRAM blocks that lost workers may still write to",
+    "dram_blocks_hard_pinned": "DRAM blocks that are never evicted",
+    "dram_blocks_soft_pinned": "DRAM blocks that are evicted last",
+    "ssd_blocks": "blocks that fit onto the disks",
+    "ssd_blocks_stored": "blocks on disks that are readable",
     "block_bytes": "bytes of a block",
     "reads_open": "reads that peers have open",
     "puts_open": "puts that peers have open",
-    "draining": "1: takes nothing any more",
-    "drained": "1: the process may be ended",
-    "drain_blocks_copied": "while it drains: blocks that others have taken over",
-    "drain_blocks_elsewhere": "while it drains: blocks that others hold too",
-    "drain_blocks_left": "while it drains: blocks that only it holds",
-    "drain_blocks_left_on_ssd": "of those, on a disk",
+    "draining": "1 if the node drains and accepts nothing new",
+    "drained": "1 if the process may be ended",
+    "drain_blocks_copied": "blocks of a draining node that others have taken over",
+    "drain_blocks_elsewhere": "blocks of a draining node that others held already",
+    "drain_blocks_left": "blocks of a draining node that only it holds",
+    "drain_blocks_left_on_ssd": "blocks in drain_blocks_left that are on a disk",
 }
 """Name of a figure of a node -> its help text."""
 TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantUse], float]]] = {
-    "tenant_blocks": ("blocks of a tenant that has a quota", lambda use: use.num_blocks),
-    "tenant_quota_blocks": ("most blocks that tenant may have", lambda use: use.max_blocks),
+    "tenant_blocks": ("blocks of a tenant with a quota", lambda use: use.num_blocks),
+    "tenant_quota_blocks": ("most blocks that the tenant may have", lambda use: use.max_blocks),
 }
 """Name of a figure of a tenant in one tier -> its help text, and how its value is read."""
 

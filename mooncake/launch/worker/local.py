@@ -107,7 +107,7 @@ class LocalCluster:
 
     def _on_stuck(self, why: str) -> None:
         """Mark the cluster as broken: a thread cannot be ended, so the process has to end."""
-        _log.critical("a worker is not live: %s; this process is to be started again", why)
+        _log.critical("a worker is not live: %s; start this process again", why)
         self.broken = why
 
     def _build(self, settings: WorkerSettings) -> Worker:

@@ -20,10 +20,10 @@ from mooncake.telemetry.health import Probe, Vitals, judge
 
 LABELS = ["worker", "role"]
 BUILD_LABELS = [*LABELS, "version", "revision"]
-BUILD = "1, for its labels: what the process runs"
+BUILD = "always 1; the labels say what the process runs"
 HEALTH = {
-    "health": "1: the process passes the probe",
-    "loop_stuck_seconds": "time for which its loop has not turned; over --step-timeout it ends",
+    "health": "1 if the process passes the probe",
+    "loop_stuck_seconds": "time for which its loop has not turned; above --step-timeout it ends",
 }
 """Name of a gauge of every process -> its help text; `health` has the label `probe` too."""
 
@@ -37,22 +37,22 @@ class EngineFigures(msgspec.Struct, frozen=True):
 
 
 GAUGES: dict[str, tuple[str, Callable[[EngineFigures], float]]] = {
-    "requests_running": ("sequences in its batch", lambda f: f.load.num_running),
-    "requests_waiting": ("sequences that wait for it", lambda f: f.load.num_waiting),
+    "requests_running": ("sequences in the worker's batch", lambda f: f.load.num_running),
+    "requests_waiting": ("sequences that wait for the worker", lambda f: f.load.num_waiting),
     "queued_tokens": (
-        "prompt tokens accepted, not yet computed",
+        "prompt tokens accepted and not yet computed",
         lambda f: f.load.num_queued_tokens,
     ),
     "context_tokens": (
         "tokens in the KV of running sequences",
         lambda f: f.load.num_context_tokens,
     ),
-    "blocks": ("its KV blocks", lambda f: f.load.num_total_blocks),
-    "blocks_free": ("of those, free, cached ones included", lambda f: f.load.num_free_blocks),
+    "blocks": ("KV blocks of the worker", lambda f: f.load.num_total_blocks),
+    "blocks_free": ("free KV blocks, cached ones included", lambda f: f.load.num_free_blocks),
     "blocks_cached": ("free blocks with reusable content", lambda f: f.load.num_cached_blocks),
-    "draining": ("1: wants to leave", lambda f: int(f.load.draining)),
+    "draining": ("1 if the worker wants to leave", lambda f: int(f.load.draining)),
     "step_stalled_seconds": (
-        "time for which its steps have made no progress; over --step-timeout it ends",
+        "time for which its steps have made no progress; above --step-timeout it ends",
         lambda f: f.step_stalled_s,
     ),
 }

@@ -71,7 +71,7 @@ class RankHost:
             with contextlib.suppress(OSError):  # its thread closes it
                 oldest.shutdown(socket.SHUT_RDWR)
         _log.warning(
-            "%s was hung up on: %d connections prove themselves", from_oldest, MAX_UNPROVEN
+            "closed %s: %d connections have not proven themselves", from_oldest, MAX_UNPROVEN
         )
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class RankHost:
                 finally:
                     self._places.release()
         except (OSError, MooncakeError, msgspec.MsgspecError) as error:
-            _log.warning("%s asked for a rank in vain: %s", whence, error)
+            _log.warning("no rank is started for %s: %s", whence, error)
             audit("proof_failed", proof="rank", whence=whence, reason=str(error))
 
     def _follow(self, link: SealedLink, whence: str) -> None:

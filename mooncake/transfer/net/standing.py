@@ -111,7 +111,7 @@ class Standing:
                 with self._lock:
                     self._checked[key] = clusters
         except ProtocolError:
-            return f"the secret that signed the credential {newest.name!r} counts no more"
+            return f"the secret that signed the credential {newest.name!r} is no longer valid"
         except Forbidden as error:
             return error.message
         return None

@@ -59,7 +59,7 @@ ROTATE = "Step by step"
 GUIDE = ("kubernetes.md", "kubernetes-secrets.md")
 HOST = "api.example"
 """The name that clients know the API by, in its certificate."""
-COUNTS = "has been read again and counts now"
+COUNTS = "has been read again and is used now"
 ROLES = ("gateway", "prefill", "decode", "kvstore")
 
 

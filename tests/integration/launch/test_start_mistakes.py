@@ -52,7 +52,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 MISTAKES = [
     (
         "serve --role kvstore --cluster-secret-file s",
-        "no model: say whose it is",
+        "no model: name it first",
     ),
     ("serve nowhere", "nowhere is not there; give the directory of a checkpoint"),
     ("serve a-file", "a-file is a file, not a directory"),
@@ -71,7 +71,7 @@ MISTAKES = [
     ("serve good --api-keys-file typo.yaml", "must hold `keys:` and a list under it"),
     ("serve good --ssl-keyfile a-file", "ssl-keyfile is for TLS: add --ssl-certfile FILE"),
     ("serve good --ssl-certfile a-file", "TLS cannot be set up with a-file"),
-    ("serve good --ssl-certfile a-file --ssl-cert-reqs 2", "say whose certificates"),
+    ("serve good --ssl-certfile a-file --ssl-cert-reqs 2", "give the clients' authorities"),
     ("serve good --kvstore-dram-bytes lots", "kvstore-dram-bytes: 'lots' is not a size"),
     ("serve good --kvstore-dram-bytes 1KiB", "hold no block of this model"),
     ("serve good --ssd somewhere", "ssd: 'somewhere' is not DIR:SIZE (e.g. /mnt/nvme0:2TiB)"),
@@ -116,7 +116,7 @@ MISTAKES = [
     ("serve --role gateway", "add --join HOST:PORT"),
     (
         "serve --role gateway --join tcp://h:1",
-        "cluster-secret: a gateway that stands alone, or joins without Ray, needs one",
+        "cluster-secret: a gateway that stands alone, or joins without Ray, needs a secret",
     ),
     ("serve --role gateway --join 127.0.0.1:1", "only workers join by Ray's address"),
     ("serve --role decode --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
@@ -212,7 +212,7 @@ MISTAKES = [
     ),
     ("serve good --ray-address 192.0.2.1:6379", "give --ray-ssl-certfile, --ray-ssl-keyfile and"),
     ("serve good --ray-ssl-ca-certs ca.pem", "is for TLS: add --ray-ssl-certfile FILE"),
-    ("serve good --ray-ssl-certfile c.pem", "say whom Ray trusts: --ray-ssl-ca-certs FILE"),
+    ("serve good --ray-ssl-certfile c.pem", "give the authorities: --ray-ssl-ca-certs FILE"),
     (
         "serve good --ray-ssl-certfile no.pem --ray-ssl-ca-certs no.pem",
         "RAY_TLS_SERVER_CERT: RAY_USE_TLS=1 needs it to name a file in PEM form",

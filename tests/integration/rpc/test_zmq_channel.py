@@ -812,7 +812,7 @@ def test_connections_end_with_the_certificates_of_those_who_opened_them(
     for _ in range(3):
         clock.advance_to(clock.now() + 2 * LOOK_S)
         server.receive()
-    hung_up = [each for each in caplog.messages if "counts no more" in each]
+    hung_up = [each for each in caplog.messages if "is no longer valid" in each]
     assert len(hung_up) == 2
 
 

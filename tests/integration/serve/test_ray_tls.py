@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "32MiB")
 PROMPT = "The quick brown fox"
 DISTRUST = "do not trust each other's certificates"
-IN_CLEAR = "does not answer in clear: give certificates of its authority"
+IN_CLEAR = "does not answer without TLS: give certificates of its authority"
 SETTINGS = b"\x04"
 """Kind of the first frame that a server of HTTP/2 sends."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

@@ -41,7 +41,7 @@ def test_a_new_secret_takes_the_place_of_the_old_one_under_load(tmp_path: Path) 
                 server.wait_for_workers(WORKERS | {name})
                 load.wait_for(3)
             with ServerProcess(*join, "--cluster-secret-file", str(old_file)) as former:
-                former.wait_for("cluster-secret: it is not that of this cluster")
+                former.wait_for("cluster-secret: it is not the secret of that cluster")
         finally:
             load.close()
         assert load.wrong == []

@@ -56,7 +56,7 @@ def test_a_loan_ends_when_it_was_taken_back_as_often_as_it_was_lent(loans: Loans
     loans.take_back("a", REGION, pieces(1), write=True)
     assert withdrawn(held) is None
     loans.take_back("a", REGION, pieces(1), write=True)
-    assert withdrawn(held) == "it was lent and is not any more"
+    assert withdrawn(held) == "the loan of this memory has ended"
     assert loans.find("a", [(REGION, 100, SIZE)], write=True) is None
     loans.lend("a", REGION, pieces(1), write=True)
     assert withdrawn(held) is not None, "what was begun before stays over"

@@ -73,7 +73,7 @@ def test_what_an_earlier_release_does_not_say_has_its_default(facts: ClusterFact
     del said["scheduler"]["policy"], said["worker"]["kvstore"]["ssd"], said["worker"]["health"]
     assert received(said).scheduler == facts.scheduler
     del said["worker"]["layout"]
-    with pytest.raises(ConfigError, match=r"`layout`.*; start the release that it runs"):
+    with pytest.raises(ConfigError, match=r"`layout`.*; run the same release here"):
         received(said)
 
 

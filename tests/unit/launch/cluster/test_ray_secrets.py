@@ -181,6 +181,6 @@ def test_another_clusters_secret_is_no_reason_to_wait(
     told: list[bytes], private: Path, settings: list[WorkerSettings]
 ) -> None:
     write_facts(told, settings)
-    with pytest.raises(Forbidden, match="it is not that of this cluster") as refusal:
+    with pytest.raises(Forbidden, match="it is not the secret of that cluster") as refusal:
         when_up(lambda: ray_cluster.read_facts(cluster_keys("another")), 600)
     assert not isinstance(refusal.value, NotUp)
