@@ -143,7 +143,7 @@ MISTAKES = [
     ("serve good --role kvstore", "cluster-secret: a kvstore that stands alone"),
     (
         "serve good --role prefill --join tcp://h:1",
-        "cluster-secret: a prefill that stands alone, or joins without Ray, needs one",
+        "cluster-secret: a prefill that stands alone, or joins without Ray, needs a secret",
     ),
     ("serve good --role kvstore --join tcp://h", "join: 'h' is not HOST:PORT"),
     (

@@ -95,7 +95,7 @@ def test_settings_are_printed_without_secrets(settings: list[WorkerSettings]) ->
 def test_altered_facts_are_refused(settings: list[WorkerSettings], told: list[bytes]) -> None:
     write_facts(told, settings)
     told[0] = told[0].replace(b"tcp://127.0.0.1:1", b"tcp://127.0.0.9:1")
-    with pytest.raises(Forbidden, match="or what its first process says was altered"):
+    with pytest.raises(Forbidden, match="or the answer of its first process was altered"):
         ray_cluster.read_facts(cluster_keys(SECRET))
 
 
