@@ -69,7 +69,7 @@ def test_facts_hold_no_secret_and_are_read_only_with_it(
     assert SECRET.encode() not in told[0]
     found = ray_cluster.read_facts(cluster_keys(SECRET))
     assert (found.worker.cluster_secret, found.worker.model) == ("", settings[0].model)
-    with pytest.raises(Forbidden, match="not that of this cluster"):
+    with pytest.raises(Forbidden, match="not the secret of that cluster"):
         ray_cluster.read_facts(cluster_keys("another"))
 
 
