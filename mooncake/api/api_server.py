@@ -134,7 +134,7 @@ class ApiServer:
         """Return why this process fails `probe`; None when it passes."""
         if probe is Probe.READY:
             return None if self.ready else self.not_ready
-        vitals = await asyncio.to_thread(self._vitals)  # it may wait for a loop that is busy
+        vitals = await asyncio.to_thread(self._vitals)  # this call may wait for a busy loop
         passes, verdict = judge(probe, vitals)
         return None if passes else Unavailable(f"{verdict.status}: {verdict.reason}")
 
@@ -236,7 +236,7 @@ class ApiServer:
             prompt = pack_tokens(tokens)
             others = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
             for which in range(len(requests), len(requests) + n):
-                # The prompt's are computed once: the first choice alone carries them.
+                # Those of the prompt are computed once: only the first choice has them.
                 settings = others if which % n else sampling
                 requests.append(
                     GenerateRequest(

@@ -140,7 +140,7 @@ class GatewayBackend:
         now = self._clock.now()
         try:
             wake_s = self._gateway.tick(now)
-        except Exception:  # as below: the other requests must go on
+        except Exception:  # as below: other requests must go on
             _log.exception("the gateway failed on a tick")
             wake_s = now + RETRY_TICK_S
         if retry_s is not None:

@@ -63,11 +63,11 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def program() -> NoReturn:
     """Run the command line of this process and end the process."""
-    if "--colocated" in sys.argv:  # else the command does so, once settings are known
+    if "--colocated" in sys.argv:  # otherwise the command does so, once settings are known
         environment.restart_with(environment.variables())
     code = run(sys.argv[1:])
     if any(thread.daemon for thread in threading.enumerate()):
-        # One that still imports torch, or is in it, would abort the interpreter's end.
+        # A thread that still imports torch, or runs in it, would abort the interpreter's end.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

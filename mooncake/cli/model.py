@@ -230,7 +230,7 @@ def digests(wanted: Digests) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "digests").write_text("".join(lines))
-        if read_manifest(path) is None:  # what is encrypted says it in a file of its own
+        if read_manifest(path) is None:  # an encrypted checkpoint says it in its manifest
             state_digests(path, folder)
     except OSError as error:
         raise ConfigError(f"out: cannot write to {folder}: {error.strerror}") from error

@@ -43,9 +43,9 @@ def run(config: ServeConfig) -> int:
     with contextlib.ExitStack() as opened:
         forks = None
         if config.colocated and not config.dry_run:
-            environment.restart_with(environment.variables())  # before what takes time
+            environment.restart_with(environment.variables())  # before anything slow
         if not config.dry_run and forks_workers(config):
-            forks = opened.enter_context(worker_forks(config))  # it imports beside what follows
+            forks = opened.enter_context(worker_forks(config))  # it imports while the rest goes on
         with importing():
             from mooncake.launch.cluster import serve
 

@@ -127,7 +127,7 @@ class Job(Generic[TaskT]):
         """
         request = self.task.request
         if request.sampling.num_prompt_logprobs is not None and not num_outputs:
-            return []  # the logits of every prompt token are wanted
+            return []  # the logits of every prompt token are needed
         num_known = len(request.prompt_tokens) + num_outputs
         return self.keys[: (num_known - 1) // self._block_tokens]
 

@@ -70,7 +70,7 @@ class LruPolicy:
         for key in reversed(keys):
             if key not in self._aside:
                 self._held.pop(key, None)
-                self._order[key] = None  # at the end, unless it has a place
+                self._order[key] = None  # put it at the end, unless it has a place already
         for key in keys:
             if key in self._aside:
                 del self._aside[key]

@@ -258,7 +258,7 @@ class LLM:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
-                task.cancel()  # those beside one that failed
+                task.cancel()  # the calls beside the one that failed
 
     async def _one(self, request: PythonRequest) -> RequestOutput:
         async with self._permits:

@@ -381,7 +381,7 @@ class PrefillWorker:
         if running is not None:
             self.instance.engine.abort(running)
         if job.reuse is not None:
-            job.reuse.cancel(now)  # ends in _on_gathered, which closes
+            job.reuse.cancel(now)  # this ends in _on_gathered, which closes the push
         else:
             self._close(job, now)
 

@@ -74,7 +74,7 @@ class KvEventPublisher:
     def publish(self, events: Sequence[KvEvent]) -> None:
         """Publish one batch. Never waits. Call it in the gateway's thread only."""
         number = self._next_no.to_bytes(8, "big")
-        self._next_no += 1  # for a dropped batch, too: subscribers see the gap
+        self._next_no += 1  # a dropped batch has a number too: subscribers see the gap
         if self._queue.put((number, self._encoder.encode((self._now(), events, 0)))):
             return
         self._num_dropped += 1
@@ -108,7 +108,7 @@ class KvEventPublisher:
     def _answer_replay(self) -> None:
         asker, *rest = self._replay.recv_multipart()
         if len(rest) != 2 or len(rest[1]) != len(END):
-            return  # no request for a replay
+            return  # this is not a request for a replay
         for number, batch in self._kept:
             if number >= rest[1]:
                 self._replay.send_multipart((asker, b"", number, batch))

@@ -248,7 +248,7 @@ class Membership:
                 continue
             self._lost = [*self._lost, gateway.ref][-MAX_GATEWAYS:]
             gateway.suspected, gateway.lost_at_s, gateway.ref = False, None, None
-            if len(self._gateways) > 1:  # the only one is greeted on: it may come back
+            if len(self._gateways) > 1:  # the only gateway still gets hellos: it may come back
                 del self._gateways[gateway_id]
 
     def _gateway(self, ref: WorkerRef) -> _Gateway:

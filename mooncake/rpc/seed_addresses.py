@@ -87,7 +87,7 @@ def _meant(address: str) -> list[str]:
     port = address.rpartition(":")[2]
     try:
         found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter: no name server could know such a name
+    except (OSError, UnicodeError):  # UnicodeError: no name server could know such a name
         return []
     hosts = sorted({str(place[0]) for *_, place in found})
     return [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts]

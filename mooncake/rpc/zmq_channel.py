@@ -208,7 +208,7 @@ class ZmqChannel:
             parts = message.smaller() if isinstance(message, StepOutputs) else []
             if not parts:
                 self._drop(f"{type(message).__name__} of {len(data)} bytes is too long", address)
-            for part in parts:  # the outputs of other requests pass
+            for part in parts:  # the outputs of other requests get through
                 self.send(address, part)
             return
         with self._lock:
@@ -483,7 +483,7 @@ class _Connections:
         if key in self._of:
             self._holders[key] = holder
         if descriptor not in self._strangers:
-            return  # known already, or closed, or `look` will tell of it
+            return  # known already, or closed, or `look` will report it
         del self._strangers[descriptor]
         self._key[descriptor], self._holders[key] = key, holder
         own = self._of.setdefault(key, {})

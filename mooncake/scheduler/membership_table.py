@@ -247,7 +247,7 @@ class MembershipTable:
         not count: heartbeats of that time may still be unread.
         """
         if self._checked_s is not None and now - self._checked_s < self._timeout_s / 16:
-            return []  # looked a moment ago: messages come far more often than silence grows
+            return []  # checked a moment ago: messages come much more often than a check is needed
         if self._checked_s is not None and now - self._checked_s > self._timeout_s / 2:
             pause_s = now - self._checked_s
             logger.warning("the gateway stood still for %.1f s; heartbeats get as long", pause_s)

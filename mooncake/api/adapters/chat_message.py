@@ -26,7 +26,7 @@ class MessageWriter:
         message.role = "assistant"
         message.content = None if delta.tool_calls and not content else content
         for call in message.tool_calls or []:
-            call.index = UNSET  # a stream's way to tell calls apart
+            call.index = UNSET  # only a stream needs it, to tell calls apart
         return message
 
     def added(self, delta: Delta) -> ChatText:

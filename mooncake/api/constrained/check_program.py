@@ -31,7 +31,7 @@ MAX_PATH_CHARS = 300
 def faults(schema: Any, value: Any) -> list[list[str]]:
     """Return the first faults of `value`. References are followed within `schema` only."""
     kind = validator_for(schema, default=jsonschema.Draft202012Validator)
-    registry: Any = referencing.Registry()  # knows no other document, and fetches none
+    registry: Any = referencing.Registry()  # it knows no other document and fetches none
     found = kind(schema, registry=registry).iter_errors(value)
     return [_fault(error) for error in itertools.islice(found, MAX_FAULTS)]
 
@@ -52,7 +52,7 @@ def answer(schema: str, value: str) -> list[list[str]] | str:
         return faults(json.loads(schema), parsed)
     except referencing.exceptions.Unresolvable as error:
         return f"the schema refers to {error.ref!r}, which it does not have"[:MAX_MESSAGE_CHARS]
-    except Exception as error:  # wrong schemas show as any error
+    except Exception as error:  # wrong schemas may raise any error
         return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
 
 

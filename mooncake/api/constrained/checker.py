@@ -176,7 +176,7 @@ class SchemaChecker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env={"PYTHONPATH": os.pathsep.join(sys.path)},  # no keys and secrets
+                env={"PYTHONPATH": os.pathsep.join(sys.path)},  # it gets no keys or secrets
             )
             self._ask(*_START)
         except (OSError, EOFError, ValueError) as error:
@@ -222,5 +222,5 @@ class SchemaChecker:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # what was not sent is lost
+                    with contextlib.suppress(OSError):  # unsent bytes are lost
                         pipe.close()

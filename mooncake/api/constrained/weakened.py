@@ -109,7 +109,7 @@ class _Weakening:
             weak.pop("additionalProperties", None)
         members = weak.pop("oneOf", None)
         if members is not None:
-            # Of weaker members, more than one may be met.
+            # A value may meet more than one of the weakened members.
             if "anyOf" not in weak:
                 weak["anyOf"] = members
             elif isinstance(more := weak.get("allOf", []), list):

@@ -331,7 +331,7 @@ class BeamStream:
                     logprobs=None if entries is None else entries[start : start + _PART_TOKENS],
                     prompt_logprobs=prompt_logprobs,
                 )
-                prompt_logprobs = NO_LOGPROBS  # the first answer alone carries them
+                prompt_logprobs = NO_LOGPROBS  # only the first answer has them
             yield FinalEvent(
                 request_id=request.request_id,
                 reason=FinishReason.LENGTH if beam.stop_token_id is None else FinishReason.STOP,

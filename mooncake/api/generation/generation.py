@@ -318,7 +318,7 @@ class Call:
                 kept.append(
                     msgspec.structs.replace(delta, index=len(kept), prompt_logprobs=prompt_logprobs)
                 )
-                prompt_logprobs = None  # they are the prompt's: the first answer carries them
+                prompt_logprobs = None  # they belong to the prompt: only the first answer has them
         self.requests = requests
         return kept
 

@@ -240,7 +240,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         limits = self.limits
         taken_s = self.loop.time() - self._body_since_s
         allowed_s = limits.body_timeout_s + self._num_body_bytes / limits.min_body_bytes_per_s
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # the server stopped reading, not the client
             allowed_s = max(allowed_s, taken_s + limits.body_timeout_s)
         if taken_s < allowed_s:
             self._read_within(allowed_s - taken_s, self._check_body)

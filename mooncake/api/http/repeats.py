@@ -151,7 +151,7 @@ class _Answer:
                 async with asyncio.timeout_at(until_s):
                     await self._news.wait()
             except TimeoutError:
-                if not self.readers:  # one may have come meanwhile
+                if not self.readers:  # a reader may have come meanwhile
                     return
 
     def _from(self, at: int, *, replayed: bool) -> tuple[Message, int]:
@@ -262,7 +262,7 @@ class Repeats:
         except Repeated:
             pass
         except Exception as raised:
-            error = raised  # who reads raises it
+            error = raised  # the readers raise it
         finally:
             answer.end(error)
 

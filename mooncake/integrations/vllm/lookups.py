@@ -81,7 +81,7 @@ class PoolLookups:
                 lambda session: Packing.of(session.block_bytes, self._ranks)
             )
         except MooncakeError:
-            pass  # the link has said so
+            pass  # the link has logged it
         except Exception:
             logger.exception("the pool cannot be reached for a reason that is a bug")
 

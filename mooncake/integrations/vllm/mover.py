@@ -265,7 +265,7 @@ class Mover:
         try:
             return self._link.call(lambda session: work(session, self._memory_of(session)))
         except MooncakeError:
-            return None  # the link has said so
+            return None  # the link has logged it
         except Exception:  # whatever is wrong with the pool, requests go on
             logger.exception("moving blocks failed for a reason that is a bug")
             return None

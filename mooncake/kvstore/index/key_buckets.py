@@ -169,7 +169,7 @@ class Buckets:
                 break
             slots = self._free_slot(buckets)
             (full,) = (slots < 0).nonzero()
-            any_slot = words[full, 0] + np.uint64(turn)  # not the same for ever
+            any_slot = words[full, 0] + np.uint64(turn)  # so that it is not always the same key
             slots[full] = any_slot % np.uint64(SLOTS)
             got_it, before = self._claim(buckets, slots, numbers)
             out = got_it & (before != 0)

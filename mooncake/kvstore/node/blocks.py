@@ -127,7 +127,7 @@ class NodeBlocks:
     def use(self, run: list[BlockKey], counted: Keys, user: WorkerRef, now: float) -> None:
         """Count a request that wrote or asked for this run, except for blocks `counted` before."""
         self.dram.use(run, counted)
-        if not self.migration.is_home(user):  # a node that takes over blocks is no request
+        if not self.migration.is_home(user):  # a node that takes over blocks is not a request
             self.tiering.used(run, counted)
         self.replicator.used(run, now)
 

@@ -323,7 +323,7 @@ class _FileDisk:
         newest = {header.key: slot for _, slot, header in seen[:counted]}
         order = [one for one in seen[:counted] if newest[one[2].key] == one[1]]
         kept = {slot for _, slot, _ in order}
-        # lest one is found when the newest is gone, or numbers of later ones have no end
+        # Otherwise an old copy is found when the newest is gone, or later numbers never end.
         self.erase([DiskBlock(h.key, slot, 0) for _, slot, h in seen if slot not in kept])
         num_dropped += len(seen) - len(order)
         self._sequence_no = order[-1][0] if order else 0
@@ -354,7 +354,7 @@ class _FileDisk:
                 try:
                     self.files.headers(os.preadv, first, pages)
                     unread = range(0)
-                except OSError:  # one by one then
+                except OSError:  # read them one by one
                     unread, run = run, range(0)
                 for index, slot in enumerate(run):
                     yield slot, pages[PAGE_BYTES * index : PAGE_BYTES * (index + 1)]

@@ -76,7 +76,7 @@ class Hashing:
         keys, self._keys, self._op_id = self._keys, [], None
         self._dram.unpin(keys)
         for key, checksum in zip(keys, event.checksums, strict=True):
-            if not self._dram.has(key):  # it was removed meanwhile
+            if not self._dram.has(key):  # the block was removed meanwhile
                 continue
             known = self._dram.block(key).checksum
             if known is None:

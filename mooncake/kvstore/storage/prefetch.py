@@ -79,7 +79,7 @@ class Prefetcher:
         self._dram.use(piece)
         self._counters["blocks_prefetched"] += sum(map(self._dram.has, below))
         if not all(map(self._dram.has, piece)):
-            self._runs.pop(name, None)  # no room for it: its tail is worth nothing without this
+            self._runs.pop(name, None)  # no room: without this block the rest of the run is useless
 
     def check_integrity(self) -> None:
         """Raise AssertionError when runs wait for nothing."""

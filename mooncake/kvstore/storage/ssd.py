@@ -195,7 +195,7 @@ class SsdTier:
                 loser = disk.policy.pop(tenant if full else None)
                 if loser is None:
                     continue
-                slot = self._blocks.pop(loser).slot  # overwritten: no trace of it is left
+                slot = self._blocks.pop(loser).slot  # it was overwritten: no trace of it is left
                 self._num_stored -= 1
                 evicted.append(loser)
             disk.policy.charge(key, tenant)

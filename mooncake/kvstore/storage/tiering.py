@@ -270,7 +270,7 @@ class Tiering:
                 self._move(key, State.WRITING)
             for key in due:
                 if key in self._due:
-                    self._due.move_to_end(key)  # its tenant has no room: others first
+                    self._due.move_to_end(key)  # its tenant has no room: try others first
             self._num_refused = 0 if keys else self._num_refused + len(due)
             if not keys:
                 num_refusals += 1
@@ -301,7 +301,7 @@ class Tiering:
         retry_s = now + self._config.ssd_retry_s
         for key, outcome, checksum in zip(write.keys, done.outcomes, done.checksums, strict=True):
             if self.state(key) is State.WRITING_REMOVED:
-                self.ssd.commit(key, checksum)  # as far as it got
+                self.ssd.commit(key, checksum)  # it got this far
                 self._erase(key)
                 self._move(key, State.IDLE)
             elif outcome is Outcome.OK:

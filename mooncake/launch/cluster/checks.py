@@ -58,7 +58,7 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
         _check_api_server(config)
     if config.ray_address is None and config.role != "gateway":
         check_transport(config)
-    if config.ray_address is None:  # else workers may run on other machines
+    if config.ray_address is None:  # otherwise workers may run on other machines
         for worker in cluster_workers(config, plan, "", "", machine_facts.host_name()):
             for files in (worker.health.tls, worker.admin.tls if worker.admin else None):
                 if files is not None:

@@ -78,7 +78,7 @@ class ColocatedWorkers:
             self._model.close()
 
     def hurry(self) -> None:
-        pass  # it waits for none
+        pass  # it does not wait for other workers
 
     def gone(self) -> str:
         broken = "" if self._cluster is None else self._cluster.broken

@@ -123,7 +123,7 @@ class JoinedCluster:
         return self._gateway_process
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
-        del gateway_process, show  # its workers run already
+        del gateway_process, show  # the cluster's workers run already
         return []
 
     def stop(self) -> None:
@@ -136,7 +136,7 @@ class JoinedCluster:
             self._gateway_process.gateway.say_goodbye()
 
     def hurry(self) -> None:
-        pass  # it waits for none
+        pass  # it does not wait for workers
 
     def gone(self) -> str:
         """Return a reason once no worker and no other gateway has been known for long. A supervisor
@@ -145,7 +145,7 @@ class JoinedCluster:
         """
         assert self._gateway_process is not None
         if self.config.is_seed:
-            return ""  # others come to it
+            return ""  # other gateways come to this one
         status = self._gateway_process.status()
         others = any(gateway.state == "up" for gateway in status.gateways[1:])
         self._num_alone = 0 if status.workers or others else self._num_alone + 1

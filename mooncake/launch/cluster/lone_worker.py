@@ -94,7 +94,7 @@ def run_worker(
             limit_s = limits_s.pop() if limits_s else 0.0
             if limit_s:
                 print(f"{settings.worker_id} leaves; Ctrl-C again ends it at once", file=sys.stderr)
-            # Not here: the interrupted loop may hold the lock that it takes.
+            # A thread calls `leave`: the interrupted loop may hold the lock that it takes.
             leave = threading.Thread(
                 target=worker.leave, args=(limit_s,), kwargs={"waits": True}, daemon=True
             )

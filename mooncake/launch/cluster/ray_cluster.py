@@ -555,7 +555,7 @@ class Supervisor:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
         if here_only and self._forks is not None:
-            if self._own_ray:  # which has its workers forked by itself
+            if self._own_ray:  # Ray then has our fork server fork its workers
                 runtime = {}
             else:
                 runtime["py_executable"] = str(self._forks.executable)
@@ -629,7 +629,7 @@ class Supervisor:
 
     def _tell_lost(self, entry: _Entry) -> None:
         self._forget_process(entry)
-        entry.state_call = None  # it asked the process that died
+        entry.state_call = None  # the question went to the process that died
         if not entry.lost:
             entry.lost = True
             self._lost(entry.settings.worker_id)

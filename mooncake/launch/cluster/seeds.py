@@ -43,7 +43,7 @@ class Seeds:
         self._credential = credential
         self._meant = SeedAddresses(config.seeds)
         self._channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
-        # By such an id a gateway knows that nobody else is told of a refusal.
+        # With such an id a gateway knows that only this process is told of a refusal.
         own_id = f"{client_id(credential.certificate.channel_key.hex())}joining"
         self._own = WorkerRef(own_id, SystemIds().hex(8), self._channel.address)
 

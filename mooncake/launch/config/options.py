@@ -393,7 +393,7 @@ def web_url(name: str, value: object) -> str:
     try:
         parts = urlsplit(str(value))
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is none
+    except ValueError:  # raised for a port that is not valid
         known = False
     if not known:
         raise ConfigError(f"{flag(name)}: {value!r} is no URL (e.g. http://localhost:4318)")

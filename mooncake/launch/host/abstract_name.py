@@ -30,7 +30,7 @@ def foreign_holder(address: str, kind: socket.SocketKind) -> str | None:
             sock.connect(address)
             pid, user = credentials_of(sock)
         except (FileNotFoundError, TimeoutError, BlockingIOError):
-            return None  # nobody, or one who is asked by many
+            return None  # nobody holds it, or a holder that many processes ask
         except OSError:
             return "a process that does not listen there"
     return None if user == os.geteuid() else f"process {pid} of user {user}"

@@ -77,7 +77,7 @@ class ForkServer:
             words = [str(listener.fileno()), ",".join(early), ",".join(late)]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _MAIN, *words],
-                stdin=subprocess.PIPE,  # its end is our end
+                stdin=subprocess.PIPE,  # the server ends when this pipe closes
                 stdout=subprocess.DEVNULL,
                 env={**environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy starts threads otherwise
                 pass_fds=(listener.fileno(),),
@@ -222,6 +222,6 @@ def _end_with(connection: int) -> None:
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     poll = select.poll()
-    poll.register(connection, 0)  # which reports a hang-up alone
+    poll.register(connection, 0)  # poll then reports only a hang-up
     if poll.poll(0):
         os.kill(os.getpid(), signal.SIGKILL)

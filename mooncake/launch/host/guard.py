@@ -43,7 +43,7 @@ class Guard:
         """Return the answer to a caller that may not ask this; None: it may."""
         signer = self.verifier.signer(request.authorization, request.method, request.path)
         if signer is None and not self._has_token(request.authorization):
-            if request.authorization:  # the first request of a signer comes without any
+            if request.authorization:  # the first request of a signer has no header
                 audit(
                     "proof_failed",
                     proof="signature or token",

@@ -147,7 +147,7 @@ class DirectEngine:
         self._runner.close()
         if self._source is not None:
             self._source.close()
-        self._source = None  # the model is its
+        self._source = None  # the model belongs to the source
 
     def __enter__(self) -> DirectEngine:
         return self

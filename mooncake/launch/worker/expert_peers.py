@@ -148,7 +148,7 @@ def _bind(listener: socket.socket, name: str, deadline_s: float) -> None:
             listener.bind(_address(name))
             listener.listen()
             return
-        except OSError as error:  # one that is ending still has it
+        except OSError as error:  # a process that is ending still holds it
             if error.errno != errno.EADDRINUSE:
                 raise
             holder = foreign_holder(_address(name), socket.SOCK_SEQPACKET)

@@ -295,7 +295,7 @@ class Worker:
         if ports.disks is not None:
             ports.disks.close()  # its threads read and write the memory that goes below
         if ports.hasher is not None:
-            ports.hasher.close()  # so do they
+            ports.hasher.close()  # they also read and write it
         ports.channel.close()
         ports.transfer.unregister(self._region)
         ports.transfer.close()
@@ -555,7 +555,7 @@ def run(
             settings = msgspec.structs.replace(settings, role=role)
             worker = _open(settings, credential, model, show, advertise_host, port.url)
             role = _be(settings, credential, worker, has_started, port)
-            gc.unfreeze()  # of the worker that has ended nothing is needed
+            gc.unfreeze()  # nothing of the ended worker is needed
             phases = StartPhases("changing its role")
     finally:
         following.close()

@@ -91,7 +91,7 @@ def _sample(shape: Shape, seconds: float) -> CostSample:
 
 def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
     """Yield a step for each shape; each ends the sequences of the one before."""
-    ids = count(-1, -1)  # never those of the engine
+    ids = count(-1, -1)  # ids that the engine never uses
     ended: list[int] = []
     for number, (sequences, new, before) in enumerate(shapes):
         starts, slots = [], []

@@ -80,9 +80,7 @@ class RankHost:
         self._listener.close()
 
     def finish(self, limit_s: float) -> None:
-        """Wait until all leads have gone, for `limit_s` at most, and return whether they have. Call
-        it after `run`.
-        """
+        """Wait until all leads have gone, for `limit_s` at most. Call it after `run`."""
         end_s = time.monotonic() + limit_s
         for _ in range(MAX_RANKS):
             if not self._places.acquire(timeout=max(0.0, end_s - time.monotonic())):

@@ -96,7 +96,7 @@ class _Averages(NamedTuple):
 
         prefills = need(num_prefills, self.busy, prefill)
         decodes = need(num_decodes, self.decode, decode)
-        if self.queue >= 1:  # its length does not show how many are missing
+        if self.queue >= 1:  # its length does not show how many workers are missing
             prefills = max(prefills, num_prefills + 1.0)
         return prefills, max(decodes, num_decodes * self.decode / FULL)
 
@@ -196,7 +196,7 @@ class RoleBalance:
                 refused_decode_per_s=(traffic.refused_decode - before.refused_decode) / passed_s,
             )
             self._weight = self._weight * math.exp(-passed_s / max(window_s, 1e-9)) + passed_s
-            share = passed_s / self._weight  # all of it at first: nothing is averaged with nothing
+            share = passed_s / self._weight  # at first all of it: there is no older average
             pairs = zip(self._averages or seen, seen, strict=True)
             self._averages = _Averages(*(a + share * (b - a) for a, b in pairs))
         self._observed_s = now

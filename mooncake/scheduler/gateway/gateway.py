@@ -261,7 +261,7 @@ class Gateway:
             case PeerLost() if self._peers.on_goodbye(event.worker):
                 self._forget_gateways(now)
             case GatewayNews() if self._peers.on_news(event, now):
-                self._forget_gateways(now)  # one that is back is lost as what it was
+                self._forget_gateways(now)  # a gateway that is back is lost in its old epoch
                 gateway_id = event.gateway.worker_id
                 logger.info("gateway %s places requests too", gateway_id)
                 self._membership.set_gateways(self._peers.live, now)

@@ -411,7 +411,7 @@ class RequestManager:
             elif result.permanent:
                 self._finish(record, FinishReason.ERROR, now, failure=result.failure())
             elif is_batch:
-                batch_waits = True  # and what comes after it: none overtakes it
+                batch_waits = True  # and keep those after it: none overtakes it
             elif now >= record.wait_until_s:
                 text = (
                     f"Its worker was lost and none could take over within "

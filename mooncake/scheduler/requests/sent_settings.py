@@ -77,7 +77,7 @@ class SentSettings:
 
     def _kept(self, worker: WorkerRef) -> _Names:
         known, kept = self._sent.get(worker.worker_id, (None, None))
-        if kept is None or known != worker:  # another epoch has nothing
+        if kept is None or known != worker:  # another epoch of the worker has nothing
             kept = SizedMap(MAX_SENT_BYTES, lambda name: name.num_bytes)
             self._sent[worker.worker_id] = worker, kept
         return kept

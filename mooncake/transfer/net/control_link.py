@@ -30,7 +30,7 @@ def begin_to_connect(address: Address) -> socket.socket:
     try:
         sock.setblocking(False)
         if isinstance(address, str):
-            sock.connect(address)  # at once, or not at all
+            sock.connect(address)  # a Unix socket connects at once or not at all
         else:
             sock.connect_ex(address)
     except OSError:

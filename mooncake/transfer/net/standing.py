@@ -131,7 +131,7 @@ class Standing:
         """Look now and every `LOOK_S`, in `loop`. `connect`: begins a handshake with an engine."""
         try:
             self.look(connect)
-        finally:  # whatever a look meets: without a next one, no session would end any more
+        finally:  # whatever happens in a look: without a next one no session would end any more
             loop.call_later(LOOK_S, lambda: self.keep_looking(loop, connect))
 
     def look(self, connect: Callable[[str], ConnectingSide]) -> None:
@@ -147,7 +147,7 @@ class Standing:
             self._used.clear()
         if self._credential.signed is not self._shown:
             if self._is_proving:
-                return  # at the next look
+                return  # the next look does it
             self._shown = self._credential.signed
             doubted = {key for each in watched for key in each.owners()}
         if doubted and not self._is_proving:
@@ -182,5 +182,5 @@ def _prove_to(owners: Iterable[PeerKey], connect: Callable[[str], ConnectingSide
                 shake_hands(sock, connect(key.engine_id), time.monotonic() + ANSWER_S)
         except (OSError, EOFError, MooncakeError) as error:
             _LOG.info("%s was not told of the renewed credential: %s", key.engine_id, error)
-        except Exception:  # the others are told all the same
+        except Exception:  # the other owners are still told
             _LOG.exception("%s was not told of the renewed credential", key.engine_id)

@@ -287,7 +287,7 @@ class RdmaBackend:
             if num_full == _MAX_TAKES:
                 return  # others have their turn; the descriptor, not armed anew, signals still
         nic.arm()
-        self._take(nic)  # what came before the descriptor was armed signals nothing
+        self._take(nic)  # completions that came before it was armed give no signal
 
     def _take(self, nic: Nic) -> bool:
         """Handle the requests that have ended. Return whether there were any."""

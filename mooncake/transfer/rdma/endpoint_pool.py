@@ -45,7 +45,7 @@ class EndpointPool(Generic[Key]):
         if key in self._visited or not self.has_room:
             raise ValueError(f"no room for {key!r}, or it is there already")
         if self._hand == len(self._keys):
-            self._hand = 0  # past the end it stands for the oldest key, not for one to come
+            self._hand = 0  # past the end, the hand stands for the oldest key, not for a future one
         self._keys.append(key)
         self._visited[key] = False
 

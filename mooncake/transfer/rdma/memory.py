@@ -153,7 +153,7 @@ class RdmaMemory:
                 gone = [known.on.pop(name, None) for known in self._known.values()]
             for registration in gone:
                 if registration is not None:
-                    with contextlib.suppress(TransferError):  # what has failed reaches no memory
+                    with contextlib.suppress(TransferError):  # a failed NIC reaches no memory
                         registration.close()
 
     def is_lost(self, name: str) -> bool:

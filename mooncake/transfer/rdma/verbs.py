@@ -135,7 +135,7 @@ class VerbsNic:
             raise ConfigError(f"RDMA device {port.device} cannot be used: {error}") from error
         os.set_blocking(self._fd, False)
         os.set_blocking(self._events_fd, False)
-        # Twice over: what a pair that was closed has left behind takes room until it is taken.
+        # Half as many: completions that a closed pair has left take room until they are read.
         self.max_pairs = max(1, num_completions // (2 * _DEPTH))
         self._is_open = True
 
@@ -237,7 +237,7 @@ class VerbsNic:
             region = self._verbs.mr.DmaBufMR(
                 self._domain, num_bytes, self._access, dmabuf=fd, offset=offset
             )
-        except (self._verbs.error, AttributeError) as error:  # older releases have it not
+        except (self._verbs.error, AttributeError) as error:  # older releases do not have it
             raise TransferError(f"{self.address.name} takes no dmabuf: {error}") from error
         return VerbsRegistration(self._verbs, region)
 
@@ -274,7 +274,7 @@ class VerbsNic:
             extended = verbs.qp.QPInitAttrEx(**wanted, comp_mask=mask, send_ops_flags=ops)
             try:
                 return verbs.qp.QPEx(self._context, extended), True
-            except verbs.error:  # not every provider has it
+            except verbs.error:  # not every provider supports it
                 self.has_extended_posts = False
         plain = verbs.qp.QPInitAttrEx(**wanted, comp_mask=enums.IBV_QP_INIT_ATTR_PD)
         return verbs.qp.QP(self._context, plain), False
@@ -337,7 +337,7 @@ class VerbsNic:
             while True:
                 self._channel.get_cq_event(self._queue)
                 self._queue.ack_events(1)
-        except self._verbs.error:  # none left: the descriptor does not block
+        except self._verbs.error:  # no event is left: the descriptor does not block
             pass
         try:
             self._queue.req_notify()
@@ -349,7 +349,7 @@ class VerbsNic:
         for part in (self._queue, self._channel, self._domain, self._context):
             try:
                 part.close()
-            except self._verbs.error:  # a device that is gone frees nothing
+            except self._verbs.error:  # a device that is gone frees nothing itself
                 continue
 
 

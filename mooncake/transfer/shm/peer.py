@@ -108,7 +108,7 @@ class ShmPeer:
             if answer.slot >= wire.STATE_SLOTS:
                 raise ProtocolError("malformed answer about shared memory")
             for region_id in list(self._regions):
-                self._live_region(region_id)  # what the owner has let go, so do we
+                self._live_region(region_id)  # unmap what the owner has unmapped
             with self._session.descriptors(1) as [memory_fd]:
                 memory = map_shared(memory_fd, answer.num_bytes)
             array = np.frombuffer(memory, dtype=np.uint8, count=answer.num_bytes)

@@ -297,7 +297,7 @@ class StagingEngine:
             error = f"{job.peer.engine_id} took a window back"
         if transfer.step is Step.NETWORK and error is not None:
             job.stop(error)
-            self._settled(transfer.flow)  # which stops what carries it
+            self._settled(transfer.flow)  # this stops what carries it
         else:
             self._leave(transfer, error)
 

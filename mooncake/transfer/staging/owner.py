@@ -140,7 +140,7 @@ class StagingOwner:
             self.table.grants.revoke(window.grant)
             self._resting.add(window.grant, [window.slot], time.monotonic())
             self._look()
-        else:  # what it reads late is worth nothing, and it must not take it for something else
+        else:  # what the client reads late is useless, but must not be another's
             wake = functools.partial(self.windows.wake, window.slot)
             self.loop.call_later(self.arena.limits.rest_s, wake)
 

@@ -169,7 +169,7 @@ class StagingPeer:
         compared); the answer goes to the request for it.
         """
         request = self._requests.get(ticket)
-        if request is not None:  # else the session broke, and that was the answer
+        if request is not None:  # otherwise the session broke, and that was the answer
             request.acts = True
             self._send(wire.Land(ticket, checksum))
 

@@ -70,7 +70,7 @@ class FairSlots:
         self._serve()
 
     def _serve(self) -> None:
-        if self._serving:  # a grant gave something back: the loop below goes on
+        if self._serving:  # a callback gave a slot back: the loop below goes on
             return
         self._serving = True
         try:

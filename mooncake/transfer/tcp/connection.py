@@ -149,7 +149,7 @@ class Connection:
             self._lock.release()
 
     def _abort_if(self, sock: socket.socket, reason: str) -> None:
-        if self._sock is sock:  # else the loop has found out by itself
+        if self._sock is sock:  # otherwise the loop has noticed by itself
             self.abort(reason)
 
     def connect(self) -> None:
@@ -269,7 +269,7 @@ class Connection:
 
     def _pump(self) -> None:
         limits = self._limits
-        # None is taken while one waits to be sent: another stream may be quicker.
+        # Take none while one waits to be sent: another connection may be faster.
         while (
             not self._unsent
             and len(self._requests) < limits.num_requests
@@ -368,7 +368,7 @@ class Connection:
         """Raise OSError because there is nothing to read, unless another thread has read it."""
         with contextlib.suppress(BlockingIOError):
             sock.recv(1, socket.MSG_PEEK)
-            raise ConnectionResetError("the peer hung up")  # or speaks unasked
+            raise ConnectionResetError("the peer hung up")  # or it sends something unasked
 
     def _expect(self, num_bytes: int, then: Callable[[memoryview], None]) -> None:
         if len(self._want) != num_bytes:
