@@ -27,7 +27,7 @@ MAX_ROUNDS = 8
 HELP = "/new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 TRIES = ("What is Mooncake?", "What is 347 + 585?", "My name is Anna. What is my name?")
-"""What k2-demo can answer."""
+"""Questions that k2-demo can answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

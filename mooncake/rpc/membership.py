@@ -85,7 +85,7 @@ class Membership:
         self._hello = msgspec.structs.replace(hello, release=OWN_RELEASE)
         self._channel = channel
         self._gateways = {"": _Gateway(gateway_address)}
-        """By id; the first one has the id "" until it has sent its own."""
+        """Gateways by id; the first one has the id "" until it has sent its own."""
         self._seeds = seeds
         self._next_seeds_s = float("-inf")
         self._tier = tier

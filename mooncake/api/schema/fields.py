@@ -141,7 +141,7 @@ class SamplingFields(JsonObject):
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
     """Keep this many tokens of the prompt; -1 = as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
-    """Which end is cut off; left by default, so that the newest text stays."""
+    """The end that is cut off; left by default, so that the newest text stays."""
 
 
 class AnswerFields(SamplingFields):

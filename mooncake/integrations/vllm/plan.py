@@ -48,7 +48,7 @@ class Load:
     request_id: str
     chain: list[BlockKey]
     block_ids: list[int]
-    """One for each block of the chunks but the first `num_known`."""
+    """One id for each block of the chunks, except the first `num_known`."""
     num_known: int
     """Blocks at the head of the first chunk that the engine has already."""
 

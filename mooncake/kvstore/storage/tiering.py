@@ -80,7 +80,9 @@ class _Record:
     def __init__(self) -> None:
         self.state = State.IDLE
         self.run: Sequence[BlockKey] = ()
-        """Of the last block of a run that is due: the run, all of which is stored once it is."""
+        """Set for the last block of a run that is due: the run, all of which is stored once this
+        block is.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Enrolment:
     token_file: str
     out: str
     address: str | None
-    """By which others reach this process; None: whichever the signer sees."""
+    """Address at which others reach this process; None: the one that the signer sees."""
     renew: bool
     """Only prolong the credential, with the same keys: processes that run go on with it."""
 

@@ -96,7 +96,7 @@ class ForkServer:
         return shlex.join(words)
 
     def ended(self) -> bool:
-        """True if the server has ended; clients then start as any process does."""
+        """Return whether the server has ended; clients then start as any process does."""
         return self._process.poll() is not None
 
     def close(self) -> None:

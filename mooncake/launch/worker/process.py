@@ -132,7 +132,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     expert_group: ExpertGroup | None = None
     """The workers with which an engine shares its experts."""
     admin: AdminSettings | None = None
-    """Of a pool node: its HTTP API server."""
+    """The HTTP API server of a pool node."""
 
     def __repr__(self) -> str:
         """Return only the worker's name: one of the settings is a secret."""
@@ -154,7 +154,7 @@ class WorkerPorts:
     disks: PolledDisks | None = None
     hasher: PolledHasher | None = None
     seeds: SeedAddresses | None = None
-    """Where gateways are looked for."""
+    """Addresses at which to look for gateways."""
 
 
 def _facts(machine: Machine) -> Facts:

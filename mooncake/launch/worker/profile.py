@@ -18,12 +18,12 @@ from mooncake.engine.ports import PolledRunner
 BUDGET_S = 2.0
 """No further step is started after this long; the first two always run."""
 NUM_PASSES = 2
-"""Over all shapes, where there is time: many costs are only paid once (a weight's first touch, the
-allocator's first block of a size), so the shorter of two runs counts.
+"""Passes over all shapes, if there is time. Many costs are paid only once (a weight's first touch,
+the allocator's first block of a size), so the shorter of two runs counts.
 """
 STEP_TIMEOUT_S = 120.0
 NUM_TOKENS = 97
-"""Distinct tokens of the profile's prompts; every vocabulary holds as many."""
+"""Distinct tokens of the profile's prompts; every vocabulary has this many."""
 
 Shape = tuple[int, int, int]
 """(sequences, new tokens of each, tokens each has in its KV before)"""
@@ -36,7 +36,9 @@ DECODE_SHAPES: tuple[Shape, ...] = (
     (1, 1, 64), (8, 1, 128), (1, 128, 0), (16, 1, 64), (1, 1, 1024), (4, 1, 1024), (8, 1, 2048),
     (1, 512, 0),
 )  # fmt: skip
-"""Small ones first: a large model has no time for the rest, and its costs are plain without."""
+"""Small ones first: a large model has no time for the rest, and its costs are clear without
+them.
+"""
 
 
 def shapes_for(role: Role, config: EngineConfig) -> list[Shape]:

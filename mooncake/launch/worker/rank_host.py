@@ -25,8 +25,8 @@ from mooncake.telemetry.audit import audit
 
 MAX_RANKS = 64
 MAX_UNPROVEN = 64
-"""Connections that have not proven themselves yet: they take no rank's place, and of more the
-oldest is hung up. A lead proves itself within milliseconds.
+"""Connections that have not proven themselves yet. They take no rank's place; when there are more,
+the oldest is closed. A lead proves itself within milliseconds.
 """
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RankHost:
         self._places = threading.BoundedSemaphore(MAX_RANKS)
         self._lock = threading.Lock()
         self._unproven: dict[socket.socket, str] = {}
-        """Where each connection comes from, the oldest first."""
+        """The origin of each connection, the oldest first."""
 
     def run(self) -> None:
         """Start a follower for each lead that comes, until `close`."""

@@ -36,7 +36,7 @@ from mooncake.telemetry.log import configure_logging
 from mooncake.transfer.net.blocking import send
 
 EXCHANGE_S = 30.0
-"""A rank that stands still is found out by then: no layer of a step takes as long."""
+"""A rank that stands still is detected by then: no layer of a step takes as long."""
 _MAIN = """
 import ctypes, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the lead, even stopped

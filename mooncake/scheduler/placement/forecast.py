@@ -36,7 +36,7 @@ class _Stay:
 
     worker_id: str
     num_tokens: int
-    """At placement; it grows during decoding."""
+    """Tokens at placement; the number grows during decoding."""
     ready_s: float
     """When it starts to decode: first predicted, then measured."""
     joined: bool = False

@@ -27,7 +27,7 @@ class _Stretch:
         self.total = 0
         """The sum of `counts`."""
         self.children: dict[BlockKey, _Stretch] = {}
-        """By first key."""
+        """Children by their first key."""
 
     def common(self, keys: Sequence[BlockKey]) -> int:
         """Return the position at which `keys`, which enter this stretch, leave it. Keys are

@@ -50,7 +50,7 @@ class _Assignments:
 
     shares: dict[str, Assignment]
     to_compute: dict[str, Assignment] = field(default_factory=dict)
-    """Those with a prompt that is not computed yet."""
+    """Assignments with a prompt that is not computed yet."""
     num_context_tokens: int = 0
     num_blocks: int = 0
 

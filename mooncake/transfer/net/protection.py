@@ -12,7 +12,7 @@ class Protection(Enum):
     MAC = "mac"
     """Bytes cannot be changed unnoticed: a tag follows each message."""
     ENCRYPT = "encrypt"
-    """As MAC, and payloads cannot be read."""
+    """In addition, payloads cannot be read."""
 
     def is_weaker(self, other: Protection) -> bool:
         """Return whether `other` protects from more."""

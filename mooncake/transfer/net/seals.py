@@ -44,7 +44,9 @@ class Seals:
         self._gcm = None if protection is Protection.NONE else AESGCM(key)
         self._num_messages = 0
         self._hidden = memoryview(b"")
-        """Where chunks are encrypted before they go: of use once payloads are sent."""
+        """Memory in which chunks are encrypted before they are sent; used once payloads are
+        sent.
+        """
 
     def _next_number(self) -> bytes:
         self._num_messages += 1
