@@ -78,10 +78,10 @@ def set_infos(registry: CollectorRegistry, model_name: str, *infos: BuildInfo | 
 
 
 _INFOS: dict[type, tuple[str, str]] = {
-    BuildInfo: ("build_info", "1, for its labels: what this gateway runs."),
+    BuildInfo: ("build_info", "Always 1; the labels say what this gateway runs."),
     CacheInfo: (
         "cache_config_info",
-        "1, for its labels: how the KVCache of engines is set up. Only where the gateway's process "
+        "Always 1; the labels say how engines' KVCache is set up. Only if the gateway's process "
         "starts them, and is told how many blocks they have.",
     ),
 }
@@ -166,7 +166,7 @@ class RequestSeries:
         self.decode_s = histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self.loop_held_s = histogram(
             "event_loop_held_seconds",
-            "Time in which one piece of the gateway's own work kept its streams from moving.",
+            "Time in which one piece of the gateway's own work stopped its streams.",
             _HELD_S,
         )
         self.ttft_error_s = histogram(
@@ -370,7 +370,7 @@ _NAMED_COUNTS = (
         False,
         "spec_decode_num_accepted_tokens",
         "spec_decode_num_accepted_tokens",
-        "Drafts that were what was sampled: tokens that cost no step of their own.",
+        "Accepted drafts: tokens that needed no step of their own.",
     ),
     (False, "blocks_fetched", "blocks_fetched", "KV blocks fetched from a pool node."),
     (
@@ -384,7 +384,7 @@ _NAMED_COUNTS = (
         False,
         "blocks_fetched_corrupt",
         "blocks_fetched_corrupt",
-        "KV blocks that came from a pool node otherwise than their checksums say.",
+        "KV blocks that arrived from a pool node with a wrong checksum.",
     ),
     (
         False,
@@ -396,7 +396,7 @@ _NAMED_COUNTS = (
         False,
         "blocks_pushed_corrupt",
         "blocks_pushed_corrupt",
-        "KV blocks among them that were not what was sent; they were computed anew.",
+        "KV blocks that differed from what prefill sent; they were computed again.",
     ),
     (True, "blocks_evicted", "pool_blocks_evicted", "KV blocks that a pool node evicted."),
 )

@@ -82,14 +82,14 @@ class ControlLink:
         if descriptors:
             try:
                 if self._unsent:
-                    raise BlockingIOError("the peer asks and does not listen")
+                    raise BlockingIOError("the peer sends requests and reads no answers")
                 frame = frame[socket.send_fds(self._sock, [frame], descriptors) :]
             except OSError as error:
                 self._end_soon(error.strerror or str(error))
                 return
         self._unsent += frame
         if len(self._unsent) > _MAX_UNSENT_BYTES:
-            self._end_soon("the peer asks and does not listen")
+            self._end_soon("the peer sends requests and reads no answers")
         else:
             self._flush()
 

@@ -163,7 +163,9 @@ class Listener(Generic[SessionT]):
             self._loop.call_later(_REST_S, self._watch)
             return
         if self.num_sessions >= self._limit:
-            _LOG.warning("%s peer %s refused: too many", self._name, address or "of this host")
+            _LOG.warning(
+                "%s peer %s refused: too many connections", self._name, address or "of this host"
+            )
             sock.close()
             return
         sock.setblocking(False)
@@ -182,7 +184,7 @@ class Listener(Generic[SessionT]):
             each for each in self._unproven if each.identity is None and each in self._sessions
         )
         if len(self._unproven) >= MAX_UNPROVEN:
-            _LOG.warning("%s peer hung up on: too many have not proven themselves", self._name)
+            _LOG.warning("%s peer closed: too many have not proven themselves", self._name)
             oldest = self._unproven.popleft()
             oldest.loop.post(oldest.close)
 
