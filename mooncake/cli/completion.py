@@ -1,7 +1,7 @@
 """`mooncake completion`: prints a script with which a shell completes commands, flags and their
 choices.
 
-The script is made from the same settings as the parser, and calls no program when it runs.
+The script is made from the same settings as the parser, and does not call `mooncake` when it runs.
 """
 
 from __future__ import annotations

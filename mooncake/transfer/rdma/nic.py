@@ -121,7 +121,7 @@ class Nic(Protocol):
 
     def register_dmabuf(self, fd: int, offset: int, num_bytes: int) -> Registration:
         """Let the NIC touch a device's memory, which begins at `offset` in the buffer of `fd`. The
-        NIC uses the same address. Raises TransferError.
+        NIC addresses the memory by this offset too. Raises TransferError.
         """
 
     def new_pair(self) -> QueuePair:
