@@ -139,7 +139,7 @@ def _show(
 
 
 def gateway_table(gateways: list[dict[str, Any]]) -> Table:
-    """Return one row for each gateway, the one that answered first."""
+    """Return one row for each gateway. The one that answered comes first."""
     table = Table(box=None, pad_edge=False)
     columns = {"gateway": "id", "address": "address", "state": "state", "requests": "num_inflight"}
     for title in columns:
@@ -220,8 +220,9 @@ def _drafts(worker: dict[str, Any]) -> str:
 
 def _experts(worker: dict[str, Any]) -> str:
     """Return how even the load of the ranks is that share experts with this worker (mean over
-    maximum), the share of the hottest expert, how long the others waited for this worker, and which
-    of them was slow or silent. Empty for a worker that shares none, or has counted no rows yet.
+    maximum), and the share of the hottest expert. Also return how long the others waited for this
+    worker, and which of them was slow or silent. Empty for a worker that shares none, or has
+    counted no rows yet.
     """
     counters = _counters(worker)
     most, rows = counters.get("expert_rank_rows_most"), counters.get("expert_rows")

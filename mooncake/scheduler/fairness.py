@@ -237,9 +237,9 @@ class WorkerQueues:
         return sum(seconds for other, seconds in queue.values() if other > order)
 
     def slowdown(self, order: Order, num_workers: int, now: float) -> float:
-        """Return the factor by which a wait becomes longer because requests of higher classes that
-        are still to arrive overtake it, at the rate they arrived lately, and at most by what their
-        weights give them.
+        """Return the factor by which a wait becomes longer. Requests of higher classes that are
+        still to arrive overtake it, at the rate at which they arrived lately, and at most by what
+        their weights give them.
         """
         found = {level: known for level, known in self._rates.items() if level < order[1]}
         rate = sum(rate * math.exp((at_s - now) / RATE_WINDOW_S) for rate, at_s in found.values())

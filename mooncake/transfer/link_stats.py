@@ -21,7 +21,7 @@ MEMORY = "memory"
 """Stands for the NIC where bytes are copied from memory to memory."""
 _MANY_LINKS = 4096
 _QUIET_S = 3600.0
-"""A link that was not used for so long counts as gone."""
+"""A link that was not used for this long counts as gone."""
 
 
 class LinkSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,8 +54,8 @@ def allocate_shared(num_bytes: int, label: str) -> tuple[mmap.mmap, int]:
 
 def make_resident(address: int, num_bytes: int, report: Callable[[int, int], None]) -> None:
     """Have the kernel clear memory in several threads at once; `report` is called with (bytes done,
-    bytes in all). If the kernel cannot, or has too little memory, the one who pins the memory makes
-    it resident later.
+    bytes in all). If the kernel cannot, or has too little memory, pinning makes the memory resident
+    later.
     """
     if num_bytes <= RESIDENT_BYTES:
         return

@@ -39,7 +39,7 @@ class Slice(msgspec.Struct, frozen=True):
 def merge_ops(ops: Iterable[TransferOp]) -> list[TransferOp]:
     """Return `ops` in order with empty ones left out and neighbours joined.
 
-    Two ops are joined when the second goes on where the first ends on both sides.
+    Two ops are joined when the second begins where the first ends, on both sides.
     """
     merged: list[TransferOp] = []
     for op in ops:

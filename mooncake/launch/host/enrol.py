@@ -42,7 +42,7 @@ class Enrolment:
     address: str | None
     """Address at which others reach this process; None: the one that the signer sees."""
     renew: bool
-    """Only prolong the credential, with the same keys: processes that run go on with it."""
+    """True: only prolong the credential, with the same keys; running processes continue with it."""
 
 
 def enrol(wanted: Enrolment, limit_s: float = 0.0) -> Credential:

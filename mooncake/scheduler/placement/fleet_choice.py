@@ -1,10 +1,10 @@
 """The choices of `prefill_choice` and `decode_choice` over columns: the same results for thousands
 of workers, in a fraction of a millisecond.
 
-Pure. Workers that hold the same blocks of a prompt have the same ways to get the others, so the
-ways are found once per group and their costs are computed for all members together, in the same
-order of operations as for one option (the sums are equal to the last bit). A group whose lower
-bound is above the best score found is skipped.
+Pure. Workers that hold the same blocks of a prompt have the same ways to get the others. So the
+ways are found once for each group, and their costs are computed for all members together. The order
+of operations is the same as for one option, so the sums are equal to the last bit. A group whose
+lower bound is above the best score found is skipped.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ the least of recompute, local fetch and remote fetch instead of a ratio test alo
 zero for workers without a match, the queue of the sender, and the time of a local fetch. The other
 policies implement the same port, for comparison.
 
-Time is concave in the length of a fetched run (attention makes the first blocks the cheapest to
-compute), so the best length is always where one holder's run ends, and only those lengths are
-tried. A prefix may be gathered from several pools, run by run: the blocks of an earlier answer lie
-on the node that decoded it, those of its prompt on the node that prefilled it.
+Time is concave in the length of a fetched run: attention makes the first blocks the cheapest to
+compute. So the best length is always where one holder's run ends, and only those lengths are tried.
+A prefix may be gathered from several pools, run by run: the blocks of an earlier answer lie on the
+node that decoded it, those of its prompt on the node that prefilled it.
 """
 
 from __future__ import annotations

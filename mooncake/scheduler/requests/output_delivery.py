@@ -1,7 +1,7 @@
 """Delivery of tokens to clients: calls their sinks and records what was delivered.
 
-Owned by the request manager. The first token comes from prefill and the second from decode, after
-the hand-over and the rest of decode's current step, so that gap may be twice as long as the later
+Owned by the request manager. The first token comes from prefill. The second comes from decode,
+after the hand-over and the rest of decode's current step. So this gap may be twice as long as later
 ones. Where gaps have a limit, the first token is therefore held and delivered with the second.
 """
 

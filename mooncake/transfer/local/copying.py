@@ -24,8 +24,8 @@ from mooncake.transfer.regions import Gates, HostRegion, RegionTable
 
 Bytes = npt.NDArray[np.uint8]
 STEP_BYTES = 4 * 2**20
-"""Longest copy between two checks whether the job goes on (about 200 us). A check costs 7 us,
-because the caches are full of copied bytes by then.
+"""Longest copy between two checks (about 200 us). A check looks whether the job continues; it costs
+7 us, because the caches are full of copied bytes by then.
 """
 
 MAX_HANDS = 512

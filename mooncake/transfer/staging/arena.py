@@ -26,13 +26,13 @@ class StagingLimits:
     num_windows_asked: int = 8
     """Windows of one peer that we hold or wait for."""
     max_windows_asked: int = 64
-    """A client that asks for more windows at a time is hung up on."""
+    """The connection of a client that asks for more windows at a time is closed."""
     num_sessions: int = 4096
     connect_s: float = 5.0
     fence_s: float = 5.0
-    """An owner that has not answered so long after a batch was stopped counts as lost."""
+    """An owner that has not answered this long after a batch was stopped counts as lost."""
     rest_s: float = 10.0
-    """A window whose client was lost rests for so long where late bytes cannot be fenced."""
+    """How long a window rests whose client was lost, if late bytes cannot be fenced."""
 
 
 @dataclass(slots=True)
