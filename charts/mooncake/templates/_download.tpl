@@ -1,5 +1,5 @@
-{{/* The two init containers that fetch a checkpoint and compare it with its list. Pods of one claim take turns:
-     each file is fetched once, also where gateways need the small ones alone and engines need all. */}}
+{{/* The two init containers that download a checkpoint and compare it with its list. Pods of one claim take
+     turns: each file is downloaded once, although gateways need only the small files and engines need all. */}}
 {{- define "mooncake.download" -}}
 {{- $download := .root.Values.model.download }}
 {{- $path := .root.Values.model.path }}
@@ -86,8 +86,8 @@
     - {name: digests, mountPath: /etc/mooncake-digests, readOnly: true}
 {{- end -}}
 
-{{/* Waits until no other pod of the claim fetches or compares, for all sources and roles: they write the same
-     files. A file system or an image without locks is no reason not to start. */}}
+{{/* Waits until no other pod of the claim downloads or compares, whatever its source and role: they write the
+     same files. If the file system or the image has no locks, the pod starts all the same. */}}
 {{- define "mooncake.turn" -}}
 mkdir -p {{ squote . }}
 exec 9> {{ printf "%s/.complete-turn" . | squote }}

@@ -15,12 +15,12 @@
 {{- .Values.secret.existing | default (include "mooncake.name" .) -}}
 {{- end -}}
 
-{{/* The Secret of the cluster secret, which the signer's pods alone name. */}}
+{{/* The Secret of the cluster secret, which only the signer's pods name. */}}
 {{- define "mooncake.signerSecret" -}}
 {{- .Values.secret.signer | default (printf "%s-signer" (include "mooncake.name" .)) -}}
 {{- end -}}
 
-{{/* The roles of this release's pods, as JSON. Ray's head is there for KubeRay alone. */}}
+{{/* The roles of this release's pods, as JSON. Ray's head exists only with KubeRay. */}}
 {{- define "mooncake.roles" -}}
 {{- concat (ternary (list "head") list .Values.kubeRay.enabled) (list "gateway" "prefill" "decode" "kvstore") | toJson -}}
 {{- end -}}
@@ -112,7 +112,7 @@
 {{- end -}}
 
 {{/* One role with what it inherits: (dict "root" $ "role" "gateway"), with `values` and `name` added, and
-     `stages`: how many pods an engine has where each of its stages is in one of its own, else 0. */}}
+     `stages`: the number of an engine's pods if each of its stages has its own pod, otherwise 0. */}}
 {{- define "mooncake.scope" -}}
 {{- $own := ternary .root.Values.kubeRay.head (get .root.Values .role) (eq .role "head") }}
 {{- $values := mergeOverwrite (deepCopy .root.Values.pods) (deepCopy $own) }}
@@ -156,27 +156,27 @@ app.kubernetes.io/component: {{ .role }}
 "{{ required "image.repository: an image with mooncake in it" .Values.image.repository }}{{ with .Values.image.tag }}:{{ . }}{{ end }}"
 {{- end -}}
 
-{{/* Where a pod keeps its own credential and certificate. */}}
+{{/* The directory of a pod's own credential and certificate. */}}
 {{- define "mooncake.own" -}}
 /etc/mooncake-own
 {{- end -}}
 
-{{/* Where gateways are joined: a Service that names them all, ready or not. */}}
+{{/* The Service by which gateways are joined. It names all of them, ready or not. */}}
 {{- define "mooncake.seeds" -}}
 {{ include "mooncake.name" . }}-gateways
 {{- end -}}
 
-{{/* The pod's address as it stands in a URL, `$at`, and all addresses of its kind, `$all`. */}}
+{{/* The pod's address in the form of a URL, `$at`, and the wildcard address of its kind, `$all`. */}}
 {{- define "mooncake.at" -}}
 at=$POD_IP all=0.0.0.0; case "$at" in *:*) at="[$at]" all=:: ;; esac
 {{- end -}}
 
-{{/* Whether Ray, health and admin ports speak TLS: "true" or nothing. */}}
+{{/* "true" if Ray, health and admin ports speak TLS, otherwise nothing. */}}
 {{- define "mooncake.tls" -}}
 {{- if not .Values.tls.allowClear }}true{{ end -}}
 {{- end -}}
 
-{{/* The Secret of the authority: one that is named, or the one that is made. */}}
+{{/* The Secret of the authority: the one that the values name, or the one that the chart makes. */}}
 {{- define "mooncake.authority" -}}
 {{- .Values.tls.authority | default (printf "%s-authority" (include "mooncake.name" .)) -}}
 {{- end -}}
@@ -201,7 +201,7 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- range . }} {{ . | squote }}{{ end -}}
 {{- end -}}
 
-{{/* What the pods of a role carry besides: `checksum/secrets` changes with what is read only at a start. */}}
+{{/* Annotations of a role's pods: `checksum/secrets` changes when something changes that is read only at start. */}}
 {{- define "mooncake.annotations" -}}
 {{- $found := dict }}
 {{- range compact (list .root.Values.tls.authority .root.Values.secret.existing) }}
@@ -211,8 +211,8 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- toYaml (merge (deepCopy .values.podAnnotations) (dict "checksum/secrets" (toJson $found | sha256sum))) }}
 {{- end -}}
 
-{{/* Volumes of a role's pods, and where they are mounted: "volumes" and "mounts", of the same names. Files
-     of Secrets are root's and the fsGroup's: no other user of the pod reads them. */}}
+{{/* Volumes of a role's pods, and where they are mounted: "volumes" and "mounts", with the same names. Files
+     of Secrets belong to root and the fsGroup: no other user of the pod can read them. */}}
 {{- define "mooncake.volumes" -}}
 {{- if ne .role "head" }}
 {{- $model := ternary .root.Values.model.volume (.root.Values.model.smallVolume | default .root.Values.model.volume)
@@ -290,7 +290,7 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- end }}
 {{- end -}}
 
-{{/* What runs before a role's container. */}}
+{{/* The init containers of a role's pods. */}}
 {{- define "mooncake.initContainers" -}}
 {{- if and .root.Values.model.download.source (ne .role "head") }}
 {{ include "mooncake.download" . }}
@@ -317,8 +317,8 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- end }}
 {{- end -}}
 
-{{/* Where a role's pods go unless `affinity` says so: one pool to a node, since engines know a pool by its
-     node, and engines where a pool is. */}}
+{{/* The affinity of a role's pods if `affinity` is empty: one pool for each node, because engines know a pool
+     by its node, and engines on nodes with a pool. */}}
 {{- define "mooncake.affinity" -}}
 {{- $pools := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels"
     (include "mooncake.labels" (dict "root" .root "role" "kvstore") | fromYaml)) }}
@@ -330,7 +330,7 @@ podAffinity:
 {{- end }}
 {{- end -}}
 
-{{/* The pod of a role: what is under `template` in its workload; with `ofStage` the pod of a stage that
+{{/* The pod of a role, which stands under `template` in its workload; with `ofStage` the pod of a stage that
      another pod leads. */}}
 {{- define "mooncake.template" -}}
 metadata:
@@ -381,7 +381,7 @@ spec:
     {{- include "mooncake.volumes" . | trim | nindent 4 }}
 {{- end -}}
 
-{{/* What a role's containers have alike, from image to environment. */}}
+{{/* What all containers of a role share, from image to environment. */}}
 {{- define "mooncake.basics" -}}
 image: {{ include "mooncake.image" .root }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -466,12 +466,12 @@ ports: {{- include "mooncake.ports" . | nindent 2 }}
 volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* Prolongs the credential for as long as the container runs; a signer that is away is asked again. */}}
+{{/* Renews the credential for as long as the container runs; a signer that does not answer is asked again. */}}
 {{- define "mooncake.renew" -}}
 ( while sleep {{ .root.Values.signer.renewSeconds }}; do {{ include "mooncake.enrol" . }} --renew >/dev/null || true; done ) &
 {{- end -}}
 
-{{/* Computes a stage that the group's leader asks for. It serves on until that one has left. */}}
+{{/* Computes a stage that the group's leader asks for. It serves until the leader has left. */}}
 {{- define "mooncake.ranks" -}}
 name: ranks
 {{ include "mooncake.basics" . }}
@@ -490,7 +490,7 @@ ports: {{- include "mooncake.stagePorts" . | nindent 2 }}
 volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* Where the pods of stages are asked for ranks. */}}
+{{/* The port at which pods of stages are asked for ranks. */}}
 {{- define "mooncake.ranksPort" -}}
 7100
 {{- end -}}
@@ -499,7 +499,7 @@ volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 - {name: ranks, containerPort: {{ include "mooncake.ranksPort" . }}}
 {{- end -}}
 
-{{/* The ports of all pods of a role: what its Service and its policy name. */}}
+{{/* The ports of all pods of a role, which its Service and its policy name. */}}
 {{- define "mooncake.allPorts" -}}
 {{ include "mooncake.ports" . }}
 {{- if .stages }}
@@ -507,12 +507,12 @@ volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* The port at which a role's health is asked, each another: with hostNetwork a node has a pod of each. */}}
+{{/* The health port of a role. Each role has another one: with hostNetwork a node has a pod of each role. */}}
 {{- define "mooncake.health" -}}
 {{ get (dict "prefill" 8200 "decode" 8201 "kvstore" 8202) .role }}
 {{- end -}}
 
-{{/* The ports on which a role's pods listen, beside those of "mooncake.ranges". */}}
+{{/* The ports on which a role's pods listen, besides those of "mooncake.ranges". */}}
 {{- define "mooncake.ports" -}}
 {{- $ports := dict "http" 8000 "join" 6400 }}
 {{- if eq .role "head" }}
@@ -528,8 +528,8 @@ volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* First and last port of those of which a role's pods take some, for each other. A container's `ports`
-     cannot name a range. */}}
+{{/* First and last port of the range in which a role's pods listen for each other. A container's `ports` cannot
+     name a range. */}}
 {{- define "mooncake.ranges" -}}
 {{- if has .role (list "prefill" "decode" "kvstore") }}
 - {first: 7000, last: 7099}
