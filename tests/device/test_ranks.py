@@ -64,6 +64,7 @@ def test_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
     shape = Shape.parse(words)
     machine = {"num_devices": shape.num_ranks, "order": order, "seed": 7}
     with (
+        mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),  # also where four share two cores
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),
