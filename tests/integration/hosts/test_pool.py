@@ -57,8 +57,11 @@ class Pool:
         return host.mooncake(*line.split(), environment=self._secret)
 
     def run(self, host: Host, *words: str) -> tuple[int, str]:
-        """Run a command of `mooncake pool` on a host."""
-        program = host.mooncake("pool", *words, environment=self._secret)
+        """Run a command of `mooncake pool` on a host; return its exit code and what it prints, but
+        for warnings, which a busy machine may cause.
+        """
+        quietly = ("sh", "-c", 'exec "$@" 2>>warnings', "sh", MOONCAKE, "pool", *words)
+        program = host.run(*quietly, environment=self._secret)
         return program.process.wait(120), program.output
 
     def num_without_room(self, host: Host) -> float:
