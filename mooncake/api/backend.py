@@ -69,7 +69,9 @@ class EventSource(Protocol):
     """True if the requests of the call are the same as those that the backend gets."""
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Run all requests for `tenant`, and trace them. Call it before the block is entered."""
+        """Count all requests as `tenant`'s, and have them traced if `traced`. Call it before the
+        block is entered.
+        """
 
     @property
     def num_dropped_tokens(self) -> int:
@@ -99,7 +101,9 @@ class EventStream:
         return 0
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Run all requests for `tenant`, and trace them. Call it before the block is entered."""
+        """Count all requests as `tenant`'s, and have them traced if `traced`. Call it before the
+        block is entered.
+        """
         self._requests = [
             msgspec.structs.replace(each, tenant=tenant, traced=traced) for each in self._requests
         ]

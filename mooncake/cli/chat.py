@@ -158,11 +158,11 @@ def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None
     """Converse until the person leaves. `read` asks for a line, `out` gets the answers.
 
     Raises:
-        ConfigError: the folder of the tools does not exist.
+        ConfigError: the folder of the tools is not a directory.
         MooncakeError: no server answers.
     """
     if wanted.tools and not Path(wanted.folder).is_dir():
-        raise ConfigError(f"--folder: {wanted.folder} is no folder")
+        raise ConfigError(f"--folder: {wanted.folder} is not a folder")
     out = out or sys.stdout
     client = Client(wanted.url, wanted.api_key)
     tools = ChatTools(client, Path(wanted.folder), datetime.now) if wanted.tools else None

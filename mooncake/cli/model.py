@@ -211,8 +211,8 @@ def rekey(wanted: Rekey) -> int:
 
 
 def digests(wanted: Digests) -> int:
-    """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does. With `out`, write them
-    to a file, and record the digest of its weights in the checkpoint.
+    """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does. With `out`, write
+    them into that folder instead, and `weights-digests.json` too if the weights are not encrypted.
 
     Raises:
         CheckpointError: a file cannot be read; or `out` is given, and it is no checkpoint.

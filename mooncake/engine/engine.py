@@ -351,7 +351,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is here, in flight, or waiting for its `release`."""
+        """True if no sequence is here, in flight, or waiting for its `release`."""
         return not (self._sequences or self._in_flight or self._unreleased)
 
     def on_counted(self, event: Counted) -> None:

@@ -1,7 +1,7 @@
 """Checksums of blocks in this instance's pages. With them decode detects that a block arrived with
 other contents than prefill sent, whatever carried it.
 
-The hashing itself is behind a port and runs besides the instance's work. Owns which operation
+The hashing itself is behind a port and runs beside the instance's work. Owns which operation
 belongs to whom.
 """
 

@@ -3,7 +3,7 @@
 Owns one process (`check_program`), which starts with the first schema to check, and is killed when
 a check exceeds its time. Checks wait in a bounded queue, and none waits long: rather than waiting
 for others' schemas, an answer is reported as not checked. Tenants take turns by the time that their
-checks take. So a tenant that sends costly schemas only delays itself.
+checks take. So a tenant that sends costly schemas delays mainly itself.
 """
 
 from __future__ import annotations

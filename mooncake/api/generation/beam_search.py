@@ -78,7 +78,7 @@ class BeamSearch:
 
     def __init__(self, sampling: SamplingParams, width: int, length_penalty: float) -> None:
         """`length_penalty`: answers are compared by logprob / length ** length_penalty. The length
-        is in tokens and includes the last one.
+        is in tokens and includes the token that ended the answer.
         """
         self.live: list[Beam] = [Beam()]
         self.continuations: list[bytes] = [b""]
@@ -199,7 +199,7 @@ class BeamStream:
         return self._num_dropped
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Run all requests for `tenant`. Call it before the block is entered."""
+        """Count all requests as `tenant`'s. Call it before the block is entered."""
         assert not traced
         self._groups = [
             [msgspec.structs.replace(request, tenant=tenant) for request in group]

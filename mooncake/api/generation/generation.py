@@ -263,7 +263,9 @@ class Call:
         return self._stream.is_traceable
 
     def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Run all sequences for `tenant`, and trace them. Call it before the block is entered."""
+        """Count all sequences as `tenant`'s, and have them traced if `traced`. Call it before the
+        block is entered.
+        """
         self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
         self._stream.run_as(tenant, traced=traced)
         if self._review is not None:

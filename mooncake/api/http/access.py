@@ -250,7 +250,7 @@ def _key_of(headers: Headers) -> str:
 
 def _host_name(headers: Headers) -> str:
     """Return the name in `Host` without its port. Browsers always send the header; without it,
-    return this machine's name.
+    return "localhost".
     """
     given = headers.get("host", "localhost")
     name = given.rpartition(":")[0] if re.search(r":[0-9]*$", given) else given

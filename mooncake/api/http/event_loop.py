@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 SWITCH_S = 0.5e-3
-"""After so long a thread that computes lets the loop have Python's lock. With Python's own 5 ms a
+"""A thread that computes gives Python's lock to the loop after this time. With Python's own 5 ms a
 turn of the loop, in which it writes one token, would take that much longer while a long prompt is
 rendered or tokenized in a thread; and one turn asks for the lock several times.
 """

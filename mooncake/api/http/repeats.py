@@ -50,9 +50,9 @@ class _Answer:
         self.digest = b""
         """Digest of path and body."""
         self.begun = asyncio.Event()
-        """True once the body has arrived and the request does not repeat another one."""
+        """Set once the body has arrived and the request does not repeat another one."""
         self.abandoned = asyncio.Event()
-        """True if it ended before it was complete."""
+        """Set if it ends before it is complete."""
         self.is_whole = True
         """True if all messages are here for new readers. Without memory for them, the answer moves
         at its readers' speed.

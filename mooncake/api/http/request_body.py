@@ -24,7 +24,7 @@ TURN_BYTES = 1 << 20
 """After about this many bytes of a body, other requests get a turn."""
 
 MAX_COST_HERE = 1 << 14
-"""The dearest body that is validated in the event loop: a few milliseconds."""
+"""The most costly body that is validated in the event loop: it takes a few milliseconds."""
 
 
 async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:

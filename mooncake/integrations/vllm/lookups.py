@@ -14,7 +14,7 @@ from mooncake.integrations.vllm.pool_link import PoolLink, logger
 from mooncake.launch.pool_client.session import PoolSession
 
 REACH_S = 1.0
-"""Seconds between two attempts to reach the pool at first."""
+"""Seconds between two attempts to reach a pool that has never been reached."""
 MAX_WAITING = 1024
 """Look-ups that may wait; further ones count as misses."""
 

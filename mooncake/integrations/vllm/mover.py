@@ -1,4 +1,4 @@
-"""The worker's side: a thread that runs besides the model brings chunks from the pool and sends
+"""The worker's side: a thread that runs beside the model brings chunks from the pool and sends
 others to it.
 
 The thread touches staging memory only. The model's thread copies between staging memory and pages.

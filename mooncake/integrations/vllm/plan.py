@@ -63,7 +63,7 @@ class Save:
 
 @dataclass
 class StepJobs:
-    """What the workers do besides one step."""
+    """What the workers do during one step, besides computing it."""
 
     packing: Packing | None = None
     loads: list[Load] = field(default_factory=list)

@@ -73,8 +73,8 @@ class KnownNodes:
         return len(self._known)
 
     def learn(self, answer: ReplicasFound | MooncakeError, now: float) -> None:
-        """Learn the nodes from a gateway's answer to the question for all. A known node that is not
-        named twice in a row is forgotten.
+        """Learn the nodes from a gateway's answer to the question for all. A known node that
+        two answers in a row leave out is forgotten.
         """
         self.gateway_silent = isinstance(answer, MooncakeError)
         if isinstance(answer, MooncakeError):

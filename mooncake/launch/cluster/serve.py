@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mooncake.launch.cluster.gateway_process import GatewayProcess
 
     ApiServer = tuple[ServedModel, socket.socket]
-    """The gateway that is served, and the socket where it listens."""
+    """The model that is served, and the socket at which the API server listens."""
 
 _log = logging.getLogger(__name__)
 

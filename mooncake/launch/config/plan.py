@@ -95,7 +95,7 @@ class ServePlan:
     needs: RankNeeds
     steps: StepTokens
     ranks: dict[Role, InstanceMemory]
-    """Number of ranks of a prefill engine and of a decode engine."""
+    """The shape and the memory of a prefill engine and of a decode engine, rank by rank."""
     gpu_node: GpuNode | None
     """The hardware that is planned for, if it is not this machine."""
     stage_hosts: tuple[tuple[str, int], ...] = ()
@@ -608,8 +608,8 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
     near = environment.is_loopback(config.bind_host)
     if near and not all(environment.is_loopback(host) for host, _ in found):
         raise ConfigError(
-            f"bind-host: other machines cannot reach {config.bind_host}, which ranks of a stage "
-            "have to; give this machine's address"
+            f"bind-host: ranks on other machines cannot reach {config.bind_host}; give an address "
+            "of this machine that they can reach"
         )
     if config.bind_host in ("0.0.0.0", "::"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Hashes blocks in an engine's pages, in a few threads besides the machine's own: see `Hasher`.
+"""Hashes blocks in an engine's pages, in a few threads beside the machine's own: see `Hasher`.
 
 Owns its threads. The machine decides which pages, and holds them meanwhile.
 """

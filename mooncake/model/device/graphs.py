@@ -155,7 +155,7 @@ class DecodeGraphs:
         )
 
     def has_begun(self, slots: Sequence[StepSlot]) -> bool:
-        """Whether the step of these slots is the one that runs ahead."""
+        """Return whether the step of these slots has already been started ahead of time."""
         return self._ahead is not None and self._ahead.rows(slots) is not None
 
     def logits(self, slots: Sequence[StepSlot]) -> torch.Tensor:

@@ -21,13 +21,13 @@ class PrefixEnds:
     """
 
     planned: int
-    """End of the blocks that the placement counted on."""
+    """The placement counted on the blocks before this position."""
     fetchable: int
-    """End of the blocks after those that pools hold."""
+    """Pools hold the blocks from `planned` to here."""
     held: int
-    """End of the blocks after those that any worker holds."""
+    """Workers hold the blocks from `fetchable` to here."""
     removed: int
-    """End of the blocks after those that were removed lately; no worker holds the first of them."""
+    """The last block before here was removed lately. No worker holds the block at `held`."""
 
     def use(
         self, num_tokens: int, block_tokens: int, num_cached_tokens: int, fetched: CacheHits | None

@@ -483,7 +483,7 @@ def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None
     if shape.tp > hardware.num_gpus:
         raise ConfigError(
             f"shape: {shape.tp} ranks of a stage lie on one node, and {hardware.name} has "
-            f"{hardware.num_gpus} GPUs"
+            f"{hardware.num_gpus} GPUs; give at most tp{hardware.num_gpus}"
         )
     if shape.dp > 1 and shape.pp > 1:
         raise ConfigError(

@@ -51,8 +51,8 @@ class Watched(Protocol):
 
 
 class Standing:
-    """The newest certificates that peers have proven, on which all sessions depend. Thread-safe
-    except for `look`, which one thread calls.
+    """The newest certificates that peers have proven; they decide whether sessions go on.
+    Thread-safe except for `look`, which one thread calls.
     """
 
     def __init__(self, credential: Credential, unix_time: Callable[[], float]) -> None:
@@ -78,7 +78,7 @@ class Standing:
         return len(self._newest) + len(self._owners)
 
     def watch(self, watched: Watched) -> None:
-        """Look at these sessions too, for as long as the object lives."""
+        """Look at these sessions too, for as long as `watched` lives."""
         with self._lock:
             self._watched.add(watched)
 

@@ -42,7 +42,7 @@ from mooncake.transfer.topology import prefer, read_matrix
 
 _LOG = logging.getLogger(__name__)
 _MAX_TAKES = 16
-"""Reads of one NIC's completions in a row, before all other NICs have their turn."""
+"""Reads of one NIC's completions in a row, before everything else in the loop has its turn."""
 
 
 @dataclass(frozen=True, kw_only=True)

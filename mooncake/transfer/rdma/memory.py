@@ -161,8 +161,8 @@ class RdmaMemory:
         return name in self._lost
 
     def find_again(self, nic: Nic) -> None:
-        """Register all regions with a NIC that works again. Raises TransferError; the NIC then
-        stays lost.
+        """Register all regions with a NIC that works again. Raises TransferError when a region
+        cannot be registered; the NIC then stays lost.
         """
         name = nic.address.name
         with self._changing:

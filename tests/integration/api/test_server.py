@@ -331,7 +331,10 @@ def test_fields_about_caches_change_nothing_that_is_asked_of_the_model(
 
     async def main() -> None:
         backend = ScriptedBackend(says("x"))
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=60.0) as client,
+        ):
             for body in (plain, marked, plain | {"cache_salt": "s"}):
                 reply = await client.post(route, json=body)
                 assert reply.status_code == 200, reply.text

@@ -151,7 +151,7 @@ def test_a_failure_after_a_call_takes_the_whole_question_with_it(folder: Path) -
 
 
 def test_a_person_is_told_of_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--folder: .* is no folder"):
+    with pytest.raises(ConfigError, match=r"--folder: .* is not a folder"):
         talk(Chat(tools=True, folder=str(tmp_path / "none")))
 
 
