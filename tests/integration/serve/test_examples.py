@@ -68,7 +68,8 @@ def test_a_model_runs_in_the_program() -> None:
 
 def test_every_example_is_run() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"openai_client", "agent", "structured", "batch", "retries", "python_api"}
+    here = {"openai_client", "agent", "structured", "batch", "retries", "python_api"}
+    assert names == here | {"pool_client"}, "tests/integration/pool/test_plain_client.py runs that"
 
 
 def words(url: str) -> dict[str, str]:
