@@ -205,8 +205,9 @@ class StepShare:
 
     def most(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens of a sequence, at most `most`, fit what is left for its flow. The
-        first stream of each flow always fits. So do `UNIT` tokens of its first prompt, and as many
-        as are worth reading its context, unless the flow still owes time of earlier steps.
+        first stream of each flow always fits. So do `UNIT` tokens of its first prompt, and beside
+        other flows as many as are worth reading its context, unless the flow still owes time of
+        earlier steps.
         """
         left = self._limits.get(sequence.flow)
         if left is None:
@@ -221,7 +222,9 @@ class StepShare:
             return most if is_first or fits else 0
         most = min(most, sequence.num_unplanned, max(left.num_tokens, UNIT if is_first else 0))
         least = UNIT if is_first else 0
-        limit_s = max(left.seconds, self._worth_s(left, context)) if is_first else left.seconds
+        limit_s = left.seconds
+        if is_first and left.pays:  # a flow that is alone would not pay for a longer step
+            limit_s = max(limit_s, self._worth_s(left, context))
         return self._times.largest_chunk(most, least, context, limit_s) if most else 0
 
     def _worth_s(self, left: Left, num_context_tokens: int) -> float:

@@ -45,8 +45,17 @@ def who_listens(
     Without a KEY a gateway proves the key of the cluster, which another cluster's has not: it hangs
     up while keys are exchanged, without a reason. Any program may hang up, so a second connection
     reads how it greets. With a KEY anybody may connect, and the gateway hangs up when `question`
-    comes with a foreign certificate.
+    comes with a foreign certificate. A gateway also hangs up when it ends, so strangers are looked
+    at a second time, for `limit_s` again: one that was only started again then proves its key.
     """
+    found = _looked_at(addresses, credential, question, limit_s)
+    strangers = [address for address, who in found.items() if who is Listener.STRANGER]
+    return found | _looked_at(strangers, credential, question, limit_s)
+
+
+def _looked_at(
+    addresses: Sequence[str], credential: Credential, question: AnyMessage, limit_s: float
+) -> dict[str, Listener]:
     with contextlib.closing(_Look(credential, question)) as look:
         for address in addresses:
             look.begin(address)

@@ -81,7 +81,7 @@ class Seeds:
         return told
 
     def why_silent(self) -> MooncakeError:
-        """Look for gateways, for `LOOK_S` at most, and return why none answers: Forbidden where one
+        """Look for gateways, mostly for `LOOK_S`, and return why none answers: Forbidden where one
         is there and has another cluster secret, else NotUp.
         """
         question = AskCluster(asker=self._own, ticket=0)

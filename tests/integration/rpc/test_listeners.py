@@ -5,6 +5,7 @@ that are none, and nobody.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import socket
 import threading
@@ -20,6 +21,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.rpc.listeners import Listener, who_listens
 from mooncake.rpc.zmq_channel import ZmqChannel
+from tests.support.relay import Relay
 
 LONG_S = 60.0
 """Longer than it takes to learn who listens: a look ends as soon as it is known."""
@@ -106,6 +108,17 @@ def test_a_gateway_that_has_another_key_now_is_a_stranger() -> None:
     with gateway("ours", is_typed=False) as ours:
         place = ours.address.partition("#")[0]
         assert look(f"{place}#{'ab' * 32}") is Listener.STRANGER
+
+
+def test_a_gateway_that_ends_during_the_look_and_comes_back_is_no_stranger() -> None:
+    with (
+        gateway("ours", is_typed=True) as ours,
+        contextlib.closing(Relay(lambda: next(targets))) as relay,
+    ):
+        port = int(ours.address.rpartition(":")[2])
+        targets = itertools.chain([None], itertools.repeat(("127.0.0.1", port)))
+        assert look(f"tcp://127.0.0.1:{relay.port}") is Listener.GATEWAY
+        assert len(relay.connections) == 3
 
 
 @pytest.mark.parametrize("act", [refuses, socket.socket.close])

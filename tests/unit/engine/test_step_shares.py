@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mooncake.base import CostSample
 from mooncake.base.request import Flow, GenerateRequest, Priority
 from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.chunks import UNIT
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.drafts.speculation import Speculation
 from mooncake.engine.pages.block_pool import BlockPool
@@ -360,6 +361,29 @@ def test_a_long_prompt_computes_as_long_as_it_reads_its_context() -> None:
     own_s = step_s(1) + context_s * len(steps) / 2
     assert took_s / len(steps) < 1.1 * FACTOR * own_s, "the stream's mean step"
     assert max(steps) < 1.1 * (own_s + MOST_OWED * (FACTOR - 1) * own_s), "and its longest"
+
+
+def test_a_long_prompt_that_is_alone_again_has_no_longer_steps_for_its_context() -> None:
+    """It pays for no step then, and who comes back would wait for one. Where reading the context
+    takes longer than a step may, the chunk is the smallest one.
+    """
+    context_s, at = 3.5e-6, 8000
+    reads = [
+        CostSample(new, size, 1, step_s(1, new) + context_s * size)
+        for new, size in ((64, 2048), (512, 2048), (64, at), (512, at))
+    ]
+    clocked = Clocked(
+        context_s=context_s, learns=False, samples=[*SAMPLES, *reads], max_model_len=32_768
+    )
+    long = clocked.add(30_000, tenant="foe", max_tokens=1)
+    while long.num_computed < at:
+        clocked.step()
+    clocked.took_s(clocked.add(max_tokens=4))
+    for _ in range(NUM_AFTER - 1):
+        before = clocked.now
+        least_s = step_s(1, UNIT) + context_s * long.num_computed
+        clocked.step()
+        assert clocked.now - before <= max(8.5 * step_s(1), 1.01 * least_s)
 
 
 def test_what_steps_take_longer_than_was_foreseen_is_paid_with_later_ones() -> None:
