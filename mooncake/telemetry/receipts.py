@@ -53,6 +53,8 @@ CALL_BYTES = 1_000
 EVENT_BYTES = 500
 SPAN_BYTES = 700
 MOMENT_BYTES = 300
+CHOICE_BYTES = 5_000
+"""Of the estimates of one placement, once somebody has asked for them."""
 _PREFIX = "mooncake."
 
 
@@ -119,10 +121,18 @@ class Kept:
     num_bytes: int = 0
     choices: dict[tuple[str, int], Choice] | None = None
     """By request and attempt, once they have been computed."""
+    num_counted_choices: int = 0
+    """How many of these `num_bytes` has."""
 
     def is_named(self, name: str) -> bool:
         """Whether this is the call with a receipt, an answer or a sequence of this name."""
-        return name in (self.id, self.call_id) or name in self.sequences
+        return name == self.call_id or self.has_own(name)
+
+    def has_own(self, name: str) -> bool:
+        """Whether this is the call with a receipt or a sequence of this name, which the gateway
+        has made.
+        """
+        return name == self.id or name in self.sequences
 
     def chosen(self) -> Iterator[tuple[str, int, PlacementFacts]]:
         """Yield request, attempt and facts of the placements of all sequences, the first of each
@@ -208,7 +218,8 @@ class Receipts:
 
     def find(self, name: str, tenant: str | None) -> Kept | None:
         """Return the last call of a tenant (None: of any) with a receipt, an answer or a sequence
-        of this name; None: it is not here, or not here any more.
+        of this name; None: it is not here, or not here any more. Clients choose the ids of answers,
+        so a receipt or a sequence of this name comes before an answer.
         """
         tenants = list(self._calls) if tenant is None else [tenant]
         found = [
@@ -217,7 +228,7 @@ class Receipts:
             for kept in self._calls.get(each, {}).values()
             if kept.is_named(name)
         ]
-        return max(found, key=lambda kept: kept.begun_s, default=None)
+        return max(found, key=lambda kept: (kept.has_own(name), kept.begun_s), default=None)
 
     def weigh(self, kept: Kept) -> None:
         """Compute the estimates of the workers that a call's placements chose from; slow, so call
@@ -232,7 +243,14 @@ class Receipts:
             kept.choices = known
 
     def receipt(self, kept: Kept) -> Receipt:
-        """Return the receipt of a call, as far as it has come."""
+        """Return the receipt of a call, as far as it has come. Estimates that were computed for it
+        count as held from now on.
+        """
+        if self._calls.get(kept.tenant, {}).get(kept.id) is kept:
+            num_choices = len(kept.choices or ())
+            self._hold(kept, CHOICE_BYTES * (num_choices - kept.num_counted_choices))
+            kept.num_counted_choices = num_choices
+            self._make_room()
         return Receipt(
             id=kept.id,
             call_id=kept.call_id,

@@ -27,7 +27,9 @@ from mooncake.telemetry.receipt import Choice
 
 FIXED_BYTES = 2_000
 RUN_BYTES = 120
-"""Of each run of blocks that the same workers hold."""
+"""Of each run of blocks that the same workers hold, without a bit for each worker."""
+NAMED_BYTES = 120
+"""Of each number that is kept with the name of a worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,7 +60,9 @@ class ChoiceFacts:
     def num_bytes(self) -> int:
         """About how much memory this holds, without what all placements share."""
         columns = self.prefills.columns.nbytes + self.decodes.columns.nbytes
-        return FIXED_BYTES + columns + RUN_BYTES * len(self.holders)
+        runs = sum(RUN_BYTES + (mask.bit_length() >> 3) for _, mask in self.holders)
+        named = NAMED_BYTES * (len(self.blocks_asked) + len(self.inflight))
+        return FIXED_BYTES + columns + runs + named
 
     def choice(self) -> Choice:
         """Return the estimates of all workers; slow where these are many."""

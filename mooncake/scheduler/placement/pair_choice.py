@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -43,11 +44,11 @@ Pair = tuple[PrefillOption, DecodeOption]
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a request asks of the pair: numbers, and no tokens."""
 
-    num_tokens: int
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
     """Prompt and output so far."""
     num_output_tokens: int
     """Output tokens expected from now on."""
-    block_tokens: int
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)]
     push_s_per_block: float
     exclude: list[str]
     """Workers that are used only when there is no other."""

@@ -27,6 +27,7 @@ from mooncake.telemetry.events import (
 from mooncake.telemetry.receipt import Choice, PrefillEstimate, Receipt, SequenceReceipt
 from mooncake.telemetry.receipts import (
     CALL_BYTES,
+    CHOICE_BYTES,
     EVENT_BYTES,
     MAX_CHOICES,
     MAX_EVENTS,
@@ -238,6 +239,21 @@ def test_of_two_calls_with_one_id_the_last_is_found() -> None:
     assert found.id == "g-2"
 
 
+def test_an_id_that_a_client_chose_hides_no_receipt_and_no_sequence() -> None:
+    clock = Now()
+    receipts = Receipts(8, clock)
+    receipts.open("g-1", "chatcmpl-a", "one", ["chatcmpl-a-g-1-0"], 0)
+    for name in ("g-1", "chatcmpl-a-g-1-0"):
+        clock.at_s += 1
+        receipts.open(f"later-{name}", name, "two", [f"{name}-later"], 0)
+        found = receipts.find(name, None)
+        assert found is not None
+        assert found.id == "g-1"
+        own = receipts.find(name, "two")
+        assert own is not None
+        assert own.id == f"later-{name}"
+
+
 def test_a_tenant_finds_its_own_calls_only() -> None:
     receipts = made()
     receipts.open("g-1", "chatcmpl-a", "one", ["r"], 0)
@@ -348,6 +364,31 @@ def test_estimates_are_computed_once_and_of_few_placements() -> None:
     receipts.weigh(kept)
     receipts.weigh(kept)
     assert len(facts.weighed) == MAX_CHOICES
+
+
+def test_estimates_that_somebody_asked_for_count_as_held() -> None:
+    receipts = made(100, max_bytes=3 * CHOICE_BYTES)
+    for name in ("old", "r"):
+        receipts.open(f"g-{name}", "c", "", [name], 0)
+    receipts.record(accepted(10.0))
+    receipts.record(placed(11.0, 1, facts=Facts()))
+    kept = receipts.find("g-r", None)
+    assert kept is not None
+    before = kept.num_bytes
+    for _ in range(2):
+        receipts.weigh(kept)
+        receipts.receipt(kept)
+        receipts.check_integrity()
+        assert kept.num_bytes == before + CHOICE_BYTES, "once"
+    for number in range(2, 5):
+        receipts.record(placed(11.0, number, facts=Facts()))
+    receipts.weigh(kept)
+    [sequence] = receipts.receipt(kept).sequences
+    receipts.check_integrity()
+    assert len(receipts) == 0, "it alone holds too much"
+    assert sequence.attempts[3].choice is not None, "and is told once more"
+    receipts.receipt(kept)
+    receipts.check_integrity()
 
 
 def test_a_bundle_has_the_facts_of_all_placements() -> None:

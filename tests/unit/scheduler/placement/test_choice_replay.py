@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -214,6 +215,27 @@ def test_no_token_and_no_key_is_in_a_bundle() -> None:
     assert "987654321" not in text
     for key in keys_of(asked):
         assert key.hex() not in text
+
+
+def test_what_facts_hold_of_many_workers_is_counted() -> None:
+    """Workers that compute the prompt or lend blocks are named; each that holds one has a bit."""
+    facts = place(conductor([P0, D0]), request()).facts
+    assert facts is not None
+    named = {f"worker-{number}": 1 for number in range(1000)}
+    for larger, least in (
+        (replace(facts, inflight=named), 60_000),
+        (replace(facts, blocks_asked=named), 60_000),
+        (replace(facts, holders=((1, 1 << 80_000),)), 10_000),
+    ):
+        assert larger.num_bytes >= facts.num_bytes + least
+
+
+def test_a_number_that_no_call_can_have_is_refused() -> None:
+    document = msgspec.to_builtins(read_again(place(conductor([P0, D0]), request())))
+    for name in ("block_tokens", "num_tokens"):
+        wanted = {**document["wanted"], name: 0}
+        with pytest.raises(msgspec.ValidationError, match=name):
+            msgspec.convert({**document, "wanted": wanted}, BundledPlacement)
 
 
 def test_a_bundle_of_another_form_is_refused() -> None:
