@@ -230,9 +230,10 @@ class Receipts:
         ]
         return max(found, key=lambda kept: (kept.has_own(name), kept.begun_s), default=None)
 
-    def weigh(self, kept: Kept) -> None:
-        """Compute the estimates of the workers that a call's placements chose from; slow, so call
-        it in a thread before `receipt`.
+    def weigh(self, kept: Kept) -> bool:
+        """Compute the estimates of the workers that one of a call's placements chose from, the
+        first that has none; return whether there was one. It is slow, so call it in a thread until
+        it returns False, and `receipt` then.
         """
         with self._weighing:
             known = dict(kept.choices or {})
@@ -240,7 +241,9 @@ class Receipts:
                 name = request_id, attempt
                 if name not in known and len(known) < MAX_CHOICES:
                     known[name] = facts.choice()
-            kept.choices = known
+                    kept.choices = known
+                    return True
+            return False
 
     def receipt(self, kept: Kept) -> Receipt:
         """Return the receipt of a call, as far as it has come. Estimates that were computed for it
