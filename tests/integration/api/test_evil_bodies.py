@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mooncake.api.config import ApiConfig
 from mooncake.api.http import request_body
 from mooncake.api.schema.json_object import RequestBody
 from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_model
@@ -156,5 +157,40 @@ def test_others_are_answered_while_a_body_of_many_turns_is_validated(
             wrong = await http.post(CHAT, json=short | turns | {"n": "x"})
         assert wrong.status_code == 400
         assert wrong.json()["error"]["param"] == "n"
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_its_body_is_validated_holds_no_memory_of_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes are free for others at once, also while the thread still validates."""
+    begun, go_on = threading.Event(), threading.Event()
+    validated = request_body._validated
+
+    def slowly(kind: type[RequestBody], body: bytes) -> RequestBody:
+        if b"slow" in body:
+            begun.set()
+            assert go_on.wait(LIMIT_S)
+        return validated(kind, body)
+
+    async def main() -> None:
+        monkeypatch.setattr(request_body, "_validated", slowly)
+        config = ApiConfig(port=0, drain_s=0.2, max_inflight_body_bytes=100_000)
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), config=config) as url,
+            httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http,
+        ):
+            turns = {"messages": [{"role": "user", "content": "slow" * 10}] * 1000}
+            asking = asyncio.create_task(http.post(CHAT, json=says_user("x", **KEEP) | turns))
+            assert await asyncio.to_thread(begun.wait, LIMIT_S)
+            other = says_user("x", **KEEP, user="y" * 50_000)
+            assert (await http.post(CHAT, json=other)).status_code == 429
+            asking.cancel()
+            end_s = time.monotonic() + LIMIT_S
+            while (reply := await http.post(CHAT, json=other)).status_code == 429:
+                assert time.monotonic() < end_s, reply.text
+            assert reply.status_code == 200
+            go_on.set()
 
     asyncio.run(main())
