@@ -572,6 +572,11 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             "stage-hosts: stages on GPUs are all on the worker's machine so far; leave it out, "
             "or use --device cpu"
         )
+    if device == "cuda" and config.enable_eplb and config.expert_device == "cpu":
+        raise ConfigError(
+            "enable-eplb: experts in DRAM beside a GPU are not moved yet (expert-device=cpu); "
+            "leave one of them out"
+        )
     if device == "cuda" and shape.num_ranks > 1 and config.rank_backend != "auto":
         raise ConfigError(
             f"rank-backend={config.rank_backend}: ranks on GPUs exchange by NCCL; leave it out"

@@ -258,6 +258,11 @@ def test_some_shapes_are_planned_and_not_served_yet(
             "data_parallel_size": 2,
             "enable_expert_parallel": True,
         },
+        "enable-eplb: experts in DRAM beside a GPU are not moved yet": {
+            "enable_expert_parallel": True,
+            "enable_eplb": True,
+            "expert_device": "cpu",
+        },
         "rank-backend=gloo: ranks on GPUs exchange by NCCL": {"rank_backend": "gloo"},
         "8 ranks and 4 GPU": {"prefill": 3, "num_gpu_blocks_override": 100_000},
     }
