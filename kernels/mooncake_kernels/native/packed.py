@@ -14,7 +14,7 @@ from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.fp8 import GROUP as FP8_BLOCK
 
 _AMX_ROWS = 32
-"""From this many rows on, AMX's tiles save more time than widening the weight costs."""
+"""The least number of rows at which AMX's tiles save more time than widening the weight costs."""
 
 
 def function(name: str) -> Callable[..., None]:

@@ -67,7 +67,7 @@ class CompletionOutput:
     token_ids: Sequence[int]
     """A tuple when the answer is finished, otherwise a view that does not change."""
     logprobs: Logprobs | None
-    """For each token the candidates by token id, the sampled one first; None if not asked for. A
+    """The candidates of each token by token id, the sampled one first; None if not asked for. A
     tuple or view, as `token_ids`.
     """
     finish_reason: str | None
@@ -125,7 +125,7 @@ class RequestOutput:
     """The text of the prompt; None for token ids and chats."""
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: Logprobs | None
-    """For each prompt token the candidates by token id; None for the first token."""
+    """The candidates of each prompt token by token id; None for the first token."""
     outputs: tuple[CompletionOutput, ...]
     """The `n` answers; one by default."""
     finished: bool
