@@ -1,4 +1,4 @@
-"""Plans the steps over sequences and the block pool: no runner, no time, no messages. Owns the
+"""Plans the steps over sequences and the block pool: no runner, no clock, no messages. Owns the
 waiting queue and the running batch.
 
 Rules, in the order in which they apply:
@@ -33,14 +33,16 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure, Flow
-from mooncake.engine.chunks import UNIT, chunk_sizes, largest_chunk
+from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.drafts.speculation import Speculation
+from mooncake.engine.gaps import PromptTime, any_is_late, prompt_time
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.policy import Standing, last_in_order, rank
 from mooncake.engine.sequence import Sequence, SequenceState
@@ -64,10 +66,8 @@ class Batch:
     """Running sequences that lack only one token. Counted only where steps go through stages."""
     streams: set[int] = field(default_factory=set)
     """The sequence_id of each stream that has a share in this step."""
-    prompts_left_s: float | None = None
-    """The seconds left for prompts in a step with a time limit; None before its first prompt."""
-    has_free_prompt: bool = False
-    """Whether the step has a prompt of a flow that gets all it wants."""
+    prompt_time: PromptTime | None = None
+    """What streams leave for prompts in a step with a limit; None before a prompt asks."""
     share: StepShare | None = None
     """The shares of the flows that get less than they want; None: there are no such flows."""
 
@@ -81,15 +81,6 @@ class Batch:
             self.streams.add(sequence.sequence_id)
         self.shares[sequence.sequence_id] = (sequence, num_tokens)
         self.budget -= num_tokens
-
-    def has_no_time_for(self, sequence: Sequence) -> bool:
-        """Return whether other prompts have used up the time that streams leave in this step.
-        Prompts of flows that get less than they want never keep out the first prompt of the other
-        flows.
-        """
-        left_s = self.prompts_left_s
-        is_full = left_s is not None and left_s <= 0 and sequence.num_missing > 1
-        return is_full and (self.has_free_prompt or self.is_limited(sequence))
 
     def is_limited(self, sequence: Sequence) -> bool:
         """Return whether the sequence's flow gets less than it wants."""
@@ -130,6 +121,7 @@ class Batcher:
         """The running batch in rank order."""
         self.sharing = Sharing(config)
         self._num_turns = 0
+        self._now = 0.0
         self._flows: Counter[Flow] = Counter()
         """How many sequences each flow has in both."""
 
@@ -151,19 +143,20 @@ class Batcher:
         line.remove(sequence)
         sequence.state = SequenceState.ENDED
 
-    def plan(self) -> Batch:
+    def plan(self, now: float = 0.0) -> Batch:
         """Return the next step's shares, with pages allocated. No shares: there is nothing to
-        compute.
+        compute. `now`: on the clock of the sequences' `added_s`.
         """
+        self._now = now
         batch = Batch(budget=self._config.max_batched_tokens)
         if len(self._flows) > 1 or self.sharing.recent:
             batch.share = self.sharing.of_step(self.running, self.admissible())
         if self._config.num_stages > 1:
             batch.num_running_streams = sum(each.num_missing == 1 for each in self.running)
         self._fill(batch)
-        is_idle = not any(sequence.steps for sequence in self.running)
+        is_idle = self._is_idle
         if is_idle and not batch.shares and batch.share is not None:
-            batch.prompts_left_s, batch.has_free_prompt = None, False
+            batch.prompt_time = None
             batch.share.lift()  # otherwise flows that sit out would leave the step empty
             self._fill(batch)
         if is_idle and not batch.shares:
@@ -171,6 +164,11 @@ class Batcher:
         if self._speculation is not None:
             self._add_drafts(batch, self._speculation)
         return batch
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no step is in flight."""
+        return not any(sequence.steps for sequence in self.running)
 
     def _fill(self, batch: Batch) -> None:
         self._continue_running(batch)
@@ -188,7 +186,7 @@ class Batcher:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # it yielded to an earlier one in this very loop
-            if batch.has_no_time_for(sequence):
+            if self._waits_for_streams(sequence, batch):
                 continue
             if batch.most(sequence, 1) and self._grow(sequence, batch):
                 self._give(sequence, batch)
@@ -204,8 +202,10 @@ class Batcher:
             computed = _num_before(sequence)
             most = chunk_sizes(self._cost, most, computed, sequence.num_unplanned)[0]
         most = batch.most(sequence, most)
-        if most and sequence.num_missing > 1:
-            most = self._most_beside_streams(sequence, batch, most)
+        time = self._prompt_time(sequence, batch) if most else None
+        if time is not None:
+            most = min(most, sequence.num_unplanned, batch.budget)
+            most = time.take(most, _num_before(sequence), batch.is_limited(sequence))
         if most:
             self._take_turn(sequence)
             batch.give(sequence, most)
@@ -214,34 +214,29 @@ class Batcher:
         self._num_turns += 1
         sequence.last_turn = self._num_turns
 
-    def _most_beside_streams(self, sequence: Sequence, batch: Batch, most: int) -> int:
-        """Return how many tokens of a prompt, at most `most`, the step computes so that the gaps of
-        its streams keep their limit. In a pipeline, this includes the streams that wait behind the
-        step. Returns 0 when other prompts have used up the time. The first prompt, and the first of
-        flows that get all they want, get `UNIT` tokens in any case: streams slow them down and
-        never stop them.
+    def _prompt_time(self, sequence: Sequence, batch: Batch) -> PromptTime | None:
+        """Return what the step's streams leave for prompts; None: the sequence is not limited by
+        it. In a pipeline, streams that wait behind the step count too.
         """
-        limit_s, cost = self._config.max_gap_s, self._cost
-        if limit_s is None or not (batch.streams or batch.num_running_streams):
-            return most
-        if batch.has_no_time_for(sequence):
-            return 0
-        is_free = not batch.is_limited(sequence)
-        is_first = batch.prompts_left_s is None or (is_free and not batch.has_free_prompt)
-        batch.has_free_prompt |= is_free
-        if batch.prompts_left_s is None:
+        if sequence.num_missing == 1 or not (batch.streams or batch.num_running_streams):
+            return None
+        if batch.prompt_time is None and self._config.max_gap_s is not None:
             streams = [_num_before(batch.shares[each][0]) for each in batch.streams]
-            streams_s = cost.step_s(len(streams), sum(streams), len(streams))
-            batch.prompts_left_s = limit_s / self._config.num_stages - streams_s
-        fixed_s, computed = cost.coefficients[0], _num_before(sequence)
-        taken = min(most, sequence.num_unplanned, batch.budget)
-        if cost.step_s(taken, computed, 1) - fixed_s > batch.prompts_left_s:
-            least = min(UNIT, taken) if is_first else 0
-            taken = largest_chunk(cost, taken, least, computed, batch.prompts_left_s + fixed_s)
-            batch.prompts_left_s = 0.0  # prompts behind it wait for the next step
-        else:
-            batch.prompts_left_s -= cost.step_s(taken, computed, 1) - fixed_s
-        return taken
+            line = chain(self.running, self.waiting)
+            is_late = any_is_late(line, self._now, self._config, self._cost)
+            batch.prompt_time = prompt_time(self._config, self._cost, streams, is_late)
+            if not batch.streams and self._is_idle:
+                batch.prompt_time.may_wait = False  # no step would end, and plan the next
+        return batch.prompt_time
+
+    def _waits_for_streams(self, sequence: Sequence, batch: Batch) -> bool:
+        """Return whether the streams and prompts of a step leave a prompt no time in it."""
+        time = self._prompt_time(sequence, batch)
+        if time is None or time.is_used_up(batch.is_limited(sequence)):
+            return time is not None
+        cached = len(self._match(sequence)) * self._config.block_tokens if time.may_wait else 0
+        computed = max(cached, _num_before(sequence))
+        return time.is_too_short(sequence.num_tokens - computed, computed)
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
         """Allocate pages for the known tokens of `sequence`. Returns False when it must miss this
@@ -271,7 +266,7 @@ class Batcher:
         for sequence in list(self.waiting):
             if batch.budget == 0 or len(self.running) >= self._config.max_num_seqs:
                 break
-            if (blocked and not sequence.pages) or batch.has_no_time_for(sequence):
+            if (blocked and not sequence.pages) or self._waits_for_streams(sequence, batch):
                 continue
             if self._fail_if_too_long(sequence, batch):
                 continue
@@ -288,7 +283,7 @@ class Batcher:
         refused: set[Flow] = set()
         for sequence in list(self.waiting):
             flow = sequence.flow
-            if flow in refused or batch.budget == 0 or batch.has_no_time_for(sequence):
+            if flow in refused or batch.budget == 0 or self._waits_for_streams(sequence, batch):
                 continue
             if self._fail_if_too_long(sequence, batch):
                 continue

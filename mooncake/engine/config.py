@@ -46,6 +46,11 @@ class EngineConfig:
     it. Chunks of prompts are cut so that a step is predicted to keep it. None: never for this
     reason.
     """
+    first_token_s: float | None = None
+    """How long after a prompt came its first token may be due. Until it must begin for that, a
+    prompt waits for streams if even its smallest chunk would break `max_gap_s`; when one must
+    begin, all prompts get whole chunks. None: no prompt waits for streams.
+    """
     step_timeout_s: int = 120
     """When steps make no progress for this long, the engine has failed and its worker ends. The
     first steps, which compile, may take ten times as long.
@@ -58,9 +63,9 @@ class EngineConfig:
             value = getattr(self, field.name)
             if field.name == "speculation":
                 continue
-            if field.name == "max_gap_s":
+            if field.name in ("max_gap_s", "first_token_s"):
                 if value is not None and not value > 0:
-                    raise ConfigError(f"max_gap_s: {value!r} is not a time above 0")
+                    raise ConfigError(f"{field.name}: {value!r} is not a time above 0")
                 continue
             if field.name in ("enable_prefix_caching", "in_lockstep"):
                 if not isinstance(value, bool):

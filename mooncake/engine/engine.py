@@ -229,7 +229,7 @@ class Engine:
         self._check_progress(now)
         outputs: list[SequenceOutput] = []
         while len(self._in_flight) < self.config.max_steps_in_flight:
-            batch = self._batcher.plan()
+            batch = self._batcher.plan(now)
             self._count_preempted(batch.preempted)
             for sequence, failure in batch.failed:
                 self._end(sequence)

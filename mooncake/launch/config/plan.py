@@ -57,7 +57,7 @@ from mooncake.sim.world.cost_model import HardwareFigures
 
 DEFAULT_KV_BYTES = 2**30
 GAP_SHARE = 0.8
-"""Steps are planned for this share of the gap limit, because predictions err by 10 to 15 %."""
+"""Engines plan for this share of the limits, because predictions err by 10 to 15 %."""
 LOGGED_HASHING_BYTES = 8 * 2**30
 """Weights of this size take some seconds to hash."""
 
@@ -337,6 +337,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             max_model_len=model.max_model_len,
             max_waiting=config.max_waiting_requests,
             max_gap_s=_max_gap_s(config),
+            first_token_s=_first_token_s(config),
             **values_of(config, EngineConfig),
         ),
         kvstore=kvstore,
@@ -448,6 +449,13 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
 def _max_gap_s(config: ServeConfig) -> float | None:
     """Return how long a step for a prompt may take while streams wait for their own steps."""
     return None if config.slo_tbt_ms is None else GAP_SHARE * config.slo_tbt_ms / 1e3
+
+
+def _first_token_s(config: ServeConfig) -> float | None:
+    """Return how long a prompt may wait and compute while streams keep their limit."""
+    if config.slo_ttft_s is None or config.slo_tbt_ms is None:
+        return None
+    return GAP_SHARE * config.slo_ttft_s
 
 
 def _gpus_here(config: ServeConfig, options: ModelOptions, num_ranks: int) -> GpuNode | None:

@@ -366,7 +366,8 @@ class ServeConfig:
         "(default: no limit)")
     slo_tbt_ms: float | None = owned(SchedulerConfig, "tbt_slo_s", positive, LIMITS, "MS",
         "limit on predicted gaps between tokens, in ms; requests above it get 429; prompts are "
-        "then computed in chunks short enough for running streams; the first token is sent "
+        "then computed in chunks short enough for running streams, or wait for these as long "
+        "as --slo-ttft-s allows; the first token is sent "
         "together with the second, so that the hand-over to decode makes no gap (default: no "
         "limit)",
         per_unit=1000)

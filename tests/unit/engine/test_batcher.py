@@ -63,6 +63,8 @@ class Planner:
             if sequence.num_computed == sequence.num_tokens:
                 sequence.output_tokens.append(1)
             assert len(sequence.pages) * self.config.block_tokens >= sequence.num_computed
+        for sequence, _ in batch.failed:  # as the engine does at their end
+            self.pool.release(sequence.drop_kv())
         self.pool.check_integrity()
         return shares
 
@@ -155,6 +157,66 @@ def test_streams_slow_a_prompt_down_and_never_stop_it() -> None:
     assert planner.plan() == {1: 1, 2: 64}
     assert planner.plan() == {1: 1, 2: 36}
     assert planner.plan() == {1: 1, 2: 1, 3: 64}
+
+
+def test_a_prompt_waits_for_streams_until_its_first_token_would_be_late() -> None:
+    planner = Planner(max_gap_s=0.001, first_token_s=2.0, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    first, second = planner.add(100), planner.add(700)
+    assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 1}
+    assert not first.pages, "a prompt that waits takes no pages"
+    assert planner.commit(planner.batcher.plan(now=0.9)) == {1: 1}
+    # 0.1 s and 0.7 s of computing are left, so at 1.3 s the second one is late: both are whole.
+    assert planner.commit(planner.batcher.plan(now=1.3)) == {1: 1, 2: 100, 3: 700}
+    planner.finish(first)
+    planner.finish(second)
+    planner.add(64)
+    assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 1}
+
+
+def test_a_prompt_that_waits_is_computed_when_the_streams_have_ended() -> None:
+    planner = Planner(max_gap_s=0.001, first_token_s=100.0, cost=steady_cost(), **LARGE)
+    stream = planner.add(4)
+    planner.plan()
+    planner.add(900)
+    assert planner.plan() == {1: 1}
+    planner.finish(stream)
+    assert planner.plan() == {2: 900}
+
+
+def test_a_short_prompt_that_fits_the_limit_goes_before_a_long_one_that_waits() -> None:
+    planner = Planner(max_gap_s=0.060, first_token_s=100.0, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    planner.add(900)
+    planner.add(10)
+    assert planner.plan() == {1: 1, 3: 10}
+
+
+def test_a_prompt_does_not_wait_for_a_stream_that_cannot_run() -> None:
+    small = {"num_blocks": 64, "max_chunk_tokens": 8, "max_model_len": 64}
+    limits = {"max_gap_s": 0.001, "first_token_s": 100.0}
+    planner = Planner(num_stages=2, cost=steady_cost(), **small, **limits)
+    planner.add(40)
+    planner.plan()
+    planner.add(4)
+    assert planner.plan() == {1: 8, 2: 4}
+    assert planner.pool.allocate(planner.pool.num_available), "the stream's next page is taken"
+    assert planner.plan() == {1: 8}
+
+
+def test_a_prompt_whose_prefix_is_cached_waits_only_if_the_rest_is_too_long() -> None:
+    planner = Planner(max_gap_s=0.060, first_token_s=100.0, cost=steady_cost(), **LARGE)
+    tokens = list(range(130))
+    earlier = planner.add_request(request(tokens))
+    planner.plan()
+    block = planner.config.block_tokens
+    planner.pool.publish(earlier.keys[0], earlier.pages[0])
+    planner.pool.publish(earlier.keys[1], earlier.pages[1])
+    again = planner.add_request(request([*tokens[: 2 * block], 1, 2]))
+    planner.add_request(request(list(range(1000, 1130))))
+    assert planner.plan() == {1: 1, again.sequence_id: 2}
 
 
 def test_in_a_pipeline_steps_between_those_of_a_stream_keep_its_limit_too() -> None:

@@ -196,6 +196,13 @@ def test_steps_are_planned_for_the_limit_of_gaps(model: Path) -> None:
     assert plan_for(model).engine.max_gap_s is None
 
 
+def test_prompts_wait_for_streams_only_where_both_limits_are_told(model: Path) -> None:
+    told = plan_for(model, slo_ttft_s=5, slo_tbt_ms=50).engine
+    assert told.first_token_s == pytest.approx(4.0)
+    assert plan_for(model, slo_tbt_ms=50).engine.first_token_s is None
+    assert plan_for(model, slo_ttft_s=5).engine.first_token_s is None
+
+
 def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
     scheduler = plan_for(model, slo_ttft_s=3, slo_tbt_ms=50, policy="random").scheduler
     assert (scheduler.ttft_slo_s, scheduler.tbt_slo_s, scheduler.policy) == (3.0, 0.05, "random")
