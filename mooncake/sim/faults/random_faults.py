@@ -371,6 +371,7 @@ class Trial:
         )
 
     def _engine(self) -> EngineConfig:
+        limits = Random(f"limits {self.seed}")  # of its own: other draws stay as they were
         return EngineConfig(
             num_blocks=self._random.choice([48, 128]),
             max_num_seqs=8,
@@ -382,6 +383,8 @@ class Trial:
             max_steps_in_flight=self._num_stages + self._random.choice([0, 1]),
             num_stages=self._num_stages,
             step_timeout_s=self._random.choice([3, 10]),
+            max_gap_s=limits.choice([None, 0.001, 0.05]),
+            first_token_s=limits.choice([None, 0.2, 5.0]),
         )
 
     def _make_runner(
