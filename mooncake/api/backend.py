@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -18,6 +18,16 @@ SUBMIT_BYTES = 1 << 18
 REQUEST_BYTES = 1 << 13
 """Bytes that each request counts for besides its prompt: a call may have a thousand short ones."""
 ABORTS_AT_ONCE = 32
+
+
+class LatencyLimits(NamedTuple):
+    """A call's own limits on latency; None = the server's."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+NO_LIMITS = LatencyLimits()
 
 
 class Backend(Protocol):
@@ -68,9 +78,11 @@ class EventSource(Protocol):
     is_traceable: bool
     """True if the requests of the call are the same as those that the backend gets."""
 
-    def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Count all requests as `tenant`'s, and have them traced if `traced`. Call it before the
-        block is entered.
+    def run_as(
+        self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
+    ) -> None:
+        """Count all requests as `tenant`'s, have them traced if `traced`, and give each the
+        `limits`. Call it before the block is entered.
         """
 
     @property
@@ -100,12 +112,18 @@ class EventStream:
     def num_dropped_tokens(self) -> int:
         return 0
 
-    def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Count all requests as `tenant`'s, and have them traced if `traced`. Call it before the
-        block is entered.
+    def run_as(
+        self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
+    ) -> None:
+        """Count all requests as `tenant`'s, have them traced if `traced`, and give each the
+        `limits`. Call it before the block is entered.
         """
+        ttft_s, tbt_s = limits
         self._requests = [
-            msgspec.structs.replace(each, tenant=tenant, traced=traced) for each in self._requests
+            msgspec.structs.replace(
+                each, tenant=tenant, traced=traced, ttft_slo_s=ttft_s, tbt_slo_s=tbt_s
+            )
+            for each in self._requests
         ]
 
     async def __aenter__(self) -> EventStream:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from mooncake.base import Priority
 
+MAX_SLO_MS = 3_600_000
+"""The longest limit on latency that a call may ask for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ApiKey:
@@ -24,6 +27,15 @@ class ApiKey:
     """Requests that may run at a time."""
     priorities: tuple[Priority, ...] = (Priority.INTERACTIVE,)
     """The classes of service that its requests may ask for."""
+    slo_ttft_ms: int | None = None
+    """The limit on the time to the first token of requests that ask for none; None = the server's.
+    """
+    slo_tbt_ms: int | None = None
+    """The same for the gaps between tokens."""
+    min_slo_ttft_ms: int | None = None
+    """The strictest limit on the first token that its requests may ask for; None = any."""
+    min_slo_tbt_ms: int | None = None
+    """The same for the gaps between tokens."""
     operator: bool = False
     """True if it may see the cluster: hosts, processes and the requests of all tenants."""
 

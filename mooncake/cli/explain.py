@@ -107,7 +107,13 @@ def _show_sequence(sequence: dict[str, Any], console: Console) -> None:
 
 def _ended(sequence: dict[str, Any]) -> str:
     if sequence["refused"] is not None:
-        return f"refused with {sequence['status']}: {sequence['refused']}"
+        limits = [
+            f"{what} {_seconds(sequence[name])}"
+            for what, name in (("first token", "ttft_slo_s"), ("gaps", "tbt_slo_s"))
+            if sequence[name] is not None
+        ]
+        shown = f"; limits: {', '.join(limits)}" if limits else ""
+        return f"refused with {sequence['status']}: {sequence['refused']}{shown}"
     tokens = f"{sequence['num_prompt_tokens']} prompt tokens, {sequence['num_output_tokens']} new"
     failed = f" ({sequence['status']})" if sequence["status"] >= 400 else ""
     return f"{sequence['state']}{failed}; {tokens}"

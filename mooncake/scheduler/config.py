@@ -100,12 +100,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """First guess of an output's length; refined by finished requests."""
 
     def ttft_limit_s(self, request: GenerateRequest) -> float | None:
-        """Return the limit on the first token: the request's own before the cluster's."""
+        """Return the limit on the first token: the request's own in place of the cluster's."""
         return request.ttft_slo_s if request.ttft_slo_s is not None else self.ttft_slo_s
 
     def tbt_limit_s(self, request: GenerateRequest) -> float | None:
-        """Return the limit on gaps between tokens: the request's own before the cluster's."""
-        return request.tbt_slo_s if request.tbt_slo_s is not None else self.tbt_slo_s
+        """Return the limit on gaps between tokens: the stricter of the request's own and the
+        cluster's, because a step takes equally long for all sequences in it.
+        """
+        limits = [limit for limit in (request.tbt_slo_s, self.tbt_slo_s) if limit is not None]
+        return min(limits, default=None)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

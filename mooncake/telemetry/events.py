@@ -49,6 +49,8 @@ class Refused(RequestEvent, frozen=True, tag="refused"):
     """A short name of the reason, such as "ttft_limit"."""
     facts: PlacementFacts | None = None
     """What the workers were chosen from that it would have had, where receipts are kept."""
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
 
 
 class Placed(RequestEvent, frozen=True, tag="placed"):

@@ -316,17 +316,19 @@ def _sequence(
     root = Span("request", call.begun_s)
     trace = SequenceTrace(root, clocks)
     accepted: Accepted | None = None
+    limited: Accepted | Refused | None = None
     first: FirstToken | None = None
     ended: Finished | Refused | None = None
     for event in kept.events:
         trace.take(event)
         match event:
             case Accepted():
-                accepted = event
+                accepted = limited = event
             case FirstToken():
                 first = event
             case Finished() | Refused():
                 ended = event
+                limited = event if isinstance(event, Refused) else limited
             case _:
                 pass
     num_prompt = accepted.num_prompt_tokens if accepted is not None else 0
@@ -339,10 +341,10 @@ def _sequence(
         num_output_tokens=kept.num_tokens,
         cache=first.cache if first is not None else None,
         ttft_s=first.at_s - accepted.at_s if first is not None and accepted is not None else None,
-        ttft_slo_s=accepted.ttft_slo_s if accepted is not None else None,
+        ttft_slo_s=limited.ttft_slo_s if limited is not None else None,
         tbt_s=kept.mean_gap_s,
         longest_gap_s=kept.longest_gap_s,
-        tbt_slo_s=accepted.tbt_slo_s if accepted is not None else None,
+        tbt_slo_s=limited.tbt_slo_s if limited is not None else None,
         attempts=list(_attempts(kept, root, call, first)),
         choice=(call.choices or {}).get((request_id, 0)),
         steps=list(_steps(root, call.begun_s)),

@@ -139,7 +139,9 @@ class RequestSeries:
         self.placements = labelled(
             "placements", "Placements by the role that computes the prompt.", "prompt_on"
         )
-        self.slo = labelled("request_slo", "Finished requests by limits met or missed.", "outcome")
+        self.slo = labelled(
+            "request_slo", "Finished requests by their limits, met or missed.", "outcome"
+        )
         self._refusals = Counter(
             "mooncake:requests_rejected",
             "Requests refused before any work was done.",

@@ -15,7 +15,7 @@ from itertools import compress
 
 import msgspec
 
-from mooncake.api.backend import Backend, EventStream
+from mooncake.api.backend import NO_LIMITS, Backend, EventStream, LatencyLimits
 from mooncake.api.errors import failure_error
 from mooncake.base import (
     FinalEvent,
@@ -198,11 +198,19 @@ class BeamStream:
         """Number of tokens of all beams at all steps, minus those of the answers."""
         return self._num_dropped
 
-    def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Count all requests as `tenant`'s. Call it before the block is entered."""
+    def run_as(
+        self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
+    ) -> None:
+        """Count all requests as `tenant`'s, and give each the `limits`: they hold for every step.
+        Call it before the block is entered.
+        """
         assert not traced
+        ttft_s, tbt_s = limits
         self._groups = [
-            [msgspec.structs.replace(request, tenant=tenant) for request in group]
+            [
+                msgspec.structs.replace(request, tenant=tenant, ttft_slo_s=ttft_s, tbt_slo_s=tbt_s)
+                for request in group
+            ]
             for group in self._groups
         ]
 

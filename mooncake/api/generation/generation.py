@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from mooncake.api.backend import EventSource
+from mooncake.api.backend import NO_LIMITS, EventSource, LatencyLimits
 from mooncake.api.errors import failure_error
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.review import Review
@@ -262,12 +262,14 @@ class Call:
         """True if a trace can show what becomes of `requests`."""
         return self._stream.is_traceable
 
-    def run_as(self, tenant: str, *, traced: bool = False) -> None:
-        """Count all sequences as `tenant`'s, and have them traced if `traced`. Call it before the
-        block is entered.
+    def run_as(
+        self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
+    ) -> None:
+        """Count all sequences as `tenant`'s, have them traced if `traced`, and give each the
+        `limits`. Call it before the block is entered.
         """
         self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
-        self._stream.run_as(tenant, traced=traced)
+        self._stream.run_as(tenant, traced=traced, limits=limits)
         if self._review is not None:
             self._review.run_as(tenant)
 

@@ -102,9 +102,10 @@ class Access:
 
     Every POST holds one of its account's permits until the reply has ended, however it ends. The
     scope's state gets: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it may
-    ask for), `charge`, a function that counts tokens against the key's limit, `in_flight`, what
-    this request holds of the memory for all bodies, and `is_proven`: whether the connection may
-    outlive others. `is_operator` says whether it has an operator's key, or no key is needed.
+    ask for), `key`, its `ApiKey`, `charge`, a function that counts tokens against the key's limit,
+    `in_flight`, what this request holds of the memory for all bodies, and `is_proven`: whether the
+    connection may outlive others. `is_operator` says whether it has an operator's key, or no key is
+    needed.
 
     If no key is needed and only this machine is served, `Host` must name this machine: another site
     may make its own name resolve to 127.0.0.1.
@@ -212,6 +213,7 @@ class Access:
                 refused(limited)
                 raise
             state["priorities"] = account.key.priorities
+            state["key"] = account.key
             state["charge"] = lambda num_tokens: account.charge(num_tokens, self._clock.now())
             try:
                 yield

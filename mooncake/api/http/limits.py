@@ -1,17 +1,29 @@
-"""The limits of one API key (requests and tokens a minute, requests at a time), and what all
-requests share (bodies in memory, requests at a time). Takes `now`.
+"""The limits of one API key (requests and tokens a minute, requests at a time), what all requests
+share (bodies in memory, requests at a time), and the limits on latency that a call asks for. Takes
+`now`.
 
 An `Account` owns its key's budgets and permits; only `http.access` calls `enter` and `leave`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NoReturn
 
-from mooncake.api.config import ApiKey
-from mooncake.base import Overloaded
+from starlette.datastructures import Headers
 
+from mooncake.api.backend import LatencyLimits
+from mooncake.api.config import MAX_SLO_MS, ApiKey
+from mooncake.api.errors import shorten
+from mooncake.base import InvalidRequest, Overloaded, Priority
+
+SLO_TTFT = "x-mooncake-slo-ttft-ms"
+"""The header with a call's own limit on the time to its first token."""
+SLO_TBT = "x-mooncake-slo-tbt-ms"
+"""The same for the gaps between its tokens."""
+_MILLISECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
+_NO_KEY = ApiKey(digest=b"", name="")
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
 """Retry advice when too many requests of a key run: it is not known when one ends."""
@@ -199,6 +211,44 @@ class InFlight:
         limited = Limited(message, reason, BUSY_RETRY_S)
         self._refused(limited)
         raise limited
+
+
+def latency_limits(headers: Headers, key: ApiKey | None, priority: Priority) -> LatencyLimits:
+    """Return a call's own limits on latency: those of its headers, otherwise those of its key.
+    Batch work has none.
+
+    Raises:
+        InvalidRequest: a header's value is out of its range, or the call is batch work.
+    """
+    of_key = key or _NO_KEY
+    return LatencyLimits(
+        _limit_s(SLO_TTFT, headers, priority, of_key.slo_ttft_ms, of_key.min_slo_ttft_ms),
+        _limit_s(SLO_TBT, headers, priority, of_key.slo_tbt_ms, of_key.min_slo_tbt_ms),
+    )
+
+
+def _limit_s(
+    header: str, headers: Headers, priority: Priority, default_ms: int | None, least_ms: int | None
+) -> float | None:
+    values = headers.getlist(header)
+    is_batch = priority is Priority.BATCH
+    if not values:
+        return None if default_ms is None or is_batch else default_ms / 1e3
+    if is_batch:
+        raise InvalidRequest(
+            f"{header}: batch work waits until the cluster is idle, so it has no limit on latency: "
+            "ask for another class, or leave the header out",
+            param=header,
+        )
+    given, least = ", ".join(values), least_ms or 1
+    if _MILLISECONDS.fullmatch(given) and least <= float(given) <= MAX_SLO_MS:
+        return float(given) / 1e3
+    whose = "" if least_ms is None else " with this API key"
+    raise InvalidRequest(
+        f"{header}: must be a number of milliseconds from {least} to {MAX_SLO_MS}{whose}, not "
+        f"{shorten(given)}",
+        param=header,
+    )
 
 
 def _budget(per_min: int | None) -> Budget | None:

@@ -11,11 +11,13 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mooncake.api.api_server import ApiServer
+from mooncake.api.backend import NO_LIMITS
 from mooncake.api.errors import (
     ANTHROPIC_PATH,
     anthropic_error,
@@ -25,6 +27,7 @@ from mooncake.api.errors import (
 )
 from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
+from mooncake.api.http.limits import latency_limits
 from mooncake.api.http.tracing import call_attributes
 from mooncake.base import GenerateRequest, InternalError, MooncakeError, Priority
 
@@ -114,6 +117,12 @@ class CallResponse(Response):
         if refusal := _refused_class(call.requests, state.get("priorities", tuple(Priority))):
             await ErrorResponse(refusal)(scope, receive, send)
             return
+        asked = call.requests[0].priority  # a call has only one class
+        try:
+            limits = latency_limits(Headers(scope=scope), state.get("key"), asked)
+        except MooncakeError as error:
+            await ErrorResponse(error)(scope, receive, send)
+            return
         tenant, trace = state.get("tenant", ""), state.get("trace")
         ids = [each.request_id for each in call.requests]
         traced = trace is not None and call.is_traceable and trace.follow(ids)
@@ -122,8 +131,8 @@ class CallResponse(Response):
             begun_at = self._api_server.now_s()
             traced |= receipts.open(call.receipt_id, call.call_id, tenant, ids, begun_at)
             state["receipt"] = call.receipt_id  # `Access` sends it
-        if tenant or traced:
-            call.run_as(tenant, traced=traced)
+        if tenant or traced or limits != NO_LIMITS:
+            call.run_as(tenant, traced=traced, limits=limits)
         charge = state.get("charge", _free)
         charge(call.prompt_price)
         watcher = asyncio.create_task(_watch_disconnect(receive, call))

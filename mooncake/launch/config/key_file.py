@@ -17,12 +17,17 @@ from typing import Any
 import yaml
 
 from mooncake.api import ApiKey
+from mooncake.api.config import MAX_SLO_MS
 from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host.credentials import check_mode
 from mooncake.telemetry.audit import audit
 
-LIMITS = ("requests_per_min", "tokens_per_min", "max_concurrent")
+LATENCIES = ("slo_ttft_ms", "slo_tbt_ms")
+LIMITS = (
+    "requests_per_min", "tokens_per_min", "max_concurrent", *LATENCIES,
+    *(f"min_{name}" for name in LATENCIES),
+)  # fmt: skip
 FIELDS = ("name", "key", "sha256", "tenant", "priorities", "operator", *LIMITS)
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 LOOK_S = 2.0
@@ -130,6 +135,13 @@ def _read(entry: Any, where: str) -> ApiKey:
         if value is not None and value < 1:
             raise ConfigError(f"api-keys-file: {where} ({name}): {field} must be at least 1")
         limits[field] = value
+    for field in LATENCIES:
+        value, least = limits[field], limits[f"min_{field}"] or 1
+        if not least <= (value or least) <= MAX_SLO_MS:
+            raise ConfigError(
+                f"api-keys-file: {where} ({name}): {field} and min_{field} are milliseconds, up to "
+                f"{MAX_SLO_MS}, and the default ({field}) must not be below the least (min_{field})"
+            )
     return ApiKey(
         digest=_digest(entry, f"{where} ({name})"), name=name, tenant=tenant,
         priorities=_priorities(entry, f"{where} ({name})"), operator=operator, **limits,

@@ -18,7 +18,7 @@ from mooncake.rpc.channel import Channel
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.balance import RoleBalance, RoleChange, Traffic
 from mooncake.scheduler.membership_table import MembershipTable
-from mooncake.scheduler.placement.admission import NO_ROOM_REASONS
+from mooncake.scheduler.placement.admission import NO_ROOM_REASONS, OWN_LIMIT_REASONS
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.requests.request_manager import RequestManager
 
@@ -75,9 +75,13 @@ class RoleSwitching:
         return self._next_s
 
     def _traffic(self) -> Traffic:
+        """Return the counts of requests. Those that only their own limits refused do not count:
+        clients could move workers with them.
+        """
         counts = self._request_manager.counters
+        num_own = sum(counts[f"refused_{reason}"] for reason in OWN_LIMIT_REASONS)
         return Traffic(
-            offered=counts["requests_accepted"] + counts["requests_refused"],
+            offered=counts["requests_accepted"] + counts["requests_refused"] - num_own,
             refused_prefill=counts["refused_ttft_limit"],
             refused_decode=sum(counts[f"refused_{reason}"] for reason in NO_ROOM_REASONS),
         )

@@ -29,6 +29,11 @@ the worker never idles, and so little that other requests are hardly delayed.
 NOT_IDLE = "not_idle"
 NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
 """Reasons of rejections that fewer sequences on decode would have avoided."""
+OWN_LIMIT_REASONS = frozenset({"request_ttft_limit", "request_tbt_limit"})
+"""Reasons of rejections by a limit of the request's own, which holds for no other request. They are
+not among `NO_ROOM_REASONS`: no batch work yields to such a request, and no worker changes its role
+for it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,27 +100,50 @@ def check_limits(
     tbt_s: float,
     share: float = 1.0,
 ) -> Rejection | None:
-    """Return a rejection when a predicted time exceeds the request's share of its limit. The
-    request's own limits take precedence over the cluster's.
+    """Return a rejection when a predicted time exceeds a limit of the request, which may use all of
+    its own limits and `share` of the cluster's. Its own limit on the first token may be longer than
+    the cluster's, and then replaces it.
     """
-    ttft_slo_s, tbt_slo_s = config.ttft_limit_s(request), config.tbt_limit_s(request)
-    if ttft_slo_s is not None and ttft_s > share * ttft_slo_s:
+    ttft_slo_s = config.ttft_slo_s
+    if ttft_slo_s is not None and request.ttft_slo_s is not None:
+        ttft_slo_s = max(ttft_slo_s, request.ttft_slo_s)
+    limit_s, is_own = _stricter(request.ttft_slo_s, ttft_slo_s, share)
+    if ttft_s > limit_s:
         return reject(
             Overloaded,
-            "ttft_limit",
-            f"The first token would come in about {ttft_s:.1f} s, which is over the limit of "
-            f"{share * ttft_slo_s:g} s. Retry later.",
-            ttft_s - share * ttft_slo_s,
+            "request_ttft_limit" if is_own else "ttft_limit",
+            f"The first token would come in about {_shown(ttft_s)}, which is over "
+            f"{_named(limit_s, is_own)}",
+            ttft_s - limit_s,
         )
-    if tbt_slo_s is not None and tbt_s > share * tbt_slo_s:
+    limit_s, is_own = _stricter(request.tbt_slo_s, config.tbt_slo_s, share)
+    if tbt_s > limit_s:
         return reject(
             Overloaded,
-            "tbt_limit",
-            f"Tokens would come about every {1e3 * tbt_s:.0f} ms, which is over the limit of "
-            f"{1e3 * share * tbt_slo_s:g} ms. Retry later.",
-            tbt_s / tbt_slo_s,
+            "request_tbt_limit" if is_own else "tbt_limit",
+            f"Tokens would come about every {_shown(tbt_s)}, which is over "
+            f"{_named(limit_s, is_own)}",
+            tbt_s / limit_s,
         )
     return None
+
+
+def _stricter(own_s: float | None, cluster_s: float | None, share: float) -> tuple[float, bool]:
+    """Return the limit that binds, and whether it is the request's own."""
+    shared_s = math.inf if cluster_s is None else share * cluster_s
+    if own_s is not None and own_s < shared_s:
+        return own_s, True
+    return shared_s, False
+
+
+def _named(limit_s: float, is_own: bool) -> str:
+    if is_own:
+        return f"this request's own limit of {_shown(limit_s)}. Retry later, or allow more."
+    return f"the limit of {_shown(limit_s)}. Retry later."
+
+
+def _shown(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms" if seconds < 1 else f"{round(seconds, 2):g} s"
 
 
 def check_room(

@@ -32,6 +32,7 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition, WorkerQueues
 from mooncake.scheduler.placement.admission import (
     NOT_IDLE,
+    OWN_LIMIT_REASONS,
     Rejection,
     check_idle,
     check_limits,
@@ -434,9 +435,10 @@ class Conductor:
         tbt_s = self._admission_tbt_s(prefill, decode, query.decode, now)
         if position.is_patient:
             return check_idle(self._config, prefill, decode, tbt_s, position.share)
-        return check_room(self._config, request, decode) or check_limits(
-            self._config, request, ttft_s, tbt_s, position.share
-        )
+        missed = check_limits(self._config, request, ttft_s, tbt_s, position.share)
+        if missed is not None and missed.reason in OWN_LIMIT_REASONS:
+            return missed  # although there may be no room either, for which batch work would yield
+        return check_room(self._config, request, decode) or missed
 
     def _admission_tbt_s(
         self, prefill: PrefillOption, decode: DecodeOption, wanted: DecodeQuery, now: float

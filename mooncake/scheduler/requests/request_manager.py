@@ -265,6 +265,8 @@ class RequestManager:
                 status=rejection.status,
                 reason=rejection.reason,
                 facts=rejection.facts,
+                ttft_slo_s=self._config.ttft_limit_s(request),
+                tbt_slo_s=self._config.tbt_limit_s(request),
             )
         )
         sink(

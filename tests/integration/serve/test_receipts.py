@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024")
 PROMPT = list(range(1, 301))
+SLO_TTFT, SLO_TBT = "x-mooncake-slo-ttft-ms", "x-mooncake-slo-tbt-ms"
 
 
 def mooncake(*words: str) -> subprocess.CompletedProcess[str]:
@@ -37,6 +38,13 @@ def test_a_call_is_explained_and_its_choice_made_again(tmp_path: Path) -> None:
         ]
         assert [reply.status_code for reply in replies] == [200, 200], replies[0].text
         name = replies[1].headers["x-mooncake-receipt"]
+        long = body | {"prompt": PROMPT[::-1] * 3}  # eight steps of the engine
+        late, served = (
+            httpx.post(f"{server.url}/v1/completions", json=long, headers=own, timeout=300)
+            for own in ({SLO_TTFT: "1"}, {SLO_TTFT: "3600000", SLO_TBT: "3600000"})
+        )
+        refused = mooncake("explain", late.headers["x-mooncake-receipt"], "--url", server.url)
+        metrics = httpx.get(f"{server.url}/metrics").text
         shown = mooncake("explain", name, "--url", server.url)
         told = mooncake("explain", replies[1].json()["id"], "--url", server.url, "--json")
         file = tmp_path / "bundle.json"
@@ -46,6 +54,11 @@ def test_a_call_is_explained_and_its_choice_made_again(tmp_path: Path) -> None:
     assert [run.returncode for run in (shown, told, bundled)] == [0, 0, 0], (
         shown.stderr + told.stderr + bundled.stderr
     )
+    assert (late.status_code, served.status_code) == (429, 200), late.text + served.text
+    assert late.headers["retry-after"]
+    assert "this request's own limit of 1 ms" in late.json()["error"]["message"]
+    assert "refused with 429: request_ttft_limit; limits: first token 1.0 ms" in refused.stdout
+    assert 'reason="request_ttft_limit"' in metrics
     replayed = mooncake("simulate", "--replay", str(file))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "the same workers" in replayed.stdout

@@ -77,8 +77,8 @@ RECEIPT: dict[str, Any] = {
         {
             "request_id": "chatcmpl-1-gw-1-1", "state": "rejected", "status": 429,
             "refused": "ttft_limit", "num_prompt_tokens": 0, "num_output_tokens": 0, "cache": None,
-            "ttft_s": None, "ttft_slo_s": None, "tbt_s": None, "longest_gap_s": None,
-            "tbt_slo_s": None, "num_left_out": 0, "attempts": [], "steps": [],
+            "ttft_s": None, "ttft_slo_s": 2.0, "tbt_s": None, "longest_gap_s": None,
+            "tbt_slo_s": 0.05, "num_left_out": 0, "attempts": [], "steps": [],
             "choice": {
                 "prefill": [
                     {
@@ -138,7 +138,7 @@ def test_a_receipt_is_shown_as_tables_and_a_timeline(
         "prefill-0 was not compared: the request failed there, or was turned away",
         "transfer, prefill-1 blocks 5, bytes 4096, path shm",
         "2 events were too many",
-        "chatcmpl-1-gw-1-1: refused with 429: ttft_limit",
+        "chatcmpl-1-gw-1-1: refused with 429: ttft_limit; limits: first token 2.00 s, gaps 50.0 ms",
         "* prefill-9 9.00 s 8.50 s 0.0 ms 500.0 ms 0",
         "1 more sequences are not kept",
     ):  # fmt: skip

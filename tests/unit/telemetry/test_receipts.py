@@ -193,8 +193,12 @@ def test_a_refused_call_says_why() -> None:
 
 
 def test_a_call_that_would_miss_a_limit_has_the_estimates() -> None:
-    refused = Refused(request_id="r", at_s=10.5, status=429, reason="ttft_limit", facts=Facts())
+    refused = Refused(
+        request_id="r", at_s=10.5, status=429, reason="request_ttft_limit", facts=Facts(),
+        ttft_slo_s=0.2, tbt_slo_s=0.05,
+    )  # fmt: skip
     sequence = told_one(refused)
+    assert (sequence.ttft_slo_s, sequence.tbt_slo_s) == (0.2, 0.05)
     assert sequence.choice is not None
     assert [each.ttft_s for each in sequence.choice.prefill] == [0.5]
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import Headers
 
 from mooncake.api.config import ApiKey
-from mooncake.api.http.limits import Account, Budget, Limited
+from mooncake.api.http.limits import (
+    SLO_TBT,
+    SLO_TTFT,
+    Account,
+    Budget,
+    Limited,
+    latency_limits,
+)
+from mooncake.base import InvalidRequest, Priority
 
 
 def account(**limits: int) -> Account:
@@ -111,3 +120,54 @@ def test_advice_is_exact_and_nothing_is_given_twice(
     wait_s = budget.wait_s(amount, now)
     assert wait_s >= 0
     assert budget.level(now + wait_s) >= min(amount, per_min) - 1e-6
+
+
+def limits_of(
+    *values: tuple[str, str], priority: Priority = Priority.INTERACTIVE, **of_key: int
+) -> tuple[float | None, float | None]:
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in values]
+    key = ApiKey(digest=b"", name="alice", **of_key) if of_key else None
+    return latency_limits(Headers(raw=raw), key, priority)
+
+
+def test_limits_on_latency_come_from_headers_then_from_the_key() -> None:
+    assert limits_of() == (None, None)
+    assert limits_of((SLO_TTFT, "1500"), (SLO_TBT, "12.5")) == (1.5, 0.0125)
+    defaults = {"slo_ttft_ms": 500, "slo_tbt_ms": 40}
+    assert limits_of(**defaults) == (0.5, 0.04)
+    assert limits_of((SLO_TBT, "80"), **defaults) == (0.5, 0.08)
+    assert limits_of(priority=Priority.BATCH, **defaults) == (None, None)
+
+
+@pytest.mark.parametrize("header", [SLO_TTFT, SLO_TBT])
+@pytest.mark.parametrize(
+    "value",
+    ["", "0", "0.999", "-5", "nan", "1e3", "5 ms", "3600000.001", "99999999", "\u00b3", "1_0"],
+)
+def test_a_limit_on_latency_out_of_range_is_named_with_its_range(header: str, value: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{header}: .* from 1 to 3600000, not ") as caught:
+        limits_of((header, value))
+    assert caught.value.param == header
+
+
+def test_the_ends_of_the_range_are_in_it() -> None:
+    assert limits_of((SLO_TTFT, "1"), (SLO_TBT, "3600000")) == (0.001, 3600.0)
+
+
+def test_a_limit_on_latency_is_given_once() -> None:
+    with pytest.raises(InvalidRequest, match="not '5, 9'"):
+        limits_of((SLO_TBT, "5"), (SLO_TBT, "9"))
+
+
+def test_a_key_has_a_strictest_limit_on_latency() -> None:
+    bounds = {"min_slo_ttft_ms": 200, "min_slo_tbt_ms": 30}
+    assert limits_of((SLO_TTFT, "200"), (SLO_TBT, "30"), **bounds) == (0.2, 0.03)
+    with pytest.raises(InvalidRequest, match="from 200 to 3600000 with this API key, not '199'"):
+        limits_of((SLO_TTFT, "199"), **bounds)
+    with pytest.raises(InvalidRequest, match="from 30 to 3600000 with this API key"):
+        limits_of((SLO_TBT, "29.9"), **bounds)
+
+
+def test_batch_work_has_no_limit_on_latency() -> None:
+    with pytest.raises(InvalidRequest, match=f"^{SLO_TBT}: batch work waits"):
+        limits_of((SLO_TBT, "100"), priority=Priority.BATCH)

@@ -19,6 +19,9 @@ keys:
     requests_per_min: 60
     tokens_per_min: 100000
     max_concurrent: 4
+    slo_ttft_ms: 800
+    min_slo_ttft_ms: 200
+    min_slo_tbt_ms: 20
     priorities: [batch, premium]
     operator: true
   - name: bob
@@ -40,6 +43,8 @@ def test_keys_with_their_limits(tmp_path: Path) -> None:
     alice, bob = read_keys(path)
     assert (alice.name, alice.tenant, alice.digest) == ("alice", "research", digest("sk-alice"))
     assert (alice.requests_per_min, alice.tokens_per_min, alice.max_concurrent) == (60, 100000, 4)
+    assert (alice.slo_ttft_ms, alice.min_slo_ttft_ms) == (800, 200)
+    assert (alice.slo_tbt_ms, alice.min_slo_tbt_ms, bob.slo_ttft_ms) == (None, 20, None)
     assert (bob.digest, bob.tenant, bob.requests_per_min) == (digest("sk-bob"), "", None)
     assert (alice.priorities, alice.operator) == ((Priority.PREMIUM, Priority.BATCH), True)
     assert (bob.priorities, bob.operator) == ((Priority.INTERACTIVE,), False)
@@ -70,6 +75,14 @@ def test_keys_with_their_limits(tmp_path: Path) -> None:
         ("keys: [{name: a, key: secret, tokens_per_min: 1.5}]", "must be a whole number"),
         ("keys: [{name: a, key: secret, tokens_per_min: yes}]", "must be a whole number"),
         ("keys: [{name: a, key: secret, tenant: 7}]", "tenant must be a text"),
+        ("keys: [{name: a, key: secret, slo_tbt_ms: 0}]", "slo_tbt_ms must be at least 1"),
+        ("keys: [{name: a, key: secret, min_slo_tbt_ms: 0.5}]", "must be a whole number"),
+        (
+            "keys: [{name: a, key: secret, slo_tbt_ms: 20, min_slo_tbt_ms: 30}]",
+            r"\(slo_tbt_ms\) must not be below the least \(min_slo_tbt_ms\)",
+        ),
+        ("keys: [{name: a, key: secret, slo_ttft_ms: 3600001}]", "milliseconds, up to 3600000"),
+        ("keys: [{name: a, key: secret, min_slo_ttft_ms: 3600001}]", "up to 3600000"),
         ("keys: [{name: a, key: secret}, {name: a, key: other}]", "two keys have the same name"),
         ("keys: [{name: a, key: secret}, {name: b, key: secret}]", "two keys have the same key"),
     ],

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import FinishReason, Priority, Role
+from mooncake.base import Drain, FinishReason, Priority, Role
 from mooncake.scheduler.requests.pending_queue import RETRY_WAITING_S
+from mooncake.telemetry.events import Refused
 from tests.support.scheduler.scheduling import Client, Pair, SchedulerHarness, request
 
 BATCH = Priority.BATCH
@@ -109,6 +110,40 @@ def test_batch_yields_where_decode_is_full_and_goes_on_after() -> None:
     harness.output(d0, "b", 2, [3], FinishReason.STOP, attempt=2)
     assert batch.tokens == [1, 2, 3]
     harness.close()
+
+
+def test_batch_yields_to_no_request_that_its_own_limit_refuses() -> None:
+    """However full decode is: asking for the impossible would cost nothing and stop the batch."""
+    harness = SchedulerHarness(tbt_slo_s=10.0)
+    p0 = harness.join("p0", Role.PREFILL)
+    d0 = harness.join("d0", Role.DECODE, num_blocks=30, max_num_seqs=8)
+    harness.submit(request("b", 60, 20, priority=BATCH))
+    harness.output(p0, "b", 0, [1])
+    harness.output(d0, "b", 1, [2])
+    for limits in ({"tbt_slo_s": 1e-6}, {"ttft_slo_s": 1e-6}):
+        assert reason(harness.submit(request("r", 60, 20, **limits))) == 429
+    assert harness.aborts(d0) == []
+    assert [e.reason for e in harness.events.events if isinstance(e, Refused)] == [
+        "request_tbt_limit", "request_ttft_limit",
+    ]  # fmt: skip
+    harness.submit(request("r", 60, 20, tbt_slo_s=5.0))
+    assert len(harness.aborts(d0)) == 1, "to one that can be served it does"
+
+
+@pytest.mark.parametrize(("limit", "is_moved"), [("cluster", True), ("own", False)])
+def test_refusals_by_their_own_limits_move_no_worker(limit: str, is_moved: bool) -> None:
+    settings = {"ttft_slo_s": 0.3} if limit == "cluster" else {"ttft_slo_s": 60.0}
+    own = {"ttft_slo_s": 0.3} if limit == "own" else {}
+    harness = SchedulerHarness(role_switching=True, role_switch_after_s=2.0, **settings)
+    for number in range(3):
+        harness.join(f"p{number}", Role.PREFILL)
+        harness.join(f"d{number}", Role.DECODE)
+    for second in range(12):
+        for number in range(20):
+            client = harness.submit(request(f"r{second}-{number}", 900, **own))
+            assert reason(client) == 429
+        harness.tick(0.5)
+    assert bool(harness.channel.of(Drain)) == is_moved
 
 
 def test_yielding_is_no_failure() -> None:

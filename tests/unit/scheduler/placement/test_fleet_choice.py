@@ -135,6 +135,7 @@ class Twins:
             f"r{self.num_placed}",
             prompt_tokens=self.random.choice(self.prompts),
             max_tokens=self.random.choice([1, 20, 400]),
+            tbt_slo_s=self.random.choice([None, None, 0.006, 0.02]),
         )
         names = list(self.workers)
         exclude = self.random.choice([None, None, self.random.sample(names, len(names) // 2)])
