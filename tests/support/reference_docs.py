@@ -21,6 +21,7 @@ from mooncake.api.app import create_app
 from mooncake.api.bounds import PRICES
 from mooncake.api.config import ApiConfig
 from mooncake.api.generation.sampling import MAX_COUNTED_CONTEXTS
+from mooncake.api.http.limits import SLO_TBT, SLO_TTFT
 from mooncake.api.http.repeats import HEADER, MAX_READERS
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
@@ -231,7 +232,8 @@ def http() -> list[str]:
         "Of the API server. The whole OpenAPI document is at `/openapi.json` of a running server. "
         "Routes under `/v1`, `/tokenize`, `/detokenize` and `/tokenizer_info` need a key where "
         "keys are configured. `/` is the web page. Every POST route of it takes the header "
-        f"`{HEADER}` ([retries](../retries.md)).", "",
+        f"`{HEADER}` ([retries](../retries.md)); those that generate also take `{SLO_TTFT}` and "
+        f"`{SLO_TBT}` ([limits of a request](../serving.md#limits-of-a-request)).", "",
         *table(["route", "body", "meaning"], routes),
         "", "Of a pool node's `--admin-port`:", "",
         *table(["route", "meaning"], [

@@ -107,24 +107,27 @@ def check_limits(
     ttft_slo_s = config.ttft_slo_s
     if ttft_slo_s is not None and request.ttft_slo_s is not None:
         ttft_slo_s = max(ttft_slo_s, request.ttft_slo_s)
-    limit_s, is_own = _stricter(request.ttft_slo_s, ttft_slo_s, share)
-    if ttft_s > limit_s:
-        return reject(
-            Overloaded,
-            "request_ttft_limit" if is_own else "ttft_limit",
-            f"The first token would come in about {_shown(ttft_s)}, which is over "
-            f"{_named(limit_s, is_own)}",
-            ttft_s - limit_s,
-        )
-    limit_s, is_own = _stricter(request.tbt_slo_s, config.tbt_slo_s, share)
-    if tbt_s > limit_s:
-        return reject(
-            Overloaded,
-            "request_tbt_limit" if is_own else "tbt_limit",
-            f"Tokens would come about every {_shown(tbt_s)}, which is over "
-            f"{_named(limit_s, is_own)}",
-            tbt_s / limit_s,
-        )
+    limits = [
+        (
+            "ttft_limit", "The first token would come in about", ttft_s,
+            _stricter(request.ttft_slo_s, ttft_slo_s, share),
+        ),
+        (
+            "tbt_limit", "Tokens would come about every", tbt_s,
+            _stricter(request.tbt_slo_s, config.tbt_slo_s, share),
+        ),
+    ]  # fmt: skip
+    limits.sort(key=lambda limit: not limit[-1][1])  # its own first, for which nobody yields
+    for reason, words, predicted_s, (limit_s, is_own) in limits:
+        if predicted_s > limit_s:
+            which, advice = ("this request's own", ", or allow more") if is_own else ("the", "")
+            return reject(
+                Overloaded,
+                f"request_{reason}" if is_own else reason,
+                f"{words} {_shown(predicted_s)}, which is over {which} limit of {_shown(limit_s)}. "
+                f"Retry later{advice}.",
+                predicted_s - limit_s if reason == "ttft_limit" else predicted_s / limit_s,
+            )
     return None
 
 
@@ -134,12 +137,6 @@ def _stricter(own_s: float | None, cluster_s: float | None, share: float) -> tup
     if own_s is not None and own_s < shared_s:
         return own_s, True
     return shared_s, False
-
-
-def _named(limit_s: float, is_own: bool) -> str:
-    if is_own:
-        return f"this request's own limit of {_shown(limit_s)}. Retry later, or allow more."
-    return f"the limit of {_shown(limit_s)}. Retry later."
 
 
 def _shown(seconds: float) -> str:
