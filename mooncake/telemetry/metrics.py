@@ -153,7 +153,10 @@ class Metrics:
         if live.placed_s is not None:
             since_placed_s = event.at_s - live.placed_s
             self._requests.prefill_s.observe(since_placed_s)
-            self._requests.ttft_error_s.observe(abs(since_placed_s - live.predicted_ttft_s))
+            error_s = abs(since_placed_s - live.predicted_ttft_s)
+            self._requests.ttft_error_s.observe(error_s)
+            if since_placed_s > 0:
+                self._requests.ttft_error_ratio.observe(error_s / since_placed_s)
 
     def _on_tokens(self, event: Tokens) -> None:
         live = self._live.get(event.request_id)

@@ -35,6 +35,7 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 48
 _TOKENS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000
 )  # fmt: skip
+_ERROR_RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
 _BURST = (1, 2, 4, 8, 16, 32)
 
 MAX_TENANTS = 1000
@@ -173,6 +174,11 @@ class RequestSeries:
         )
         self.ttft_error_s = histogram(
             "ttft_prediction_error_seconds", "Absolute error of the predicted TTFT.", _TTFT_S
+        )
+        self.ttft_error_ratio = histogram(
+            "ttft_prediction_error_ratio",
+            "The same as a share of the measured TTFT.",
+            _ERROR_RATIO,
         )
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt length.", _TOKENS)
         self.request_generation_tokens = histogram(

@@ -267,6 +267,7 @@ def test_latencies_are_measured_from_the_right_moments(busy: Metrics) -> None:
     assert value(busy, "request_queue_time_seconds_sum") == pytest.approx(0.01)
     assert value(busy, "request_tbt_seconds_sum") == pytest.approx(1.0)
     assert value(busy, "ttft_prediction_error_seconds_sum") == pytest.approx(0.09)
+    assert value(busy, "ttft_prediction_error_ratio_sum") == pytest.approx(0.09 / 0.49)
     assert value(busy, "e2e_request_latency_seconds_sum") == pytest.approx(1.7 + 1.0 + 5.0)
 
 
