@@ -34,7 +34,7 @@ def admits(request: GenerateRequest) -> Iterable[OutputEvent]:
     """Answer as a cluster in which a first token takes a second and a gap 20 ms."""
     rejection = check_limits(SchedulerConfig(), request, 1.0, 0.02)
     if rejection is not None:
-        return [refusal(request, rejection.failure())]
+        return refusal(request, rejection.failure())
     return answer(request, [97, 98])
 
 
