@@ -57,7 +57,8 @@ def test_a_call_is_explained_and_its_choice_made_again(tmp_path: Path) -> None:
     assert (late.status_code, served.status_code) == (429, 200), late.text + served.text
     assert late.headers["retry-after"]
     assert "this request's own limit of 1 ms" in late.json()["error"]["message"]
-    assert "refused with 429: request_ttft_limit; limits: first token 1.0 ms" in refused.stdout
+    told_limits = " ".join(refused.stdout.split())
+    assert "refused with 429: request_ttft_limit; limits: first token 1.0 ms" in told_limits
     assert 'reason="request_ttft_limit"' in metrics
     replayed = mooncake("simulate", "--replay", str(file))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
