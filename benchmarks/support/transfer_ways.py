@@ -24,7 +24,7 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.memory import allocate_shared
-from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.router import RoutedTransfer
 
 BUFFER_BYTES = 256 * 2**20

@@ -29,8 +29,7 @@ from mooncake.engine.ranks.kv_moves import (
 )
 from mooncake.instance.mover import RankPages
 from mooncake.transfer.engine import Op, TransferDone
-from mooncake.transfer.grants import Fence
-from mooncake.transfer.resting import FIRST_LOOK_S, LOOK_AGAIN_S
+from mooncake.transfer.grants import FIRST_LOOK_S, LOOK_AGAIN_S, Fence
 
 
 class RankLink(Protocol):

@@ -13,7 +13,7 @@ from mooncake.base.errors import TransferError
 from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.instance.mover import SliceMover
 from mooncake.transfer.engine import Transfer
-from mooncake.transfer.resting import Resting
+from mooncake.transfer.grants import Resting
 
 
 class Reservations:

@@ -12,18 +12,17 @@ from mooncake.base.errors import ConfigError
 from mooncake.base.ids import IdSource, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
-from mooncake.transfer.local.backend import InprocBackend, InprocFabric
-from mooncake.transfer.local.copying import MAX_HANDS, CopyPool
+from mooncake.transfer.local import MAX_HANDS, CopyPool, InprocBackend, InprocFabric
+from mooncake.transfer.net.endpoint import PROTECTIONS, Protection
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.net.protection import PROTECTIONS, Protection
 from mooncake.transfer.rdma.backend import RdmaSettings, open_rdma
 from mooncake.transfer.rdma.verbs import has_pyverbs
 from mooncake.transfer.regions import Progress, RegionTable, no_progress
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.shm.backend import ShmBackend
-from mooncake.transfer.staging.arena import StagingLimits
 from mooncake.transfer.staging.engine import StagingEngine
+from mooncake.transfer.staging.slots import StagingLimits
 from mooncake.transfer.tcp.backend import TcpBackend, TcpSettings
 from mooncake.transfer.topology import has_rdma_devices
 

@@ -1,21 +1,31 @@
-"""Grants are numbers by which peers may write to memory here. This module also tells when one is
-over for good.
+"""Who may touch registered memory, and until when: grants and loans. Thread-safe, except `Resting`.
 
-A grant is one writer's permission for some memory. Each of its writes carries the number, and the
-owner's side refuses a number that was revoked. The owner keeps one word for each slot: the least
-number that is still valid there. The numbers of a slot only grow. So a number that was never issued
-here is valid until it is revoked (a lead issues numbers for its followers). The words lie in memory
-that peers of this host can read. Thread-safe.
+A grant is one writer's permission for some memory. Each of its writes carries the grant's number,
+and the owner's side refuses a number that was revoked. The owner keeps one word for each slot: the
+least number that is still valid there. The numbers of a slot only grow. So a number that was never
+issued here is valid until it is revoked (a lead issues numbers for its followers). The words lie in
+memory that peers of this host can read. Memory of a revoked grant rests until nothing can write by
+the grant any more. Where nobody can tell, it rests for a time.
+
+Workers may reach all registered memory. A pool client reaches only what the owner has lent it:
+pieces to write, until it reports that they are written, and pieces to read, until it unpins them. A
+loan is withdrawn like a region: it is marked, and then the gates of all threads that touch memory
+are passed. After that nothing of that client touches the piece.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mooncake.base.errors import TransferError
+
+if TYPE_CHECKING:
+    from mooncake.transfer.engine import Pieces
 
 NUM_SLOTS = 2**16
 """Grants that may be open at a time."""
@@ -108,3 +118,143 @@ class Permit:
 def revoked(number: int) -> str:
     """Return the error text for a grant number that was revoked."""
     return f"grant {number} was revoked"
+
+
+HeldT = TypeVar("HeldT", bound=Sized)
+FIRST_LOOK_S = 0.02
+"""A writer that went on before it saw the revocation is seen at work by then."""
+LOOK_AGAIN_S = 0.25
+
+
+@dataclass(slots=True)
+class _Rest(Generic[HeldT]):
+    grant: int
+    held: HeldT
+    since_s: float
+    look_s: float
+
+
+class Resting(Generic[HeldT]):
+    """Pages or blocks whose grants were revoked."""
+
+    def __init__(
+        self,
+        fence: Callable[[int], Fence],
+        rest_s: float,
+        give_back: Callable[[HeldT], None],
+    ) -> None:
+        """`rest_s`: how long to wait if `fence` cannot tell."""
+        self._fence = fence
+        self._rest_s = rest_s
+        self._give_back = give_back
+        self._resting: list[_Rest[HeldT]] = []
+
+    @property
+    def num_held(self) -> int:
+        """Pages, or blocks, that rest."""
+        return sum(len(rest.held) for rest in self._resting)
+
+    def held_by(self, grant: int) -> list[HeldT]:
+        """Return what rests because of a grant."""
+        return [rest.held for rest in self._resting if rest.grant == grant]
+
+    def add(self, grant: int, held: HeldT, now: float) -> None:
+        """Take over the memory of a grant that has just been revoked."""
+        if held:
+            self._resting.append(_Rest(grant, held, now, now + FIRST_LOOK_S))
+
+    def tick(self, now: float) -> float | None:
+        """Give back what nobody can write to any more. Return when to call again."""
+        due = [rest for rest in self._resting if rest.look_s <= now]
+        for rest in due:
+            match self._fence(rest.grant):
+                case Fence.OPEN:
+                    rest.look_s = now + LOOK_AGAIN_S
+                    continue
+                case Fence.UNKNOWN if now < rest.since_s + self._rest_s:
+                    rest.look_s = min(now + LOOK_AGAIN_S, rest.since_s + self._rest_s)
+                    continue
+            self._resting.remove(rest)
+            self._give_back(rest.held)
+        return min((rest.look_s for rest in self._resting), default=None)
+
+
+class Loan:
+    """One piece lent to one client for one kind of access."""
+
+    __slots__ = ("count", "withdrawn")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Number of times it was lent and not taken back: a client may pin a block twice."""
+        self.withdrawn: str | None = None
+
+
+class Loans:
+    """The pieces of regions that their owner has lent."""
+
+    def __init__(self, pass_gates: Callable[[], None]) -> None:
+        """Use `pass_gates`, which returns once no thread is still at what it began before the
+        call.
+        """
+        self._pass_gates = pass_gates
+        self._lock = threading.Lock()
+        self._piece_bytes: dict[int, int] = {}
+        """Size of the pieces, by region id."""
+        self._lent: dict[tuple[str, int, bool], dict[int, Loan]] = {}
+        """(holder, region id, is to be written) -> number of the piece -> loan."""
+
+    @property
+    def num_open(self) -> int:
+        """Loans that were not taken back."""
+        with self._lock:
+            return sum(loan.count for lent in self._lent.values() for loan in lent.values())
+
+    def lend(self, holder: str, region_id: int, pieces: Pieces, *, write: bool) -> None:
+        """Lend pieces to a client. All pieces of a region have one size.
+
+        holder: the channel key of its certificate.
+        """
+        size = pieces.num_bytes
+        with self._lock:
+            assert self._piece_bytes.setdefault(region_id, size) == size
+            lent = self._lent.setdefault((holder, region_id, write), {})
+            for offset in pieces.offsets:
+                lent.setdefault(offset // size, Loan()).count += 1
+
+    def take_back(self, holder: str, region_id: int, pieces: Pieces, *, write: bool) -> None:
+        """End one loan of each piece. The client touches no piece that is lent no more once this
+        has returned.
+        """
+        name, ended = (holder, region_id, write), False
+        with self._lock:
+            lent = self._lent.get(name, {})
+            for offset in pieces.offsets:
+                number = offset // pieces.num_bytes
+                loan = lent[number]
+                loan.count -= 1
+                if not loan.count:
+                    loan.withdrawn, ended = "the loan of this memory has ended", True
+                    del lent[number]
+            if not lent:
+                self._lent.pop(name, None)
+        if ended:
+            self._pass_gates()
+
+    def find(
+        self, holder: str, ranges: Iterable[tuple[int, int, int]], *, write: bool
+    ) -> list[Loan] | None:
+        """Return the loans that cover (region, offset, length) ranges; None: not all are lent."""
+        found: list[Loan | None] = []
+        with self._lock:
+            for region_id, offset, length in ranges:
+                lent = self._lent.get((holder, region_id, write))
+                if not lent:
+                    return None
+                size = self._piece_bytes[region_id]
+                first, last = offset // size, (offset + length - 1) // size
+                if last - first >= len(lent):
+                    return None
+                found += [lent.get(number) for number in range(first, last + 1)]
+        loans = [loan for loan in found if loan is not None]
+        return loans if len(loans) == len(found) else None

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from mooncake.base.errors import TransferError
 from mooncake.transfer.device import HOST, CopyDone, DeviceMemory, Ranges, read_now
 from mooncake.transfer.engine import Region
-from mooncake.transfer.grants import NUM_SLOTS, Grants, Permit
-from mooncake.transfer.loans import Loan, Loans
+from mooncake.transfer.grants import NUM_SLOTS, Grants, Loan, Loans, Permit
 from mooncake.transfer.memory import SharedWords, allocate_shared
 
 

@@ -51,7 +51,7 @@ from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.running.follower import Guesses, _give_signs, _hear
 from mooncake.model.running.runner import ModelRunner
 from mooncake.rpc.kv_events import KvEventPublisher
-from mooncake.transfer.local.copying import CopyPool
+from mooncake.transfer.local import CopyPool
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.regions import Gates, RegionTable
 from tests.support.model.checkpoints import write_config_only
@@ -112,7 +112,7 @@ THREADS = {
     "rpc/seed_addresses.py:Thread": OWN,
     "rpc/zmq_channel.py:Timer": NOTHING,
     "transfer/memory.py:ThreadPoolExecutor": TOLD,
-    "transfer/local/copying.py:VitalThread": VITAL,
+    "transfer/local.py:VitalThread": VITAL,
     "telemetry/audit.py:Thread": NOTHING,
     "telemetry/otlp.py:Thread": NOTHING,
     "transfer/net/io_loop.py:VitalThread": VITAL,
@@ -174,7 +174,7 @@ SHOWN_BY = {
         "tests/integration/launch/test_seed_addresses.py::"
         "test_a_name_that_cannot_be_one_does_not_end_the_looking_up"
     ),
-    "transfer/local/copying.py:VitalThread": "test_copies",
+    "transfer/local.py:VitalThread": "test_copies",
     "transfer/net/io_loop.py:VitalThread": "test_sockets_of_transfers",
 }
 """The test in which each loop dies. Where the exception comes to who waits, or nobody waits, there
@@ -363,7 +363,7 @@ def test_sockets_of_transfers(faults: Faults, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_copies(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.transfer.local.copying.copy_part", die)
+    monkeypatch.setattr("mooncake.transfer.local.copy_part", die)
     pool = CopyPool(Gates(), 1, "copies")
     pool.run(BigJob(), [None])  # type: ignore[arg-type, list-item]
     faults.of("copies")

@@ -30,7 +30,7 @@ from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.base import messages, pool_messages
 from mooncake.base.any_message import AnyMessage
 from mooncake.cli.registry import EXIT_CODES, CommandDoc, FlagDoc, describe
-from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.launch.host import link_metrics
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.worker import metrics as worker_metrics

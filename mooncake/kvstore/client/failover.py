@@ -31,11 +31,10 @@ from mooncake.base.pool_messages import (
     ReplicasFound,
 )
 from mooncake.kvstore.client.block_memory import Where
-from mooncake.kvstore.client.broadcast import Broadcast
+from mooncake.kvstore.client.broadcast import Broadcast, replicate
 from mooncake.kvstore.client.calls import Attempt, Call, Policy
 from mooncake.kvstore.client.client import PoolClient
 from mooncake.kvstore.client.nodes import GATEWAY_S, REFRESH_S, KnownNodes, Suspect
-from mooncake.kvstore.client.replicate import replicate
 
 MAX_ATTEMPTS = 3
 """Nodes that a call tries in vain before it fails."""

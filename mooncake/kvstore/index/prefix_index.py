@@ -15,12 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
-from mooncake.kvstore.index.holder_sets import HolderSets
+from mooncake.kvstore.index.holder_sets import HolderSets, RecentChanges, RemovedKeys
 from mooncake.kvstore.index.key_buckets import Ints, Numbers
 from mooncake.kvstore.index.key_table import KeyTable, words_of
 from mooncake.kvstore.index.prefix_match import PrefixMatch
-from mooncake.kvstore.index.recent_changes import RecentChanges
-from mooncake.kvstore.index.removed_keys import RemovedKeys
 
 MOST_RECENT = 4_096
 """Keys (or kinds of changes) that may wait to be entered into the table. Entering them takes about

@@ -1,5 +1,5 @@
 """The blocks of one node in all their tiers, and what concerns all tiers at once: a use, a loss, a
-report to the gateways. Pure; owned by the node.
+report to the gateways, the node's counters. Pure; owned by the node.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from mooncake.base import BlockKey, BlockPlaces, KvLayout, Tier, WorkerRef, packed_places
 from mooncake.base.rights import client_key
-from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import Keys
 from mooncake.kvstore.node.drain_migration import DrainMigration
 from mooncake.kvstore.node.peers import Peers
-from mooncake.kvstore.node.replication import Replicator, ReplicatorPorts
+from mooncake.kvstore.node.replication import Replicator
 from mooncake.kvstore.storage.disk import Disks
 from mooncake.kvstore.storage.dram import DramTier
 from mooncake.kvstore.storage.hashing import Hashing
@@ -24,6 +23,45 @@ from mooncake.kvstore.storage.tiering import Tiering
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Pieces, Region, Transfer
+
+COUNTERS = {
+    "puts": "PutStart messages handled",
+    "blocks_granted": "blocks given room",
+    "blocks_refused": "blocks that were not here and were not given room",
+    "blocks_put": "blocks completely written by their writers",
+    "bytes_put": "bytes of the blocks in blocks_put",
+    "blocks_dropped": "granted blocks that their writer gave up",
+    "blocks_evicted": "blocks evicted from DRAM to make room",
+    "pins": "PinBlocks messages handled",
+    "blocks_hit": "blocks asked for and pinned",
+    "blocks_missed": "blocks asked for and not pinned, because they or earlier ones are not here",
+    "grants_reclaimed": "puts open when their writer was lost",
+    "pins_reclaimed": "pins held when their reader was lost",
+    "blocks_quarantined": "blocks of lost writers whose memory was put into quarantine",
+    "puts_overdue": "puts open for longer than put_timeout_s although their writer lives",
+    "ssd_blocks_found": "blocks that an earlier boot had left on the disks",
+    "ssd_blocks_torn": "slots of the disks that held no valid block at the start",
+    "ssd_blocks_written": "blocks written to a disk",
+    "ssd_blocks_read": "blocks read from a disk",
+    "ssd_blocks_evicted": "blocks on a disk overwritten by others",
+    "ssd_blocks_too_late": "blocks evicted from DRAM before their turn to be written to a disk",
+    "ssd_blocks_corrupt": "blocks read from a disk with other contents than were written",
+    "ssd_blocks_no_room": "blocks not written because the file system was full",
+    "ssd_read_errors": "blocks that a disk failed to read",
+    "ssd_write_errors": "blocks that a disk failed to write",
+    "blocks_replicated": "blocks copied from other nodes",
+    "replicas_refused": "orders to copy that were refused: no room, or too many other orders",
+    "replicas_failed": "copies that did not arrive",
+    "replicas_dropped": "copies dropped because they were not read",
+    "blocks_taken_over": "blocks copied from nodes that drained",
+    "blocks_prefetched": "blocks read from a disk before their reader came",
+    "blocks_removed": "blocks removed on request",
+    "blocks_reported_corrupt": "blocks that arrived at a reader with a wrong checksum",
+    "blocks_damaged": "blocks whose contents in DRAM have changed since they were written",
+    "messages_refused": "messages whose sender's credential does not allow them",
+    "stray_messages": "messages about unknown or ended tickets, or from lost workers",
+}
+"""Counter name -> what it counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +99,10 @@ class NodeBlocks:
         self.promotions = Promotions(self.tiering, config.ssd_load_timeout_s, self.evicted)
         may_hash = config.checksums and disks.can_hash
         self.hashing = Hashing(dram, disks if may_hash else None, self._on_damaged)
-        arena = BlockMemory.packed(ports.region, ports.layout)
-        self.replicator = Replicator(
-            config, self.tiering, ReplicatorPorts(ports.channel, ports.transfer, arena),
-            ports.worker, self._on_copied, counters,
-        )  # fmt: skip
+        self.replicator = Replicator(ports, self.tiering, self._on_copied)
         self.migration = DrainMigration(
-            config, ports.worker, ports.channel, self.tiering,
-            lambda: self._membership.welcoming,
-            lambda: peers.num_puts > 0 or not self.replicator.quiet,
-        )  # fmt: skip
+            ports, self.tiering, lambda: peers.num_puts > 0 or not self.replicator.quiet
+        )
         if disks.num_slots:
             self._membership.add_tier(Tier.SSD, self.tiering.ssd.stored_keys)
         disks.attach(ports.region)

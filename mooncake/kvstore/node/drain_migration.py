@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mooncake.base import BlockKey, InternalError, WorkerRef
 from mooncake.base.pool_messages import (
@@ -30,9 +30,10 @@ from mooncake.base.pool_messages import (
     TakenOver,
     TakeOver,
 )
-from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.storage.tiering import Tiering
-from mooncake.rpc.channel import Channel
+
+if TYPE_CHECKING:
+    from mooncake.kvstore.node.blocks import NodePorts
 
 ORDER_BYTES = 16 << 20
 """Bytes of the blocks that one order names, at most."""
@@ -124,25 +125,12 @@ class _Home:
 class DrainMigration:
     """The blocks of one draining node on their way to others. It does nothing before `begin`."""
 
-    def __init__(
-        self,
-        config: KvStoreConfig,
-        worker: WorkerRef,
-        channel: Channel,
-        tiering: Tiering,
-        gateways: Callable[[], list[str]],
-        more_comes: Callable[[], bool],
-    ) -> None:
-        """Create it.
-
-        `gateways` returns the addresses of the gateways that know this node. `more_comes` returns
-        whether blocks are being written that may still become complete.
-        """
-        self._config = config
-        self._worker = worker
-        self._channel = channel
+    def __init__(self, ports: NodePorts, tiering: Tiering, more_comes: Callable[[], bool]) -> None:
+        """`more_comes` returns whether blocks are being written that may still become complete."""
+        self._config = config = ports.config
+        self._worker, self._channel = ports.worker, ports.channel
+        self._membership = ports.membership
         self._dram, self._tiering = tiering.dram, tiering
-        self._gateways = gateways
         self._more_comes = more_comes
         self._order_blocks = max(1, ORDER_BYTES // self._dram.block_bytes)
         self._max_ordered = max(1, config.drain_queue_bytes // self._dram.block_bytes)
@@ -293,7 +281,7 @@ class DrainMigration:
             self._stop()
 
     def _ask(self, now: float) -> None:
-        gateways = self._gateways()
+        gateways = self._membership.welcoming
         if not gateways:
             self._stop()
             return

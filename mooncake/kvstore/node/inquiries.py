@@ -26,7 +26,7 @@ from mooncake.base.pool_messages import (
 )
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Peers
-from mooncake.kvstore.storage.prefetch import Prefetcher
+from mooncake.kvstore.storage.promotion import Prefetcher
 
 
 class Inquiries:

@@ -30,13 +30,11 @@ from mooncake.base import (
 from mooncake.base.messages import Answer, Refused, Replicate, WhoAreYou
 from mooncake.base.pool_messages import HomesFound, PoolState, RemoveBlocks, TakenOver, TakeOver
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
-from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.kvstore.node.blocks import COUNTERS, NodeBlocks, NodePorts
 from mooncake.kvstore.node.inquiries import Inquiries
 from mooncake.kvstore.node.peers import Peers, PeerState
-from mooncake.kvstore.node.pin_sessions import PinSessions
-from mooncake.kvstore.node.put_sessions import PutSessions
 from mooncake.kvstore.node.removal import Removals
+from mooncake.kvstore.node.sessions import PinSessions, PutSessions
 from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.storage.dram import DramTier
 from mooncake.rpc.channel import Channel

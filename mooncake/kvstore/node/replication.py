@@ -7,20 +7,22 @@ its owner promised, and is hashed again here.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from mooncake.base import BlockKey, PinGranted, WorkerRef
 from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import LastingPin, TakenOver, TakeOver
 from mooncake.kvstore.client.block_memory import BlockMemory, MemoryTransfers
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
-from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.storage.tiering import Tiering
-from mooncake.rpc.channel import Channel
-from mooncake.transfer.engine import Transfer, TransferDone
+from mooncake.transfer.engine import TransferDone
+
+if TYPE_CHECKING:
+    from mooncake.kvstore.node.blocks import NodePorts
 
 MAX_PULLS = 64
 """Runs pulled at a time. Further orders are dropped, and may be sent again."""
@@ -30,16 +32,6 @@ Copied = Callable[[list[BlockKey], list[BlockKey]], None]
 """Called with (blocks that are complete now, blocks evicted to make room for copies or dropped as
 cold).
 """
-
-
-@dataclass(frozen=True)
-class ReplicatorPorts:
-    """The ports that pulls use."""
-
-    channel: Channel
-    transfer: Transfer
-    arena: BlockMemory
-    """The node's DRAM."""
 
 
 @dataclass
@@ -59,24 +51,15 @@ class _Pull:
 class Replicator:
     """All pulls of one node, and those of its blocks that are copies."""
 
-    def __init__(
-        self,
-        config: KvStoreConfig,
-        tiering: Tiering,
-        ports: ReplicatorPorts,
-        worker: WorkerRef,
-        copied: Copied,
-        counters: Counter[str],
-    ) -> None:
-        self._config = config
+    def __init__(self, ports: NodePorts, tiering: Tiering, copied: Copied) -> None:
+        self._config, self._counters = ports.config, ports.counters
         self._dram, self._tiering = tiering.dram, tiering
-        self._channel, self._arena = ports.channel, ports.arena
+        self._channel, self._worker = ports.channel, ports.worker
+        self._arena = BlockMemory.packed(ports.region, ports.layout)
         self._transfers = MemoryTransfers(ports.transfer)
-        self._reader = BlockReader(worker, ports.channel, self._transfers, verify=False)
+        self._reader = BlockReader(ports.worker, ports.channel, self._transfers, verify=False)
         """It does not verify checksums: the node hashes copies like all other blocks."""
-        self._worker = worker
         self._copied = copied
-        self._counters = counters
         self._pulls: dict[int, _Pull] = {}
         """Pulls by the number of their read."""
         self._copies: OrderedDict[BlockKey, float] = OrderedDict()

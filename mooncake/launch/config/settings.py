@@ -53,7 +53,7 @@ from mooncake.model.options import (
     ModelOptions,
 )
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
-from mooncake.transfer.net.protection import PROTECTIONS
+from mooncake.transfer.net.endpoint import PROTECTIONS
 from mooncake.transfer.rdma.backend import RdmaSettings
 
 MODEL = "model and its memory"

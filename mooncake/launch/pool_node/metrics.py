@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
-from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.kvstore.node.blocks import COUNTERS
 
 GAUGES = {
     "dram_blocks": "blocks that fit into DRAM",

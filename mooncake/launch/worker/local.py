@@ -24,7 +24,7 @@ from mooncake.launch.worker.process import (
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import TransferConfig, open_transfer
-from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.regions import Progress, no_progress
 
 if TYPE_CHECKING:

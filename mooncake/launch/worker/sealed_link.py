@@ -13,8 +13,8 @@ import time
 from mooncake.base import Forbidden, ProtocolError, SystemIds
 from mooncake.identity import Credential
 from mooncake.transfer.net.blocking import receive, receive_step, send, shake_hands
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import Channel, Credentials
-from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import TAG_BYTES
 
 PROVE_S = 10.0

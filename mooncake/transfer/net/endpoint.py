@@ -1,12 +1,14 @@
-"""Endpoints as configuration and peers write them: "host:port", or "@name" for a socket that only
-processes of this host can reach.
+"""What settings, handshakes and peers name: endpoints ("host:port", or "@name" for a socket that
+only processes of this host can reach), peers, and protections of bytes.
 """
 
 from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from enum import Enum
 from ipaddress import ip_address
+from typing import NamedTuple
 
 from mooncake.base.errors import ConfigError
 
@@ -58,3 +60,30 @@ class ListenAddress:
         """Return the endpoint that peers connect to."""
         host = self.advertise_host or self.bind_host
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class PeerKey(NamedTuple):
+    """Names one peer of one protocol. An engine that restarts has another id, so it is another
+    peer.
+    """
+
+    endpoint: str
+    engine_id: str
+
+
+class Protection(Enum):
+    """How the bytes of a connection are protected on their way, weakest first."""
+
+    NONE = "none"
+    MAC = "mac"
+    """Bytes cannot be changed unnoticed: a tag follows each message."""
+    ENCRYPT = "encrypt"
+    """In addition, payloads cannot be read."""
+
+    def is_weaker(self, other: Protection) -> bool:
+        """Return whether `other` protects from more."""
+        order = list(Protection)
+        return order.index(self) < order.index(other)
+
+
+PROTECTIONS = tuple(each.value for each in Protection)

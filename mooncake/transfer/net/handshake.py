@@ -20,7 +20,7 @@ from mooncake.base.ids import IdSource
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Certificate, Credential, KeyAgreement, check_certificate
 from mooncake.transfer.net.codec import decode
-from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.seals import Seals, session_keys
 from mooncake.transfer.net.standing import Standing
 

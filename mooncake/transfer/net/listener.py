@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from mooncake.base.errors import ConfigError
-from mooncake.transfer.net.endpoint import ListenAddress
+from mooncake.transfer.net.endpoint import ListenAddress, PeerKey
 from mooncake.transfer.net.handshake import PeerIdentity
 from mooncake.transfer.net.io_loop import READABLE, IoLoop
-from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.net.standing import Standing, ended
 
 _LOG = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from mooncake.transfer.batches import Job, Part
-from mooncake.transfer.plan import Slice
+from mooncake.transfer.batches import Job, Part, Slice
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.net.endpoint import Protection
 
 KEY_BYTES = 32
 TAG_BYTES = 16

@@ -20,11 +20,10 @@ from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.codec import Answer, Ask, Codec
 from mooncake.transfer.net.control_link import ControlLink, begin_to_connect
 from mooncake.transfer.net.directory import PeerDirectory
-from mooncake.transfer.net.endpoint import address_of
+from mooncake.transfer.net.endpoint import PeerKey, address_of
 from mooncake.transfer.net.handshake import AcceptingSide, ConnectingSide, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.net.listener import whence
-from mooncake.transfer.net.peer_key import PeerKey
 
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0

@@ -24,9 +24,8 @@ from mooncake.base.errors import Forbidden, MooncakeError, ProtocolError
 from mooncake.identity import Certificate, Credential, check_certificate
 from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.blocking import shake_hands
-from mooncake.transfer.net.endpoint import address_of, new_stream
+from mooncake.transfer.net.endpoint import PeerKey, address_of, new_stream
 from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.net.peer_key import PeerKey
 
 if TYPE_CHECKING:
     from mooncake.transfer.net.handshake import ConnectingSide

@@ -26,11 +26,11 @@ from mooncake.transfer.net.io_loop import READABLE, IoLoop
 from mooncake.transfer.rdma.endpoint import (
     NUM_SERIALS,
     Endpoint,
+    EndpointPool,
     EndpointState,
     Path,
     serial_of,
 )
-from mooncake.transfer.rdma.endpoint_pool import EndpointPool
 from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.nic import Nic
 from mooncake.transfer.rdma.owner import OwnerLimits, RdmaOwner
@@ -198,15 +198,22 @@ class RdmaBackend:
     # -------------------------------------------------------- for peers
 
     def now(self) -> float:
+        """Return seconds of real time."""
         return time.monotonic()
 
     def is_up(self, nic: str) -> bool:
+        """Return whether the link of one of our NICs is up, as last seen."""
         return nic not in self._down
 
     def decline(self, job: Job, reason: str) -> None:
+        """Let another protocol move a job of which nothing has begun."""
         self._router.decline(job, reason)
 
     def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
+        """Return a new endpoint; None when there are too many. If the peer has no other endpoint,
+        room is made for it, and its `pump` is called then. Raises TransferError when the NIC opens
+        none.
+        """
         is_first = not peer.paths.endpoints
         is_turn = not self._short_of_room or (is_first and peer is self._served)
         if is_turn and not self._pool.has_room:
@@ -248,9 +255,11 @@ class RdmaBackend:
                 self._endpoints[busy][0].leaving = True
 
     def touch(self, endpoint: Endpoint) -> None:
+        """Note that an endpoint is used, so that it stays open longer than others."""
         self._pool.touch(endpoint.serial)
 
     def close_endpoint(self, endpoint: Endpoint) -> list[Part]:
+        """Destroy an endpoint; return what it had under way."""
         if self._endpoints.pop(endpoint.serial, None) is not None:
             self._pool.remove(endpoint.serial)
         parts = endpoint.close()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from mooncake.transfer.batches import Part
+from mooncake.transfer.batches import Part, SliceLimits
 from mooncake.transfer.path_health import Breaker, BreakerLimits
-from mooncake.transfer.plan import SliceLimits
 from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path
-from mooncake.transfer.rdma.memory import RdmaMemory
-from mooncake.transfer.rdma.nic import Nic
 from mooncake.transfer.topology import rank_remote
+
+if TYPE_CHECKING:
+    from mooncake.transfer.rdma.backend import RdmaBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +42,10 @@ class RdmaLimits:
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
 
 
-class PathHub(Protocol):
-    """What paths need from the backend."""
-
-    memory: RdmaMemory
-    nics: Mapping[str, Nic]
-    limits: RdmaLimits
-
-    def is_up(self, nic: str) -> bool:
-        """Return whether the link of one of our NICs is up, as last seen."""
-
-
 class PeerPaths:
     """The open paths to one peer, and the breakers of all paths."""
 
-    def __init__(self, hub: PathHub, open_path: Callable[[Path, Breaker], bool]) -> None:
+    def __init__(self, hub: RdmaBackend, open_path: Callable[[Path, Breaker], bool]) -> None:
         """`open_path` begins to open a path, and returns False when it cannot be opened now."""
         self.endpoints: dict[Path, Endpoint] = {}
         self._hub = hub

@@ -10,24 +10,24 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mooncake.base.errors import ProtocolError, TransferError
-from mooncake.transfer.batches import Job, Part
+from mooncake.transfer.batches import Job, Part, plan_slices
 from mooncake.transfer.engine import Op, TransferOp
-from mooncake.transfer.link_stats import LinkStats
-from mooncake.transfer.net.directory import PeerDirectory
-from mooncake.transfer.net.io_loop import IoLoop, Timer
-from mooncake.transfer.net.peer_key import PeerKey
+from mooncake.transfer.net.endpoint import PeerKey
+from mooncake.transfer.net.io_loop import Timer
 from mooncake.transfer.net.retries import RetryQueue
 from mooncake.transfer.net.session import ClientSession, SessionState
 from mooncake.transfer.path_health import Breaker
-from mooncake.transfer.plan import plan_slices
 from mooncake.transfer.rdma import wire
 from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path, Posted
 from mooncake.transfer.rdma.nic import Completion, Outcome, WorkRequest
-from mooncake.transfer.rdma.paths import PathHub, PeerPaths
+from mooncake.transfer.rdma.paths import PeerPaths
 from mooncake.transfer.regions import RangeRefused
+
+if TYPE_CHECKING:
+    from mooncake.transfer.rdma.backend import RdmaBackend
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,36 +41,10 @@ def _grant_of(job: Job) -> int:
     return job.grant if job.op is Op.WRITE else 0
 
 
-class PeerHub(PathHub, Protocol):
-    """What all peers of one engine share: the backend."""
-
-    loop: IoLoop
-    peers: PeerDirectory[RdmaPeer]
-    stats: LinkStats
-
-    def now(self) -> float:
-        """Seconds of real time."""
-
-    def open_endpoint(self, peer: RdmaPeer, path: Path) -> Endpoint | None:
-        """Return a new endpoint; None when there are too many. If the peer has no other endpoint,
-        room is made for it, and its `pump` is called then. Raises TransferError when the NIC opens
-        none.
-        """
-
-    def close_endpoint(self, endpoint: Endpoint) -> list[Part]:
-        """Destroy an endpoint; return what it had under way."""
-
-    def touch(self, endpoint: Endpoint) -> None:
-        """Note that an endpoint is used, so that it stays open longer than others."""
-
-    def decline(self, job: Job, reason: str) -> None:
-        """Let another protocol move a job of which nothing has begun."""
-
-
 class RdmaPeer:
     """Moves the slices of jobs to and from one peer."""
 
-    def __init__(self, key: PeerKey, hub: PeerHub) -> None:
+    def __init__(self, key: PeerKey, hub: RdmaBackend) -> None:
         """Begin to connect. Raises ConfigError when the endpoint in `key` is malformed."""
         self.engine_id = key.engine_id
         self.paths = PeerPaths(hub, self._open)

@@ -12,11 +12,11 @@ from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
-from mooncake.transfer.local.copying import CopyPool
+from mooncake.transfer.local import CopyPool
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
+from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.shm.owner import ShmOwner
 from mooncake.transfer.shm.peer import ShmPeer

@@ -9,32 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.backend import Router
-from mooncake.transfer.batches import Job
+from mooncake.transfer.batches import Job, plan_slices
 from mooncake.transfer.engine import Op
 from mooncake.transfer.grants import NUM_SLOTS, revoked
-from mooncake.transfer.link_stats import MEMORY, LinkStats
-from mooncake.transfer.local.copying import (
+from mooncake.transfer.link_stats import MEMORY
+from mooncake.transfer.local import (
     COPY_LIMITS,
     Bytes,
-    CopyPool,
     Guard,
     copy_parts,
     local_regions,
 )
 from mooncake.transfer.memory import map_shared
-from mooncake.transfer.net.directory import PeerDirectory
-from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.net.peer_key import PeerKey
+from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.session import ClientSession
-from mooncake.transfer.plan import plan_slices
-from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable, withdrawn
+from mooncake.transfer.regions import HostRegion, RangeRefused, withdrawn
 from mooncake.transfer.shm import wire
+
+if TYPE_CHECKING:
+    from mooncake.transfer.shm.backend import ShmBackend
 
 _CONNECT_S = 5.0
 
@@ -57,21 +55,10 @@ class MappedRegion:
             )
 
 
-class PeerHub(Protocol):
-    """What all peers of one engine share: the backend."""
-
-    table: RegionTable
-    pool: CopyPool
-    loop: IoLoop
-    router: Router
-    stats: LinkStats
-    peers: PeerDirectory[ShmPeer]
-
-
 class ShmPeer:
     """One owner on this host. `put` may be called from any thread, all else only in the loop."""
 
-    def __init__(self, key: PeerKey, hub: PeerHub) -> None:
+    def __init__(self, key: PeerKey, hub: ShmBackend) -> None:
         """Prepare to connect. Raises ConfigError when the endpoint in `key` is malformed."""
         self.engine_id = key.engine_id
         self.stats = hub.stats

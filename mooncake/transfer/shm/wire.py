@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mooncake.transfer.grants import NUM_SLOTS
-from mooncake.transfer.local.copying import MAX_HANDS
+from mooncake.transfer.local import MAX_HANDS
 from mooncake.transfer.memory import SharedWords, map_words
 from mooncake.transfer.net.codec import Codec
 

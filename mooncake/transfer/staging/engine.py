@@ -30,12 +30,11 @@ from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.regions import RangeRefused, RegionTable
 from mooncake.transfer.staging import wire
-from mooncake.transfer.staging.arena import Arena, StagingLimits
 from mooncake.transfer.staging.direct import Carrier, DirectMoves, settle_all
 from mooncake.transfer.staging.flow import Flow, SliceTransfer, Step, cut_loads
 from mooncake.transfer.staging.owner import StagingOwner
 from mooncake.transfer.staging.peer import StagingPeer
-from mooncake.transfer.staging.slots import FairSlots
+from mooncake.transfer.staging.slots import Arena, FairSlots, StagingLimits
 
 _LOG = logging.getLogger(__name__)
 PROTOCOL = "stage"

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mooncake.transfer.batches import Job
+from mooncake.transfer.batches import Job, Slice, cut_slices, merge_ops
 from mooncake.transfer.engine import Op, TransferOp
-from mooncake.transfer.plan import Slice, cut_slices, merge_ops
 from mooncake.transfer.regions import DeviceRegion
 from mooncake.transfer.staging.peer import StagingPeer
 from mooncake.transfer.staging.wire import MAX_RANGES, Granted

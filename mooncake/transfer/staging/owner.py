@@ -20,18 +20,15 @@ from enum import Enum
 
 from mooncake.base.errors import ProtocolError, TransferError
 from mooncake.transfer.device import HOST
-from mooncake.transfer.grants import Fence
-from mooncake.transfer.net.endpoint import ListenAddress
+from mooncake.transfer.grants import Fence, Resting
+from mooncake.transfer.net.endpoint import ListenAddress, Protection
 from mooncake.transfer.net.handshake import AcceptingSide, Credentials, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.net.listener import Listener, tcp_listener
-from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.session import OwnerStream, Welcome
 from mooncake.transfer.regions import DeviceRegion, RangeRefused, RegionTable
-from mooncake.transfer.resting import Resting
 from mooncake.transfer.staging import wire
-from mooncake.transfer.staging.arena import Arena
-from mooncake.transfer.staging.slots import FairSlots
+from mooncake.transfer.staging.slots import Arena, FairSlots
 
 
 class State(Enum):

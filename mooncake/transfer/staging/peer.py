@@ -11,31 +11,21 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.net.directory import PeerDirectory
-from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.net.peer_key import PeerKey
+from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.session import ClientSession, SessionState
 from mooncake.transfer.staging import wire
-from mooncake.transfer.staging.arena import StagingLimits
 from mooncake.transfer.staging.slots import FairSlots
+
+if TYPE_CHECKING:
+    from mooncake.transfer.staging.engine import StagingEngine
 
 _LOG = logging.getLogger(__name__)
 
 Answered = Callable[[wire.Answer], None]
 """Called with Granted, Done or Refused."""
-
-
-class PeerHub(Protocol):
-    """What all peers of one engine share."""
-
-    limits: StagingLimits
-    peers: PeerDirectory[StagingPeer]
-
-    @property
-    def loop(self) -> IoLoop: ...
 
 
 @dataclass(slots=True)
@@ -57,7 +47,7 @@ class _Learner:
 class StagingPeer:
     """One owner of device memory."""
 
-    def __init__(self, key: PeerKey, hub: PeerHub) -> None:
+    def __init__(self, key: PeerKey, hub: StagingEngine) -> None:
         """Begin to connect. Raises ConfigError when the endpoint in `key` is malformed."""
         self.engine_id = key.engine_id
         self.permits = FairSlots(hub.limits.num_windows_asked)

@@ -15,8 +15,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.batches import Job, Part
@@ -29,44 +33,67 @@ from mooncake.transfer.net.handshake import (
     HandshakeRefused,
 )
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
-from mooncake.transfer.regions import RangeRefused, RegionTable, withdrawn
+from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable, withdrawn
 from mooncake.transfer.tcp import wire
 from mooncake.transfer.tcp.frames import Incoming, Outgoing
-from mooncake.transfer.tcp.request import (
-    ConnectionFailure,
-    ConnectionLimits,
-    ConnectionState,
-    Request,
-)
 from mooncake.transfer.tcp.server import tune_connected, tune_socket
+
+if TYPE_CHECKING:
+    from mooncake.transfer.tcp.backend import TcpPeer
 
 _ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED))
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
-class ConnectionOwner(Protocol):
-    """The calls of a connection to its `TcpPeer`. All of them come from the connection's loop."""
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of one connection."""
 
-    @property
-    def has_work(self) -> bool:
-        """True if `take` may return something."""
+    num_requests: int = 16
+    """Requests sent and not yet answered."""
+    window_bytes: int = 8 * 2**20
+    """Bytes of these requests; one request is always allowed. That is two slices: more would leave
+    nothing to the other connections of a batch that is not very large.
+    """
+    connect_s: float = 5.0
+    """Time to connect and shake hands."""
+    stall_s: float = 30.0
+    """A connection with work on it but no progress for this long counts as broken."""
+    idle_s: float = 60.0
+    """A connection without work for this long is closed."""
 
-    def take(self) -> Part | None:
-        """Return the next part, which its job already counts as in hand."""
 
-    def new_handshake(self) -> ConnectingSide:
-        """Return a fresh handshake that fences our broken connections."""
+class Request(msgspec.Struct, eq=False):
+    """A slice on a connection that was sent, or is being sent, and is not answered yet."""
 
-    def ready(self, fenced: Sequence[str]) -> None:
-        """Record that a connection has connected, and that the peer has ended those `fenced`."""
+    request_id: int
+    part: Part
+    regions: list[HostRegion]
+    views: list[memoryview]
+    """READ: where the answer goes."""
+    outgoing: Outgoing
+    posted_s: float
+    given_up: bool = False
+    """True if its job has ended, so that what still comes is dropped."""
 
-    def broken(self, connection: Connection, failure: ConnectionFailure) -> None:
-        """Take back the slices of a connection that broke."""
 
-    def arrived(
-        self, connection: Connection, num_bytes: int, posted_s: float, now_s: float
-    ) -> None:
-        """Count a slice that has arrived completely."""
+class ConnectionState(Enum):
+    """The state of a connection."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionFailure:
+    """The end of a connection that was not closed on purpose."""
+
+    reason: str
+    parts: list[Part]
+    """The parts that it had in hand."""
+    connection_id: str | None
+    """The connection's id; None if it never was ready."""
 
 
 class Connection:
@@ -74,7 +101,7 @@ class Connection:
 
     def __init__(
         self,
-        owner: ConnectionOwner,
+        owner: TcpPeer,
         address: tuple[str, int],
         table: RegionTable,
         loop: IoLoop,

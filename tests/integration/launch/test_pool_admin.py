@@ -22,7 +22,7 @@ from mooncake.base import ConfigError, Drain, MooncakeError, Tier, WorkerLoad, W
 from mooncake.base.pool_messages import PoolState, TenantUse
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import issue, own_credential
-from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.health import Facts, Health
 from mooncake.launch.host.http_client import Client

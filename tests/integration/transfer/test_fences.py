@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mooncake.transfer.engine import Op, Region, TransferOp
-from mooncake.transfer.grants import Fence
-from mooncake.transfer.resting import FIRST_LOOK_S
+from mooncake.transfer.grants import FIRST_LOOK_S, Fence
 from mooncake.transfer.router import RoutedTransfer
 from tests.support.transfer.driving import EMULATED, WAIT_S, WIRED, move, open_engine
 from tests.support.transfer.peer_process import PeerProcess

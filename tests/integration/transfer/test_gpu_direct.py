@@ -15,7 +15,7 @@ from mooncake.base.ids import SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
-from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop

@@ -19,8 +19,7 @@ from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, KeyAgreement, own_credential
 from mooncake.transfer.engine import Op, TransferOp
-from mooncake.transfer.local.backend import InprocFabric
-from mooncake.transfer.local.copying import CopyPool
+from mooncake.transfer.local import CopyPool, InprocFabric
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import WORKERS, AcceptingSide, ConnectingSide, Credentials
 from mooncake.transfer.net.io_loop import IoLoop
@@ -29,8 +28,8 @@ from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.shm.backend import ShmBackend
-from mooncake.transfer.staging.arena import StagingLimits
 from mooncake.transfer.staging.engine import StagingEngine
+from mooncake.transfer.staging.slots import StagingLimits
 from mooncake.transfer.tcp.backend import TcpBackend, TcpSettings
 from mooncake.transfer.topology import Place, build_matrix
 from tests.support.transfer.device_pair import content, until

@@ -19,7 +19,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.grants import Fence
-from mooncake.transfer.local.copying import MAX_HANDS
+from mooncake.transfer.local import MAX_HANDS
 from mooncake.transfer.memory import map_shared, map_words
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.router import RoutedTransfer

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from mooncake.base.errors import TransferError
+from mooncake.transfer import local
 from mooncake.transfer.engine import Op, TransferOp
-from mooncake.transfer.local import copying
-from mooncake.transfer.local.backend import InprocFabric
-from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.local import InprocFabric
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.regions import AnyRegion
-from mooncake.transfer.staging.arena import StagingLimits
+from mooncake.transfer.staging.slots import StagingLimits
 from tests.support.clock import ManualClock
 from tests.support.transfer.device_pair import LIMITS, WAIT_S, Side, batch, content, until
 from tests.support.transfer.driving import WIRED, move, wait_for
@@ -103,9 +103,9 @@ def test_bytes_that_change_on_their_way_to_or_from_a_window_are_found(
         here, there = (one.local_offset, one.remote_offset)[:: 1 if op is Op.READ else -1]
         size = one.num_bytes
         assert content(target)[here : here + size] == content(source)[there : there + size]
-    copy = copying.copy_part
+    copy = local.copy_part
 
-    def spoiling(part: copying.CopyPart, gate: threading.Lock, hand: int) -> None:
+    def spoiling(part: local.CopyPart, gate: threading.Lock, hand: int) -> None:
         def spoil() -> None:
             part.pairs[-1][0][-1] ^= 1
 
@@ -114,7 +114,7 @@ def test_bytes_that_change_on_their_way_to_or_from_a_window_are_found(
         guard.confirm = lambda: (spoil(), confirm())[1]
         copy(msgspec.structs.replace(part, guard=guard), gate, hand)
 
-    monkeypatch.setattr(copying, "copy_part", spoiling)
+    monkeypatch.setattr(local, "copy_part", spoiling)
     before = content(target)
     error = move(us.transfer, op, owner.transfer.segment, ops).error
     assert error is not None

@@ -20,16 +20,14 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
-from mooncake.transfer.net.endpoint import ListenAddress, parse_endpoint
+from mooncake.transfer.net.endpoint import ListenAddress, Protection, parse_endpoint
 from mooncake.transfer.net.handshake import ConnectingSide, Credentials
 from mooncake.transfer.net.listener import MAX_UNPROVEN
-from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import TAG_BYTES, Seals
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.tcp import wire
-from mooncake.transfer.tcp.backend import TcpBackend, TcpSettings
-from mooncake.transfer.tcp.peer import PeerLimits
-from mooncake.transfer.tcp.request import ConnectionLimits
+from mooncake.transfer.tcp.backend import PeerLimits, TcpBackend, TcpSettings
+from mooncake.transfer.tcp.connection import ConnectionLimits
 from mooncake.transfer.tcp.server import ServerLimits
 from tests.support.transfer.driving import WAIT_S, move
 from tests.support.transfer.rdma_engines import until

@@ -12,7 +12,7 @@ from mooncake.base.clock import MonotonicClock
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
-from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.router import RoutedTransfer
 from tests.integration.transfer.test_tcp import FakeOwner, Proxy
 from tests.support.transfer.driving import WAIT_S

@@ -34,8 +34,7 @@ from mooncake.base import (
 )
 from mooncake.base.pool_messages import BlocksRemoved, LastingPin, PinsSet, RemoveBlocks, SetPins
 from mooncake.kvstore.eviction import POLICIES
-from mooncake.transfer.grants import Fence
-from mooncake.transfer.resting import FIRST_LOOK_S
+from mooncake.transfer.grants import FIRST_LOOK_S, Fence
 from tests.support.examples import examples
 from tests.support.kvstore.node_world import GATEWAY, STORE, NodeWorld, key, worker
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
-from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.regions import HostRegion
 from mooncake.transfer.router import RoutedTransfer
 from tests.support.clock import ManualClock

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.transfer.engine import TransferOp
-from mooncake.transfer.plan import (
+from mooncake.transfer.batches import (
     SliceLimits,
     choose_slice_bytes,
     cut_slices,
     merge_ops,
     plan_slices,
 )
+from mooncake.transfer.engine import TransferOp
 
 KIB = 2**10
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake.transfer.engine import Op, TransferOp
-from mooncake.transfer.local.backend import InprocFabric
+from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.staging.slots import FairSlots
 from tests.support.examples import examples
 from tests.support.transfer.device_pair import Side, batch, until

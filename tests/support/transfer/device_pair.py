@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
-from mooncake.transfer.local.backend import InprocFabric
-from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.local import InprocFabric
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.regions import AnyRegion, DeviceRegion
 from mooncake.transfer.router import RoutedTransfer
-from mooncake.transfer.staging.arena import StagingLimits
 from mooncake.transfer.staging.engine import StagingEngine
+from mooncake.transfer.staging.slots import StagingLimits
 from tests.support.transfer.driving import WAIT_S
 from tests.support.transfer.fake_device import FakeDeviceMemory
 

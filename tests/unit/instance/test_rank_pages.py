@@ -33,8 +33,7 @@ from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.mover import SliceMover
 from mooncake.instance.rank_pages import FollowerMoves, FollowerPages, Reached
 from mooncake.transfer.engine import Op, TransferDone
-from mooncake.transfer.grants import Fence
-from mooncake.transfer.resting import FIRST_LOOK_S, LOOK_AGAIN_S
+from mooncake.transfer.grants import FIRST_LOOK_S, LOOK_AGAIN_S, Fence
 from tests.support.engine.engine_pair import LAYOUT
 
 ARRAY = PageArray(LAYOUT, 8)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mooncake.transfer.engine import Pieces
-from mooncake.transfer.loans import Loans
+from mooncake.transfer.grants import Loans
 from mooncake.transfer.regions import Gates, RangeRefused, RegionTable, withdrawn
 
 SIZE = 100

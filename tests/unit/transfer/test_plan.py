@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.transfer.engine import TransferOp
-from mooncake.transfer.plan import (
+from mooncake.transfer.batches import (
     SliceLimits,
     choose_slice_bytes,
     cut_slices,
     merge_ops,
     plan_slices,
 )
+from mooncake.transfer.engine import TransferOp
 
 KIB, MIB = 2**10, 2**20
 

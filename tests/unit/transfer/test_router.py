@@ -17,8 +17,8 @@ from mooncake.transfer.batches import Job
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, choose_protocols, open_transfer
 from mooncake.transfer.link_stats import LinkStats
-from mooncake.transfer.local.backend import InprocFabric
-from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.local import InprocFabric
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.regions import Gates, RegionTable
 from mooncake.transfer.router import RoutedTransfer
 from tests.support.clock import ManualClock

@@ -15,13 +15,13 @@ from mooncake.launch.host.credentials import RequestVerifier
 from mooncake.rpc.codec import NO_CERTIFICATE, decode, encode, head_of
 from mooncake.rpc.zmq_channel import _Gate
 from mooncake.transfer.net.control_link import ControlLink
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import (
     AcceptingSide,
     ConnectingSide,
     Credentials,
     HandshakeRefused,
 )
-from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import Seals
 from mooncake.transfer.rdma.wire import CODEC as RDMA
 from mooncake.transfer.shm.wire import CODEC as SHM

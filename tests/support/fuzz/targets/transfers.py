@@ -13,19 +13,22 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.batches import Job, Part
+from mooncake.transfer.batches import Job, Part, Slice
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import ConnectingSide
 from mooncake.transfer.net.io_loop import READABLE, WRITABLE
-from mooncake.transfer.net.protection import Protection
 from mooncake.transfer.net.seals import Seals
-from mooncake.transfer.plan import Slice
 from mooncake.transfer.regions import Gates, RegionTable
 from mooncake.transfer.tcp import wire
-from mooncake.transfer.tcp.connection import Connection
+from mooncake.transfer.tcp.connection import (
+    Connection,
+    ConnectionFailure,
+    ConnectionLimits,
+    ConnectionState,
+)
 from mooncake.transfer.tcp.frames import Outgoing
-from mooncake.transfer.tcp.request import ConnectionFailure, ConnectionLimits, ConnectionState
 from mooncake.transfer.tcp.server import ServerConnection, ServerLimits
 from mooncake.transfer.tcp.wire import pack_handshake
 from tests.support.fuzz.sockets import LoopStub, pair

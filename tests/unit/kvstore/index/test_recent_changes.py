@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.base import block_keys
+from mooncake.kvstore.index.holder_sets import RecentChanges
 from mooncake.kvstore.index.key_table import words_of
-from mooncake.kvstore.index.recent_changes import RecentChanges
 
 KEYS = block_keys("recent", range(6), 1)
 steps = st.tuples(st.lists(st.sampled_from(KEYS), max_size=6), st.integers(0, 3), st.booleans())

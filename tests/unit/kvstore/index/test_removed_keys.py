@@ -6,8 +6,8 @@ from random import Random
 
 from mooncake.base import BlockEvents, KeyChain, Tier, WorkerRef
 from mooncake.base.blocks import KEY_BYTES
+from mooncake.kvstore.index.holder_sets import RemovedKeys
 from mooncake.kvstore.index.prefix_index import PrefixIndex
-from mooncake.kvstore.index.removed_keys import RemovedKeys
 
 
 def chain(length: int, seed: int = 0) -> KeyChain:

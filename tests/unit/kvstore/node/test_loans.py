@@ -10,8 +10,7 @@ from mooncake.base.messages import ChainHead, PutStart
 from mooncake.base.pool_messages import RemoveBlocks
 from mooncake.kvstore.config import LEAST_CLIENT_BLOCKS
 from mooncake.sim.world.disk import SimMedium
-from mooncake.transfer.grants import Fence
-from mooncake.transfer.resting import FIRST_LOOK_S
+from mooncake.transfer.grants import FIRST_LOOK_S, Fence
 from tests.support.kvstore.node_world import NodeWorld, key
 
 KEYS = [bytes([n]) * 16 for n in range(6)]

@@ -23,10 +23,9 @@ from mooncake.base import (
 )
 from mooncake.base.messages import DoubtPeers, WhoAreYou
 from mooncake.base.pool_messages import BlocksFound, FindBlocks
-from mooncake.kvstore.node.counters import COUNTERS
+from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.kvstore.node.peers import MAX_REMEMBERED
-from mooncake.transfer.grants import Fence
-from mooncake.transfer.resting import LOOK_AGAIN_S
+from mooncake.transfer.grants import LOOK_AGAIN_S, Fence
 from tests.support.kvstore.node_world import (
     BLOCK,
     GATEWAY,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from mooncake.base import Drain, Tier, WorkerRef
 from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.base.pool_messages import BlocksFound, FindBlocks
-from mooncake.kvstore.storage.prefetch import MAX_CLIENT_RUNS, MAX_RUNS
+from mooncake.kvstore.storage.promotion import MAX_CLIENT_RUNS, MAX_RUNS
 from mooncake.sim.world.disk import SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, keys, worker
 

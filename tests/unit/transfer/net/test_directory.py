@@ -13,8 +13,8 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.net import directory
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
+from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.handshake import Credentials
-from mooncake.transfer.net.peer_key import PeerKey
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import pytest
 from mooncake.base.ids import SeededIds, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import KeyAgreement, issue
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import (
     HANDSHAKE_VERSION,
     WORKERS,
@@ -22,7 +23,6 @@ from mooncake.transfer.net.handshake import (
     HandshakeRefused,
     Welcome,
 )
-from mooncake.transfer.net.protection import Protection
 
 WORKER = CredentialRole.WORKER
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.batches import BatchTable, Job, Part
+from mooncake.transfer.batches import BatchTable, Job, Part, Slice
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.net.retries import RetryQueue
-from mooncake.transfer.plan import Slice
 from tests.support.clock import ManualClock
 
 OPS = [TransferOp(1, 0, 1, offset, 8) for offset in (0, 100, 200)]

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.net.protection import Protection
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.seals import TAG_BYTES, UNSEALED, Seals, session_keys
 
 KEY = bytes(range(32))

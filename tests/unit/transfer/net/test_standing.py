@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Certificate, own_credential
+from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.handshake import ConnectingSide
-from mooncake.transfer.net.peer_key import PeerKey
 from mooncake.transfer.net.standing import Standing
 from tests.support.fuzz.sockets import LoopStub
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.transfer.rdma.endpoint_pool import EndpointPool
+from mooncake.transfer.rdma.endpoint import EndpointPool
 
 
 class PlainSieve:

@@ -1,1 +1,0 @@
-"""Moves bulk bytes inside one process."""
