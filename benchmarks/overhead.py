@@ -21,11 +21,10 @@ from pathlib import Path
 
 from benchmarks.support.servers import ROOT, SERVED_NAME, load, machine, process_cpu_s
 from mooncake.api.http.event_loop import run_in_loop
-from mooncake.bench.arrivals import Arrivals
+from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.endpoint import Output, Target
 from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
-from mooncake.bench.run import Run
 from mooncake.bench.samples import PromptSource, RandomShape, random_samples
 from mooncake.bench.serve import benchmark, shown_errors
 

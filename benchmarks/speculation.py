@@ -25,12 +25,11 @@ from mooncake.api.text.chat_template import load_chat_template
 from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import KvLayout, SamplingParams, pack_tokens
 from mooncake.base.request import GenerateRequest
-from mooncake.engine.config import EngineConfig
-from mooncake.engine.drafts.drafters import EAGLE3, MTP, NGRAM, SpeculativeConfig
-from mooncake.engine.drafts.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
+from mooncake.engine.config import EAGLE3, MTP, NGRAM, EngineConfig, SpeculativeConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, DRAFTS
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.weights import Checkpoint

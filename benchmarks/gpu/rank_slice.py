@@ -29,7 +29,7 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
 from mooncake.model.parallel.group import Solo
-from mooncake.model.running.forward_pass import ForwardPass
+from mooncake.model.running.computed_step import ForwardPass
 
 RANKS = 8
 KIMI_K2: dict[str, Any] = {

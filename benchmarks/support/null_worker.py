@@ -19,8 +19,7 @@ import msgspec
 from mooncake.base import Grammar, KvLayout, MonotonicClock, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.plan import LayerDone, RunnerEvent, Sample, StepPlan, StepResult
-from mooncake.engine.ports import PolledRunner
+from mooncake.engine.plan import LayerDone, PolledRunner, RunnerEvent, Sample, StepPlan, StepResult
 from mooncake.identity import own_credential
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.process import WorkerSettings, build

@@ -1,4 +1,6 @@
-"""When requests are sent: constant, random or growing rates. Pure: rates and a seed give times."""
+"""The settings of one benchmark of a server, above all when requests are sent: constant, random or
+growing rates. Pure: rates and a seed give times.
+"""
 
 from __future__ import annotations
 
@@ -77,3 +79,23 @@ class Arrivals:
             scale = count / self.rate / times[-1]
             times = [time * scale for time in times]
         return times
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The settings of one benchmark run."""
+
+    arrivals: Arrivals
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    """This many of the first samples are sent before the run and not counted."""
+    ready_timeout_s: float = 0.0
+    """How many seconds to wait for the server's first answer; 0: do not check the server before the
+    run.
+    """
+    self_timed: bool = False
+    """Send the requests at the times that the dataset gives."""
+    progress: bool = True
+    seed: int = 0
+    percentiles: tuple[float, ...] = (99.0,)
+    goodput_ms: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from mooncake.base import ConfigError
-from mooncake.bench.drafts import NO_DRAFTS, DraftCounts
 from mooncake.bench.endpoint import Output
+from mooncake.bench.server_counters import NO_DRAFTS, DraftCounts
 from mooncake.telemetry.stats import percentile
 
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")

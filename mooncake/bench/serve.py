@@ -20,13 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mooncake.base import ConfigError, MooncakeError, Unauthorized, Unavailable, Unreachable
-from mooncake.bench.drafts import parse_counts
+from mooncake.bench.arrivals import Run
 from mooncake.bench.endpoint import Output, Target, ask
-from mooncake.bench.experts import parse_rows
 from mooncake.bench.http_client import HttpClient, RequestFailed
 from mooncake.bench.metrics import Metrics, metrics_of
-from mooncake.bench.run import Run
 from mooncake.bench.samples import Sample
+from mooncake.bench.server_counters import parse_counts, parse_rows
 
 REFRESHES_PER_S = 2
 """How often per second the progress bar is drawn: seldom, because the server may run on the same

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mooncake.base import ConfigError
-from mooncake.bench.arrivals import Arrivals, Ramp
-from mooncake.bench.run import Run
+from mooncake.bench.arrivals import Arrivals, Ramp, Run
 from mooncake.bench.samples import RandomShape, RepetitionShape
 from mooncake.cli.command import Command
 from mooncake.launch.config.bench_settings import (

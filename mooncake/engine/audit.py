@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
+from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.pages.block_pool import BlockPool
-from mooncake.engine.policy import rank
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import Sequence, SequenceState, rank
 
 
 def check_queues(

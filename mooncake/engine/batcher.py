@@ -38,14 +38,13 @@ from types import MappingProxyType
 
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import Failure, Flow
+from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.drafts.speculation import Speculation
 from mooncake.engine.gaps import PromptTime, any_is_late, prompt_time
-from mooncake.engine.pages.block_pool import BlockPool
-from mooncake.engine.policy import Standing, last_in_order, rank
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import Sequence, SequenceState, Standing, last_in_order, rank
+from mooncake.engine.speculation import Speculation
 from mooncake.engine.step_shares import Sharing, StepShare, turn_of
 
 

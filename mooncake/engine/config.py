@@ -5,7 +5,60 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mooncake.base.errors import ConfigError
-from mooncake.engine.drafts.drafters import SpeculativeConfig
+
+NGRAM, MTP, EAGLE3 = METHODS = ("ngram", "mtp", "eagle3")
+MOST_DRAFTS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """The content of `--speculative-config`; the keys have vLLM's names.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other; the message names the
+            key.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    """The most drafts of a sequence in one step."""
+    prompt_lookup_max: int = 0
+    """The most tokens that are looked for; 0: the value of `prompt_lookup_min`, or 5."""
+    prompt_lookup_min: int = 0
+    """The fewest tokens that must be found again; 0: the value of `prompt_lookup_max`, or 5."""
+    model: str = ""
+    """The directory of the head, for `eagle3`."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
+        if self.method != NGRAM and (self.prompt_lookup_max or self.prompt_lookup_min):
+            raise ConfigError(f"prompt_lookup_max: the method {self.method} looks up nothing")
+        if not isinstance(self.model, str) or (self.model and self.method != EAGLE3):
+            raise ConfigError(f"model: {self.model!r}: the method {self.method} takes none")
+        if self.method == EAGLE3 and not self.model:
+            raise ConfigError("model: the method eagle3 needs the directory of a head")
+        _in_range("num_speculative_tokens", self.num_speculative_tokens, 1)
+        _in_range("prompt_lookup_max", self.prompt_lookup_max, 0)
+        _in_range("prompt_lookup_min", self.prompt_lookup_min, 0)
+        longest, shortest = self.lookup
+        if shortest > longest:
+            raise ConfigError(
+                f"prompt_lookup_min: {shortest} is more than prompt_lookup_max ({longest})"
+            )
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """The most and the fewest tokens that are looked for."""
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        return longest or shortest or 5, shortest or longest or 5
+
+
+def _in_range(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_DRAFTS:
+        raise ConfigError(
+            f"{name}: {value!r} is not a whole number of {least or 1} to {MOST_DRAFTS}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

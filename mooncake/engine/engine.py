@@ -30,15 +30,20 @@ from mooncake.base.request import (
 )
 from mooncake.engine.audit import check_holds, check_pages, check_queues, check_steps
 from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.drafts.drafters import Drafter, drafter_of
-from mooncake.engine.drafts.speculation import Speculation
-from mooncake.engine.pages.block_pool import BlockPool
-from mooncake.engine.plan import Counted, Sample, SequenceStart, StepPlan, StepResult, StepSlot
-from mooncake.engine.policy import Standing
-from mooncake.engine.ports import Runner
-from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
+from mooncake.engine.plan import (
+    Counted,
+    Runner,
+    Sample,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    StepSlot,
+)
+from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState, Standing
+from mooncake.engine.speculation import Drafter, Speculation, drafter_of
 from mooncake.engine.step_shares import StepShare
 
 _MAX_TICK_S = 1.0

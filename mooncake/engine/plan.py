@@ -1,5 +1,5 @@
-"""The plan of one step (`StepPlan`) and its result (`StepResult`): plain values, no tensors, no
-back-references.
+"""The plan of one step (`StepPlan`), its result (`StepResult`) and the ports of what runs it: plain
+values, no tensors, no back-references.
 
 Facts are sent once: a sequence's sampling settings and history travel in its `SequenceStart`; later
 steps name it by `sequence_id` and send only new tokens. So the same values drive one runner in this
@@ -9,9 +9,11 @@ process or many ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
+from mooncake.base.grammar import Grammar
 from mooncake.base.request import Failure, TokenLogprobs
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.ranks.kv_moves import OfRank
@@ -127,3 +129,26 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RunnerEvent = LayerDone | StepResult | Counted | OfRank
+
+
+class Runner(Protocol):
+    """Runs steps in order on the model. The driver passes its events to the role's `handle`."""
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Start compiling a grammar that a sequence will need soon; never blocks."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step; never blocks. Exactly one `StepResult` follows, after any `LayerDone`s."""
+
+
+class PolledRunner(Runner, Protocol):
+    """A runner that a driver's loop polls."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when an event is there."""
+
+    def poll(self) -> Sequence[RunnerEvent]:
+        """Return the events since the last call, oldest first, without waiting."""
+
+    def close(self) -> None:
+        """Finish the running step and free the model."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from mooncake.base.kv_parts import KvPart
-from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.checksums import BlockChecksums
 from mooncake.instance.mover import SliceMover
 from mooncake.transfer.engine import TransferDone

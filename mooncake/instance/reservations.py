@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncake.base.errors import TransferError
-from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.mover import SliceMover
 from mooncake.transfer.engine import Transfer
 from mooncake.transfer.grants import Resting

@@ -14,7 +14,7 @@ from functools import partial
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import BlockSource, ChainHead, WorkerRef
 from mooncake.base.request import CacheHits
-from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.block_pool import BlockPool
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 
 Gathered = Callable[[list[int], float], None]

@@ -19,7 +19,7 @@ from mooncake.engine.expert_placement import (
     place,
     rank_loads,
 )
-from mooncake.model.layers.expert_slots import ExpertSlots, slots_of
+from mooncake.model.layers.moe import ExpertSlots, slots_of
 from mooncake.model.parallel.exchange import ExpertRanks
 
 ROWS, HOTTEST_ROWS = "expert_rows", "expert_rows_hottest"

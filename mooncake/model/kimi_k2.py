@@ -17,10 +17,9 @@ from mooncake.model.expert_balancing import ExpertBalancer
 from mooncake.model.inputs import PrefersAbsorbed, Queries, StepInputs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.embedding import Embedding, Head
-from mooncake.model.layers.expert_slots import ExpertSlots
 from mooncake.model.layers.linear import GatedMlp, Product
 from mooncake.model.layers.mla import Mla
-from mooncake.model.layers.moe import Moe
+from mooncake.model.layers.moe import ExpertSlots, Moe
 from mooncake.model.layers.norm import RmsNorm
 from mooncake.model.layers.rope import Rope
 from mooncake.model.parallel.exchange import ExpertRanks

@@ -35,7 +35,6 @@ from mooncake.model.grammars.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler, sampling_ops
-from mooncake.model.loading import load_model
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory, pages_that_fit
 from mooncake.model.options import ModelOptions
@@ -43,8 +42,8 @@ from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.rank_device import RankDevice
+from mooncake.model.running.computed_step import CapturedSteps, capture_steps
 from mooncake.model.running.follower import join_experts
-from mooncake.model.running.forward_pass import CapturedSteps, capture_steps
 from mooncake.model.running.runner import ModelRunner
 from mooncake.model.warm_up import Limits, warm_up
 from mooncake.transfer.device import DeviceMemory
@@ -120,20 +119,8 @@ class ModelSource:
                     torch.set_num_threads(
                         self._options.num_threads
                     )  # what is measured depends on it
-                model = load_model(
-                    self._checkpoint,
-                    dtype=self._dtype,
-                    device=self._device.device,
-                    progress=progress,
-                    backends=self._device.backends,
-                    group=None if self.lead is None else self.lead.group,
-                    sharing=self._join_peers(),
-                    eplb=self._options.eplb,
-                    shape=self._options.shape,
-                    host=self._device.host_experts(),
-                    with_mtp=self._options.with_mtp,
-                    copies=self._device.open_copies(),
-                )
+                group = None if self.lead is None else self.lead.group
+                model = self._device.load(self._checkpoint, group, self._join_peers(), progress)
                 if self.lead is not None:
                     self.lead.wait_until_loaded()
                 if self._options.draft_model is not None:

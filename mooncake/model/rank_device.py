@@ -1,26 +1,32 @@
-"""The device of one rank of an engine, and everything that depends on it: backends, copies, graphs,
-the memory of its KV pages. A lead and its followers make the same choices.
+"""The device of one rank of an engine, and all that depends on it: its part of the model, backends,
+copies, graphs, the memory of its KV pages. A lead and its followers make the same choices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 
 from mooncake.base import ConfigError, PageArray
 from mooncake.base.kv_layout import ALL_PAGES, Home
 from mooncake.model.backends import settle
+from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.copies import Copies
 from mooncake.model.device.cuda import CudaCopies, CudaGraphs, CudaMeter, CudaSide
 from mooncake.model.device.cuda_memory import CudaDevice
 from mooncake.model.device.graphs import GraphPort
 from mooncake.model.device.pages import PageDevice, PageMemory
+from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.moe import HostExperts
+from mooncake.model.loading import load_model
 from mooncake.model.measuring import MemoryMeter
 from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.exchange import ExpertRanks
+from mooncake.model.parallel.group import Group
 
 
 class RankDevice:
@@ -33,6 +39,7 @@ class RankDevice:
         Raises:
             ConfigError: the options need something that this machine lacks.
         """
+        self._options, self._dtype = options, dtype
         self.device = _device(options.device_of(rank))
         if self.device.type == "cuda" and options.shape.num_ranks > 1:
             torch.cuda.set_device(self.device)
@@ -61,6 +68,30 @@ class RankDevice:
     def owns_pages(self) -> bool:
         """Whether KV pages are in the device's own memory, which the host cannot address."""
         return self.device.type != "cpu"
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        group: Group | None,
+        sharing: ExpertRanks | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> KimiK2:
+        """Return this rank's part of a model; see `load_model`. Raises CheckpointError."""
+        options = self._options
+        return load_model(
+            checkpoint,
+            dtype=self._dtype,
+            device=self.device,
+            progress=progress,
+            backends=self.backends,
+            group=group,
+            shape=options.shape,
+            sharing=sharing,
+            eplb=options.eplb,
+            host=self.host_experts(),
+            with_mtp=options.with_mtp,
+            copies=self.open_copies(),
+        )
 
     def open_copies(self) -> Copies | None:
         """Return copies between host and device; None: the device is the host."""

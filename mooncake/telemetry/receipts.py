@@ -38,8 +38,7 @@ from mooncake.telemetry.receipt import (
     SequenceReceipt,
     Step,
 )
-from mooncake.telemetry.traces import MAX_PLACEMENTS, SequenceTrace, Span
-from mooncake.telemetry.worker_clocks import WorkerClocks
+from mooncake.telemetry.traces import MAX_PLACEMENTS, SequenceTrace, Span, WorkerClocks
 
 MAX_BYTES = 32 << 20
 """About what the receipts of a gateway hold together."""

@@ -2,13 +2,14 @@
 report. A tree goes to an exporter, such as `otlp.py`, which sends it away.
 
 The tracer owns the traced calls that have not ended. Times are on the gateway's clock;
-`worker_clocks` converts those of workers to it. A trace holds no text of a prompt or an answer, and
+`WorkerClocks` converts those of workers to it. A trace holds no text of a prompt or an answer, and
 nothing of a request that is not traced.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +30,36 @@ from mooncake.telemetry.events import (
     WorkerLeft,
     WorkerReported,
 )
-from mooncake.telemetry.worker_clocks import WorkerClocks
+
+MAX_REPORTS = 60
+"""How many reports are kept: about a minute's. Over a longer time, clocks drift apart by more than
+a message takes.
+"""
+
+
+class WorkerClocks:
+    """The last reports of each worker."""
+
+    def __init__(self) -> None:
+        self._ahead_s: dict[str, deque[float]] = {}
+        """Worker -> by how much the gateway's clock was ahead of each report's."""
+
+    def reported(self, worker_id: str, clock_s: float, now: float) -> None:
+        """Take a report that has just arrived."""
+        known = self._ahead_s.setdefault(worker_id, deque(maxlen=MAX_REPORTS))
+        known.append(now - clock_s)
+
+    def forget(self, worker_id: str) -> None:
+        """Drop the reports of a worker that has left or has started again."""
+        self._ahead_s.pop(worker_id, None)
+
+    def ahead_s(self, worker_id: str) -> float | None:
+        """Return what to add to a worker's times to get the gateway's. None: it has not reported
+        yet.
+        """
+        known = self._ahead_s.get(worker_id)
+        return min(known) if known else None
+
 
 MAX_SEQUENCES = 16
 """Calls with more sequences than this show only what the API server did."""

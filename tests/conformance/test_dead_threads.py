@@ -41,8 +41,8 @@ from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.launch.worker.rank_moves import _Memory
+from mooncake.model.copies import LayerReports
 from mooncake.model.device.cuda_memory import _Ends
-from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.parallel import lead as lead_module
 from mooncake.model.parallel.lead import Lead, Loaded, send
@@ -98,7 +98,7 @@ THREADS = {
     "model/checkpoint/making/presets.py:ThreadPoolExecutor": TOLD,
     "model/checkpoint/files/revision.py:ThreadPoolExecutor": TOLD,
     "model/device/cuda_memory.py:VitalThread": VITAL,
-    "model/device/layer_reports.py:VitalThread": VITAL,
+    "model/copies.py:VitalThread": VITAL,
     "model/running/follower.py:Thread": OWN,
     "model/running/follower.py:VitalThread": VITAL,
     "model/grammars/grammar_jobs.py:start_deep_thread": OWN,
@@ -158,7 +158,7 @@ SHOWN_BY = {
     "launch/worker/rank_moves.py:Thread": "test_moves_of_a_rank",
     "launch/worker/sealed_link.py:Thread": FAR,
     "model/device/cuda_memory.py:VitalThread": "test_copies_of_a_device",
-    "model/device/layer_reports.py:VitalThread": "test_layers_of_a_device",
+    "model/copies.py:VitalThread": "test_layers_of_a_device",
     "model/running/follower.py:Thread": "test_what_a_rank_hears",
     "model/running/follower.py:VitalThread": "test_signs_of_a_rank",
     "model/grammars/grammar_jobs.py:start_deep_thread": (

@@ -14,10 +14,10 @@ import torch
 
 from mooncake.base import KvLayout, PageArray, SamplingParams
 from mooncake.engine.plan import SequenceStart, StepPlan
-from mooncake.model import placing, rank_device
+from mooncake.model import copies, placing, rank_device
 from mooncake.model.checkpoint.weights import Checkpoint
-from mooncake.model.device import cuda, cuda_memory, layer_reports
-from mooncake.model.device.layer_reports import LayerReports
+from mooncake.model.copies import LayerReports
+from mooncake.model.device import cuda, cuda_memory
 from mooncake.model.options import ModelOptions
 from mooncake.model.rank_device import RankDevice
 from mooncake.model.running import runner
@@ -157,7 +157,7 @@ NOT_NEEDED = {
 }
 WAITS = [
     wait
-    for module in (cuda, cuda_memory, layer_reports, placing, rank_device, runner)
+    for module in (copies, cuda, cuda_memory, placing, rank_device, runner)
     for wait in waits_of(module)
     if "_lead" not in wait.text and "lead." not in wait.text
 ]

@@ -32,7 +32,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler, sampling_ops
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
-from mooncake.model.running.forward_pass import capture_steps
+from mooncake.model.running.computed_step import capture_steps
 from tests.support.kernels import hopper_table
 from tests.support.kernels.launch_notes import Launch, noted_launches, variants
 from tests.support.kernels.step_launches import META, model_of

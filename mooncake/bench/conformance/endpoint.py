@@ -4,7 +4,6 @@ server's figures. Owns its connections.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 from mooncake.bench.conformance.verdict import NotPossible
 from mooncake.bench.http_client import HttpClient, RequestFailed
 from mooncake.bench.http_wire import EventSplitter
+from mooncake.bench.server_counters import Series, parse_metrics
 
 COMPLETIONS = "/v1/completions"
 STATUS = "/v1/cluster/status"
@@ -23,8 +23,6 @@ USAGE_GAUGES = (
     "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage",
 )  # fmt: skip
 """Gauges of KV in use that known servers have."""
-_SERIES = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 MAX_ERROR_CHARS = 300
 
 
@@ -171,23 +169,6 @@ def _add(answer: Answer, event: dict[str, Any]) -> None:
             answer.ends.append(choice["finish_reason"])
     if event.get("usage") or event.get(HANDLE):
         answer.document |= {name: event[name] for name in ("usage", HANDLE) if event.get(name)}
-
-
-Series = tuple[str, dict[str, str], float]
-"""Name, labels, value."""
-
-
-def parse_metrics(text: str) -> list[Series]:
-    """Return the series of a text in Prometheus' format. Other lines are left out."""
-    found: list[Series] = []
-    for line in text.splitlines():
-        if match := _SERIES.match(line):
-            try:
-                value = float(match.group(3))
-            except ValueError:
-                continue
-            found.append((match.group(1), dict(_LABEL.findall(match.group(2) or "")), value))
-    return found
 
 
 def held_blocks(figures: Sequence[Series]) -> float:

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mooncake.bench.arrivals import Arrivals
-from mooncake.bench.run import Run
+from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.samples import RandomShape, RepetitionShape
-from mooncake.engine.drafts.drafters import SpeculativeConfig
+from mooncake.engine.config import SpeculativeConfig
 from mooncake.launch.config.options import (
     OneOf,
     count,

@@ -25,8 +25,7 @@ from mooncake.base import (
 )
 from mooncake.base.parallel import DCP_FLAG, DP_FLAG, EP_FLAG, PP_FLAG, TP_FLAG, stage_layers
 from mooncake.crypto.keys import KeySource
-from mooncake.engine.config import EngineConfig
-from mooncake.engine.drafts.drafters import EAGLE3, MTP
+from mooncake.engine.config import EAGLE3, MTP, EngineConfig
 from mooncake.engine.expert_placement import EplbConfig, check_slots
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of

@@ -11,8 +11,7 @@ from typing import Any
 
 from mooncake.api.config import ApiConfig
 from mooncake.base.kv_events import KvEventsConfig
-from mooncake.engine.config import EngineConfig
-from mooncake.engine.drafts.drafters import SpeculativeConfig
+from mooncake.engine.config import EngineConfig, SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.config import options

@@ -40,7 +40,7 @@ from mooncake.crypto.keys import KeySource
 from mooncake.decode import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.engine.ports import PolledRunner
+from mooncake.engine.plan import PolledRunner
 from mooncake.identity import Credential, own_credential
 from mooncake.instance import Instance, InstanceConfig
 from mooncake.instance.checksums import PolledHasher

@@ -12,8 +12,7 @@ from itertools import count
 
 from mooncake.base import Clock, CostSample, InternalError, Role, SamplingParams
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
-from mooncake.engine.ports import PolledRunner
+from mooncake.engine.plan import PolledRunner, SequenceStart, StepPlan, StepResult, StepSlot
 
 BUDGET_S = 2.0
 """No further step is started after this long; the first two always run."""

@@ -50,15 +50,13 @@ from mooncake.engine.ranks.step_log import (
     decode,
 )
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
-from mooncake.model.copies import Copies, HostCopies, Mark
+from mooncake.model.copies import Copies, HostCopies, LayerReports, Mark
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
-from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.loading import load_model
 from mooncake.model.measuring import MemoryMeter, measure_memory
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.exchange import ExpertRanks
@@ -66,8 +64,7 @@ from mooncake.model.parallel.group import Group, GroupError
 from mooncake.model.parallel.joining import join
 from mooncake.model.parallel.lead import Loaded
 from mooncake.model.rank_device import RankDevice
-from mooncake.model.running.computed_step import ComputedStep
-from mooncake.model.running.forward_pass import ForwardPass, capture_steps
+from mooncake.model.running.computed_step import ComputedStep, ForwardPass, capture_steps
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.net.blocking import receive, send
 
@@ -411,7 +408,8 @@ def run(
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.rank)
-        model = _load(settings, device, group, sharing, keys(options))
+        checkpoint = Checkpoint.open(Path(settings.model), keys(options))
+        model = device.load(checkpoint, group, sharing)
     except MooncakeError as error:
         say(msgspec.msgpack.encode(Loaded(error.message)))
         return
@@ -455,29 +453,6 @@ def join_experts(
     place = rank * shape.dp + number
     ranks = join(options.group_kind, shape.ep, place, descriptor, timeout_s)
     return ExpertRanks.of_instances(ranks, shape.dp)
-
-
-def _load(
-    settings: FollowerSettings,
-    device: RankDevice,
-    group: Group,
-    sharing: ExpertRanks | None,
-    keys: KeyRing | None,
-) -> KimiK2:
-    options = settings.options
-    return load_model(
-        Checkpoint.open(Path(settings.model), keys),
-        dtype=SPEC_DTYPES[settings.dtype],
-        device=device.device,
-        backends=device.backends,
-        group=group,
-        shape=options.shape,
-        sharing=sharing,
-        eplb=options.eplb,
-        host=device.host_experts(),
-        with_mtp=options.with_mtp,
-        copies=device.open_copies(),
-    )
 
 
 def heard(link: socket.socket, guesses: Guesses, silent_s: float = LEAD_SILENT_S) -> Iterator[Word]:

@@ -1,4 +1,4 @@
-"""Runs step plans on the model, in order, on a thread of its own (`engine.ports.PolledRunner`).
+"""Runs step plans on the model, in order, on a thread of its own (`engine.plan.PolledRunner`).
 
 Owns the state of each sequence: its prompt (for prompt logprobs) and, in the sampler, its history.
 Every plan names the pages of its sequences.
@@ -31,9 +31,8 @@ from mooncake.engine.plan import (
 )
 from mooncake.engine.ranks.kv_moves import ALL_LAYERS, OfRank
 from mooncake.engine.ranks.step_log import Way
-from mooncake.model.copies import Copies, HostCopies
+from mooncake.model.copies import Copies, HostCopies, LayerReports
 from mooncake.model.device.graphs import DecodeGraphs
-from mooncake.model.device.layer_reports import LayerReports
 from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -41,8 +40,7 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.stages import StageTimes
-from mooncake.model.running.computed_step import ComputedStep
-from mooncake.model.running.forward_pass import CapturedSteps, ForwardPass
+from mooncake.model.running.computed_step import CapturedSteps, ComputedStep, ForwardPass
 
 _PATIENCE = 0.5
 """An instance that has just computed a step waits for its next one for this share of that step's

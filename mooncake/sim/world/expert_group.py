@@ -9,29 +9,15 @@ that is lost ends all others.
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mooncake.sim.world.clock import EventHeap
 
+if TYPE_CHECKING:
+    from mooncake.sim.world.ranks import RankedRunner
+
 LINK_S = 1e-4
 """Seconds for a message from one process of a machine to another."""
-
-
-class Instance(Protocol):
-    """One instance of the group, as the others know it."""
-
-    @property
-    def num_rows(self) -> int:
-        """How many tokens this instance has in the step that all have begun."""
-
-    def serve(self, step: int) -> None:
-        """Record that another instance begins `step`."""
-
-    def go_on(self) -> None:
-        """Go on: all ranks of all instances have met."""
-
-    def lose_instance(self, number: int) -> None:
-        """Record that the link to another instance has closed."""
 
 
 class ExpertGroup:
@@ -39,12 +25,12 @@ class ExpertGroup:
 
     def __init__(self, heap: EventHeap) -> None:
         self._heap = heap
-        self._members: list[Instance] = []
+        self._members: list[RankedRunner] = []
         self._here: set[int] = set()
         """The members whose ranks all wait in the present exchange."""
         self._ended = False
 
-    def join(self, instance: Instance) -> int:
+    def join(self, instance: RankedRunner) -> int:
         """Add an instance; return its number."""
         self._members.append(instance)
         return len(self._members) - 1
@@ -81,5 +67,5 @@ class ExpertGroup:
         for other in self._others(number):
             self._heap.after(LINK_S, partial(other.lose_instance, number))
 
-    def _others(self, number: int) -> list[Instance]:
+    def _others(self, number: int) -> list[RankedRunner]:
         return [each for other, each in enumerate(self._members) if other != number]

@@ -22,7 +22,7 @@ from mooncake.base.request import FinalEvent, GenerateRequest, OutputEvent, Requ
 from mooncake.decode.worker import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.engine.ports import Runner
+from mooncake.engine.plan import Runner
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.instance import Instance, InstancePorts
 from mooncake.kvstore.config import KvStoreConfig

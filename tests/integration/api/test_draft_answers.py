@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mooncake import LLM, RequestOutput, SamplingParams
-from mooncake.engine.drafts import speculation
-from mooncake.engine.drafts.speculation import ACCEPTED_TOKENS, RowCost
+from mooncake.engine import speculation
+from mooncake.engine.speculation import ACCEPTED_TOKENS, RowCost
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 
 METHODS = {

@@ -10,8 +10,8 @@ import pytest
 from mooncake.api.constrained.grammar import json_rule
 from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import Grammar, SamplingParams
-from mooncake.engine.drafts.drafters import SpeculativeConfig
-from mooncake.engine.drafts.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS
+from mooncake.engine.config import SpeculativeConfig
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.model.eagle3_heads import knowing_head

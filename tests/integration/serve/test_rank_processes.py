@@ -19,8 +19,8 @@ import pytest
 
 import mooncake
 from mooncake.base import SamplingParams, Shape
-from mooncake.engine.drafts.speculation import ACCEPTED_TOKENS
 from mooncake.engine.ranks.rank_group import SILENT_S
+from mooncake.engine.speculation import ACCEPTED_TOKENS
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until

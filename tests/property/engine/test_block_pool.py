@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.block_pool import BlockPool
 from tests.support.examples import examples
 
 KEYS = [bytes([number]) * 16 for number in range(10)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.base.request import FinishReason, GenerateRequest, Priority
-from mooncake.engine.drafts.drafters import SpeculativeConfig
+from mooncake.engine.config import SpeculativeConfig
 from mooncake.engine.sequence import Sequence, SequenceState
 from tests.support.engine.engines import Bench, request
 from tests.support.engine.fake_runner import (

@@ -9,7 +9,7 @@ from random import Random
 import msgspec
 
 from mooncake.base import BlockPlaces, KvLayout, KvPart, PageArray, packed_places
-from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.mover import OwnPages, SliceMover
 from mooncake.kvstore.client.block_memory import MemoryTransfers
 from mooncake.sim.world.clock import EventHeap

@@ -10,10 +10,10 @@ from mooncake.base.kv_layout import KvLayout
 from mooncake.base.request import GenerateRequest, Priority
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.drafts.drafters import Drafter
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.engine.speculation import Drafter
 from tests.support.engine.fake_runner import FakeRunner, small_layout
 
 ROOMY = EngineConfig(

@@ -132,7 +132,7 @@ class _State:
 
 
 class FakeRunner:
-    """An `engine.ports.Runner` with pages in `memory`, `[layers, pages, block_tokens, width]`.
+    """An `engine.plan.Runner` with pages in `memory`, `[layers, pages, block_tokens, width]`.
 
     `memory` is a region of a transfer engine, or left out for memory of its own. Assertions hold
     the engine to the rules of `engine.plan`.

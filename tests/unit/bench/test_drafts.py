@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
-from mooncake.bench.drafts import DraftCounts, parse_counts
 from mooncake.bench.http_client import Answer, HttpClient, RequestFailed
 from mooncake.bench.metrics import metrics_of
 from mooncake.bench.report import document, table
 from mooncake.bench.serve import server_metrics
+from mooncake.bench.server_counters import DraftCounts, parse_counts
 
 OURS = """\
 # HELP mooncake:spec_decode_num_drafts_total Steps

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mooncake.bench.experts import ExpertRows, parse_rows
 from mooncake.bench.metrics import metrics_of
 from mooncake.bench.report import document, table
+from mooncake.bench.server_counters import ExpertRows, parse_rows
 
 TEXT = """\
 # HELP mooncake:worker_events_total Counters that a worker reports.

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from mooncake.base import CostSample
 from mooncake.base.request import Flow, GenerateRequest, Priority, fair_shares
 from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.pages.block_pool import BlockPool
-from mooncake.engine.policy import rank
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import Sequence, SequenceState, rank
 from mooncake.engine.step_shares import NUM_AFTER
 from tests.support.engine.engines import ROOMY, request
 

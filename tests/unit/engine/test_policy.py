@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mooncake.base.request import Priority
-from mooncake.engine.policy import last_in_order, rank
-from mooncake.engine.sequence import Sequence
+from mooncake.engine.sequence import Sequence, last_in_order, rank
 from tests.support.engine.engines import request
 
 

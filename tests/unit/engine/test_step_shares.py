@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from mooncake.base import CostSample
 from mooncake.base.request import Flow, GenerateRequest, Priority
 from mooncake.engine.batcher import Batch, Batcher
+from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.chunks import UNIT
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.drafts.speculation import Speculation
-from mooncake.engine.pages.block_pool import BlockPool
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.speculation import Speculation
 from mooncake.engine.step_shares import (
     FACTOR,
     MOST_OWED,

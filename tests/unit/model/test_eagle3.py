@@ -21,9 +21,8 @@ from mooncake.engine.plan import BY_MODEL, Sample
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.eagle3 import EMBEDDING, HEAD, IS_DRAFTED, TO_TARGET, Eagle3Files
 from mooncake.model.copies import HostCopies
-from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
+from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows, KvWindows
 from mooncake.model.drafts.model_drafts import ModelDrafts
-from mooncake.model.drafts.windows import KvWindows
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from tests.support.model.eagle3_heads import (

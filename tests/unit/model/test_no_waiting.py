@@ -30,7 +30,7 @@ from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler, SamplingOps
 from mooncake.model.loading import load_model
-from mooncake.model.running.forward_pass import CapturedSteps
+from mooncake.model.running.computed_step import CapturedSteps
 from mooncake.model.running.runner import ModelRunner
 from tests.support.model.tiny_models import (
     CPU,

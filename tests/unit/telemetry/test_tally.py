@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from mooncake.telemetry.tally import Tally
+from mooncake.telemetry.series import Tally
 
 _BOUNDS = (0.001, 0.5, 1, 16, 20_000)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.telemetry.worker_clocks import MAX_REPORTS, WorkerClocks
+from mooncake.telemetry.traces import MAX_REPORTS, WorkerClocks
 
 
 def test_the_report_that_took_least_says_it() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.base import ConfigError
-from mooncake.engine.drafts.drafters import SpeculativeConfig
+from mooncake.engine.config import SpeculativeConfig
 from mooncake.launch.config import options
 
 

@@ -19,7 +19,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.memory import GpuMemory, pages_that_fit
-from mooncake.model.running.forward_pass import CapturedSteps
+from mooncake.model.running.computed_step import CapturedSteps
 from mooncake.model.running.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks
 from tests.support.model.recorder import Recorder

@@ -13,8 +13,7 @@ import torch
 from mooncake.base import KvLayout
 from mooncake.engine.plan import LayerDone
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from mooncake.model.copies import HostCopies, Mark
-from mooncake.model.device.layer_reports import LayerReports
+from mooncake.model.copies import HostCopies, LayerReports, Mark
 from mooncake.model.device.pages import LEAST_ROW_BYTES, PageMemory, row_bytes
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.transfer.device import CopyDone, Ranges, read_now, write_now

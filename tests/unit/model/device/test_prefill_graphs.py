@@ -19,7 +19,7 @@ from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.mla import flops_of_forms
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
-from mooncake.model.running.forward_pass import ForwardPass, capture_steps
+from mooncake.model.running.computed_step import ForwardPass, capture_steps
 from mooncake.model.running.runner import ModelRunner
 from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (

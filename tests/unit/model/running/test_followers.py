@@ -53,8 +53,8 @@ from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.group import GroupError
 from mooncake.model.parallel.lead import Lead, Loaded
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
+from mooncake.model.running.computed_step import capture_steps
 from mooncake.model.running.follower import Follower, Guesses, heard
-from mooncake.model.running.forward_pass import capture_steps
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
 from mooncake.transfer.net.blocking import receive, send

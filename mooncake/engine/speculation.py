@@ -2,6 +2,8 @@
 token. The runner samples after each draft as it would have without drafts, and goes on while the
 sampled token is the draft. So drafts change when a token is computed, never which token it is.
 
+`NgramDrafter` proposes the tokens that followed the same tokens earlier. `ModelDrafter` leaves it
+to the runner, which has the model's states: an MTP layer or an EAGLE-3 head makes the drafts.
 `Speculation` keeps the drafts of a drafter that are worth their time. Each sequence keeps what is
 known about it in `drafting`. Pure.
 """
@@ -9,10 +11,73 @@ known about it in `drafting`. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from mooncake.base.messages import CostSample
-from mooncake.engine.drafts.drafters import Drafter
+from mooncake.engine.config import NGRAM, SpeculativeConfig
+from mooncake.engine.plan import BY_MODEL
 from mooncake.engine.sequence import Drafting, Sequence
+
+LOOKUP_WINDOW = 1 << 15
+"""How many tokens at a sequence's end are searched: about 20 us for one length, at worst 300."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Return up to `most` tokens that may follow the known ones. They may be wrong. Each is
+        `BY_MODEL` when the runner is to make it.
+        """
+
+
+class ModelDrafter:
+    """Leaves drafts to the runner, which has the model's states."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Return `most` drafts that the runner has still to make. In the sequence's first step here
+        there are none.
+        """
+        return [BY_MODEL] * most if sequence.known_to_runner else []
+
+
+class NgramDrafter:
+    """Proposes what followed the last earlier occurrence of a sequence's last tokens."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._longest, self._shortest = config.lookup
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Return the tokens after the longest match; of equally long matches, after the last."""
+        text = self._text(sequence)
+        end = len(text) - 1  # a match ends before the last token
+        if text.rfind(text[-self._shortest :], 0, end) < 0:
+            return []
+        for length in range(min(self._longest, end), self._shortest - 1, -1):
+            at = text.rfind(text[-length:], 0, end)
+            if at >= 0:
+                followed = text[at + length :][:most]
+                # The text repeats itself from there, so its end goes on as the text began.
+                followed *= -(-most // len(followed))
+                return [ord(letter) for letter in followed[:most]]
+        return []
+
+    def _text(self, sequence: Sequence) -> str:
+        """Return the tokens as letters, because text is searched fast, and only at whole
+        letters.
+        """
+        drafting, num_tokens = sequence.drafting, sequence.num_tokens
+        first = max(drafting.num_read, num_tokens - LOOKUP_WINDOW)
+        new = "".join(map(chr, sequence.tokens_between(first, num_tokens)))
+        drafting.text = (drafting.text + new)[-LOOKUP_WINDOW:]
+        drafting.num_read = num_tokens
+        return drafting.text
+
+
+def drafter_of(config: SpeculativeConfig) -> Drafter:
+    """Return the drafter for the method of `config`."""
+    return NgramDrafter(config) if config.method == NGRAM else ModelDrafter()
+
 
 _FORGET = 0.98
 """How much of the weight of earlier steps each new step keeps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.engine.pages.block_pool import BlockPool
+from mooncake.engine.block_pool import BlockPool
 
 A, B, C, D = (letter * 16 for letter in (b"a", b"b", b"c", b"d"))
 

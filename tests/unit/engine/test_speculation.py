@@ -11,16 +11,18 @@ import pytest
 from mooncake.base.errors import ConfigError
 from mooncake.base.messages import CostSample
 from mooncake.base.request import FinishReason
-from mooncake.engine.drafts.drafters import LOOKUP_WINDOW, NgramDrafter, SpeculativeConfig
-from mooncake.engine.drafts.speculation import (
+from mooncake.engine.config import SpeculativeConfig
+from mooncake.engine.sequence import Sequence
+from mooncake.engine.speculation import (
     ACCEPTED_AT,
     ACCEPTED_TOKENS,
     DRAFT_TOKENS,
     DRAFTS,
+    LOOKUP_WINDOW,
+    NgramDrafter,
     RowCost,
     Speculation,
 )
-from mooncake.engine.sequence import Sequence
 from tests.support.engine.engines import Bench, request
 from tests.support.engine.fake_runner import VOCAB_SIZE, expected_output, small_layout
 

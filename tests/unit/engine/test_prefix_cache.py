@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.engine.pages.prefix_cache import PrefixCache
+from mooncake.engine.block_pool import PrefixCache
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 

@@ -1,1 +1,0 @@
-"""The pages of one instance: who holds them, and how a block is found again."""
