@@ -20,7 +20,6 @@ from mooncake.model.checkpoint.tensor_cuts import ROUTED, Part, cut_of, is_held,
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.copies import Copies
 from mooncake.model.kimi_k2 import KimiK2, Layer, MtpLayer, Output
-from mooncake.model.layers.embedding import Embedding, Head
 from mooncake.model.layers.linear import (
     Fp8Linear,
     GatedMlp,
@@ -31,8 +30,7 @@ from mooncake.model.layers.linear import (
 )
 from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights, absorbed_is_cheaper
 from mooncake.model.layers.moe import HostExperts, Moe, MoeWeights, slots_of
-from mooncake.model.layers.norm import RmsNorm
-from mooncake.model.layers.rope import Rope
+from mooncake.model.layers.rows import Embedding, Head, RmsNorm, Rope
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group, Solo
 from mooncake.model.parallel.stages import Stage

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from mooncake.base import ConfigError, ModelSpec
-from mooncake.model.layers.rope import rope_frequencies, rope_scale
+from mooncake.model.layers.rows import rope_frequencies, rope_scale
 from mooncake.train.attention import Attention
 from mooncake.train.batches import Batch
 from mooncake.train.experts import Moe

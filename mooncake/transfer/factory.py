@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mooncake.base.clock import Clock
 from mooncake.base.errors import ConfigError
-from mooncake.base.ids import IdSource, SystemIds
+from mooncake.base.ids import SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.transfer.local import MAX_HANDS, CopyPool, InprocBackend, InprocFabric
@@ -115,7 +115,6 @@ def open_transfer(
     clock: Clock,
     *,
     credential: Credential | None = None,
-    ids: IdSource | None = None,
     fabric: InprocFabric | None = None,
     progress: Progress = no_progress,
 ) -> RoutedTransfer:
@@ -129,7 +128,7 @@ def open_transfer(
         ConfigError: a protocol is unknown, or an address unusable.
     """
     _check(config)
-    ids = ids or SystemIds()
+    ids = SystemIds()
     fabric = fabric or InprocFabric()
     table = RegionTable(fabric.gates, progress)
     router = RoutedTransfer(engine_id, config.host, table, clock)

@@ -107,12 +107,11 @@ class DecodeGraphs:
         most_rows: int,
         most_pages: int,
         copies: Copies | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Capture every size, the largest first: smaller ones then fit into its memory.
 
         most_pages: the most pages in a sequence's table. copies: to the model's device; None: the
-        model is on the host. progress: is called with (sizes done, all sizes).
+        model is on the host.
         """
         self._model = model
         self._kv = kv
@@ -143,10 +142,8 @@ class DecodeGraphs:
         self._last: Sequence[StepSlot] = ()
         self._num_alike = 0
         self._fill([], most_rows)
-        for done, size in enumerate(reversed(self._sizes), start=1):
+        for size in reversed(self._sizes):
             self._replays[size] = port.capture(self._step(size))
-            if progress is not None:
-                progress(done, len(self._sizes))
 
     def takes(self, slots: Sequence[StepSlot]) -> bool:
         """Whether a step of these slots can be replayed."""

@@ -26,7 +26,7 @@ from mooncake.model.checkpoint.weights import view_tensor
 from mooncake.model.copies import Copies
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.linear import GatedMlp, Linear
-from mooncake.model.layers.norm import RmsNorm
+from mooncake.model.layers.rows import RmsNorm
 
 
 @dataclass

@@ -26,8 +26,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import Booking
 from mooncake.engine.cost import RunningMean
-from mooncake.kvstore.index.prefix_index import PrefixIndex, Replica
-from mooncake.kvstore.index.prefix_match import PrefixMatch
+from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch, Replica
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition, WorkerQueues
 from mooncake.scheduler.placement.admission import (

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mooncake.engine.cost import chunk_features
-from mooncake.kvstore.index.prefix_index import PrefixIndex
-from mooncake.kvstore.index.prefix_match import PrefixMatch
+from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery, evaluate
 from mooncake.scheduler.placement.fleet import MANY_SLOTS, Bools, Column, Fleet, Floats, Ints, bits
 from mooncake.scheduler.placement.pools import Pools

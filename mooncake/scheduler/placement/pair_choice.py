@@ -13,8 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from mooncake.kvstore.index.prefix_index import PrefixIndex
-from mooncake.kvstore.index.prefix_match import PrefixMatch
+from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.scheduler.placement.decode_choice import (
     DecodeOption,
     DecodeQuery,

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mooncake.base import BlockSource, Role, WorkerHello
-from mooncake.kvstore.index.prefix_index import PrefixIndex, slots_of
-from mooncake.kvstore.index.prefix_match import PrefixMatch
+from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch, slots_of
 from mooncake.scheduler.placement.fetch_costs import FetchCosts
 from mooncake.scheduler.placement.fleet import MANY_SLOTS, NO_SLOT, Floats, Ints, bits
 from mooncake.scheduler.placement.prefill_choice import MAX_ALTERNATIVES, StoreRun

@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mooncake.base import YarnScaling
-from mooncake.model.layers.rope import Rope, rope_frequencies, rope_scale
+from mooncake.model.layers.rows import Rope, rope_frequencies, rope_scale
 from tests.support.model.specs import small_spec
 from tests.support.model.tiny_models import CPU
 
