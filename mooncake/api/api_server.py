@@ -114,6 +114,8 @@ class ApiServer:
         """The lane for the forms of answers, which take longer. So no text waits behind a
         schema.
         """
+        self.writing = Lane("writing-answers", 2, LANE_PLACES)
+        """The lane for long answers. Those of one tenant hold up neither texts nor probes."""
         self._checker = SchemaChecker()
         self._calls: set[Call] = set()
         self._call_ended = asyncio.Event()
@@ -300,4 +302,5 @@ class ApiServer:
         """
         self.tokenizing.close()
         self.compiling.close()
+        self.writing.close()
         self._checker.close()

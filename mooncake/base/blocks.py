@@ -12,6 +12,7 @@ prompt: 3 ms, once).
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -126,3 +127,14 @@ def block_keys(
 ) -> list[BlockKey]:
     """Return the keys of all full blocks of a sequence, first block first."""
     return extend_chain(chain_root(layout_fingerprint, tenant, cache_salt), tokens, block_tokens)
+
+
+@functools.lru_cache(maxsize=8)
+def prompt_keys(
+    layout_fingerprint: str, prompt: bytes, block_tokens: int, tenant: str, cache_salt: str
+) -> KeyChain:
+    """Return the keys of the full blocks of a packed prompt. A call may have a hundred choices,
+    which come one after another: the gateway and each worker hash their prompt once.
+    """
+    tokens = unpack_tokens(prompt)
+    return KeyChain.of(block_keys(layout_fingerprint, tokens, block_tokens, tenant, cache_salt))

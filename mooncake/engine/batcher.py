@@ -262,14 +262,20 @@ class Batcher:
 
     def _admit_waiting(self, batch: Batch) -> None:
         blocked = False
+        full: set[Flow] = set()
+        """Flows without room for one token of a prompt that has no context, so for no prompt."""
         for sequence in list(self.waiting):
             if batch.budget == 0 or len(self.running) >= self._config.max_num_seqs:
                 break
             if (blocked and not sequence.pages) or self._waits_for_streams(sequence, batch):
                 continue
+            if sequence.flow in full and sequence.num_missing > 1:
+                continue
             if self._fail_if_too_long(sequence, batch):
                 continue
             if sequence.num_missing > 1 and not batch.most(sequence, 1):
+                if not sequence.pages:
+                    full.add(sequence.flow)
                 continue
             if not self._admit(sequence, [], batch, allocate=not blocked):
                 blocked = True
@@ -477,7 +483,11 @@ class Batcher:
         num_free = self._pool.num_available - self._num_kept()
         standing: Standing | None = None
         refused: set[Flow] = set()
+        num_of: Counter[Flow] = Counter()
         for sequence in self.waiting:
+            if num_of[sequence.flow] >= self._config.max_num_seqs:
+                continue
+            num_of[sequence.flow] += 1
             num_pages = self._config.num_pages(sequence.num_tokens) - len(sequence.pages)
             if sequence.flow in refused and (num_pages > 0 or not has_seats):
                 continue

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mooncake.base.blocks import BlockKey, block_keys
+from mooncake.base.blocks import BlockKey, block_keys, prompt_keys
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import (
@@ -44,8 +44,11 @@ class Job(Generic[TaskT]):
         self.task = task
         request = task.request
         tokens = request.tokens_with(task.output_tokens)
-        self.keys = block_keys(
-            layout.fingerprint, tokens, layout.block_tokens, request.tenant, request.cache_salt
+        names = layout.block_tokens, request.tenant, request.cache_salt
+        self.keys = (
+            block_keys(layout.fingerprint, tokens, *names)
+            if task.output_tokens
+            else list(prompt_keys(layout.fingerprint, request.prompt, *names))
         )
         """Keys of all full blocks of the prompt and of the task's output tokens."""
         self.num_tokens = len(tokens)
@@ -79,9 +82,10 @@ class Job(Generic[TaskT]):
     def new_sequence(
         self, sequence_id: int, output_tokens: list[int], pages: list[int], num_computed: int
     ) -> Sequence:
-        """Return a sequence of this request over `pages`, of which this many tokens are
-        computed.
+        """Return a sequence of this request over `pages`, of which this many tokens are computed.
+        It gets the keys that the job has hashed.
         """
+        num_tokens = len(self.task.request.prompt_tokens) + len(output_tokens)
         return Sequence(
             sequence_id=sequence_id,
             request=self.task.request,
@@ -91,6 +95,7 @@ class Job(Generic[TaskT]):
             pages=pages,
             num_computed=num_computed,
             num_cached_tokens=num_computed,
+            keys=self.keys[: num_tokens // self._block_tokens],
         )
 
     def output(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.datastructures import Headers
@@ -109,6 +110,7 @@ class CallResponse(Response):
         self._call = call
         self._renderer = renderer
         self._stream = stream
+        self._tenant = ""
         self._is_complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,6 +126,7 @@ class CallResponse(Response):
             await ErrorResponse(error)(scope, receive, send)
             return
         tenant, trace = state.get("tenant", ""), state.get("trace")
+        self._tenant = tenant
         ids = [each.request_id for each in call.requests]
         traced = trace is not None and call.is_traceable and trace.follow(ids)
         receipts = self._api_server.receipts
@@ -175,9 +178,13 @@ class CallResponse(Response):
             if size <= MAX_SIZE_HERE:
                 body = self._renderer.whole(self._call, deltas)
             else:
-                body = await asyncio.to_thread(self._renderer.whole, self._call, deltas)
+                body = await self._written(partial(self._renderer.whole, self._call, deltas))
             await json_response(body)(scope, receive, send)
             self._is_complete = True
+
+    async def _written(self, work: Callable[[], Made]) -> Made:
+        """Write a part of a long answer in a thread. Tenants take turns there."""
+        return await self._api_server.writing.run(work, self._tenant)
 
     async def _send_stream(self, send: Send, deltas: list[Delta] | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -188,8 +195,8 @@ class CallResponse(Response):
                     if delta.size <= MAX_SIZE_HERE:
                         events += self._renderer.chunk(self._call, delta)
                     else:
-                        chunk = self._renderer.chunk
-                        events += await asyncio.to_thread(chunk, self._call, delta)
+                        write = partial(self._renderer.chunk, self._call, delta)
+                        events += await self._written(write)
                 if events:
                     body = b"".join(events)
                     await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -152,8 +152,24 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+_OF_DICTS = frozenset(dir(dict))
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to the fields of dicts."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return what `obj.attribute` is in a template. The sandbox first looks for an attribute,
+        which raises an exception for each field of a message. It gives the same for a name that
+        dicts do not have.
+        """
+        if type(obj) is dict and attribute not in _OF_DICTS and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationTag],

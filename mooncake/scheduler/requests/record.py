@@ -20,7 +20,7 @@ from mooncake.base import (
     WorkerRef,
     extend_chain,
 )
-from mooncake.base.blocks import chain_root
+from mooncake.base.blocks import chain_root, prompt_keys
 from mooncake.base.request import (
     TRANSITIONS,
     CacheUse,
@@ -211,9 +211,13 @@ class RequestRecord:
         """
         if layout is None:
             return KeyChain()
-        if layout != self.keys_layout:
-            self.keys, self.keys_layout = KeyChain(), layout
         request = self.request
+        if layout != self.keys_layout:
+            self.keys_layout = layout
+            self.keys = prompt_keys(
+                layout.fingerprint, request.prompt, layout.block_tokens, request.tenant,
+                request.cache_salt,
+            )  # fmt: skip
         done = len(self.keys) * layout.block_tokens
         tail = request.tokens_with(self.order.tokens)[done:]
         parent = (

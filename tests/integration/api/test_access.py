@@ -24,6 +24,7 @@ from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.access import Keyring
 from mooncake.api.http.server import serve
 from mooncake.api.model import ServedModel
+from mooncake.api.routes.completions import CompletionRenderer
 from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
 from mooncake.telemetry.audit import MOST_A_MINUTE, configure_audit
 from mooncake.telemetry.events import EventList, Refused
@@ -257,6 +258,45 @@ def test_a_client_that_leaves_during_tokenizing_frees_its_place_at_once(
             last = await client.post(CHAT, json=ASK, headers=bearer("alice"))
             assert last.status_code == 200
         assert len(backend.requests) == 1, "what was left was never submitted"
+
+    asyncio.run(main())
+
+
+def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    whole = CompletionRenderer.whole
+
+    def slow(self: CompletionRenderer, *of: Any) -> bytes:
+        begun.release()
+        assert go_on.wait(LIMIT_S)
+        return whole(self, *of)
+
+    monkeypatch.setattr(CompletionRenderer, "whole", slow)
+    monkeypatch.setattr("mooncake.api.http.response.MAX_SIZE_HERE", 0)
+    ask = {"prompt": "x", "max_tokens": 2}
+
+    async def main() -> None:
+        keys = key("alice"), key("bob")
+        async with limited_api_server(ScriptedBackend(says("hello")), *keys) as client:
+            flood = [
+                asyncio.ensure_future(
+                    client.post("/v1/completions", json=ask, headers=bearer("alice"))
+                )
+                for _ in range(50)
+            ]
+            for _ in range(2):
+                assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+            # A probe asks in a thread, too.
+            assert (await client.get("/health/live")).status_code == 200
+            text = {"prompt": "some text"}
+            reply = await client.post("/tokenize", json=text, headers=bearer("bob"))
+            assert reply.status_code == 200
+            assert not go_on.is_set()
+            assert not begun.acquire(blocking=False), "more were begun than there are threads"
+            go_on.set()
+            assert {each.status_code for each in await asyncio.gather(*flood)} == {200}
 
     asyncio.run(main())
 

@@ -19,6 +19,7 @@ from mooncake.base import (
     pack_tokens,
     unpack_tokens,
 )
+from mooncake.base.blocks import prompt_keys
 
 KNOWN_KEYS = [
     "383207ce7d7674d0f7253a8825f97c48",
@@ -34,6 +35,17 @@ def test_a_partial_last_block_has_no_key() -> None:
     assert len(block_keys("m", tokens[:7], 4)) == 1
     assert block_keys("m", tokens[:3], 4) == []
     assert block_keys("m", [], 4) == []
+
+
+def test_the_keys_of_a_prompt_are_hashed_once() -> None:
+    prompt = pack_tokens(list(range(50, 70)))
+    prompt_keys.cache_clear()
+    found = prompt_keys("m", prompt, 4, "acme", "salt")
+    assert list(found) == block_keys("m", list(range(50, 70)), 4, "acme", "salt")
+    assert prompt_keys("m", bytes(bytearray(prompt)), 4, "acme", "salt") is found
+    others = [("n", prompt, 4, "acme", "salt"), ("m", prompt, 4, "b", "salt")]
+    for other in [*others, ("m", prompt, 4, "acme", ""), ("m", prompt[4:], 4, "acme", "salt")]:
+        assert not set(prompt_keys(*other)) & set(found)
 
 
 def test_keys_are_sixteen_bytes_and_do_not_change_between_releases() -> None:

@@ -30,6 +30,7 @@ from mooncake.engine.step_shares import (
     Sharing,
     StepShare,
     StepTimes,
+    Wants,
     shared_out,
 )
 from tests.support.engine.engines import ROOMY, Bench, request
@@ -231,6 +232,35 @@ def test_rows_of_a_limited_flow_take_turns() -> None:
     turns = [counts[foe.sequence_id] for foe in foes]
     assert min(turns) > 0
     assert max(turns) - min(turns) <= 1
+
+
+def test_a_plan_looks_at_few_of_the_prompts_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sequences one call has."""
+    looked: list[Sequence] = []
+    most, want = StepShare.most, Sharing._want
+
+    def counted_most(self: StepShare, sequence: Sequence, limit: int) -> int:
+        looked.append(sequence)
+        return most(self, sequence, limit)
+
+    def counted_want(self: Sharing, wants: Wants, sequence: Sequence) -> None:
+        looked.append(sequence)
+        want(self, wants, sequence)
+
+    monkeypatch.setattr(StepShare, "most", counted_most)
+    monkeypatch.setattr(Sharing, "_want", counted_want)
+
+    def num_looks(num_waiting: int) -> int:
+        clocked = Clocked(max_num_seqs=16)
+        flood(clocked, num_waiting)
+        clocked.add(max_tokens=400)
+        for _ in range(4):
+            clocked.step()
+        looked.clear()
+        clocked.step()
+        return len(looked)
+
+    assert num_looks(900) == num_looks(60) < 120
 
 
 def test_flows_that_are_alike_do_not_limit_each_other() -> None:

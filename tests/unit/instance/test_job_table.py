@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import AbortTask, PrefillTask, WorkerRef
+from mooncake.base import AbortTask, DecodeTask, PrefillTask, WorkerRef
+from mooncake.base.blocks import prompt_keys
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import Reserved
 from mooncake.engine.sequence import Sequence
 from mooncake.instance.job_table import EARLY_S, MAX_EARLY, MAX_REMEMBERED, Job, JobTable
+from mooncake.rpc.codec import decode, encode
+from mooncake.scheduler.fairness import QueuePosition
+from mooncake.scheduler.placement.conductor import Layout
+from mooncake.scheduler.requests.output_order import OutputOrder
+from mooncake.scheduler.requests.record import RequestRecord
 from tests.support.scheduler.scheduling import GATEWAY, ref, request
 
 LAYOUT = KvLayout(num_layers=1, block_tokens=4, kv_width=8, dtype="float32", fingerprint="layout-1")
@@ -130,3 +136,33 @@ def test_the_last_token_is_always_computed() -> None:
     scored = Job(task(num_prompt_logprobs=0), LAYOUT)
     assert scored.reusable_keys(0) == [], "every prompt token's logits are wanted"
     assert len(scored.reusable_keys(1)) == 4
+
+
+def test_an_engine_does_not_hash_again_what_a_job_has_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = LAYOUT.fingerprint, LAYOUT.block_tokens
+    for known in (0, 1, 6):
+        made = Job(task(outputs=known), LAYOUT)
+        outputs = made.task.output_tokens
+        expected = Sequence(1, made.task.request, output_tokens=outputs).extend_keys(*names)
+        with monkeypatch.context() as patch:
+            patch.setattr("mooncake.engine.sequence.extend_chain", None)
+            found = made.new_sequence(2, outputs, [], 0)
+            assert found.extend_keys(*names) == expected
+        assert found.keys is not made.keys
+
+
+def test_choices_of_a_call_are_hashed_once_by_the_gateway_and_the_worker() -> None:
+    prompt_keys.cache_clear()
+    layout = Layout(fingerprint=LAYOUT.fingerprint, block_tokens=LAYOUT.block_tokens)
+    for number in range(3):
+        asked = request(f"r{number}", prompt_tokens=list(range(16)))
+        record = RequestRecord(
+            request=asked, sink=lambda _: None, accepted_s=0.0, order=OutputOrder(4),
+            queue_position=QueuePosition((0.0, 0)),
+        )  # fmt: skip
+        sent = decode(encode(DecodeTask(request=asked, attempt=1, gateway=GATEWAY, prefill=None)))
+        assert isinstance(sent, DecodeTask)
+        assert list(record.block_keys(layout)) == Job(sent, LAYOUT).keys
+    assert prompt_keys.cache_info().misses == 1

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2.sandbox
 import pytest
 
 from mooncake.api.text.chat_template import KIMI_K2_TEMPLATE, ChatTemplate, load_chat_template
@@ -102,6 +103,38 @@ def test_own_functions_and_variables_of_templates() -> None:
     )
     text = template.render([user("é"), user("b")], kwargs={"thinking": False})
     assert text == '<s>{\n "role": "user",\n "content": "é"\n}False4'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ m.role }} {{ m.content }} {{ m['name'] }}",
+        "{{ m.name or 'nobody' }} {{ m.name is defined }}",
+        "{{ m.items is callable }} {{ m.get('role') }}"
+        "{% for k, v in m.items() %}{{ k }}{% endfor %}",
+        "{{ m.pop }}",
+    ],
+)
+def test_fields_are_what_the_sandbox_gives(source: str) -> None:
+    fields = {"role": "user", "content": "hi", "get": "a field"}
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment()
+    expected = sandbox.from_string(source).render(m=fields)
+    assert ChatTemplate(f"{{% set m = messages[0] %}}{source}").render([fields]) == expected
+
+
+def test_fields_of_messages_are_read_without_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each field that a message has, the sandbox would raise and catch one."""
+    asked: list[str] = []
+    plain = jinja2.sandbox.SandboxedEnvironment.getattr
+
+    def counted(self: Any, obj: Any, attribute: str) -> Any:
+        asked.append(attribute)
+        return plain(self, obj, attribute)
+
+    monkeypatch.setattr(jinja2.sandbox.SandboxedEnvironment, "getattr", counted)
+    source = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.name or '' }}{% endfor %}"
+    assert ChatTemplate(source).render([user("a"), user("b")]) == "userauserb"
+    assert asked == ["name", "name"]
 
 
 def test_blocks_leave_no_blank_lines() -> None:
