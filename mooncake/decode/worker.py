@@ -133,11 +133,14 @@ class DecodeWorker:
     def _admit_waiting(self, now: float) -> None:
         """Start the jobs for which there is room, in order; `may_be_passed` has the exception."""
         passed: list[DecodeJob] = []
-        holders = (*self._jobs, *self._aborted.values()) if self._waiting else ()
-        reserved = set[int]().union(*(job.pages for job in holders))
+        reserved: set[int] | None = None
         for job in list(self._waiting):
-            if self._admit(job, now, reserved):
-                reserved.update(job.pages)
+            if reserved is None and not job.local:  # jobs that compute all here reserve nothing
+                holders = (*self._jobs, *self._aborted.values())
+                reserved = set[int]().union(*(each.pages for each in holders))
+            if self._admit(job, now, reserved or set()):
+                if reserved is not None:
+                    reserved.update(job.pages)
                 self._waiting.remove(job)
                 for other in passed:
                     other.num_passed += 1

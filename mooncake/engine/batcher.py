@@ -263,13 +263,13 @@ class Batcher:
     def _admit_waiting(self, batch: Batch) -> None:
         blocked = False
         full: set[Flow] = set()
-        """Flows without room for one token of a prompt that has no context, so for no prompt."""
+        """Flows whose next prompt has no room for one token: those behind it wait, too."""
         for sequence in list(self.waiting):
             if batch.budget == 0 or len(self.running) >= self._config.max_num_seqs:
                 break
             if (blocked and not sequence.pages) or self._waits_for_streams(sequence, batch):
                 continue
-            if sequence.flow in full and sequence.num_missing > 1:
+            if sequence.flow in full and not sequence.pages:
                 continue
             if self._fail_if_too_long(sequence, batch):
                 continue

@@ -190,8 +190,9 @@ class Walk:
         """Send a row; return in what it was too dear, [] = in nothing."""
         self._num_sent += 1
         text = varied(path, body, self._num_sent)
-        quiet_s = self.other.quiet_s(NUM_QUIET if turn else 1)
-        holds, begin = self.num_long_holds(), time.monotonic()
+        holds = self.num_long_holds()
+        quiet_s = self.other.quiet_s(NUM_QUIET if turn else 1)  # after the look at all metrics
+        begin = time.monotonic()
         status = self.send(path, text)
         took_s = self.other.took_s(begin, time.monotonic())
         times, found = took_s / quiet_s, list[str]()
