@@ -35,7 +35,7 @@ def _forked(path: str, words: list[str]) -> bool:
             socket.send_fds(server, [b"\0"], [0, 1, 2])
             server.sendall(json.dumps([words, dict(os.environ), os.getcwd()]).encode())
             server.shutdown(socket.SHUT_WR)
-            if server.recv(1) != b"\1":
+            if not server.recv(16):
                 return False
         except OSError:
             return False

@@ -1,14 +1,15 @@
 """A process that has imported what workers need, and forks. A forked worker saves the seconds that
 its imports take, and shares their memory with the others.
 
-`fork_client.py` asks for a fork, and each of the two ends with the other. Threads do not survive a
-fork, so the server has none. If an import starts a thread, the server refuses, and workers start as
-any process does. It ends with its parent.
+`fork_client.py` asks for a fork, and each of the two ends with the other. A forked process may ask
+for further ones with `fork`. Threads do not survive a fork, so the server has none. If an import
+starts a thread, the server refuses, and workers start as any process does. It ends with its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,9 @@ CLIENT_S = 10.0
 """A client that has not said by then what it wants is refused."""
 SETTLED_BY_IMPORT = ("RAY_JOB_ID", "RAY_AUTH_MODE", "RAY_USE_TLS")
 """Variables that Ray reads when it is imported. A client whose values differ is refused."""
+MAX_FILES = 16
+ANSWER_BYTES = 16
+"""More than the number of a process has."""
 _MAIN = "from mooncake.launch.host.fork_server import main; main()"
 
 
@@ -38,11 +43,12 @@ _MAIN = "from mooncake.launch.host.fork_server import main; main()"
 class Command:
     """What a client wants to run: a script with its arguments, an environment and open files."""
 
-    words: list[str]
+    words: list[str | int]
+    """A number n stands for the descriptor of the n-th file."""
     environ: dict[str, str]
     directory: str
     files: list[int]
-    """Descriptors of its standard input, output and errors."""
+    """Descriptors of its standard input, output and errors, then of what else it inherits."""
     client: int
     """Descriptor of the connection to the client, which ends with this one."""
 
@@ -115,6 +121,77 @@ class ForkServer:
         self.close()
 
 
+class Fork:
+    """A process that `fork` has started. It is killed when this process ends."""
+
+    def __init__(self, connection: socket.socket, pid: int, pidfd: int) -> None:
+        """`connection`: the fork holds its other end, and is killed when this end closes."""
+        self._connection = connection
+        self._pidfd = pidfd
+        self.pid = pid
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def kill(self) -> None:
+        """End the process at once. This is no error when it has ended already."""
+        with self._lock:
+            if not self._ended:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the process has ended. One thread at a time may call this.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+        """
+        if self._ended:
+            return
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if not poll.poll(None if timeout is None else timeout * 1000):
+            raise TimeoutError(f"process {self.pid} has not ended after {timeout:g} s")
+        with self._lock:
+            self._ended = True
+            os.close(self._pidfd)
+            self._connection.close()
+
+
+class _Origin:
+    """What this process knows about the server that forked it."""
+
+    path: str | None = None
+    """The server's socket; None: this process was not forked."""
+
+
+def fork(
+    words: Sequence[str | int], environ: Mapping[str, str], files: Sequence[int]
+) -> Fork | None:
+    """Have the server that forked this process fork once more, and the fork be `python WORDS`.
+    Return None if no server forked this process, or if that server forks no more.
+
+    files: descriptors for standard input, output and errors, then those that the fork inherits. A
+    number n in `words` stands for the n-th of them.
+    """
+    if _Origin.path is None:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(CLIENT_S)
+        connection.connect(_Origin.path)
+        socket.send_fds(connection, [b"\0"], list(files))
+        connection.sendall(json.dumps([list(words), dict(environ), os.getcwd()]).encode())
+        connection.shutdown(socket.SHUT_WR)
+        answer, pidfds, _, _ = socket.recv_fds(connection, ANSWER_BYTES, 1)
+    except OSError:
+        answer = b""
+    if not answer:
+        connection.close()
+        return None
+    [pidfd] = pidfds
+    return Fork(connection, int(answer), pidfd)
+
+
 def main() -> None:
     """Be the server until standard input ends. In a fork, be what its client wants."""
     number, early, late = sys.argv[1:]
@@ -148,15 +225,29 @@ def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -
                     late = ()
                 if _differs(command.environ) or num_threads() > 1:
                     continue
-                if os.fork() == 0:
+                if (pid := os.fork()) == 0:
+                    _Origin.path = listener.getsockname()
                     listener.close()
                     connection.detach()
                     return command
-                connection.sendall(b"\1")
+                _answer(connection, pid)
             finally:
                 if os.getpid() == own_pid:
                     for descriptor in command.files:
                         os.close(descriptor)
+
+
+def _answer(connection: socket.socket, pid: int) -> None:
+    """Tell a client which process has been forked for it.
+
+    Raises:
+        OSError: the client or the fork has gone.
+    """
+    pidfd = os.pidfd_open(pid)
+    try:
+        socket.send_fds(connection, [str(pid).encode()], [pidfd])
+    finally:
+        os.close(pidfd)
 
 
 def num_threads() -> int:
@@ -183,7 +274,7 @@ def _received(connection: socket.socket) -> Command:
         ValueError: the message is not from one of our clients.
     """
     connection.settimeout(CLIENT_S)
-    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    _, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES)
     parts = []
     while part := connection.recv(2**16):
         parts.append(part)
@@ -195,19 +286,34 @@ def _be(command: Command) -> None:
     """Be the process that `python WORDS` would be."""
     os.setsid()  # Ray ends what is in the group of a worker that has died
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, descriptor in enumerate(command.files):
+    for number, descriptor in enumerate(command.files[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)
     _end_with(command.client)
     os.chdir(command.directory)
     _set_environment(command.environ)
-    words = list(command.words)
+    words = [str(command.files[each] if isinstance(each, int) else each) for each in command.words]
+    gc.enable()
+    if words[0] == "-c":
+        _show_words(words)
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], vars(sys.modules["__main__"]))
+        return
     while words[0].startswith("-"):  # flags of the interpreter
         del words[0]
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
-    gc.enable()
     runpy.run_path(words[0], run_name="__main__")
+
+
+def _show_words(words: Sequence[str]) -> None:
+    """Have `ps` show these words for this process; otherwise it shows those of the server. (Ray
+    does the same in its own processes.)
+    """
+    first, end = map(int, Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[45:47])
+    shown = b"\0".join(os.fsencode(word) for word in (sys.executable, *words))
+    length = end - first
+    ctypes.memmove(first, shown[: length - 1].ljust(length, b"\0"), length)
 
 
 def _set_environment(environ: Mapping[str, str]) -> None:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import threading
 import time
 from dataclasses import dataclass
@@ -89,11 +88,12 @@ class FarRank:
         """Close the link; the host then ends the rank."""
         self._link.hang_up()
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return 0 once the link is closed. Raises subprocess.TimeoutExpired if that takes too
-        long.
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the link is closed.
+
+        Raises:
+            TimeoutError: it is not closed in time.
         """
         self._relay.join(timeout)
         if self._relay.is_alive():
-            raise subprocess.TimeoutExpired("the link to a rank", timeout or 0.0)
-        return 0
+            raise TimeoutError(f"the link to a rank is not closed after {timeout:g} s")

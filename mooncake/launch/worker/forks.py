@@ -42,8 +42,9 @@ def starts_ray(config: ServeConfig) -> bool:
 
 def worker_forks(config: ServeConfig) -> ForkServer:
     """Start the fork server of this process' workers, and of Ray's helpers if it starts Ray."""
-    environ = environment.with_ray_tls(
-        environment.variables(),
+    given = environment.variables()
+    environ = environment.with_ray_tls(  # without secrets: forks get the variables of their clients
+        {name: value for name, value in given.items() if not name.startswith("MOONCAKE_")},
         config.ray_ssl_certfile, config.ray_ssl_keyfile, config.ray_ssl_ca_certs,
     )  # fmt: skip
     environ = {

@@ -1,5 +1,6 @@
 """The processes of an instance's followers. The lead starts those on its own machine; hosts of
-ranks start those on others.
+ranks start those on others. Where a fork server has forked the lead, it forks the followers, too;
+otherwise each starts as any process does, and imports what it needs.
 
 A follower inherits its link, one end of a socket pair, and on its lead's machine the group's file.
 It has no cluster secret in its environment: a follower with its own memory gets the secret from its
@@ -15,12 +16,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from mooncake.crypto.keys import KeyRing, KeySource
 from mooncake.engine.ranks.rank_group import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
+from mooncake.launch.host.fork_server import fork
 from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
@@ -38,10 +42,12 @@ from mooncake.transfer.net.blocking import send
 EXCHANGE_S = 30.0
 """A rank that stands still is detected by then: no layer of a step takes as long."""
 _MAIN = """
-import ctypes, signal
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the lead, even stopped
 from mooncake.launch.worker.rank_processes import main
 main()
+"""
+_END_WITH_PARENT = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the lead, even stopped
 """
 
 
@@ -116,9 +122,17 @@ def _start(
         raise
 
 
+class Follower(RankProcess, Protocol):
+    """The process of a follower on this machine."""
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+
+
 def start_follower(
     link: int, files: Sequence[int], weights_key: KeySource, far: Sequence[str] = ()
-) -> subprocess.Popen[bytes]:
+) -> Follower:
     """Start a follower, which is told by `link` what to be. It ends with this process.
 
     files: descriptors of the files by which it joins its group and the group of all ranks that
@@ -126,13 +140,19 @@ def start_follower(
     how many seconds this machine's clock is ahead of the lead's.
     """
     descriptors = link, *files
-    words = [",".join(map(str, descriptors)), *far]
+    environ = of_follower(environment.variables(), weights_key)
+    with Path(os.devnull).open("rb") as nothing:
+        standard = nothing.fileno(), 1, 2
+        numbers = range(len(standard), len(standard) + len(descriptors))
+        words = _words(numbers, far)
+        if (forked := fork(["-c", _MAIN, *words], environ, [*standard, *descriptors])) is not None:
+            return forked
     starting = _parent().submit(
         subprocess.Popen,
-        [sys.executable, "-c", _MAIN, *words],
+        [sys.executable, "-c", _END_WITH_PARENT + _MAIN, *map(str, _words(descriptors, far))],
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
-        env=of_follower(environment.variables(), weights_key),
+        env=environ,
     )
     return starting.result()
 
@@ -159,12 +179,17 @@ def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str,
     return {**environment.QUIET, **environment.COMPUTE, **kept, "PYTHONPATH": path}
 
 
+def _words(descriptors: Sequence[int], far: Sequence[str]) -> list[str | int]:
+    """Return the arguments of `main`. Its lead's process is named for people who look at it."""
+    host, ahead_s = far or ("", "0")
+    return [f"lead={os.getpid()}", host, ahead_s, *descriptors]
+
+
 def main() -> None:
-    """Be a follower; the arguments are those of `start_follower`."""
-    descriptors, *far = sys.argv[1:]
-    link, *files = map(int, descriptors.split(","))
+    """Be a follower; the arguments are those of `_words`."""
+    _, host, ahead_s, *descriptors = sys.argv[1:]
+    link, *files = map(int, descriptors)
     memory, shared = (*files, None, None)[:2]
-    host, ahead_s = (far[0], float(far[1])) if far else (None, 0.0)
     configure_logging("rank", sys.stderr)
     end_with_vital_threads()
 
@@ -177,7 +202,7 @@ def main() -> None:
         return join(settings.options.group_kind, size, settings.rank, memory, timeout_s)
 
     def open_moves(say: Callable[[bytes], None]) -> RankMoves:
-        return RankMoves(say, host, ahead_s)
+        return RankMoves(say, host or None, float(ahead_s))
 
     def keys(options: ModelOptions) -> KeyRing | None:
         return read_keys(options.weights_key)

@@ -60,8 +60,8 @@ class RankProcess(Protocol):
     def kill(self) -> None:
         """End the process at once. This is no error when it has ended already."""
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code. Raises an error when it has not ended in time."""
+    def wait(self, timeout: float | None = None) -> object:
+        """Return once it has ended. Raises an error when it has not ended in time."""
 
 
 class Lead:

@@ -33,6 +33,28 @@ with open(sys.argv[1], "w") as file:
     }}, file)
 print("said", sys.stdin.read(), flush=True)
 """
+FORKING = """
+import os, sys
+from mooncake.launch.host.fork_server import fork
+answer, place = os.pipe()
+with open(os.devnull) as nothing:
+    files = nothing.fileno(), 1, 2, place
+    child = fork(["-c", "import forked", "a word", 3], {"COLOR": "green"}, files)
+os.close(place)
+print(os.getpid(), child.pid if child else None, os.read(answer, 999).decode(), flush=True)
+if sys.stdin.readline() == "kill":
+    child.kill()
+if child:
+    child.wait()
+    child.kill()  # may be said again
+"""
+FORKED = """
+import json, os, signal, sys, mooncake_early
+found = [mooncake_early.PID, os.getppid(), os.environ.get("COLOR"), sys.argv[:2], __name__]
+os.write(int(sys.argv[2]), json.dumps(found).encode())
+os.close(int(sys.argv[2]))
+signal.pause()
+"""
 Start = Callable[..., ForkServer]
 Found = dict[str, object]
 
@@ -48,7 +70,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def started(
         name: str = "forks", early: str = "mooncake_early", **options: Mapping[str, str]
     ) -> ForkServer:
-        path = {"PYTHONPATH": str(tmp_path), "PRIVATE": "of the server"}
+        places = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        path = {"PYTHONPATH": places, "PRIVATE": "of the server"}
         environ = {**os.environ, **path}
         server = ForkServer(tmp_path / name, [early], ["mooncake_late"], environ, **options)
         opened.append(server)
@@ -104,6 +127,50 @@ def test_each_ends_with_the_other(start: Start, tmp_path: Path) -> None:
             client.wait(END_S)
         with contextlib.suppress(psutil.NoSuchProcess):
             fork.wait(END_S)
+
+
+@pytest.mark.parametrize("how", ["by its parent", "with its parent", "by itself"])
+def test_a_fork_has_another_one_forked_and_sees_its_end(
+    start: Start, tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "forking.py").write_text(FORKING)
+    (tmp_path / "forked.py").write_text(FORKED)
+    server = start()
+    words = [*shlex.split(server.command), str(tmp_path / "forking.py")]
+    with talking(words, tmp_path) as client:
+        assert client.stdout is not None
+        parent, pid, found = client.stdout.readline().split(maxsplit=2)
+        fork = psutil.Process(int(pid))
+        assert json.loads(found) == [server.pid, server.pid, "green", ["-c", "a word"], "forked"]
+        assert [*filter(None, fork.cmdline())][1:4] == ["-c", "import forked", "a word"]
+        if how == "with its parent":
+            os.kill(int(parent), signal.SIGKILL)
+        if how == "by itself":
+            fork.kill()
+        client.communicate("kill" if how == "by its parent" else "", timeout=END_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            fork.wait(END_S)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_who_has_no_server_gets_no_fork(start: Start, tmp_path: Path, ended: bool) -> None:
+    (tmp_path / "forking.py").write_text("print('here', flush=True)\ninput()\n" + FORKING)
+    server = start()
+    command = shlex.split(server.command) if ended else [sys.executable]
+    with talking([*command, str(tmp_path / "forking.py")], tmp_path) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "here\n"
+        if ended:
+            server.close()
+        said, _ = client.communicate("go\n", timeout=END_S)
+        assert said.split()[1:] == ["None"]
+
+
+def talking(words: list[str], place: Path) -> subprocess.Popen[str]:
+    """Start a process, to write to and to read from."""
+    return subprocess.Popen(
+        words, cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_its_executable_stands_for_that_of_python(start: Start, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ process, kill -9 of every rank in mid-stream, ranks that stand still, and nothin
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -101,13 +101,17 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def ranks_of(pid: int | None) -> list[psutil.Process]:
-    """Return the followers of the worker `pid`, or all on this machine that are of this test."""
-    root = psutil.Process(os.getpid() if pid is None else pid)
-    return [
-        child
-        for child in root.children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "rank_processes" in " ".join(child.cmdline())
-    ]
+    """Return the followers of the worker `pid` and those below it, or all that are of this test."""
+    own = psutil.Process().children(recursive=True)
+    below = own if pid is None else psutil.Process(pid).children(recursive=True)
+    found = []
+    for each in own:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = each.cmdline()
+            is_rank = "rank_processes" in " ".join(words)
+            if is_rank and (each in below or f"lead={pid}" in words):
+                found.append(each)
+    return found
 
 
 def whole(server: Server) -> bool:
@@ -180,7 +184,10 @@ def test_tokens_are_those_of_one_process(
     check_tokens(server, alone)
     check_drafts(server)
     for worker in WORKERS - {"kvstore-0"}:
-        assert len(ranks_of(server.pid_of(worker))) == 1
+        lead = psutil.Process(server.pid_of(worker))
+        [follower] = ranks_of(lead.pid)
+        assert "fork_server" in " ".join(lead.parent().cmdline())
+        assert follower.ppid() == lead.ppid(), "forked from the same process"
 
 
 def check_tokens(server: Server, alone: dict[tuple[int, ...], list[int]]) -> None:
