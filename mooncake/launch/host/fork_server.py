@@ -157,7 +157,7 @@ class Fork:
             self._connection.close()
 
 
-class _Origin:
+class Origin:
     """What this process knows about the server that forked it."""
 
     path: str | None = None
@@ -173,12 +173,12 @@ def fork(
     files: descriptors for standard input, output and errors, then those that the fork inherits. A
     number n in `words` stands for the n-th of them.
     """
-    if _Origin.path is None:
+    if Origin.path is None:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(CLIENT_S)
-        connection.connect(_Origin.path)
+        connection.connect(Origin.path)
         socket.send_fds(connection, [b"\0"], list(files))
         connection.sendall(json.dumps([list(words), dict(environ), os.getcwd()]).encode())
         connection.shutdown(socket.SHUT_WR)
@@ -226,7 +226,7 @@ def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -
                 if _differs(command.environ) or num_threads() > 1:
                     continue
                 if (pid := os.fork()) == 0:
-                    _Origin.path = listener.getsockname()
+                    Origin.path = listener.getsockname()
                     listener.close()
                     connection.detach()
                     return command

@@ -24,10 +24,10 @@ from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.cluster.test_rank_memories import (
     SETTINGS,
     checksums_of,
-    followers,
     prompt,
     tokens_of_all,
 )
+from tests.support.followers import followers
 from tests.support.serve.model_cluster import model_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

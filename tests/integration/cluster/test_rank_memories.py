@@ -13,7 +13,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import psutil
 import pytest
 
 from mooncake.base import Shape, block_keys
@@ -21,6 +20,7 @@ from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG
 from mooncake.launch.config.plan import ServePlan
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.scheduler.config import SchedulerConfig
+from tests.support.followers import followers, forked_followers
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 from tests.support.serve.slow_process import in_short_turns
 
@@ -29,6 +29,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LENGTHS = [5, 64, 130, 300]
 NUM_TOKENS = 24
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with forked_followers(tmp_path_factory.mktemp("forks")):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +75,6 @@ def page_memories(pid: int) -> set[int]:
     """The files of KV pages that a process maps, by inode."""
     with open(f"/proc/{pid}/maps") as maps:
         return {int(line.split()[4]) for line in maps if "mooncake-kv-pages" in line}
-
-
-def followers() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "rank_processes" in " ".join(child.cmdline())
-    ]
 
 
 def eager(plan: ServePlan) -> ServePlan:

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mooncake.launch.worker.rank_processes import of_follower
 from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.options import ModelOptions
+from tests.support.followers import followers, forked_followers
 
 NUM_PROMPTS, NUM_OUTPUT = 64, 32
 SETTINGS = {
@@ -78,16 +79,14 @@ def tokens_of(
     return found
 
 
-def followers() -> list[psutil.Process]:
-    """Return the ranks that this process has started."""
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "rank_processes" in " ".join(child.cmdline())
-    ]
+@pytest.fixture
+def forked(tmp_path: Path) -> Iterator[None]:
+    with forked_followers(tmp_path):
+        yield
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
     overrides, shapes = CONFIGS[name]
@@ -101,6 +100,7 @@ def test_greedy_tokens_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_quantized_checkpoints_give_the_tokens_of_one_rank(kind: str, tmp_path: Path) -> None:
     path = convert_checkpoint(nano(tmp_path / "nano", **WIDE), tmp_path / kind, kind)

@@ -23,8 +23,9 @@ import pytest
 from mooncake.base import SamplingParams
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from tests.integration.serve.test_rank_processes import SMALL, ranks_of
+from tests.integration.serve.test_rank_processes import SMALL
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until
+from tests.support.followers import followers
 from tests.support.serve.server import START_S, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -90,9 +91,9 @@ def test_a_stage_elsewhere_gives_the_tokens_of_one_process(tmp_path: Path) -> No
 
         for tokens, expected in zip(PROMPTS, alone, strict=True):
             assert stream(server, tokens, 40)["ids"] == expected[:40]
-        stages = ranks_of(far.pid)
+        stages = followers(far.pid)
         assert len(stages) == 2, "the first stages of prefill and of decode"
-        assert ranks_of(server.process.pid) == [], "no rank but the leads is here"
+        assert followers(server.process.pid) == [], "no rank but the leads is here"
         assert {ip for stage in stages for ip in listening(stage)} == {HOST}
         decode = next(each for each in server.status()["workers"] if each["id"] == "decode-0")
         assert decode["load"]["counters"]["blocks_pushed_compared"] > 0
@@ -107,7 +108,7 @@ def test_a_stage_elsewhere_gives_the_tokens_of_one_process(tmp_path: Path) -> No
             found = [answer.result(200) for answer in answers]
         assert [answer["ids"] for answer in found] == alone
         wait_until(whole, 120, "all workers up again")
-        again = ranks_of(far.pid)
+        again = followers(far.pid)
         assert len(again) == 2
         assert not {each.pid for each in again} & {each.pid for each in stages}
     assert not [each for each in again if each.is_running()]

@@ -4,7 +4,6 @@ process, kill -9 of every rank in mid-stream, ranks that stand still, and nothin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import threading
@@ -24,6 +23,7 @@ from mooncake.engine.speculation import ACCEPTED_TOKENS
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.serve.test_real_processes import prompt, stream, wait_until
+from tests.support.followers import followers
 from tests.support.serve.server import Server, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -97,21 +97,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     own = ["--rank-backend", "gloo", "--push-checksums", "on"]  # memories of their own
     with serving(str(model), *counts, *own, *NGRAM, *SMALL, log=home / "log") as running:
         yield running
-    assert ranks_of(None) == []
-
-
-def ranks_of(pid: int | None) -> list[psutil.Process]:
-    """Return the followers of the worker `pid` and those below it, or all that are of this test."""
-    own = psutil.Process().children(recursive=True)
-    below = own if pid is None else psutil.Process(pid).children(recursive=True)
-    found = []
-    for each in own:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            words = each.cmdline()
-            is_rank = "rank_processes" in " ".join(words)
-            if is_rank and (each in below or f"lead={pid}" in words):
-                found.append(each)
-    return found
+    assert followers() == []
 
 
 def whole(server: Server) -> bool:
@@ -140,7 +126,7 @@ class Ranks:
     def __init__(self, server: Server, worker: str) -> None:
         self.worker = worker
         self.lead = psutil.Process(server.pid_of(worker))
-        [self.follower] = ranks_of(self.lead.pid)
+        [self.follower] = followers(self.lead.pid)
 
     def left(self) -> list[psutil.Process]:
         return [rank for rank in (self.lead, self.follower) if rank.is_running()]
@@ -185,7 +171,7 @@ def test_tokens_are_those_of_one_process(
     check_drafts(server)
     for worker in WORKERS - {"kvstore-0"}:
         lead = psutil.Process(server.pid_of(worker))
-        [follower] = ranks_of(lead.pid)
+        [follower] = followers(lead.pid)
         assert "fork_server" in " ".join(lead.parent().cmdline())
         assert follower.ppid() == lead.ppid(), "forked from the same process"
 
@@ -255,7 +241,7 @@ def test_prefill_and_decode_of_different_shape(
         if drafts:
             check_drafts(server)
         for role, shape in shapes.items():
-            assert len(ranks_of(server.pid_of(f"{role}-0"))) == shape.num_ranks - 1
+            assert len(followers(server.pid_of(f"{role}-0"))) == shape.num_ranks - 1
 
 
 def flags_of(shapes: dict[str, Shape]) -> list[str]:
