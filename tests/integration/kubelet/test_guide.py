@@ -5,6 +5,7 @@ before this one.
 
 from __future__ import annotations
 
+import compileall
 import re
 import shlex
 import shutil
@@ -244,6 +245,8 @@ def former_release(folder: Path) -> Path:
     words = ["git", "-C", str(TOP), "archive", "HEAD~1", "mooncake", "kernels", "charts"]
     archive = subprocess.run(words, check=True, capture_output=True)
     subprocess.run(["tar", "-x"], check=True, cwd=folder, input=archive.stdout)
+    # As in an image: otherwise each of its processes compiles all that it imports.
+    compileall.compile_dir(folder, quiet=1, workers=1)
     source = (folder / "mooncake" / "base" / "messages.py").read_text()
     said = dict(re.findall(r"^(\w*PROTOCOL_VERSION) = (\d+)$", source, re.MULTILINE))
     version = int(said["PROTOCOL_VERSION"])

@@ -25,6 +25,8 @@ SMALL = (
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 40
 NUM_ASKING = 2
+PAUSE_S = 0.2
+"""Between two questions of a client: processes that start beside them need the cores, too."""
 NUM_BETWEEN = 3
 """Answers between two restarts."""
 WAIT_S = 120.0
@@ -57,7 +59,7 @@ class Load:
         self._pool.shutdown()
 
     def _ask(self, number: int) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(PAUSE_S):
             number += 1
             url = self.api_servers[number % len(self.api_servers)]
             answer = _complete(url)
