@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,12 @@ from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import followers_emulated
 from tests.support.cuda.streams import LATE, RANDOM
+from tests.support.followers import followers, forked_followers
 
+IMPORTED = (
+    "tests.support.cuda.processes", "tests.support.cuda.install", "tests.support.cuda.ops",
+    "torch.distributed.tensor", "torch._dynamo",
+)  # fmt: skip
 JOINS: Joins = {
     0: [
         (prompt(5, 0), SamplingParams(temperature=0, max_tokens=13, num_logprobs=1)),
@@ -27,6 +33,13 @@ JOINS: Joins = {
     ],
     2: [(prompt(14, 2), SamplingParams(top_k=5, seed=4, frequency_penalty=0.4, max_tokens=6))],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Followers find imported what torch imports at a device's first op, too."""
+    with forked_followers(tmp_path_factory.mktemp("forks"), *IMPORTED):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +121,10 @@ def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
         reference_ops(),
         served(nano, "cuda", backend, shape=Shape.parse(words)) as engine,
     ):
-        lead = engine.source.lead
-        assert lead is not None
-        [follower] = lead._processes
+        [follower] = followers()
         engine.run({0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=3))]})
-        follower.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]
-        killing = threading.Timer(1.0, follower.send_signal, [how])  # type: ignore[attr-defined]
+        follower.send_signal(signal.SIGSTOP)
+        killing = threading.Timer(1.0, follower.send_signal, [how])
         killing.start()
         with pytest.raises(InternalError, match=r"rank 1 of this model (has ended|gave no sign)"):
             engine.run(joins, first=1)
