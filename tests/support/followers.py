@@ -40,8 +40,7 @@ def followers(lead: int | None = None) -> list[psutil.Process]:
     found = []
     for each in every:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            words = each.cmdline()
-            is_rank = "rank_processes" in " ".join(words)
-            if is_rank and (each in below or f"lead={lead}" in words):
+            leads = [word for word in each.cmdline() if word.startswith("lead=")]
+            if leads and (each in below or leads == [f"lead={lead}"]):
                 found.append(each)
     return found
