@@ -294,10 +294,10 @@ def _be(command: Command) -> None:
     _set_environment(command.environ)
     words = [str(command.files[each] if isinstance(each, int) else each) for each in command.words]
     gc.enable()
-    if words[0] == "-c":
+    if words[0] == "-m":
         _show_words(words)
-        sys.argv = ["-c", *words[2:]]
-        exec(words[1], vars(sys.modules["__main__"]))
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     while words[0].startswith("-"):  # flags of the interpreter
         del words[0]

@@ -41,14 +41,8 @@ from mooncake.transfer.net.blocking import send
 
 EXCHANGE_S = 30.0
 """A rank that stands still is detected by then: no layer of a step takes as long."""
-_MAIN = """
-from mooncake.launch.worker.rank_processes import main
-main()
-"""
-_END_WITH_PARENT = """
-import ctypes, signal
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the lead, even stopped
-"""
+PROGRAM = "mooncake.launch.worker.follower_program"
+"""The module that a follower's process runs."""
 
 
 def start_ranks(
@@ -145,11 +139,13 @@ def start_follower(
         standard = nothing.fileno(), 1, 2
         numbers = range(len(standard), len(standard) + len(descriptors))
         words = _words(numbers, far)
-        if (forked := fork(["-c", _MAIN, *words], environ, [*standard, *descriptors])) is not None:
+        if (
+            forked := fork(["-m", PROGRAM, *words], environ, [*standard, *descriptors])
+        ) is not None:
             return forked
     starting = _parent().submit(
         subprocess.Popen,
-        [sys.executable, "-c", _END_WITH_PARENT + _MAIN, *map(str, _words(descriptors, far))],
+        [sys.executable, "-m", PROGRAM, *map(str, _words(descriptors, far))],
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
         env=environ,

@@ -39,7 +39,7 @@ from mooncake.launch.host.fork_server import fork
 answer, place = os.pipe()
 with open(os.devnull) as nothing:
     files = nothing.fileno(), 1, 2, place
-    child = fork(["-c", "import forked", "a word", 3], {"COLOR": "green"}, files)
+    child = fork(["-m", "forked", "a word", 3], {"COLOR": "green"}, files)
 os.close(place)
 print(os.getpid(), child.pid if child else None, os.read(answer, 999).decode(), flush=True)
 if sys.stdin.readline() == "kill":
@@ -50,7 +50,7 @@ if child:
 """
 FORKED = """
 import json, os, signal, sys, mooncake_early
-found = [mooncake_early.PID, os.getppid(), os.environ.get("COLOR"), sys.argv[:2], __name__]
+found = [mooncake_early.PID, os.getppid(), os.environ.get("COLOR"), sys.argv[1:2], __name__]
 os.write(int(sys.argv[2]), json.dumps(found).encode())
 os.close(int(sys.argv[2]))
 signal.pause()
@@ -141,8 +141,8 @@ def test_a_fork_has_another_one_forked_and_sees_its_end(
         assert client.stdout is not None
         parent, pid, found = client.stdout.readline().split(maxsplit=2)
         fork = psutil.Process(int(pid))
-        assert json.loads(found) == [server.pid, server.pid, "green", ["-c", "a word"], "forked"]
-        assert [*filter(None, fork.cmdline())][1:4] == ["-c", "import forked", "a word"]
+        assert json.loads(found) == [server.pid, server.pid, "green", ["a word"], "__main__"]
+        assert [*filter(None, fork.cmdline())][1:4] == ["-m", "forked", "a word"]
         if how == "with its parent":
             os.kill(int(parent), signal.SIGKILL)
         if how == "by itself":

@@ -12,7 +12,6 @@ from unittest import mock
 from mooncake.launch.worker import rank_processes
 
 _SETTINGS = "EMULATED_CUDA"
-_BEGIN = "from tests.support.cuda.processes import begin\nbegin()\n"
 _kept = ExitStack()
 
 
@@ -24,7 +23,7 @@ def followers_emulated(*, as_references: bool = False, **machine: Any) -> Iterat
     settings = json.dumps({"as_references": as_references, "machine": machine})
     with (
         mock.patch.dict(os.environ, {_SETTINGS: settings}),
-        mock.patch.object(rank_processes, "_MAIN", _BEGIN + rank_processes._MAIN),
+        mock.patch.object(rank_processes, "PROGRAM", "tests.support.cuda.follower_program"),
     ):
         yield
 
