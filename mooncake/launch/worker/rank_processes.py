@@ -138,11 +138,10 @@ def start_follower(
     with Path(os.devnull).open("rb") as nothing:
         standard = nothing.fileno(), 1, 2
         numbers = range(len(standard), len(standard) + len(descriptors))
-        words = _words(numbers, far)
-        if (
-            forked := fork(["-m", PROGRAM, *words], environ, [*standard, *descriptors])
-        ) is not None:
-            return forked
+        words = ["-m", PROGRAM, *_words(numbers, far)]
+        forked = fork(words, environ, [*standard, *descriptors])
+    if forked is not None:
+        return forked
     starting = _parent().submit(
         subprocess.Popen,
         [sys.executable, "-m", PROGRAM, *map(str, _words(descriptors, far))],
