@@ -15,7 +15,7 @@ from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEven
 
 SUBMIT_BYTES = 1 << 18
 """Approximate bytes of prompts that are submitted at a time: a few milliseconds."""
-REQUEST_BYTES = 1 << 13
+REQUEST_BYTES = 1 << 15
 """Bytes that each request counts for besides its prompt: a call may have a thousand short ones."""
 ABORTS_AT_ONCE = 32
 

@@ -53,6 +53,8 @@ class _Assignments:
     """Assignments with a prompt that is not computed yet."""
     num_context_tokens: int = 0
     num_blocks: int = 0
+    _outstanding: tuple[float, int] | None = None
+    """What `outstanding` returned since the last change."""
 
     def add(self, share: Assignment, *, prefilled: bool) -> None:
         self.shares[share.request_id] = share
@@ -60,24 +62,32 @@ class _Assignments:
         self.num_blocks += share.num_blocks
         if share.num_prefill_tokens and not prefilled:
             self.to_compute[share.request_id] = share
+            self._outstanding = None
 
     def remove(self, request_id: str) -> Assignment | None:
         share = self.shares.pop(request_id, None)
         if share is not None:
             self.num_context_tokens -= share.num_context_tokens
             self.num_blocks -= share.num_blocks
-            self.to_compute.pop(request_id, None)
+            self.computed(request_id)
         return share
 
+    def computed(self, request_id: str) -> None:
+        """Record that a request's prompt is computed, or not wanted any more."""
+        if self.to_compute.pop(request_id, None) is not None:
+            self._outstanding = None
+
     def outstanding(self) -> tuple[float, int]:
-        """Return the predicted seconds and the tokens still to compute. The seconds are summed each
-        time, because a running sum of floats would drift.
+        """Return the predicted seconds and the tokens still to compute. The seconds are summed
+        after each change, because a running sum of floats would drift.
         """
-        seconds, tokens = 0.0, 0
-        for share in self.to_compute.values():
-            seconds += share.prefill_s
-            tokens += share.num_prefill_tokens
-        return seconds, tokens
+        if self._outstanding is None:
+            seconds, tokens = 0.0, 0
+            for share in self.to_compute.values():
+                seconds += share.prefill_s
+                tokens += share.num_prefill_tokens
+            self._outstanding = seconds, tokens
+        return self._outstanding
 
 
 def _ignore(_worker_id: str) -> None:
@@ -165,9 +175,9 @@ class InstanceView:
         if assignment is None or request_id in self._prefilled:
             return
         self._prefilled.add(request_id)
-        self._pending.to_compute.pop(request_id, None)
+        self._pending.computed(request_id)
         if request_id in self._reported.shares:
-            self._reported.to_compute.pop(request_id, None)
+            self._reported.computed(request_id)
             self._ended.num_prefill_tokens += assignment.num_prefill_tokens
         self.on_change(self.worker_id)
 

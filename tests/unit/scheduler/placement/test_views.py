@@ -1,5 +1,7 @@
 """A view adds to a worker's last report what was given to it since, and takes off what ended."""
 
+from typing import Any
+
 import pytest
 
 from mooncake.base import Role, WorkerLoad
@@ -44,6 +46,26 @@ def test_assignments_queue_until_their_first_token(prefill: InstanceView) -> Non
     assert prefill.release("a") is not None
     assert prefill.release("a") is None
     assert prefill.num_queued_tokens() == 500
+
+
+def test_queued_prompts_are_summed_once_after_each_change(prefill: InstanceView) -> None:
+    """However often it is asked: for each of the hundreds of sequences of one call."""
+    sums: list[int] = []
+
+    class Counted(dict[str, Assignment]):
+        def values(self) -> Any:
+            sums.append(len(self))
+            return super().values()
+
+    prefill._pending.to_compute = Counted()
+    for name in "abc":
+        prefill.assign(compute(name, 100))
+        assert [prefill.queued_s() for _ in range(3)] == [prefill.queued_s()] * 3
+    prefill.prefilled("b")
+    assert prefill.queued_s() == prefill.queued_s() == pytest.approx(0.2)
+    prefill.release("a")
+    assert prefill.num_queued_tokens() == 100
+    assert sums == [1, 2, 3, 2, 1]
 
 
 def test_a_report_shows_progress_within_a_prompt(prefill: InstanceView) -> None:
