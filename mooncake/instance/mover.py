@@ -213,6 +213,16 @@ class SliceMover:
             self._found.pop(page, None)
         return self._start(Op.READ, copies(self._arrays, places, there), deadline_s, ended)
 
+    def ask(
+        self,
+        places: Sequence[int],
+        peer: SegmentRef,
+        question: bytes,
+        deadline_s: float,
+        ended: Ended,
+    ) -> None:
+        """Return None: runs are read into the memories of all ranks, which takes pins."""
+
     def checksum(self, places: Sequence[int], index: int) -> int:
         """Return, once, the checksum of a block that was read. It is 0 if its copies in several
         memories differ; no block is promised to have 0.

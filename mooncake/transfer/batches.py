@@ -148,6 +148,8 @@ class Job:
         self.op: Op = batch.op
         self.peer: SegmentRef = batch.peer
         self.grant = batch.grant
+        self.question = batch.question
+        self.answer = b""
         self.deadline_s = batch.deadline_s
         self.started_s = now
         self.ops: Sequence[TransferOp] = ()
@@ -165,8 +167,12 @@ class Job:
 
     def set_ops(self, ops: Sequence[TransferOp]) -> None:
         """Set the checked ops of the batch, once, before a backend gets the job."""
-        self.ops = merge_ops(ops)
+        self.ops = list(ops) if self.question else merge_ops(ops)
         self.num_bytes = sum(op.num_bytes for op in self.ops)
+
+    def set_answer(self, answer: bytes, num_bytes: int) -> None:
+        """Record the answer to the job's question, behind which `num_bytes` come."""
+        self.answer, self.num_bytes = answer, num_bytes
 
     @property
     def stopped(self) -> bool:
@@ -313,6 +319,7 @@ class BatchTable:
             num_bytes=job.num_bytes if job.error is None else 0,
             seconds=self._clock.now() - job.started_s,
             protocol=job.protocol,
+            answer=job.answer if job.error is None else b"",
         )
         with self._lock:
             del self._jobs[job.batch_id]
@@ -320,6 +327,10 @@ class BatchTable:
 
     def fileno(self) -> int:
         return self._done.fileno()
+
+    def ring(self) -> None:
+        """Make the descriptor readable: there is something else to take."""
+        self._done.ring()
 
     def poll(self) -> list[TransferDone]:
         """Return the endings since the last call."""

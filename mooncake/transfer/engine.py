@@ -16,9 +16,19 @@ from typing import Protocol
 import msgspec
 
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.rights import Sender
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkSnapshot
+
+MAX_QUESTION_BYTES = 2**16
+"""Bytes of a question, and of an answer without what follows it."""
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Bytes that may follow the answer to one question. One connection carries them; longer READs may
+take several.
+"""
+MAX_ANSWER_PIECES = 1024
+"""Pieces in which they may come."""
 
 
 class Op(str, Enum):
@@ -48,6 +58,11 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Fail the batch at this time of the driver's clock."""
     grant: int = 0
     """For WRITE: the number by which the owner lets us write, if it guards the memory."""
+    question: bytes = b""
+    """For READ: a message to the owner, who chooses what it sends, and sends it behind its answer.
+    The `ops`, all of one size, say where that goes; their remote places do not count. A question
+    is asked once: it is not sent again when a connection breaks.
+    """
 
 
 class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +77,34 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
     """The protocol that moved it: "shm", "rdma", "tcp", "inproc", or "stage" if it went through
     slots of host memory; empty if not known.
     """
+    answer: bytes = b""
+    """The owner's answer to the batch's question. `num_bytes` came behind it, into the first
+    ops.
+    """
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's question: an event for the machine that called `hear_questions`. `AskEnded`
+    follows.
+    """
+
+    number: int
+    question: bytes
+    sender: Sender
+    """The peer, as its connection has proven it."""
+    whence: str
+    """The IP address at the other end of the connection."""
+
+
+class AskEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a question: its answer has been sent with its bytes, or its connection has ended.
+    Nothing more is sent for it.
+    """
+
+    number: int
+
+
+TransferEvent = TransferDone | Asked | AskEnded
 
 
 class Pieces(msgspec.Struct, frozen=True):
@@ -156,6 +199,24 @@ class Transfer(Protocol):
         done first.
         """
 
+    def takes_questions(self, peer: SegmentRef) -> bool:
+        """Return whether a batch to this peer may have a question. It may not when its bytes would
+        go by shared memory or RDMA: the owner has no part in that.
+        """
+
+    def hear_questions(self) -> None:
+        """Take peers' questions from now on, as events, and tell peers so in `segment`. An engine
+        that encrypts takes none, because questions and answers go as they are.
+        """
+
+    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
+        """Answer a question, and send the pieces behind the answer. They must stay as they are
+        until the question has ended. Nothing happens when it has ended already.
+        """
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Refuse a question. Nothing happens when it has ended already."""
+
     def counters(self) -> Mapping[str, float]:
         """Return sums since the start, by name; reported with a worker's load."""
 
@@ -173,6 +234,9 @@ class PolledTransfer(Transfer, Protocol):
 
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
+
+    def events(self) -> Sequence[TransferEvent]:
+        """Return what `poll` does, and peers' questions."""
 
     def links(self) -> Sequence[LinkSnapshot]:
         """Return the counters of each link since the start; from any thread."""

@@ -165,7 +165,7 @@ def open_transfer(
             router.add_closer(loop.close)
             router.add_backend(open_rdma(credentials, table, loop, router, config.rdma, listen))
         if "tcp" in config.protocols:
-            router.add_backend(TcpBackend(credentials, table, loops, router, config.tcp))
+            router.add_asking_backend(TcpBackend(credentials, table, loops, router, config.tcp))
     except ConfigError:
         router.close()
         raise

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import logging
 import select
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mooncake.base.clock import Clock
 from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.backend import Backend
+from mooncake.transfer.backend import AskingBackend, Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchTable, Job
 from mooncake.transfer.device import DeviceMemory
-from mooncake.transfer.engine import Op, Pieces, Region, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.engine import (
+    Asked,
+    AskEnded,
+    Op,
+    Pieces,
+    Region,
+    TransferBatch,
+    TransferDone,
+    TransferEvent,
+    TransferOp,
+)
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
 from mooncake.transfer.net.io_loop import IoLoop, Timer
@@ -25,6 +36,10 @@ from mooncake.transfer.regions import DeviceRegion, HostRegion, RangeRefused, Re
 from mooncake.transfer.staging.engine import PROTOCOL, StagingEngine
 
 _LOG = logging.getLogger(__name__)
+QUESTIONS = "questions"
+"""The key in `SegmentRef.endpoints` that names the protocol over which an engine takes
+questions.
+"""
 _TICK_S = 0.005
 """Shortest wait for a deadline, in case the driver's clock is slower than real time."""
 
@@ -40,6 +55,9 @@ class RoutedTransfer:
         self._batches = BatchTable(clock)
         self._staging: StagingEngine | None = None
         self._backends: list[Backend] = []
+        self._asking: AskingBackend | None = None
+        self._hears = False
+        self._heard: deque[Asked | AskEnded] = deque()
         self._closers: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
         self._timer: Timer | None = None
@@ -50,6 +68,11 @@ class RoutedTransfer:
     def add_backend(self, backend: Backend) -> None:
         """Add a protocol, to be tried after those added before. Call it before first use only."""
         self._backends.append(backend)
+
+    def add_asking_backend(self, backend: AskingBackend) -> None:
+        """Add a protocol that questions go by, too."""
+        self.add_backend(backend)
+        self._asking = backend
 
     @property
     def backends(self) -> Sequence[Backend]:
@@ -95,6 +118,8 @@ class RoutedTransfer:
         endpoints = {backend.protocol: backend.endpoint for backend in self._backends}
         if self._staging is not None and self._staging.endpoint is not None:
             endpoints[PROTOCOL] = self._staging.endpoint
+        if self._hears and self._asking is not None:
+            endpoints[QUESTIONS] = self._asking.protocol
         return SegmentRef(self._engine_id, endpoints, self._host)
 
     def allocate(self, num_bytes: int, label: str) -> HostRegion:
@@ -156,6 +181,45 @@ class RoutedTransfer:
             states.append(self._staging.fence(grant))
         return max(states, default=Fence.CLOSED)
 
+    # ------------------------------------------------------------- questions
+
+    def takes_questions(self, peer: SegmentRef) -> bool:
+        asking = self._asking
+        if asking is None or peer.endpoints.get(QUESTIONS) != asking.protocol:
+            return False
+        return next((each for each in self._backends if each.reaches(peer)), None) is asking
+
+    def hear_questions(self) -> None:
+        self._hears = self._asking is not None and self._asking.hear(self._hear)
+
+    def _hear(self, event: Asked | AskEnded) -> None:
+        self._heard.append(event)
+        self._batches.ring()
+
+    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
+        if self._asking is not None:
+            self._asking.answer(number, answer, region, pieces)
+
+    def refuse(self, number: int, reason: str) -> None:
+        if self._asking is not None:
+            self._asking.refuse(number, reason)
+
+    def events(self) -> Sequence[TransferEvent]:
+        """Return the batches that ended and the questions that came since the last call."""
+        events: list[TransferEvent] = [*self.poll()]
+        while self._heard:
+            events.append(self._heard.popleft())
+        return events
+
+    def _ask(self, job: Job) -> None:
+        if self._asking is None or not self.takes_questions(job.peer):
+            job.stop(f"{job.peer.engine_id} takes no questions from here")
+            return
+        job.num_tried, job.protocol = len(self._backends), self._asking.protocol
+        self._asking.start(job)
+
+    # --------------------------------------------------------------- batches
+
     def submit(self, batch: TransferBatch) -> int:
         """Start a batch and return its id; an impossible one fails through its event."""
         job = self._batches.open(batch)
@@ -165,6 +229,8 @@ class RoutedTransfer:
                 self._regions.find_any(op.local_region, op.local_offset, op.num_bytes)
                 if op.remote_offset < 0:
                     raise RangeRefused(f"remote offset {op.remote_offset} is negative")
+            if batch.question and len({op.num_bytes for op in batch.ops}) > 1:
+                raise RangeRefused("the answer to a question comes in pieces of one size")
         except RangeRefused as error:
             job.stop(error.message)
             return batch_id
@@ -175,6 +241,8 @@ class RoutedTransfer:
             job.stop(f"more than {MAX_OPEN_BATCHES} batches are under way")
         elif not job.ops:
             job.expect(0)
+        elif batch.question:
+            self._ask(job)
         elif self._staging is not None and self._staging.takes(job):
             job.protocol = PROTOCOL
             self._staging.start(job)

@@ -20,7 +20,9 @@ from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.pool_client.session import PoolSessionConfig
 from mooncake.rpc import codec, membership, zmq_channel
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.transfer.engine import MAX_ANSWER_BYTES, MAX_ANSWER_PIECES, MAX_QUESTION_BYTES
 from mooncake.transfer.net import handshake, listener
+from mooncake.transfer.router import QUESTIONS
 from mooncake.transfer.tcp import wire
 from mooncake.transfer.tcp.server import ServerLimits
 from tests.support.wire_schema import schema_of
@@ -152,8 +154,18 @@ def test_versions_and_heads_are_those_of_the_code() -> None:
     assert [int(size) for size, _ in header.values()] == [
         struct.calcsize(f"<{letter}") for letter in wire._HEADER.format.removeprefix("<")
     ]
-    kinds = {name: getattr(wire, name) for name in ("WRITE", "READ", "DONE", "DATA", "REFUSED")}
+    names = ("WRITE", "READ", "DONE", "DATA", "REFUSED", "ASK", "TOLD")
+    kinds = {name: getattr(wire, name) for name in names}
     assert header["kind"][1] == ", ".join(f"{name} {number}" for name, number in kinds.items())
     assert header["version"][1] == f"{wire.WIRE_VERSION}"
-    assert header["ranges"][1] == f"of a request 1 to {wire.MAX_RANGES:,}"
+    assert header["ranges"][1] == f"of a WRITE and a READ 1 to {wire.MAX_RANGES:,}; else 0"
     assert wire.MAX_REQUEST_BYTES == 2**30
+
+
+def test_the_bounds_of_questions_are_those_of_the_code() -> None:
+    assert numbers("| what a question and its answer have at most | value |") == {
+        "bytes of a question, and of an answer without its payload": f"{MAX_QUESTION_BYTES:,}",
+        "bytes behind an answer": f"{MAX_ANSWER_BYTES:,}",
+        "pieces of these": f"{MAX_ANSWER_PIECES:,}",
+    }
+    assert f"If `endpoints` of the `SegmentRef` has `{QUESTIONS}`" in PAGE

@@ -33,6 +33,7 @@ def random_cluster(random: Random, seed: int) -> Cluster:
         ),
         network=NetworkConfig(
             encode=True,
+            questions=True,
             message_jitter_s=random.choice([0.0, 0.001, 0.02]),
             link_bytes_per_s=random.choice([1e4, 1e6, 50e9]),
         ),

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from mooncake.base import BlockPlaces, KvLayout
+from mooncake.base import BlockPlaces, KvLayout, SegmentRef
+from mooncake.base.kv_layout import packed_places
 from mooncake.kvstore.block_checksum import added, checksum_of
 from mooncake.transfer.engine import (
+    MAX_ANSWER_BYTES,
+    MAX_ANSWER_PIECES,
     Op,
     Region,
     Transfer,
@@ -152,6 +155,31 @@ class MemoryTransfers:
 
     def read(self, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended) -> int:
         return self._start(Op.READ, places, there, deadline_s, ended)
+
+    def ask(
+        self, places: Places, peer: SegmentRef, question: bytes, deadline_s: float, ended: Ended
+    ) -> tuple[int, int] | None:
+        """Begin to ask a peer for blocks, which come into `places` behind its answer. Return a
+        number for `cancel` and the bytes of a block, or None if the bytes have to go by another
+        way.
+        """
+        memory, count = places.memory, len(places)
+        block_bytes = memory.layout.block_bytes
+        if (
+            count * block_bytes > MAX_ANSWER_BYTES
+            or len(memory.layers) != memory.layout.num_layers
+            or any(region.device != "host" for region in memory.regions)
+            or not self._transfer.takes_questions(peer)
+        ):
+            return None
+        ops = memory.ops(places.offsets, packed_places(memory.layout, peer, 0, [0] * count))
+        if len(ops) > MAX_ANSWER_PIECES:
+            return None
+        number = self._transfer.submit(TransferBatch(
+            op=Op.READ, peer=peer, ops=ops, deadline_s=deadline_s, question=question
+        ))  # fmt: skip
+        self._ended[number] = ended
+        return number, block_bytes
 
     def write(self, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended) -> int:
         """Begin to write blocks to places that a peer has granted; return a number for `cancel`.

@@ -1,6 +1,10 @@
 """Reads runs of blocks from pool nodes into registered memory: `PinBlocks`, READ, verify, `Unpin`.
 It repeats this while the node has more of the run, which may come from its disks in pieces.
 
+A short run takes one question and one answer, if the node takes questions: `PinBlocks` goes over
+the data connection, the bytes come behind `PinGranted`, and the node unpins them itself. What does
+not come so, for any reason, is read in the other way.
+
 A pure state machine that engines, clients of the pool and replicating nodes share. It owns tickets
 and batches of reads; the caller owns memory and keys. A read ends exactly once, when nothing writes
 to its memory any more. What arrived before an error counts.
@@ -21,14 +25,18 @@ from mooncake.base import (
     MooncakeError,
     PinBlocks,
     PinGranted,
+    ProtocolError,
+    SegmentRef,
     TransferError,
     Unavailable,
     Unpin,
     WorkerRef,
 )
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.messages import NO_HEAD, ChainHead
 from mooncake.rpc.channel import Channel
-from mooncake.transfer.engine import TransferDone
+from mooncake.rpc.codec import decode, encode
+from mooncake.transfer.engine import MAX_QUESTION_BYTES, TransferDone
 
 VERIFY_BYTES_PER_TICK = 8 << 20
 """Bytes hashed in one tick: less than a millisecond, so that nothing else waits long."""
@@ -74,8 +82,22 @@ class ReadPort(Protocol):
         called once, with the end of the transfers.
         """
 
+    def ask(
+        self,
+        places: Any,
+        peer: SegmentRef,
+        question: bytes,
+        deadline_s: float,
+        ended: ReadDone,
+        /,
+    ) -> tuple[int, int] | None:
+        """Begin to ask a peer for blocks, which come into `places` behind its answer. Return a
+        number for `cancel` and the bytes of each block, or None if the bytes have to go by another
+        way. `ended` is called once.
+        """
+
     def cancel(self, number: int) -> None:
-        """Ask a read to stop. It still ends through `ended`."""
+        """Ask a read or a question to stop. It still ends through `ended`."""
 
     def checksum(self, places: Any, index: int) -> int:
         """Return the checksum of a block that was read. Raises TransferError when that fails."""
@@ -85,10 +107,19 @@ ReadEnded = Callable[[ReadResult, float], None]
 """(result, now)"""
 
 
+_MAX_KNOWN = 1024
+"""Nodes whose segments are remembered."""
+MAX_UNANSWERED = 3
+"""After so many questions in a row without an answer, as where the data connection comes from
+another host than the messages, a node is asked no more.
+"""
+
+
 class _Stage(Enum):
     PINNING = 0
     READING = 1
     VERIFYING = 2
+    ASKING = 3
 
 
 @dataclass(kw_only=True)
@@ -108,6 +139,11 @@ class _Read:
     ended: ReadEnded
     stage: _Stage = _Stage.PINNING
     batch_id: int = -1
+    by_message: bool = False
+    """True if the node is not asked over the data connection (any more)."""
+    block_bytes: int = 0
+    """Bytes of each block of this piece, if it was asked for over the data connection."""
+    given_up: bool = False
     num_blocks: int = 0
     """Blocks of this piece."""
     more: bool = False
@@ -132,7 +168,8 @@ class _Read:
         self.head = ChainHead(before, len(before))
         self.keys, self.places = self.keys[self.num_blocks :], self.places[self.num_blocks :]
         self.stage, self.answer_by_s = _Stage.PINNING, self.deadline_s
-        self.num_verified = 0
+        self.num_verified, self.block_bytes = 0, 0
+        self.by_message = True
 
 
 class BlockReader:
@@ -152,6 +189,10 @@ class BlockReader:
         """Open reads by the ticket of their piece."""
         self._verifying: deque[int] = deque()
         self._last_ticket = 0
+        self._segments: BoundedMap[str, SegmentRef] = BoundedMap(_MAX_KNOWN)
+        """The memory of each node that has granted something, by the node's address."""
+        self._unanswered: BoundedMap[str, int] = BoundedMap(_MAX_KNOWN)
+        """How many questions in a row a node has not answered, by the id of its engine."""
         self.num_corrupt = 0
         """Blocks that arrived with other contents than promised."""
 
@@ -176,7 +217,7 @@ class BlockReader:
         The read fails at `deadline_s`, or when the node has not answered by `answer_by_s`.
         """
         number = self._last_ticket + 1
-        self._pin(_Read(
+        self._begin(_Read(
             number=number, store=store, keys=keys, places=places, deadline_s=deadline_s,
             answer_by_s=min(deadline_s, answer_by_s), head=head, ended=ended,
         ))  # fmt: skip
@@ -197,16 +238,49 @@ class BlockReader:
             return
         if read.stage is not _Stage.PINNING:
             return
+        self._segments[message.store.address] = message.places.segment
+        if not self._take_grant(message, now):
+            return
+        read.stage = _Stage.READING
+        places, arrived = read.places[: read.num_blocks], partial(self._on_arrived, message.ticket)
+        read.batch_id = self._memory.read(places, message.places, read.deadline_s, arrived)
+
+    def _take_grant(self, message: PinGranted, now: float) -> bool:
+        """Note what the node has pinned. If it is nothing, the piece ends; return False then."""
+        read = self._reads[message.ticket]
         count = read.num_blocks = min(message.num_blocks, len(read.keys))
         read.more = message.more and count < len(read.keys)
         read.piece_from_ssd = message.num_from_ssd
         read.promised = [*message.checksums[:count], *[0] * (count - len(message.checksums))]
         if not count:
             self._end(message.ticket, 0, now)
-            return
-        read.stage = _Stage.READING
-        places, arrived = read.places[:count], partial(self._on_arrived, message.ticket)
-        read.batch_id = self._memory.read(places, message.places, read.deadline_s, arrived)
+        return count > 0
+
+    def _on_answered(self, ticket: int, engine: str, done: TransferDone, now: float) -> None:
+        """Take the node's answer and the blocks that came behind it. What it lacks is pinned by a
+        message: those blocks may be on a disk, and messages of ours may still be on their way.
+        """
+        read = self._reads[ticket]
+        try:
+            granted = None if done.error is not None else decode(done.answer)
+        except ProtocolError:
+            granted = None
+        if not isinstance(granted, PinGranted) or (
+            (granted.ticket, granted.num_blocks) != (ticket, done.num_bytes // read.block_bytes)
+        ):
+            granted = None
+        if not read.given_up:
+            missed = 0 if granted is not None else self._unanswered.get(engine, 0) + 1
+            self._unanswered[engine] = missed
+        if granted is not None and granted.num_blocks:
+            self._take_grant(granted, now)
+            self._on_arrived(ticket, done, now)
+        elif read.given_up:
+            self._end(ticket, 0, now, TransferError(done.error or "the read was cancelled"))
+        else:
+            del self._reads[ticket]
+            read.by_message, read.stage, read.block_bytes = True, _Stage.PINNING, 0
+            self._begin(read)
 
     def _on_arrived(self, ticket: int, done: TransferDone, now: float) -> None:
         """Check what has arrived. If its transfer failed, the piece ends here."""
@@ -232,6 +306,7 @@ class BlockReader:
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End the reads that the lost node has not granted yet, and cancel running transfers."""
+        self._segments.pop(worker.address, None)
         for ticket, read in list(self._reads.items()):
             if is_of(read.store, worker) and read.stage is not _Stage.VERIFYING:
                 self._stop(ticket, now, Unavailable("the pool node was lost"))
@@ -260,18 +335,35 @@ class BlockReader:
         verifying = [t for t, read in self._reads.items() if read.stage is _Stage.VERIFYING]
         assert sorted(self._verifying) == sorted(verifying)
 
-    def _pin(self, read: _Read) -> None:
+    def _begin(self, read: _Read) -> None:
+        """Begin with the current piece of a read."""
         self._last_ticket += 1
-        self._reads[self._last_ticket] = read
-        self._channel.send(
-            read.store.address,
-            PinBlocks(
-                reader=self._reader,
-                ticket=self._last_ticket,
-                keys=list(read.keys),
-                head=read.head,
-            ),
+        ticket = self._last_ticket
+        self._reads[ticket] = read
+        message = PinBlocks(
+            reader=self._reader, ticket=ticket, keys=list(read.keys), head=read.head
         )
+        if not self._ask(read, message):
+            self._channel.send(read.store.address, message)
+
+    def _ask(self, read: _Read, message: PinBlocks) -> bool:
+        """Ask for the bytes of a piece over the data connection, if that is possible."""
+        segment = self._segments.get(read.store.address)
+        if segment is None or read.by_message:
+            return False
+        if self._unanswered.get(segment.engine_id, 0) >= MAX_UNANSWERED:
+            return False
+        question = encode(message)
+        if len(question) > MAX_QUESTION_BYTES:
+            return False
+        by_s = min(read.deadline_s, read.answer_by_s)
+        answered = partial(self._on_answered, message.ticket, segment.engine_id)
+        begun = self._memory.ask(read.places, segment, question, by_s, answered)
+        if begun is None:
+            return False
+        read.stage = _Stage.ASKING
+        read.batch_id, read.block_bytes = begun
+        return True
 
     def _unpin(self, store: WorkerRef, ticket: int, corrupt: Sequence[BlockKey] = ()) -> None:
         unpin = Unpin(reader=self._reader, ticket=ticket, corrupt=list(corrupt))
@@ -280,7 +372,8 @@ class BlockReader:
     def _stop(self, ticket: int, now: float, error: MooncakeError) -> None:
         """End a read now, or when its transfer has stopped."""
         read = self._reads[ticket]
-        if read.stage is _Stage.READING:
+        if read.stage in (_Stage.READING, _Stage.ASKING):
+            read.given_up = True
             self._memory.cancel(read.batch_id)
         else:
             self._end(ticket, 0, now, error)
@@ -321,13 +414,14 @@ class BlockReader:
         read = self._reads.pop(ticket)
         if read.stage is _Stage.VERIFYING:
             self._verifying.remove(ticket)
-        self._unpin(read.store, ticket, corrupt)
+        if corrupt or not read.block_bytes:  # the node unpins by itself what was asked for
+            self._unpin(read.store, ticket, corrupt)
         read.arrived += read.promised[:num_blocks]
         read.num_from_ssd += min(read.piece_from_ssd, num_blocks)
         whole = num_blocks and num_blocks == read.num_blocks
         if whole and read.more and now < read.deadline_s:
             read.advance()
-            self._pin(read)
+            self._begin(read)
             return
         result = ReadResult(
             len(read.arrived), read.arrived, error, read.num_bytes, read.seconds,

@@ -2,7 +2,7 @@
 pins them, evicts, and tells the gateways what it holds.
 
 Each message goes to the part that handles it, by one table. No bytes pass through here: peers read
-and write the registered arena themselves.
+and write the registered arena themselves, or the transfer engine sends them blocks from it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.storage.dram import DramTier
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
-from mooncake.transfer.engine import Transfer, TransferDone
+from mooncake.transfer.engine import Asked, AskEnded, Transfer, TransferDone
 
 
 class KvNode:
@@ -70,6 +70,7 @@ class KvNode:
         self.region = transfer.allocate(num_blocks * layout.block_bytes, "kvstore-dram")
         """The arena (its owner may release it once the machine is not driven any more)."""
         transfer.guard(self.region)
+        transfer.hear_questions()
         dram = DramTier(config, num_blocks, layout.block_bytes)
         self._membership = Membership(
             hello, channel, gateway_address, Tier.DRAM, dram.stored_keys, config.report_interval_s,
@@ -166,6 +167,8 @@ class KvNode:
             PutEnd: self._puts.on_end,
             PinBlocks: self._pins.on_pin,
             Unpin: self._pins.on_unpin,
+            Asked: self._pins.on_asked,
+            AskEnded: self._pins.on_ask_ended,
             Welcome: lambda message, _: membership.on_welcome(message),
             WhoAreYou: lambda message, _: membership.on_who_are_you(message),
             Refused: lambda message, _: membership.on_refused(message),

@@ -17,6 +17,7 @@ from mooncake.base import (
     BlockKey,
     PinBlocks,
     PinGranted,
+    ProtocolError,
     PutEnd,
     PutGranted,
     PutStart,
@@ -24,9 +25,11 @@ from mooncake.base import (
     Unpin,
     WorkerRef,
 )
-from mooncake.base.rights import client_key
+from mooncake.base.rights import client_key, refusal
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Grant, Peers, PeerState, peer_of
+from mooncake.rpc.codec import decode, encode
+from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded, Pieces
 from mooncake.transfer.grants import Resting
 
 
@@ -193,6 +196,10 @@ class PinSessions:
         self._blocks = blocks
         self._peers = peers
         self._counters = ports.counters
+        self._asked: dict[int, tuple[WorkerRef, int]] = {}
+        """Reader and ticket of each pin whose blocks are sent behind the answer, by the number of
+        its question.
+        """
 
     def on_pin(self, message: PinBlocks, now: float) -> None:
         """Pin the leading blocks of a run, once they are loaded, and answer with `PinGranted`."""
@@ -215,12 +222,58 @@ class PinSessions:
         else:
             self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 
+    def on_asked(self, event: Asked, now: float) -> None:
+        """Pin the leading blocks of a run, and send them behind the answer. They are unpinned when
+        they are out. What the answer lacks, the reader asks for by a message: it may be on a disk,
+        or its `PutEnd` may still be on its way.
+        """
+        transfer, blocks = self._ports.transfer, self._blocks
+        try:
+            message = decode(event.question)
+        except ProtocolError as error:
+            transfer.refuse(event.number, error.message)
+            return
+        if not isinstance(message, PinBlocks):
+            transfer.refuse(event.number, f"{type(message).__name__} is no question")
+            return
+        reader, ticket, keys = message.reader, message.ticket, message.keys
+        state = self._peers.find(reader)
+        reason = refusal(event.sender, message, event.whence)
+        if reason is None and (ticket in state.pins or ticket in state.waits):
+            reason = f"the ticket {ticket} is open"
+        if reason is not None:
+            transfer.refuse(event.number, reason)
+            return
+        may_open = self._peers.may_open(reader, "pin", ticket, len(keys) + len(message.head.keys))
+        most = MAX_ANSWER_BYTES // blocks.dram.block_bytes
+        count = min(blocks.dram.leading(keys), most) if may_open else 0
+        run = self._take(message, count, now, more=True)
+        if run:
+            self._asked[event.number] = reader, ticket
+        granted = self._granted(reader, ticket, run, more=len(run) < len(keys))
+        pieces = Pieces(blocks.dram.offsets(run), blocks.dram.block_bytes)
+        transfer.answer(event.number, encode(granted), self._ports.region, pieces)
+
+    def on_ask_ended(self, event: AskEnded, now: float) -> None:
+        """Unpin blocks that were sent behind an answer, or whose reader hung up."""
+        reader, ticket = self._asked.pop(event.number, (None, 0))
+        if reader is not None:
+            self.on_unpin(Unpin(reader=reader, ticket=ticket), now)
+
     def _on_loaded(self, message: PinBlocks, now: float, more: bool) -> None:
         """Answer a reader: no more of its run will be loaded for this answer."""
         del self._peers.find(message.reader).waits[message.ticket]
         self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 
     def _pin(self, message: PinBlocks, num_blocks: int, now: float, *, more: bool = False) -> None:
+        run = self._take(message, num_blocks, now, more=more)
+        more = more and 0 < len(run) < len(message.keys)
+        self.answer(message.reader, message.ticket, run, more=more)
+
+    def _take(
+        self, message: PinBlocks, num_blocks: int, now: float, *, more: bool
+    ) -> list[BlockKey]:
+        """Pin so many leading blocks of a run, as far as the reader may have them. Return those."""
         reader, ticket = message.reader, message.ticket
         run = message.keys[: min(num_blocks, max(0, self._blocks.room_of(reader)))]
         if run:
@@ -234,13 +287,19 @@ class PinSessions:
         self._counters["pins"] += 1
         self._counters["blocks_hit"] += len(run)
         self._counters["blocks_missed"] += 0 if more else len(message.keys) - len(run)
-        self.answer(reader, ticket, run, more=more and 0 < len(run) < len(message.keys))
+        return run
 
     def answer(
         self, reader: WorkerRef, ticket: int, run: list[BlockKey], *, more: bool = False
     ) -> None:
         """Tell a reader where its blocks lie, and whether it can have `more` by asking again."""
-        granted = PinGranted(
+        granted = self._granted(reader, ticket, run, more=more)
+        self._ports.channel.send(reader.address, granted)
+
+    def _granted(
+        self, reader: WorkerRef, ticket: int, run: list[BlockKey], *, more: bool
+    ) -> PinGranted:
+        return PinGranted(
             asker=reader,
             ticket=ticket,
             store=self._ports.worker,
@@ -250,7 +309,6 @@ class PinSessions:
             more=more,
             num_from_ssd=self._blocks.dram.num_from_ssd(run),
         )
-        self._ports.channel.send(reader.address, granted)
 
     def on_unpin(self, message: Unpin, now: float) -> None:
         """End a pin, or the wait for one. Blocks that the reader reports as corrupt are hashed

@@ -76,7 +76,9 @@ class Driver:
         self._sources: list[tuple[int, Callable[[], Sequence[msgspec.Struct]]]] = [
             (channel.fileno(), channel.receive)
         ]
-        ports = (transfer, runner, disks, hasher)
+        if transfer is not None:
+            self._sources.append((transfer.fileno(), transfer.events))
+        ports = (runner, disks, hasher)
         self._sources += [(port.fileno(), port.poll) for port in ports if port is not None]
         self._lock = threading.Lock()
         self._calls: Mailbox[_Call] = Mailbox()

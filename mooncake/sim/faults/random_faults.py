@@ -155,6 +155,7 @@ class Trial:
             writes_by_hardware=self._stop_random.random() < BY_HARDWARE,
             message_jitter_s=self._random.choice([0.0, 0.001, 0.02]),
             link_bytes_per_s=self._random.choice([1e4, 1e6, 50e9]),
+            questions=True,
         )
         self._workers = self._specs()
         self._cost = _StepCost(

@@ -17,6 +17,7 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.world.clock import EventHeap
+from mooncake.sim.world.questions import Question, Questions
 from mooncake.transfer.engine import Op, Pieces, Region, TransferBatch, TransferDone, TransferOp
 from mooncake.transfer.grants import Fence, Grants
 
@@ -45,6 +46,10 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether bytes go on while the process that writes them stands still, and know nothing of
     grants. Then pages of a lost writer rest for a time. Otherwise the bytes stand still too, and
     land or are refused when the process goes on.
+    """
+    questions: bool = False
+    """Whether processes take questions over their data connections. `loss` is also the share of
+    questions whose connection breaks.
     """
     encode: bool = False
     """Whether messages pass through the real codec. This is slower, and finds what cannot
@@ -102,6 +107,8 @@ class Endpoint:
         """The process stands still until this time."""
         self.skew_s = 0.0
         """How far its clock is ahead."""
+        self.hears = False
+        """Whether it takes questions."""
 
     def holds(self, op: TransferOp) -> bool:
         """Whether the remote range of `op` lies in memory that is registered here."""
@@ -128,6 +135,7 @@ class Network:
         """Gets every WRITE as it lands, with its receiver."""
         self.num_writes_refused = 0
         """How many writes were refused because their grant had been revoked."""
+        self.questions = Questions(self, random)
 
     def attach(self, endpoint: Endpoint) -> None:
         """Connect a process under a new address."""
@@ -248,7 +256,8 @@ class SimTransfer:
 
     @property
     def segment(self) -> SegmentRef:
-        return SegmentRef(self._endpoint.address, {"sim": ""}, self._endpoint.node)
+        endpoints = {"sim": "", **({"questions": ""} if self._endpoint.hears else {})}
+        return SegmentRef(self._endpoint.address, endpoints, self._endpoint.node)
 
     def allocate(self, num_bytes: int, label: str) -> SimRegion:
         """Return simulated memory. `label` is for people and is not kept."""
@@ -290,6 +299,30 @@ class SimTransfer:
         by_hardware = self._network.config.writes_by_hardware
         return Fence.UNKNOWN if by_hardware else Fence.CLOSED
 
+    def takes_questions(self, peer: SegmentRef) -> bool:
+        return "questions" in peer.endpoints
+
+    def hear_questions(self) -> None:
+        self._endpoint.hears = self._network.config.questions
+
+    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
+        self._network.questions.answer(number, answer, region, pieces)
+
+    def refuse(self, number: int, reason: str) -> None:
+        self._network.questions.end(number, reason)
+
+    def _ask(self, batch_id: int, batch: TransferBatch, owner: Endpoint) -> None:
+        """Ask a process. Nothing is written here once the batch has ended or was cancelled."""
+
+        def is_wanted() -> bool:
+            return batch_id in self._started_s and batch_id not in self._cancelled
+
+        def ended(error: str | None, answer: bytes, num_bytes: int) -> None:
+            self._finish(batch_id, error, num_bytes, answer)
+
+        question = Question(self._endpoint, owner, batch.ops, is_wanted, ended)
+        self._network.questions.ask(question, batch.question)
+
     def submit(self, batch: TransferBatch) -> int:
         self._last_batch += 1
         batch_id = self._last_batch
@@ -305,6 +338,11 @@ class SimTransfer:
             if deadline_s is not None:
                 fails_s = min(fails_s, deadline_s)
             heap.at(fails_s, lambda: self._fail(batch_id, "the peer does not answer"))
+            return batch_id
+        if batch.question:
+            self._ask(batch_id, batch, peer)
+            if deadline_s is not None:
+                heap.at(deadline_s, lambda: self._fail(batch_id, "deadline"))
             return batch_id
         num_bytes = sum(op.num_bytes for op in batch.ops)
         carried = sum(op.num_bytes * self._num_copies(batch.op, op, peer) for op in batch.ops)
@@ -404,7 +442,9 @@ class SimTransfer:
     def _fail_soon(self, batch_id: int, error: str) -> None:
         self._network.heap.after(0.0, lambda: self._finish(batch_id, error, 0))
 
-    def _finish(self, batch_id: int, error: str | None, num_bytes: int) -> None:
+    def _finish(
+        self, batch_id: int, error: str | None, num_bytes: int, answer: bytes = b""
+    ) -> None:
         """End a batch unless it has ended. A cancelled batch may have ended before."""
         started_s = self._started_s.pop(batch_id, None)
         if started_s is None:
@@ -413,5 +453,8 @@ class SimTransfer:
         if self._endpoint.alive:
             seconds = self._network.heap.now() - started_s
             self._endpoint.deliver(
-                TransferDone(batch_id=batch_id, error=error, num_bytes=num_bytes, seconds=seconds)
-            )
+                TransferDone(
+                    batch_id=batch_id, error=error, num_bytes=num_bytes, seconds=seconds,
+                    answer=answer,
+                )
+            )  # fmt: skip

@@ -2,8 +2,8 @@
 
 It joins the owner's side (`TcpServer`) and one `TcpPeer` for each engine we talk to, with our
 connections to it and the slices that go there. A slice whose connection broke is sent again on
-another one. A WRITE first waits until the peer confirms, in the handshake of a new connection, that
-nothing of the old one can reach its memory any more.
+another one, but a question is not. A WRITE first waits until the peer confirms, in the handshake of
+a new connection, that nothing of the old one can reach its memory any more.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backend import Router
-from mooncake.transfer.batches import Job, Part, SliceLimits, plan_slices
-from mooncake.transfer.engine import Op
+from mooncake.transfer.batches import Job, Part, Slice, SliceLimits, plan_slices
+from mooncake.transfer.engine import Op, Pieces, Region
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
-from mooncake.transfer.net.endpoint import ListenAddress, PeerKey, parse_endpoint
+from mooncake.transfer.net.endpoint import ListenAddress, PeerKey, Protection, parse_endpoint
 from mooncake.transfer.net.handshake import MAX_FENCED, ConnectingSide, Credentials
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.retries import RetryQueue
@@ -31,6 +31,7 @@ from mooncake.transfer.tcp.connection import (
     ConnectionLimits,
     ConnectionState,
 )
+from mooncake.transfer.tcp.questions import Hear
 from mooncake.transfer.tcp.server import ServerLimits, TcpServer
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +89,10 @@ class TcpPeer:
 
     def put(self, job: Job) -> None:
         """Queue the slices of `job`, and begin to send in the caller's thread if that helps."""
-        slices = plan_slices(job.ops, len(self._connections), self._limits.slices)
+        if job.question:
+            slices = [Slice(tuple(job.ops), job.num_bytes)]
+        else:
+            slices = plan_slices(job.ops, len(self._connections), self._limits.slices)
         self._queue.put(job, slices)
         # What fits one slice goes in the caller's thread: waking a loop for it took a tenth longer.
         # Not while the peer must first be told of a broken connection, which takes a new one.
@@ -151,11 +155,13 @@ class TcpPeer:
         level = logging.WARNING if is_loss else logging.INFO
         _LOG.log(level, "transfer connection to %s broke: %s", self.engine_id, failure.reason)
         error = f"{self.engine_id}: {failure.reason}"
-        self._queue.count_failure(failure.parts, error)
+        self._queue.fail([part for part in failure.parts if part.job.question], error)
+        parts = [part for part in failure.parts if not part.job.question]
+        self._queue.count_failure(parts, error)
         if failure.connection_id is not None:
-            writes = [part for part in failure.parts if part.job.op is Op.WRITE]
+            writes = [part for part in parts if part.job.op is Op.WRITE]
             self._queue.hold(failure.connection_id, writes)
-        self._queue.again([part for part in failure.parts if part.job.op is Op.READ])
+        self._queue.again([part for part in parts if part.job.op is Op.READ])
         others = {other.state for other in self._connections if other is not connection}
         if failure.connection_id is not None:
             if self._queue or self._queue.num_held:
@@ -232,6 +238,7 @@ class TcpBackend:
     ) -> None:
         """Listen for peers. Raises ConfigError when no port can be bound."""
         self._router = router
+        self._protection = credentials.protection
         self._listen = settings.listen
         self.stats = LinkStats(self.protocol)
         self._peers: PeerDirectory[TcpPeer] = PeerDirectory(
@@ -272,6 +279,23 @@ class TcpBackend:
         """Return CLOSED: bytes land behind the gates, where the grant is checked."""
         del grant
         return Fence.CLOSED
+
+    def hear(self, hear: Hear) -> bool:
+        """Have `hear` called with the questions of peers, and their ends. Return False if they are
+        not taken.
+        """
+        if self._protection is Protection.ENCRYPT:
+            return False
+        self._server.questions.hear(hear)
+        return True
+
+    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
+        """Answer a question, and send the pieces behind the answer."""
+        self._server.questions.answer(number, answer, region.region_id, pieces)
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Refuse a question."""
+        self._server.questions.refuse(number, reason)
 
     def pump(self) -> None:
         """Do nothing: the I/O loops do all work."""

@@ -41,7 +41,7 @@ from mooncake.transfer.tcp.server import tune_connected, tune_socket
 if TYPE_CHECKING:
     from mooncake.transfer.tcp.backend import TcpPeer
 
-_ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED))
+_ANSWERS = frozenset((wire.DONE, wire.DATA, wire.REFUSED, wire.TOLD))
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -75,6 +75,13 @@ class Request(msgspec.Struct, eq=False):
     posted_s: float
     given_up: bool = False
     """True if its job has ended, so that what still comes is dropped."""
+
+    @property
+    def answer_kind(self) -> int:
+        """The kind of the answer, unless it is refused."""
+        if self.part.job.question:
+            return wire.TOLD
+        return wire.DATA if self.part.job.op is Op.READ else wire.DONE
 
 
 class ConnectionState(Enum):
@@ -319,7 +326,11 @@ class Connection:
         is_read = part.job.op is Op.READ
         num_bytes = part.slice.num_bytes
         kind = wire.READ if is_read else wire.WRITE
-        head = wire.pack_request(kind, self._next_id, part.slice.pieces, num_bytes, part.job.grant)
+        pieces, question = part.slice.pieces, part.job.question
+        if question:
+            head = wire.pack_ask(self._next_id, question, pieces[0].num_bytes)
+        else:
+            head = wire.pack_request(kind, self._next_id, pieces, num_bytes, part.job.grant)
         assert self._channel is not None
         request = Request(
             request_id=self._next_id,
@@ -434,19 +445,36 @@ class Connection:
         if not self._requests or header.request_id != self._requests[0].request_id:
             raise ProtocolError("answer to a request that was not made")
         request = self._requests[0]
-        is_read = request.part.job.op is Op.READ
-        fits = header.kind == wire.REFUSED or (header.kind == wire.DATA) == is_read
-        if not (request.outgoing.is_sent and fits):
+        if not (request.outgoing.is_sent and header.kind in (request.answer_kind, wire.REFUSED)):
             raise ProtocolError("answer of the wrong kind")
         if header.kind == wire.DONE:
             self._end_request(None)
         elif header.kind == wire.REFUSED:
             self._expect(max(1, header.num_bytes + seals.num_tag_bytes), self._on_reason)
+        elif header.kind == wire.TOLD:
+            answered = functools.partial(self._on_answer, header.num_bytes)
+            self._expect(header.grant + seals.num_tag_bytes, answered)
         elif header.num_bytes != request.part.slice.num_bytes:
             raise ProtocolError("answer of the wrong length")
         else:
             lengths = [op.num_bytes for op in request.part.slice.pieces]
             self._receiving = Incoming(request.views, lengths, seals)
+
+    def _on_answer(self, num_bytes: int, data: memoryview) -> None:
+        """Take the answer to a question. Its bytes follow, whole pieces from the first on."""
+        assert self._channel is not None
+        request = self._requests[0]
+        answer = bytes(self._channel.received.open(data))
+        size = request.part.slice.pieces[0].num_bytes
+        count, rest = divmod(num_bytes, size)
+        if rest or count > len(request.views):
+            raise ProtocolError("answer of the wrong length")
+        request.part.job.set_answer(answer, num_bytes)
+        if count:
+            views = request.views[:count]
+            self._receiving = Incoming(views, [size] * count, self._channel.received)
+        else:
+            self._end_request(None)
 
     def _on_reason(self, data: memoryview) -> None:
         assert self._channel is not None
@@ -472,7 +500,8 @@ class Connection:
         self._expect_header()
         if not request.given_up:
             if error is None:
-                num_bytes = request.part.slice.num_bytes
+                job = request.part.job
+                num_bytes = job.num_bytes if job.question else request.part.slice.num_bytes
                 self._owner.arrived(self, num_bytes, request.posted_s, self._progress_s)
             request.part.job.finish(error)
         # A caller that waits for the job wakes now: with nothing to send, get out of its way.

@@ -1,5 +1,5 @@
 """The owner's side of TCP: it answers peers' READs and WRITEs straight from and to registered
-memory.
+memory, and sends what the answers to their questions name.
 
 Each connection lives in one I/O loop. A client gets nothing before it has proven its credential.
 Every range and grant is checked against our own table, and a grant again before each piece of a
@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mooncake.base.errors import ProtocolError
+from mooncake.base.rights import Sender
 from mooncake.telemetry.audit import audit
+from mooncake.transfer.engine import MAX_ANSWER_PIECES, Pieces
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import (
@@ -37,9 +39,10 @@ from mooncake.transfer.net.seals import UNSEALED
 from mooncake.transfer.regions import RangeRefused, RegionTable, Withdrawable, withdrawn
 from mooncake.transfer.tcp import wire
 from mooncake.transfer.tcp.frames import Incoming, Outgoing
+from mooncake.transfer.tcp.questions import Questions
 
 _LOG = logging.getLogger(__name__)
-_REQUESTS = frozenset((wire.WRITE, wire.READ))
+_REQUESTS = frozenset((wire.WRITE, wire.READ, wire.ASK))
 _READS_IN_A_ROW = 64
 """Reads of payload in a row, before the loop's other connections get their turn."""
 _LOCAL_SEND_BYTES = 1024 * 2**10
@@ -74,6 +77,7 @@ class TcpServer:
         self._next_loop = itertools.cycle(loops)
         self.stats = LinkStats("tcp_served")
         """What clients moved to and from our memory."""
+        self.questions = Questions()
         sock = tcp_listener(listen)
         self.port: int = sock.getsockname()[1]
         self.listener = Listener(
@@ -130,6 +134,8 @@ class ServerConnection:
         """The regions that the request in hand touches, its grant, and a pool client's loans."""
         self._incoming: Incoming | None = None
         self._outgoing: Outgoing | None = None
+        self._question = 0
+        """The number of the question in hand; 0: none."""
 
     def start(self) -> None:
         """Begin to listen to the client."""
@@ -165,6 +171,7 @@ class ServerConnection:
             self._incoming = None
             self._outgoing = None
             self._needed = []
+            self._end_question()
             self._server.listener.forget(self)
 
     def _on_event(self, events: int) -> None:
@@ -188,9 +195,12 @@ class ServerConnection:
                 if events != READABLE:
                     return
         except (OSError, ProtocolError, RangeRefused) as error:
-            if self.identity is not None and not isinstance(error, ConnectionError):
-                _LOG.warning("transfer from %s ended: %s", self.identity.engine_id, error)
-            self.close()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self.identity is not None and not isinstance(error, ConnectionError):
+            _LOG.warning("transfer from %s ended: %s", self.identity.engine_id, error)
+        self.close()
 
     def _look(self) -> int:
         """Return the events that this socket has now."""
@@ -264,13 +274,16 @@ class ServerConnection:
 
     def _on_header(self, data: memoryview) -> None:
         request = self._request = wire.parse_header(data[: wire.HEADER_BYTES], _REQUESTS)
-        if request.num_ranges == 0:
-            raise ProtocolError("transfer request without ranges")
-        if request.num_ranges == 1:
-            self._on_head(request, data)
+        is_question = request.kind == wire.ASK
+        if is_question != (request.num_ranges == 0):
+            raise ProtocolError("transfer request without ranges, or a question with some")
+        then = self._on_question if is_question else self._on_head
+        length = request.num_bytes if is_question else request.num_ranges * wire.RANGE_BYTES
+        if length == wire.RANGE_BYTES:
+            then(request, data)
         else:
-            more = (request.num_ranges - 1) * wire.RANGE_BYTES
-            self._expect(len(data) + more, functools.partial(self._on_head, request))
+            more = length - wire.RANGE_BYTES
+            self._expect(len(data) + more, functools.partial(then, request))
             self._want[: len(data)] = data
             self._num_filled = len(data)
 
@@ -284,6 +297,19 @@ class ServerConnection:
         lengths = [length for _, _, length in ranges]
         if sum(lengths) != request.num_bytes or 0 in lengths:
             raise ProtocolError("transfer request whose ranges do not add up")
+        views = self._resolve(request, ranges)
+        if request.kind == wire.WRITE:
+            self._incoming = Incoming(views, lengths, self._channel.received)
+        elif self._refusal is not None:
+            self._refuse(request, self._refusal)
+        else:
+            header = wire.Header(wire.DATA, 0, request.request_id, request.num_bytes)
+            self._end_request(wire.pack_header(header), payload=views)
+
+    def _resolve(
+        self, request: wire.Header, ranges: Sequence[tuple[int, int, int]]
+    ) -> list[memoryview]:
+        """Return the memory of ranges, and note what the request needs, or why it is refused."""
         views: list[memoryview] = []
         needed: list[Withdrawable] = []
         self._refusal = None
@@ -299,13 +325,61 @@ class ServerConnection:
         except RangeRefused as error:
             self._refusal = error.message
         self._needed = needed
-        if request.kind == wire.WRITE:
-            self._incoming = Incoming(views, lengths, self._channel.received)
-        elif self._refusal is not None:
-            self._refuse(request, self._refusal)
-        else:
-            header = wire.Header(wire.DATA, 0, request.request_id, request.num_bytes)
-            self._end_request(wire.pack_header(header), payload=views)
+        return views
+
+    # ------------------------------------------------------------- questions
+
+    def _on_question(self, request: wire.Header, data: memoryview) -> None:
+        """Have a question, now completely known, answered. Nothing more is read before that."""
+        assert self._channel is not None
+        assert self.identity is not None
+        head = memoryview(self._channel.received.open(data))
+        self._has_head = True
+        self._began_s = time.monotonic()
+        self._watch(0)
+        self._question = self._server.questions.open(
+            self, bytes(head[wire.HEADER_BYTES :]), self._sender, self._whence or ""
+        )
+        if not self._question:
+            self._refuse(request, "questions are not heard here")
+
+    @functools.cached_property
+    def _sender(self) -> Sender:
+        assert self.identity is not None
+        return self.identity.certificate.sender()
+
+    def answer(self, number: int, answer: bytes, region_id: int, pieces: Pieces) -> None:
+        """Send the answer to the question in hand, and the pieces of memory behind it."""
+        request = self._request
+        if number != self._question or request is None:
+            return
+        try:
+            ranges = _cut(region_id, pieces, request.grant)
+            views = self._resolve(request, ranges)
+            if self._refusal is not None:
+                self._refuse(request, self._refusal)
+                return
+            num_bytes = pieces.num_bytes * len(pieces.offsets)
+            header = wire.Header(wire.TOLD, 0, request.request_id, num_bytes, len(answer))
+            self._request = header
+            self._end_request(wire.pack_header(header), answer, payload=views)
+        except (OSError, ProtocolError, RangeRefused) as error:
+            self._fail(error)
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Refuse the question in hand."""
+        if number == self._question and self._request is not None:
+            try:
+                self._refuse(self._request, reason)
+            except OSError as error:
+                self._fail(error)
+
+    def _end_question(self) -> None:
+        if self._question:
+            number, self._question = self._question, 0
+            self._server.questions.end(number)
+
+    # -------------------------------------------------------------- payloads
 
     def _receive_payload(self, payload: Incoming) -> bool:
         """Read some of a WRITE's payload into our memory, or drop it when the WRITE is refused.
@@ -382,15 +456,27 @@ class ServerConnection:
                 frame.is_ahead = False
                 os.sched_yield()
         self._outgoing = None
-        if self._needed:  # an answer to a READ has gone
+        if self._needed:  # an answer with a payload has gone
             self._count()
         self._needed = []
+        self._end_question()
         self._watch(READABLE)
 
     def _watch(self, events: int) -> None:
         if events != self._events:
             self._events = events
             self.loop.modify(self._sock.fileno(), events)
+
+
+def _cut(region_id: int, pieces: Pieces, num_bytes: int) -> list[tuple[int, int, int]]:
+    """Return the ranges of pieces of memory, cut into shorter ones of `num_bytes` each. Raises
+    ProtocolError when they cannot be cut so, or are too many.
+    """
+    count, rest = divmod(pieces.num_bytes, num_bytes)
+    if rest or count * len(pieces.offsets) > MAX_ANSWER_PIECES:
+        raise ProtocolError(f"a question for pieces of {num_bytes} bytes, which are too many")
+    starts = range(0, pieces.num_bytes, num_bytes)
+    return [(region_id, offset + start, num_bytes) for offset in pieces.offsets for start in starts]
 
 
 def tune_socket(sock: socket.socket, dead_host_s: float) -> None:

@@ -4,11 +4,13 @@ After the handshake the client sends requests and the owner answers them in orde
 
     WRITE  header, ranges, payload   ->  DONE | REFUSED reason
     READ   header, ranges            ->  DATA payload | REFUSED reason
+    ASK    header, question          ->  TOLD answer, payload | REFUSED reason
 
-Both directions are sealed (`frames`): a tag follows each head (header and ranges), each chunk of a
-payload and each reason. A header is kind (1 byte), version (1), number of ranges (2), request id
-(8), payload bytes (8), grant (8; of a WRITE, else 0). A range is region, offset, length (8 each).
-Handshake messages go as their length (4) and body.
+Both directions are sealed (`frames`): a tag follows each head (header and ranges, or question),
+each chunk of a payload, each reason and each answer. A header is kind (1 byte), version (1), number
+of ranges (2), request id (8), payload bytes (8) and an extra number (8): the grant of a WRITE, the
+bytes of a piece for an ASK, the bytes of the answer for a TOLD, else 0. A range is region, offset,
+length (8 each). Handshake messages go as their length (4) and body.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from collections.abc import Sequence
 import msgspec
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.engine import TransferOp
+from mooncake.transfer.engine import MAX_QUESTION_BYTES, TransferOp
 
 WIRE_VERSION = 3
-WRITE, READ, DONE, DATA, REFUSED = 1, 2, 3, 4, 5
-_KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED))
+WRITE, READ, DONE, DATA, REFUSED, ASK, TOLD = 1, 2, 3, 4, 5, 6, 7
+_KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED, ASK, TOLD))
 _HEADER = struct.Struct("<BBHQQQ")
 HEADER_BYTES = _HEADER.size
 _HEAD = struct.Struct("<BBHQQQQQQ")
@@ -43,9 +45,13 @@ class Header(msgspec.Struct, frozen=True):
     num_ranges: int
     request_id: int
     num_bytes: int
-    """Bytes of payload (WRITE, DATA), of memory asked for (READ), or of the reason (REFUSED)."""
+    """Bytes of payload (WRITE, DATA, TOLD), of memory asked for (READ), of the question (ASK), or
+    of the reason (REFUSED).
+    """
     grant: int = 0
-    """The grant by which a WRITE may be made."""
+    """The grant by which a WRITE may be made, the bytes of each piece in which the answer to an ASK
+    comes, or the bytes of the answer before the payload (TOLD).
+    """
 
 
 def pack_header(header: Header) -> bytes:
@@ -67,6 +73,10 @@ def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
         raise ProtocolError(f"transfer frame too large: {num_ranges} ranges, {num_bytes} bytes")
     if kind == REFUSED and num_bytes > MAX_REASON_BYTES:
         raise ProtocolError(f"refusal of {num_bytes} bytes is too long")
+    if kind == ASK and not (RANGE_BYTES <= num_bytes <= MAX_QUESTION_BYTES and grant):
+        raise ProtocolError(f"question of {num_bytes} bytes, for pieces of {grant}")
+    if kind == TOLD and not 0 < grant <= MAX_QUESTION_BYTES:
+        raise ProtocolError(f"answer of {grant} bytes")
     return Header(kind, num_ranges, request_id, num_bytes, grant)
 
 
@@ -94,6 +104,11 @@ def pack_request(
         return _HEAD.pack(kind, WIRE_VERSION, 1, request_id, num_bytes, grant, *place)
     header = Header(kind, len(pieces), request_id, num_bytes, grant)
     return pack_header(header) + pack_ranges(pieces)
+
+
+def pack_ask(request_id: int, question: bytes, piece_bytes: int) -> bytes:
+    """Return header and question of an ASK."""
+    return pack_header(Header(ASK, 0, request_id, len(question), piece_bytes)) + question
 
 
 def pack_refusal(request_id: int, reason: str) -> tuple[bytes, bytes]:

@@ -46,12 +46,21 @@ from mooncake.base.pool_messages import (
     RemoveBlocks,
     SetPins,
 )
+from mooncake.base.rights import CredentialRole, Sender
 from mooncake.kvstore import KvNode, KvStoreConfig, PrefixIndex
 from mooncake.kvstore.config import SsdConfig
+from mooncake.rpc.codec import decode, encode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
-from mooncake.transfer.engine import Region, TransferBatch, TransferDone
+from mooncake.transfer.engine import (
+    Asked,
+    AskEnded,
+    Pieces,
+    Region,
+    TransferBatch,
+    TransferDone,
+)
 from mooncake.transfer.grants import Fence, Grants
 from tests.support.examples import examples
 from tests.support.kvstore.node_world import BLOCK, GATEWAY, LAYOUT, key, worker
@@ -61,6 +70,7 @@ NAMES = ["a", "b", "c"]
 CLIENT = worker("client")
 SSD_BLOCKS = 6
 JUNK = b"\xee" * BLOCK
+WORKERS = Sender(name="w", roles=frozenset((CredentialRole.WORKER,)), tenant=None, channel_key="")
 
 a_name = st.sampled_from(NAMES)
 a_run = st.builds(
@@ -120,6 +130,24 @@ class Node:
         assert self.grants.permit(grant).withdrawn is not None
         return Fence.UNKNOWN
 
+    def takes_questions(self, peer: SegmentRef) -> bool:
+        return False
+
+    def hear_questions(self) -> None:
+        """The client asks."""
+
+    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
+        granted = decode(answer)
+        assert region is self.region
+        assert isinstance(granted, PinGranted)
+        assert granted.places.offsets == pieces.offsets
+        assert granted.num_blocks == len(pieces.offsets)
+        asked = self.pool.asked[number]
+        asked.run, asked.offsets = asked.run[: granted.num_blocks], list(pieces.offsets)
+
+    def refuse(self, number: int, reason: str) -> None:
+        raise AssertionError(f"the client is allowed all that it asks: {reason}")
+
     def submit(self, batch: TransferBatch) -> int:
         self.last_batch += 1
         self.running[self.last_batch] = batch
@@ -143,6 +171,15 @@ class Node:
         return self.memory[offset : offset + BLOCK] == bytes_of(block)
 
 
+@dataclass
+class Asking:
+    """A question that is not over: the bytes may be read until then."""
+
+    node: Node
+    run: list[bytes]
+    offsets: list[int] = field(default_factory=list)
+
+
 class Pool(RuleBasedStateMachine):
     """The nodes, the wire between them, one client and one gateway."""
 
@@ -161,6 +198,7 @@ class Pool(RuleBasedStateMachine):
         self.nodes: dict[str, Node] = {}
         self.grants: dict[tuple[WorkerRef, int], PutGranted] = {}
         self.pins: dict[tuple[WorkerRef, int], list[bytes]] = {}
+        self.asked: dict[int, Asking] = {}
         self.num_boots = self.last_ticket = 0
         for name in NAMES:
             self.boot(name)
@@ -173,6 +211,8 @@ class Pool(RuleBasedStateMachine):
         if old is not None:
             old.disks.kill()
             self.wire += [(to, PeerLost(worker=old.ref)) for to in [*self.nodes, GATEWAY.address]]
+            for number in [n for n, asking in self.asked.items() if asking.node is old]:
+                del self.asked[number]
             for table in (self.grants, self.pins):
                 for at in [at for at in table if at[0] == old.ref]:
                     del table[at]
@@ -303,6 +343,25 @@ class Pool(RuleBasedStateMachine):
         del self.pins[at]
         self.wire.append((at[0].address, Unpin(reader=CLIENT, ticket=at[1])))
 
+    @rule(name=a_name, run=a_run)
+    def ask(self, name: str, run: list[bytes]) -> None:
+        """Over the data connection, which other messages do not keep in order with."""
+        ticket = self.ticket()
+        self.asked[ticket] = Asking(self.nodes[name], list(run))
+        question = encode(PinBlocks(reader=CLIENT, ticket=ticket, keys=run))
+        event = Asked(number=ticket, question=question, sender=WORKERS, whence="")
+        self.bring(self.nodes[name], event)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), unpins=st.sampled_from([False, False, True]))
+    def end_question(self, data: st.DataObject, unpins: bool) -> None:
+        """The bytes are out, or the connection broke. The client may also unpin, and need not."""
+        number = data.draw(st.sampled_from(sorted(self.asked)))
+        node = self.asked.pop(number).node
+        if unpins:
+            self.wire.append((node.address, Unpin(reader=CLIENT, ticket=number)))
+        self.bring(node, AskEnded(number=number))
+
     @rule(name=a_name, run=a_run, pin=st.sampled_from(LastingPin))
     def set_pins(self, name: str, run: list[bytes], pin: LastingPin) -> None:
         asked = SetPins(asker=CLIENT, ticket=self.ticket(), keys=run, pin=pin)
@@ -406,6 +465,12 @@ class Pool(RuleBasedStateMachine):
             for block in node.machine.blocks.dram.stored_keys():
                 assert node.holds(block), "wrong bytes"
 
+    @invariant()
+    def what_is_being_sent_stays_as_it_is(self) -> None:
+        for asking in getattr(self, "asked", {}).values():
+            for block, offset in zip(asking.run, asking.offsets, strict=False):
+                assert asking.node.memory[offset : offset + BLOCK] == bytes_of(block)
+
     def teardown(self) -> None:
         """When words arrive again, nothing is held, and the gateway knows exactly what is where."""
         if not hasattr(self, "nodes"):
@@ -414,6 +479,8 @@ class Pool(RuleBasedStateMachine):
             del self.pins[at]
             self.wire.append((at[0].address, Unpin(reader=CLIENT, ticket=at[1])))
         self.grants.clear()
+        for number in [*self.asked]:
+            self.bring(self.asked.pop(number).node, AskEnded(number=number))
         for _ in range(60):
             self.wait(0.5)
             for node in self.nodes.values():

@@ -25,9 +25,10 @@ POOL_BLOCKS = 6
 class EnginePair:
     """`here` has pages and a mover, `there` has a pool region; messages to either are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, questions: bool = False) -> None:
+        """`questions`: `there` takes questions."""
         self.heap = EventHeap()
-        self.network = Network(self.heap, NetworkConfig(), Random(1))
+        self.network = Network(self.heap, NetworkConfig(questions=questions), Random(1))
         self.inbox: list[msgspec.Struct] = []
         self.there_inbox: list[msgspec.Struct] = []
         here = Endpoint("here", "node-a", self._deliver)
@@ -38,6 +39,7 @@ class EnginePair:
         transfer = SimTransfer(self.network, here, with_bytes=True)
         self.remote = SimTransfer(self.network, there, with_bytes=True)
         self.pages: Region = transfer.allocate(NUM_PAGES * LAYOUT.block_bytes, "pages")
+        self.remote.hear_questions()
         self.arena: Region = self.remote.allocate(POOL_BLOCKS * LAYOUT.block_bytes, "arena")
         self.pool = BlockPool(NUM_PAGES)
         self.transfer = transfer

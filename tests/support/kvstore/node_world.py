@@ -30,6 +30,7 @@ from mooncake.base import (
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
+from mooncake.rpc.codec import decode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
@@ -91,6 +92,9 @@ class LocalTransfer:
         self.grants = Grants(defaultdict(int))
         self.usual_fence = Fence.CLOSED
         self.fences: dict[int, Fence] = {}
+        self.answers: dict[int, tuple[AnyMessage, list[int]]] = {}
+        """The answer to each question, and where the blocks behind it lie."""
+        self.refusals: dict[int, str] = {}
 
     def allocate(self, num_bytes: int, label: str) -> Region:
         buffer = memoryview(bytearray(num_bytes))
@@ -124,6 +128,19 @@ class LocalTransfer:
     def fence(self, grant: int) -> Fence:
         assert self.grants.permit(grant).withdrawn is not None, "it was revoked first"
         return self.fences.get(grant, self.usual_fence)
+
+    def takes_questions(self, peer: SegmentRef) -> bool:
+        raise NotImplementedError
+
+    def hear_questions(self) -> None:
+        """The tests hand questions to the node."""
+
+    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
+        assert region is self.regions[0]
+        self.answers[number] = decode(answer), list(pieces.offsets)
+
+    def refuse(self, number: int, reason: str) -> None:
+        self.refusals[number] = reason
 
     def submit(self, batch: TransferBatch) -> int:
         raise NotImplementedError

@@ -8,8 +8,11 @@ import pytest
 
 from mooncake.base import PinBlocks, PinGranted, TransferError, Unpin, WorkerRef
 from mooncake.kvstore.block_checksum import checksum_of
+from mooncake.kvstore.client import block_memory, block_reader
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
+from mooncake.rpc.codec import decode, encode
+from mooncake.transfer.engine import Asked, Pieces
 from tests.support.engine.engine_pair import LAYOUT, EnginePair
 
 HERE = WorkerRef("client", "e1", "here")
@@ -126,3 +129,187 @@ def test_a_node_that_is_lost_after_the_bytes_came_changes_nothing() -> None:
     scene.reader.on_peer_lost(NODE, scene.pair.heap.now())
     scene.run()
     assert [result.num_blocks for result in scene.ended] == [1]
+
+
+# ---------------------------------------------------------------- questions
+
+
+class Asking:
+    """A reader beside a node that takes questions; this test is the node. The first read tells the
+    reader so.
+    """
+
+    def __init__(self, *, hears: bool = True) -> None:
+        pair = self.pair = EnginePair(questions=hears)
+        self.reader = BlockReader(HERE, pair.channel, pair.transfers, verify=True)
+        self.memory = BlockMemory.packed(pair.pages, LAYOUT)
+        self.blocks = [pair.fill_pool(block, block) for block in range(4)]
+        self.ended: list[ReadResult] = []
+        self.read([0])
+        pin = self.pin()
+        message = PinGranted(
+            asker=HERE, ticket=pin.ticket, store=NODE, num_blocks=1, places=pair.places([0]),
+        )  # fmt: skip
+        self.reader.on_granted(message, 0.0)
+        self.run()
+        self.ended.clear()
+        pair.there_inbox.clear()
+
+    def read(self, blocks: Sequence[int], **limits: float) -> int:
+        places = self.memory.at([block * LAYOUT.block_bytes for block in blocks])
+        number = self.reader.start(
+            STORE, [KEYS[block] for block in blocks], places, limits.pop("deadline_s", 5.0),
+            lambda result, _now: self.ended.append(result), **limits,
+        )  # fmt: skip
+        self.pair.heap.run_until(self.pair.heap.now() + 0.01)
+        return number
+
+    def run(self, seconds: float = 0.6) -> None:
+        """Let time pass, enough for a cancelled transfer to end."""
+        heap = self.pair.heap
+        heap.run_until(heap.now() + seconds)
+        while self.reader.tick(heap.now()) == heap.now():
+            pass
+        heap.run_until(heap.now() + 0.01)
+        self.reader.check_integrity()
+
+    def pin(self) -> PinBlocks:
+        """The newest pin that came by a message."""
+        return [m for m in self.pair.there_inbox if isinstance(m, PinBlocks)][-1]
+
+    def asked(self) -> tuple[int, PinBlocks]:
+        """The newest question, with its number."""
+        event = [m for m in self.pair.there_inbox if isinstance(m, Asked)][-1]
+        message = decode(event.question)
+        assert isinstance(message, PinBlocks)
+        return event.number, message
+
+    def answer(self, blocks: Sequence[int], *, ticket: int = 0, claimed: int = 0) -> None:
+        number, pin = self.asked()
+        granted = PinGranted(
+            asker=HERE, ticket=ticket or pin.ticket, store=NODE,
+            num_blocks=claimed or len(blocks), places=self.pair.places(list(blocks)),
+            more=len(blocks) < len(pin.keys),
+            checksums=[checksum_of(self.blocks[block], LAYOUT) for block in blocks],
+        )  # fmt: skip
+        pieces = Pieces([block * LAYOUT.block_bytes for block in blocks], LAYOUT.block_bytes)
+        self.pair.remote.answer(number, encode(granted), self.pair.arena, pieces)
+        self.run()
+
+    @property
+    def sent(self) -> list[str]:
+        """The kinds of all messages to the node, but for what tells it of questions."""
+        kinds = (PinBlocks, Unpin)
+        return [type(m).__name__ for m in self.pair.there_inbox if isinstance(m, kinds)]
+
+
+def test_a_run_comes_behind_its_answer_without_a_message() -> None:
+    scene = Asking()
+    scene.read([0, 1, 2])
+    assert scene.asked()[1].keys == KEYS[:3]
+    scene.answer([0, 1, 2])
+    [result] = scene.ended
+    assert (result.num_blocks, result.error) == (3, None)
+    assert result.num_bytes == 3 * LAYOUT.block_bytes
+    assert result.checksums == [checksum_of(block, LAYOUT) for block in scene.blocks[:3]]
+    assert scene.sent == []
+    came = bytes(scene.pair.pages.buffer[: 3 * LAYOUT.block_bytes])
+    assert came == b"".join(scene.blocks[:3])
+
+
+def test_a_node_that_takes_no_questions_is_sent_pins() -> None:
+    scene = Asking(hears=False)
+    scene.read([0])
+    assert scene.sent == ["PinBlocks"]
+
+
+@pytest.mark.parametrize("came", [0, 2])
+def test_what_an_answer_lacks_is_pinned(came: int) -> None:
+    scene = Asking()
+    scene.read([0, 1, 2, 3])
+    scene.answer(range(came))
+    assert scene.sent == ["PinBlocks"]
+    pin = scene.pin()
+    assert (pin.keys, pin.head.keys) == (KEYS[came:], KEYS[:came])
+    assert pin.ticket != scene.asked()[1].ticket
+    scene.reader.on_granted(
+        PinGranted(
+            asker=HERE, ticket=pin.ticket, store=NODE, num_blocks=0,
+            places=scene.pair.places([]),
+        ),
+        0.0,
+    )  # fmt: skip
+    assert [result.num_blocks for result in scene.ended] == [came]
+
+
+@pytest.mark.parametrize("how", ["refused", "another ticket", "too much claimed", "nonsense"])
+def test_a_question_without_a_right_answer_becomes_a_pin(how: str) -> None:
+    scene = Asking()
+    scene.read([0, 1])
+    number, _ = scene.asked()
+    if how == "refused":
+        scene.pair.remote.refuse(number, "no")
+    elif how == "nonsense":
+        scene.pair.remote.answer(number, b"?", scene.pair.arena, Pieces([0], LAYOUT.block_bytes))
+    else:
+        scene.answer([0], ticket=99 * (how == "another ticket"), claimed=2)
+    scene.run()
+    assert scene.pin().keys == KEYS[:2]
+    assert scene.ended == []
+    for turn in range(2, 5):
+        assert scene.sent == ["PinBlocks"] * (turn - 1)
+        scene.read([0])
+        number, _ = scene.asked()
+        scene.pair.remote.refuse(number, "no")
+        scene.run()
+    assert len({m.number for m in scene.pair.there_inbox if isinstance(m, Asked)}) == 3
+    assert scene.sent == ["PinBlocks"] * 4, "three questions without an answer are enough"
+
+
+def test_a_damaged_block_is_reported() -> None:
+    scene = Asking()
+    scene.read([0, 1])
+    scene.blocks[1] = bytes(LAYOUT.block_bytes)
+    scene.answer([0, 1])
+    assert [result.num_blocks for result in scene.ended] == [1]
+    [unpin] = [m for m in scene.pair.there_inbox if isinstance(m, Unpin)]
+    assert unpin.corrupt == [KEYS[1]]
+
+
+def test_a_read_that_is_cancelled_while_it_asks_ends_without_a_pin() -> None:
+    scene = Asking()
+    number = scene.read([0])
+    scene.reader.cancel(number, scene.pair.heap.now())
+    scene.run()
+    assert [type(result.error) for result in scene.ended] == [TransferError]
+    scene.answer([0])
+    assert len(scene.ended) == 1
+    assert scene.sent == []
+
+
+def test_a_lost_node_ends_a_question() -> None:
+    scene = Asking()
+    scene.read([0])
+    scene.reader.on_peer_lost(NODE, scene.pair.heap.now())
+    scene.run()
+    assert [result.num_blocks for result in scene.ended] == [0]
+    scene.read([0])
+    assert scene.sent == ["PinBlocks"], "its next boot is asked once it has granted something"
+
+
+def test_a_silent_node_is_given_up_as_one_that_is_sent_a_pin() -> None:
+    scene = Asking()
+    scene.read([0], answer_by_s=scene.pair.heap.now() + 1.0)
+    scene.run(1.0)
+    [result] = scene.ended
+    assert str(result.error) == "the pool node at there does not answer"
+
+
+def test_a_long_run_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_memory, "MAX_ANSWER_BYTES", 2 * LAYOUT.block_bytes)
+    scene = Asking()
+    scene.read([0, 1, 2])
+    assert scene.sent == ["PinBlocks"]
+    monkeypatch.setattr(block_reader, "MAX_QUESTION_BYTES", 50)
+    scene.read([0])
+    assert scene.sent == ["PinBlocks"] * 2

@@ -44,6 +44,13 @@ from mooncake.telemetry.events import EventList
 from tests.support.kvstore.node_world import BLOCK, LAYOUT, keys
 
 NUM_PLACES = 8
+WIRES = {"questions": False}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["pins", "questions"])
+def wires(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes take questions over the data connection, or not, as those of earlier releases."""
+    monkeypatch.setitem(WIRES, "questions", request.param)
 
 
 class Scene:
@@ -51,7 +58,8 @@ class Scene:
 
     def __init__(self, *, blocks: int = 4, timeout_s: float = 5.0, **network) -> None:
         self.heap = EventHeap()
-        self.network = Network(self.heap, NetworkConfig(encode=True, **network), Random(1))
+        config = NetworkConfig(encode=True, **WIRES, **network)
+        self.network = Network(self.heap, config, Random(1))
         self.processes: dict[str, SimProcess] = {}
         self.gateway = self._gateway()
         channel, transfer, process, hello = self._worker("kv", Role.KVSTORE)

@@ -40,6 +40,15 @@ SLACK_S = 0.1
 """Over its time a call may take what calling off a transfer takes."""
 
 
+WIRES = {"questions": False}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["pins", "questions"])
+def wires(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes take questions over the data connection, or not, as those of earlier releases."""
+    monkeypatch.setitem(WIRES, "questions", request.param)
+
+
 class Scene:
     """A gateway, pool nodes kv0, kv1, ... on nodes n0, n1, ..., and a client on n0. Wires are so
     slow that a block takes a millisecond.
@@ -56,7 +65,7 @@ class Scene:
         self.heap = EventHeap()
         rate = BLOCK / 1e-3
         config = NetworkConfig(
-            encode=True, failure_s=0.01, link_bytes_per_s=rate, local_bytes_per_s=rate
+            encode=True, failure_s=0.01, link_bytes_per_s=rate, local_bytes_per_s=rate, **WIRES
         )
         self.network = Network(self.heap, config, Random(1))
         self.asked: list[FindReplicas] = []

@@ -61,6 +61,9 @@ class Port:
     def fileno(self) -> int:
         return self.fd
 
+    def events(self) -> list[msgspec.Struct]:
+        return self.poll()
+
     def poll(self) -> list[msgspec.Struct]:
         with self.lock:
             taken, self.queue = self.queue, []

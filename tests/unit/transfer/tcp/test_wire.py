@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.engine import TransferOp
+from mooncake.transfer.engine import MAX_QUESTION_BYTES, TransferOp
 from mooncake.transfer.tcp import wire
 
-ALL = frozenset((wire.WRITE, wire.READ, wire.DONE, wire.DATA, wire.REFUSED))
+ALL = frozenset((
+    wire.WRITE, wire.READ, wire.DONE, wire.DATA, wire.REFUSED, wire.ASK, wire.TOLD
+))  # fmt: skip
 
 
 def test_a_request_is_its_header_and_its_ranges() -> None:
@@ -19,6 +23,30 @@ def test_a_request_is_its_header_and_its_ranges() -> None:
     ranges = wire.parse_ranges(data[wire.HEADER_BYTES :])
     assert ranges == [(7, 2**40, 5), (8, 0, 2**29)]
     assert len(data) == wire.HEADER_BYTES + 2 * wire.RANGE_BYTES
+
+
+def test_a_question_follows_its_header() -> None:
+    data = memoryview(wire.pack_ask(2**50, b"?" * 300, 2**20))
+    header = wire.parse_header(data[: wire.HEADER_BYTES], ALL)
+    assert header == wire.Header(wire.ASK, 0, 2**50, 300, 2**20)
+    assert data[wire.HEADER_BYTES :] == b"?" * 300
+
+
+@given(
+    st.binary(min_size=wire.HEADER_BYTES, max_size=wire.HEADER_BYTES), st.sampled_from(sorted(ALL))
+)
+def test_any_header_is_refused_or_in_bounds(data: bytes, kind: int) -> None:
+    data = bytes([kind, wire.WIRE_VERSION]) + data[2:]
+    try:
+        header = wire.parse_header(memoryview(data), ALL)
+    except ProtocolError:
+        return
+    assert header.num_ranges <= wire.MAX_RANGES
+    assert header.num_bytes <= wire.MAX_REQUEST_BYTES
+    if kind == wire.ASK:
+        assert wire.RANGE_BYTES <= header.num_bytes <= MAX_QUESTION_BYTES
+    if kind == wire.TOLD:
+        assert 0 < header.grant <= MAX_QUESTION_BYTES
 
 
 def test_a_refusal_carries_a_bounded_reason() -> None:
@@ -34,6 +62,11 @@ def test_a_refusal_carries_a_bounded_reason() -> None:
         (wire.Header(wire.DATA, 0, 1, wire.MAX_REQUEST_BYTES + 1), "too large"),
         (wire.Header(wire.READ, wire.MAX_RANGES + 1, 1, 1), "too large"),
         (wire.Header(wire.REFUSED, 0, 1, wire.MAX_REASON_BYTES + 1), "too long"),
+        (wire.Header(wire.ASK, 0, 1, wire.RANGE_BYTES - 1, 1), "question of 23 bytes"),
+        (wire.Header(wire.ASK, 0, 1, MAX_QUESTION_BYTES + 1, 1), "question of 65537 bytes"),
+        (wire.Header(wire.ASK, 0, 1, 100, 0), "for pieces of 0"),
+        (wire.Header(wire.TOLD, 0, 1, 0, 0), "answer of 0 bytes"),
+        (wire.Header(wire.TOLD, 0, 1, 0, MAX_QUESTION_BYTES + 1), "answer of 65537 bytes"),
         (wire.Header(99, 0, 1, 1), "not a transfer frame"),
     ],
 )

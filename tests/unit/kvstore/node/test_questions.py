@@ -1,0 +1,200 @@
+"""A node that is asked for blocks over the data connection: it pins them, has them sent behind the
+answer, and unpins them when the question has ended.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mooncake.base import PeerLost, PinBlocks, PinGranted, Unpin, WorkerRef
+from mooncake.base.pool_messages import FindBlocks
+from mooncake.base.rights import CredentialRole, Sender, client_id, tenant_key
+from mooncake.rpc.codec import encode
+from mooncake.sim.world.disk import SimMedium
+from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded
+from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
+
+WRITER, READER = worker("prefill-0"), worker("decode-0")
+WORKERS = Sender(
+    name="w", roles=frozenset((CredentialRole.WORKER,)), tenant=None, channel_key="ab" * 32
+)
+CHANNEL_KEY = "cd" * 32
+HERE = "127.0.0.1"
+
+
+def client_of(tenant: str | None) -> Sender:
+    return Sender(
+        name="c", roles=frozenset((CredentialRole.POOL_CLIENT,)), tenant=tenant,
+        channel_key=CHANNEL_KEY,
+    )  # fmt: skip
+
+
+CLIENT = WorkerRef(f"{client_id(CHANNEL_KEY)}1", "e1", f"tcp://{HERE}:7#{CHANNEL_KEY}")
+
+
+class World(NodeWorld):
+    """A node that is asked."""
+
+    num_asked = 0
+
+    def ask(
+        self,
+        wanted: list[bytes],
+        reader: WorkerRef = READER,
+        sender: Sender = WORKERS,
+        ticket: int | None = None,
+    ) -> int:
+        """Ask for a run; return the number of the question."""
+        ticket = self.ticket() if ticket is None else ticket
+        return self.bring(encode(PinBlocks(reader=reader, ticket=ticket, keys=wanted)), sender)
+
+    def bring(self, question: bytes, sender: Sender = WORKERS) -> int:
+        self.num_asked += 1
+        event = Asked(number=self.num_asked, question=question, sender=sender, whence=HERE)
+        assert not any(isinstance(m, PinGranted) for _, m in self.handle(event)), "one answer"
+        return self.num_asked
+
+    def told(self, number: int) -> tuple[PinGranted, list[int]]:
+        granted, offsets = self.transfer.answers[number]
+        assert isinstance(granted, PinGranted)
+        return granted, offsets
+
+    def over(self, number: int) -> None:
+        self.handle(AskEnded(number=number))
+
+
+def test_blocks_are_pinned_until_the_question_has_ended() -> None:
+    world = World(num_blocks=3)
+    world.put(WRITER, keys(1, 2))
+    number = world.ask(keys(1, 2, 3))
+    granted, offsets = world.told(number)
+    assert (granted.num_blocks, granted.more, granted.asker) == (2, True, READER)
+    assert offsets == granted.places.offsets
+    for block, offset in zip(keys(1, 2), offsets, strict=True):
+        assert world.holds(granted.places, offset, block)
+    assert world.node.num_open == 1
+    assert len(world.put(WRITER, keys(4, 5, 6))) == 1, "they are not evicted meanwhile"
+    world.over(number)
+    assert world.node.num_open == 0
+    assert world.put(WRITER, keys(7, 8)) == keys(7, 8)
+
+
+def test_a_block_that_is_not_there_may_be_asked_for_by_a_message() -> None:
+    """Which counts as a miss, and not the question."""
+    world = World()
+    number = world.ask(keys(1))
+    granted, offsets = world.told(number)
+    assert (granted.num_blocks, granted.more, offsets) == (0, True, [])
+    assert world.node.counters["blocks_missed"] == 0
+    assert world.node.num_open == 0
+    world.over(number)
+    world.over(number)
+    assert world.node.num_open == 0
+
+
+def test_blocks_on_a_disk_are_asked_for_by_a_message() -> None:
+    world = World(num_blocks=4, media=[SimMedium()], ssd_write_at=0.0, ssd_min_uses=1)
+    world.put(WRITER, keys(1, 2))
+    world.tick(1.0)
+    assert world.on_ssd == {key(1), key(2)}
+    world.boot()
+    world.tick(2.0)
+    assert world.on_ssd == {key(1), key(2)}
+    granted, _ = world.told(world.ask(keys(1, 2)))
+    assert (granted.num_blocks, granted.more) == (0, True)
+    assert world.node.counters["blocks_missed"] == 0
+    pinned = world.pin_soon(READER, keys(1))
+    assert pinned.num_blocks == 1
+    granted, _ = world.told(world.ask(keys(1, 2)))
+    assert (granted.num_blocks, granted.more) == (1, True)
+
+
+def test_no_more_is_sent_than_one_answer_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.kvstore.node.sessions.MAX_ANSWER_BYTES", 2 * BLOCK + 1)
+    assert MAX_ANSWER_BYTES > BLOCK
+    world = World()
+    world.put(WRITER, keys(1, 2, 3))
+    granted, offsets = world.told(world.ask(keys(1, 2, 3)))
+    assert (granted.num_blocks, granted.more, len(offsets)) == (2, True, 2)
+
+
+def test_a_client_is_lent_the_blocks_as_long_as_they_are_sent() -> None:
+    world = World()
+    world.put(WRITER, keys(1))
+    number = world.ask(keys(1), CLIENT, client_of(None))
+    [offset] = world.told(number)[1]
+    assert world.transfer.lent[CHANNEL_KEY, offset, False] == 1
+    world.over(number)
+    assert not +world.transfer.lent
+
+
+def test_a_client_is_refused_what_its_messages_are_refused() -> None:
+    world = World()
+    mine, theirs = tenant_key(key(1), "me"), tenant_key(key(1), "you")
+    world.put(WRITER, [mine, theirs])
+    sender = client_of("me")
+    assert world.told(world.ask([mine], CLIENT, sender))[0].num_blocks == 1
+    for number in (
+        world.ask([theirs], CLIENT, sender),
+        world.ask([mine], READER, sender),
+        world.bring(encode(FindBlocks(asker=CLIENT, ticket=9, keys=[mine])), sender),
+        world.bring(encode(FindBlocks(asker=CLIENT, ticket=9, keys=[mine]))),
+        world.bring(b"no message of any kind that I know", sender),
+        world.bring(encode(PinBlocks(reader=CLIENT, ticket=9, keys=[]))[:-3], sender),
+    ):
+        assert number not in world.transfer.answers
+        assert world.transfer.refusals[number]
+    operator = Sender(
+        name="o", roles=frozenset((CredentialRole.OPERATOR,)), tenant=None, channel_key=CHANNEL_KEY
+    )
+    assert "may not send PinBlocks" in world.transfer.refusals[world.ask([mine], CLIENT, operator)]
+    assert world.node.num_open == 1
+
+
+def test_a_ticket_serves_once_whichever_way_it_comes() -> None:
+    world = World()
+    world.put(WRITER, keys(1))
+    number = world.ask(keys(1), ticket=50)
+    again = world.ask(keys(1), ticket=50)
+    assert world.transfer.refusals[again] == "the ticket 50 is open"
+    world.over(again)
+    assert world.node.num_open == 1, "the first one is still being sent"
+    world.over(number)
+    assert world.told(world.ask(keys(1), ticket=50))[0].num_blocks == 0
+    world.handle(PinBlocks(reader=READER, ticket=51, keys=keys(1)))
+    assert world.transfer.refusals[world.ask(keys(1), ticket=51)]
+    assert world.node.num_open == 1
+
+
+@pytest.mark.parametrize("ends", [PeerLost(worker=READER), Unpin(reader=READER, ticket=60)])
+def test_what_ends_a_pin_ends_one_that_is_being_sent(ends: msgspec.Struct) -> None:
+    world = World()
+    world.put(WRITER, keys(1))
+    number = world.ask(keys(1), ticket=60)
+    world.handle(ends)
+    assert world.node.num_open == 0
+    world.over(number)
+    assert world.node.num_open == 0
+    assert world.told(world.ask(keys(1), ticket=60))[0].num_blocks == 0
+
+
+def test_pins_and_questions_share_the_limits_of_a_client() -> None:
+    world = World(max_tickets_per_client=2)
+    world.put(WRITER, keys(1))
+    sender = client_of(None)
+    first = world.ask(keys(1), CLIENT, sender)
+    assert world.pin(CLIENT, keys(1)).num_blocks == 1
+    assert world.told(world.ask(keys(1), CLIENT, sender))[0].num_blocks == 0
+    world.over(first)
+    assert world.told(world.ask(keys(1), CLIENT, sender))[0].num_blocks == 1
+
+
+def test_hits_are_counted_and_used_blocks_stay_longest() -> None:
+    world = World(num_blocks=3)
+    for number in (1, 2, 3):
+        world.put(WRITER, keys(number))
+    world.over(world.ask(keys(1)))
+    assert (world.node.counters["blocks_hit"], world.node.counters["pins"]) == (1, 1)
+    world.put(WRITER, keys(4))
+    assert key(1) in world.inventory
