@@ -58,7 +58,9 @@ class Grants:
     def __init__(self, words: Words) -> None:
         self._words = words
         self._lock = threading.Lock()
-        self._free = list(range(NUM_SLOTS - 1, -1, -1))
+        self._free: list[int] = []
+        self._next_slot = 0
+        """This slot and those after it were never taken."""
         self._open: set[int] = set()
         self._last = 0
 
@@ -70,10 +72,15 @@ class Grants:
     def issue(self) -> int:
         """Return a new number, never 0. Raises TransferError when too many are open."""
         with self._lock:
-            if not self._free:
+            if self._free:
+                slot = self._free.pop()
+            elif self._next_slot < NUM_SLOTS:
+                slot = self._next_slot
+                self._next_slot += 1
+            else:
                 raise TransferError(f"more than {NUM_SLOTS} grants are open")
             self._last += 1
-            number = self._last * NUM_SLOTS + self._free.pop()
+            number = self._last * NUM_SLOTS + slot
             self._open.add(number)
             return number
 

@@ -215,8 +215,9 @@ class Buckets:
         numbers = self._rows.view(np.uint32)[:, FIRST_NUMBER:LEFT]
         at, slots = numbers.nonzero()
         words = np.stack((self._rows[at, slots], self._rows[at, slots + SLOTS]), axis=1)
-        for key, number in zip(words, numbers[at, slots].tolist(), strict=True):
-            yield key.tobytes(), number
+        keys, size = words.tobytes(), words.itemsize * words.shape[1]
+        for place, number in enumerate(numbers[at, slots].tolist()):
+            yield keys[place * size : (place + 1) * size], number
 
     def _home(self, low: NDArray[np.uint64]) -> Ints:
         return (low >> self._shift).astype(np.int64)
