@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from mooncake import __version__
-from mooncake.api.backend import Backend, EventSource, EventStream
+from mooncake.api.backend import Backend, EventStream
 from mooncake.api.config import ApiConfig
 from mooncake.api.constrained.checker import SchemaChecker, SchemaToCheck
 from mooncake.api.constrained.constraints import Constraint
@@ -30,9 +30,8 @@ from mooncake.api.generation.sampling import (
 )
 from mooncake.api.lane import Lane
 from mooncake.api.model import ServedModel
-from mooncake.api.schema.fields import GenerationFields, SharedFields
-from mooncake.api.schema.json_object import RequestBody
-from mooncake.api.text.guard import Guard
+from mooncake.api.schema.fields import GenerationFields, RequestBody, SharedFields
+from mooncake.api.text.conversation import Guard
 from mooncake.api.text.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.text.tokenizer import Window
 from mooncake.base import (
@@ -255,7 +254,7 @@ class ApiServer:
             Choice(which, request, self.model.tokenizer, options, self.model.eos_token_ids)
             for which, request in enumerate(requests)
         ]
-        stream: EventSource
+        stream: EventStream | BeamStream
         if fields.use_beam_search:
             penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
             stream = BeamStream(self.backend, requests, n, width, penalty)

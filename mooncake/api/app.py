@@ -21,7 +21,7 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
 from mooncake.api.http.access import RECEIPT, Access, Keyring, unlimited_keys
 from mooncake.api.http.access_log import AccessLog
-from mooncake.api.http.loop_watch import watch_loop
+from mooncake.api.http.event_loop import watch_loop
 from mooncake.api.http.repeats import REPLAYED
 from mooncake.api.http.response import ErrorResponse
 from mooncake.api.http.tracing import Tracing

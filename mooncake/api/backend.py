@@ -59,37 +59,6 @@ class Backend(Protocol):
         """Accept no new requests from now on; finish those that run."""
 
 
-class EventSource(Protocol):
-    """The source of a call's events. Leaving the `async with` block ends what still runs."""
-
-    async def __aenter__(self) -> EventSource: ...
-
-    async def __aexit__(self, *error: object) -> None: ...
-
-    async def batch(self) -> list[OutputEvent]:
-        """Wait for events and return all since the last call; [] at the end."""
-
-    def abort(self, request_id: str) -> None:
-        """End one request early."""
-
-    def fail(self, error: MooncakeError) -> None:
-        """End the call: `batch` raises `error` once it has returned what had arrived."""
-
-    is_traceable: bool
-    """True if the requests of the call are the same as those that the backend gets."""
-
-    def run_as(
-        self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
-    ) -> None:
-        """Count all requests as `tenant`'s, have them traced if `traced`, and give each the
-        `limits`. Call it before the block is entered.
-        """
-
-    @property
-    def num_dropped_tokens(self) -> int:
-        """Number of tokens that were generated and are in no event."""
-
-
 class EventStream:
     """The events of all requests of one call, merged in order of arrival.
 
@@ -99,6 +68,7 @@ class EventStream:
     """
 
     is_traceable = True
+    """True: the requests of the call are the same as those that the backend gets."""
 
     def __init__(self, backend: Backend, requests: Sequence[GenerateRequest]) -> None:
         self._backend = backend
@@ -110,6 +80,7 @@ class EventStream:
 
     @property
     def num_dropped_tokens(self) -> int:
+        """Number of tokens that were generated and are in no event."""
         return 0
 
     def run_as(

@@ -77,7 +77,7 @@ class ApiConfig:
     max_body_bytes: int = 16 * 1024 * 1024
     """Larger bodies get 413. A prompt of 256k tokens is about 1.5 MB."""
     max_body_cost: int = 3 << 17
-    """Bodies with more values get 413 too: parsing them would stop all streams. `http.json_cost`
+    """Bodies with more values get 413 too: parsing them would stop all streams. `http.request_body`
     says how values count.
     """
     max_inflight_body_bytes: int = 512 * 1024 * 1024

@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
-from mooncake.base.messages import (
-    AbortTask,
-    AskCluster,
-    BlockEvents,
-    BlocksPushed,
-    ClusterTold,
-    DecodeTask,
-    DoubtPeers,
-    Drain,
-    GatewayNews,
-    KVReady,
-    LoadReport,
-    PeerLost,
-    PeersHeard,
-    PinBlocks,
-    PinGranted,
-    Prefetch,
-    PrefillTask,
-    PushEnded,
-    PutEnd,
-    PutGranted,
-    PutStart,
-    Refused,
-    Replicate,
-    Reserved,
-    StepOutputs,
-    StopPrefetch,
-    Unpin,
-    Welcome,
-    WhoAreYou,
-    WorkerHello,
-)
-from mooncake.base.pool_messages import (
-    AskPool,
-    BlocksDescribed,
-    BlocksFound,
-    BlocksRemoved,
-    DescribeBlocks,
-    FindBlocks,
-    FindHomes,
-    FindReplicas,
-    ForgetBlocks,
-    HomesFound,
-    PinsSet,
-    PoolState,
-    RemoveBlocks,
-    ReplicasFound,
-    SetPins,
-    TakenOver,
-    TakeOver,
-)
+from mooncake.base import messages as words
+from mooncake.base import pool_messages as pool
 
 AnyMessage = (
-    WorkerHello | LoadReport | BlockEvents | StepOutputs | Welcome | PeerLost | Drain
-    | PrefillTask | Reserved | DecodeTask | KVReady | PushEnded | AbortTask | PutGranted
-    | PinGranted | PutStart | PutEnd | PinBlocks | Unpin | DoubtPeers | WhoAreYou
-    | PeersHeard | BlocksPushed | Refused
-    | Replicate | Prefetch | GatewayNews | FindBlocks | RemoveBlocks | SetPins | AskPool
-    | BlocksFound | BlocksRemoved | PinsSet | PoolState
-    | FindReplicas | ReplicasFound | FindHomes | HomesFound | TakeOver | TakenOver
-    | StopPrefetch | DescribeBlocks | BlocksDescribed | ForgetBlocks | AskCluster | ClusterTold
+    words.WorkerHello | words.LoadReport | words.BlockEvents | words.StepOutputs | words.Welcome
+    | words.PeerLost | words.Drain | words.PrefillTask | words.Reserved | words.DecodeTask
+    | words.KVReady | words.PushEnded | words.AbortTask | words.PutGranted | words.PinGranted
+    | words.PutStart | words.PutEnd | words.PinBlocks | words.Unpin | words.DoubtPeers
+    | words.WhoAreYou | words.PeersHeard | words.BlocksPushed | words.Refused | words.Replicate
+    | words.Prefetch | words.GatewayNews | pool.FindBlocks | pool.RemoveBlocks | pool.SetPins
+    | pool.AskPool | pool.BlocksFound | pool.BlocksRemoved | pool.PinsSet | pool.PoolState
+    | pool.FindReplicas | pool.ReplicasFound | pool.FindHomes | pool.HomesFound | pool.TakeOver
+    | pool.TakenOver | words.StopPrefetch | pool.DescribeBlocks | pool.BlocksDescribed
+    | pool.ForgetBlocks | words.AskCluster | words.ClusterTold
 )  # fmt: skip
 """The tagged union that travels on a channel."""

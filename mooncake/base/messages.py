@@ -394,8 +394,8 @@ class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class RequestTask(Message, frozen=True, kw_only=True):
     """The base of the tasks that carry a request. A task may name the large settings of its
     sampling instead of carrying them. Then `request.sampling` has the defaults for them. The worker
-    puts the settings back (`instance.kept_settings`), or turns the task away when it does not have
-    them.
+    puts the settings back (`large_settings.KeptSettings`), or turns the task away when it does not
+    have them.
     """
 
     request: GenerateRequest

@@ -22,7 +22,7 @@ from mooncake.cli.command import Command
 from mooncake.launch.config.options import count, same_as, setting, shared_values, text, truth
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.worker.cost_fit import ROLES, Fit, fit, shapes_within
+from mooncake.launch.worker.profile import ROLES, Fit, fit, shapes_within
 
 if TYPE_CHECKING:
     from mooncake.launch.worker.direct import DirectEngine

@@ -4,7 +4,7 @@ arrived.
 Queues: tasks without room wait in `_waiting`, by turn and class (at most `max_reservations`; a full
 queue refuses the task). Others may pass a task that waits only for resting pages. Pages that a
 prefill worker may be writing to are not freed before its `PushEnded` or `KVReady` has come, or
-before it was lost and is fenced (`instance.reservations`).
+before it was lost and is fenced (`instance.mover.Reservations`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from mooncake.base.messages import (
     WorkerRef,
 )
 from mooncake.base.request import Failure, FinishInfo, Flow
-from mooncake.decode.admission import (
+from mooncake.decode.task import (
     MAX_WAITING_LOOKED_AT,
+    DecodeJob,
+    Stage,
     can_ever_fit,
     has_room,
     may_be_passed,
     may_reserve,
 )
-from mooncake.decode.task import DecodeJob, Stage
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import SequenceOutput
 from mooncake.instance import Instance, PrefixReuse
-from mooncake.instance.job_table import JobTable
-from mooncake.instance.job_trace import JobTrace, told
+from mooncake.instance.job_table import JobTable, JobTrace, told
 
 
 class DecodeWorker:

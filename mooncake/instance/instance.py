@@ -13,6 +13,7 @@ import msgspec
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import KvLayout, PageArray
+from mooncake.base.large_settings import KeptSettings, TaskT
 from mooncake.base.messages import (
     NO_HEAD,
     Answer,
@@ -39,16 +40,18 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.plan import Counted, LayerDone, StepResult
 from mooncake.engine.ranks.kv_moves import Fenced, Hashed, Moved, OfRank
 from mooncake.engine.sequence import SequenceOutput
-from mooncake.instance.checksums import BlockChecksums, Hasher
 from mooncake.instance.config import InstanceConfig
-from mooncake.instance.job_table import JobT, JobTable
-from mooncake.instance.job_trace import JobTrace
-from mooncake.instance.kept_settings import KeptSettings, TaskT
-from mooncake.instance.mover import OwnPages, RankPages, SliceMover
+from mooncake.instance.job_table import JobT, JobTable, JobTrace
+from mooncake.instance.mover import (
+    BlockChecksums,
+    Hasher,
+    OwnPages,
+    RankPages,
+    Reservations,
+    SliceMover,
+)
 from mooncake.instance.page_pins import PagePins
-from mooncake.instance.push import Push
-from mooncake.instance.put import WriteThrough
-from mooncake.instance.reservations import Reservations
+from mooncake.instance.push import Push, WriteThrough
 from mooncake.instance.reuse import Fetches
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.client.block_writer import BlockWriter

@@ -1,4 +1,5 @@
-"""The requests in progress on a worker: the table that the prefill and the decode role share.
+"""The requests in progress on a worker: the state that every job has, with the spans of those that
+are traced, and the table that the prefill and the decode role share.
 
 Owned by the role's worker, which decides what a job does. The table knows attempts, gateways and
 sequences. At most one attempt of a request is in progress. What belongs to an older attempt, or to
@@ -8,7 +9,7 @@ one that has ended, is fenced off.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,17 +25,110 @@ from mooncake.base.messages import (
     is_former,
 )
 from mooncake.base.request import CacheHits, FinishInfo, Flow, RequestOutput, packed_logprobs
-from mooncake.base.work_span import WorkSpan
+from mooncake.base.work_span import Fact, WorkEvent, WorkSpan
 from mooncake.engine.sequence import Sequence, SequenceOutput
-from mooncake.instance.job_trace import JobTrace
+from mooncake.instance.push import Destination
 from mooncake.instance.reuse import PrefixReuse
 
+MAX_CHUNKS = 128
+"""Chunks of a prompt that are reported one by one; as many as an OpenTelemetry span has events."""
 MAX_EARLY = 1024
 MAX_REMEMBERED = 4096
 EARLY_S = 10.0
 """How many seconds a reservation waits for its task."""
-
 TaskT = TypeVar("TaskT", bound=RequestTask)
+JobT = TypeVar("JobT", bound="Job[Any]")
+
+
+class JobTrace:
+    """Collects spans; `take` returns those that have not been reported."""
+
+    def __init__(self, worker_id: str, now: float) -> None:
+        """Begin the job at `now`."""
+        self._worker_id = worker_id
+        self.since_s = now
+        """When the wait or work began that is shown next."""
+        self._spans: list[WorkSpan] = []
+        self._chunks: list[WorkEvent] = []
+
+    def waited(self, name: str, now: float) -> None:
+        """End a wait, which the span `name` shows. The next work begins now."""
+        self._add(name, self.since_s, now, {})
+        self.since_s = now
+
+    def gathered(self, reuse: PrefixReuse | None, now: float) -> None:
+        """End the gathering of a prefix. Without a fetch there is nothing to show."""
+        if reuse is not None and reuse.sources_asked:
+            facts: dict[str, Fact] = {
+                "mooncake.blocks": reuse.num_fetched,
+                "mooncake.bytes": reuse.num_bytes,
+                "mooncake.path": reuse.protocol,
+                "mooncake.from": ",".join(reuse.sources_asked),
+            }
+            self._add("fetch", self.since_s, now, facts)
+        self.since_s = now
+
+    def chunk(self, start: int, num_tokens: int, now: float) -> None:
+        """Note that a step has computed this many tokens of the prompt, from `start` on."""
+        if len(self._chunks) < MAX_CHUNKS:
+            facts: dict[str, Fact] = {"mooncake.start": start, "mooncake.tokens": num_tokens}
+            self._chunks.append(WorkEvent("chunk", now, facts))
+
+    def computed(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """End the computation of a prompt's `num_tokens`. It began when the engine first had room
+        for it.
+        """
+        begun_s = now if sequence.started_s is None else sequence.started_s
+        self.waited("queue", begun_s)
+        facts: dict[str, Fact] = {
+            "mooncake.tokens": num_tokens - sequence.num_cached_tokens,
+            "mooncake.cached_tokens": sequence.num_cached_tokens,
+        }
+        self._add("prefill", begun_s, now, facts, self._chunks)
+        self.since_s = now
+
+    def pushed(self, destination: Destination, now: float) -> None:
+        """End a push to decode. If decode had all blocks, there is nothing to show."""
+        if destination.begun_s is not None:
+            facts: dict[str, Fact] = {
+                "mooncake.blocks": len(destination.wanted),
+                "mooncake.bytes": destination.num_bytes,
+                "mooncake.path": destination.protocol,
+            }
+            self._add("transfer", destination.begun_s, now, facts)
+
+    def decoded(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """End the generation of `num_tokens` tokens."""
+        facts: dict[str, Fact] = {
+            "mooncake.tokens": num_tokens,
+            "mooncake.preemptions": sequence.num_preemptions,
+        }
+        self._add("decode", self.since_s, now, facts)
+
+    def pass_on(self, spans: Iterable[WorkSpan]) -> None:
+        """Add spans of another worker."""
+        self._spans += spans
+
+    def take(self) -> tuple[WorkSpan, ...]:
+        """Return the spans since the last call."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def _add(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        facts: dict[str, Fact],
+        events: Iterable[WorkEvent] = (),
+    ) -> None:
+        known = {fact: value for fact, value in facts.items() if value != ""}
+        self._spans.append(WorkSpan(name, self._worker_id, start_s, end_s, known, list(events)))
+
+
+def told(trace: JobTrace | None) -> tuple[WorkSpan, ...]:
+    """Return what a job has to report now; nothing if nobody wants it."""
+    return trace.take() if trace is not None else ()
 
 
 class Job(Generic[TaskT]):
@@ -135,9 +229,6 @@ class Job(Generic[TaskT]):
             return []  # the logits of every prompt token are needed
         num_known = len(request.prompt_tokens) + num_outputs
         return self.keys[: (num_known - 1) // self._block_tokens]
-
-
-JobT = TypeVar("JobT", bound="Job[Any]")
 
 
 class JobTable(Generic[JobT]):

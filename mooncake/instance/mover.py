@@ -1,7 +1,9 @@
-"""Moves slices between the pages of this instance and block places elsewhere. Each rank moves those
-in its own memory.
+"""The pages of this instance in the memory of each rank: moves slices between them and block places
+elsewhere, hashes their blocks, and reserves them for peers that write to them.
 
-Owns which rank's batches belong to which move; each move ends once, when all of them have ended.
+With checksums decode detects that a block arrived with other contents than prefill sent, whatever
+carried it. Owns which rank's batches belong to which move, and which operations to which hashing;
+each ends once, when all ranks have ended it.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import BlockPlaces, PageArray, SegmentRef
 from mooncake.base.kv_parts import KvPart, Move, copies, part_of, reshard
-from mooncake.instance.checksums import FoundParts, Hasher
+from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.ranks.kv_moves import Hashed
+from mooncake.kvstore.block_checksum import added
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.transfer.engine import (
     Op,
@@ -22,10 +27,52 @@ from mooncake.transfer.engine import (
     TransferDone,
     TransferOp,
 )
-from mooncake.transfer.grants import Fence
+from mooncake.transfer.grants import Fence, Resting
 
+ChecksumsFound = Callable[[list[int], float], None]
+"""(checksum of each block, now)"""
 Ended = Callable[[TransferDone, float], None]
 """(how a move ended, now). The id in it is the move's."""
+
+
+class Hasher(Protocol):
+    """Hashes blocks. Each operation ends with one `Hashed`, which the driver brings."""
+
+    def start(self, pages: Sequence[int]) -> int:
+        """Begin to hash the blocks in `pages`; return the operation's id."""
+
+
+class PolledHasher(Hasher, Protocol):
+    """A hasher that a driver's loop reads."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when an operation ended."""
+
+    def poll(self) -> Sequence[Hashed]:
+        """Return what ended since the last call, without waiting."""
+
+    def close(self) -> None:
+        """End what runs. Afterwards nothing reads the pages."""
+
+
+class FoundParts:
+    """The parts of one block's checksum that the memories of an instance found."""
+
+    def __init__(self) -> None:
+        self._parts: dict[range, int] = {}
+        """The parts by the layers that they cover."""
+        self._differ = False
+
+    def add(self, layers: range, part: int) -> None:
+        """Add the part that one memory found for the layers that it holds."""
+        self._differ |= self._parts.setdefault(layers, part) != part
+
+    @property
+    def checksum(self) -> int:
+        """The block's checksum, once each layer was found. It is 0, which no block has, if copies
+        differ.
+        """
+        return 0 if self._differ else added(self._parts.values())
 
 
 class RankPages(Protocol):
@@ -286,3 +333,116 @@ class SliceMover:
         num_open = sum(len(moving.open) for moving in self._moving.values())
         assert num_open == len(self._move_of)
         assert all(moving.open for moving in self._moving.values())
+
+
+@dataclass
+class _Hashing:
+    """Blocks that are being hashed."""
+
+    found_all: ChecksumsFound
+    found: dict[int, FoundParts]
+    """Parts by page, in the order in which pages were given."""
+    num_open: int = 0
+
+
+class BlockChecksums:
+    """All hashing of one instance. Each memory finds its part; a block with several copies counts
+    as right only if all copies are equal.
+    """
+
+    def __init__(self, ranks: Sequence[RankPages]) -> None:
+        """`ranks`: the memories of this instance, that of this process first. If it is empty,
+        `start` may not be called.
+        """
+        self._ranks = ranks
+        self._open: dict[tuple[int, int], tuple[_Hashing, list[int]]] = {}
+        """The blocks that a rank hashes, by (rank, its number)."""
+
+    @property
+    def can_hash(self) -> bool:
+        """True if `start` works here."""
+        return bool(self._ranks)
+
+    def start(self, pages: Sequence[int], hashed: ChecksumsFound) -> None:
+        """Hash the blocks in `pages`, which the caller holds; `hashed` is called once."""
+        assert self._ranks, "nothing here can hash"
+        hashing = _Hashing(hashed, {page: FoundParts() for page in pages})
+        for number, rank in enumerate(self._ranks):
+            held = [page for page in pages if rank.array.holds(page)]
+            if held:
+                hashing.num_open += 1
+                self._open[number, rank.hash(held)] = hashing, held
+
+    def on_done(self, event: Hashed, now: float, rank: int = 0) -> None:
+        """Record what a rank found. Call the callback when that was the last rank."""
+        hashing, held = self._open.pop((rank, event.number))
+        hashing.num_open -= 1
+        layers = self._ranks[rank].array.layers
+        for page, part in zip(held, event.checksums, strict=True):
+            hashing.found[page].add(layers, part)
+        if not hashing.num_open:
+            hashing.found_all([parts.checksum for parts in hashing.found.values()], now)
+
+
+class Reservations:
+    """Pages that peers may write to, with a separate grant for each reservation, and pages that
+    rest because a lost peer might still write to them.
+
+    The pages stay held until their reservation ends. It ends at once when its writer has said that
+    it writes no more. If the writer was lost, it ends as soon as that is certain.
+    """
+
+    def __init__(
+        self, transfer: Transfer, mover: SliceMover, pool: BlockPool, rest_s: float
+    ) -> None:
+        """`rest_s`: how long pages of a lost writer rest if nobody can tell whether it still
+        writes.
+        """
+        self._transfer = transfer
+        self._mover = mover
+        self._open: dict[int, list[int]] = {}
+        self._pool = pool
+        self._resting: Resting[list[int]] = Resting(mover.fence, rest_s, self._give_back)
+        self.num_rested = 0
+        """How many pages of lost writers may be used again."""
+
+    def _give_back(self, pages: list[int]) -> None:
+        self._pool.release(pages)
+        self.num_rested += len(pages)
+
+    @property
+    def num_resting(self) -> int:
+        """Number of pages that may not be used yet, although nobody uses them."""
+        return self._resting.num_held
+
+    def open(self, pages: Sequence[int]) -> int | None:
+        """Return the grant under which one peer may write to `pages`, which the caller holds.
+        Returns None when too many are open.
+        """
+        try:
+            grant = self._transfer.grant()
+        except TransferError:
+            return None
+        self._open[grant] = list(pages)
+        return grant
+
+    def end(self, grant: int) -> None:
+        """End a reservation whose writer writes no more. The caller still holds the pages."""
+        del self._open[grant]
+        self._mover.revoke(grant)
+
+    def fence(self, grant: int, held: list[int], now: float) -> None:
+        """End a reservation whose writer was lost, and take over the caller's hold on the pages.
+        They are released once nothing can be written to them.
+        """
+        self.end(grant)
+        self._resting.add(grant, held, now)
+
+    def may_be_written(self, grant: int) -> set[int]:
+        """Return the pages that a write under this grant may land in (for checks)."""
+        pages = [self._open.get(grant, []), *self._resting.held_by(grant)]
+        return {page for some in pages for page in some}
+
+    def tick(self, now: float) -> float | None:
+        """Release pages that need not rest any more. Return when to call again."""
+        return self._resting.tick(now)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from mooncake.base.kv_layout import BlockPlaces
 from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.engine.block_pool import BlockPool
-from mooncake.instance.checksums import BlockChecksums
+from mooncake.instance.mover import BlockChecksums
 from mooncake.rpc.channel import Channel
 
 MAX_PINS = 4096

@@ -1,6 +1,10 @@
 """The prefill worker: a state machine that turns each `PrefillTask` into KV on decode's pages and
 one first token.
 
+    GATHERING ──► COMPUTING ──► PUSHING ──► SETTLING ──► gone
+    (prefix)      (engine)      (decode's    (only the pool's
+                                 pages)       copy is missing)
+
 Queues: tasks wait in the engine's waiting queue, which is bounded; a full queue refuses the task.
 Reservations that came before their task wait in the job table, which is bounded; they are answered
 with `PushEnded` when the task does not come in time.
@@ -9,9 +13,11 @@ with `PushEnded` when the task does not come in time.
 from __future__ import annotations
 
 from collections import Counter
+from enum import Enum
 
 import msgspec
 
+from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import (
     AbortTask,
     BlockSource,
@@ -34,10 +40,38 @@ from mooncake.base.request import (
 )
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import SequenceOutput
-from mooncake.instance import Destination, Instance, PrefixReuse
-from mooncake.instance.job_table import JobTable
-from mooncake.instance.job_trace import told
-from mooncake.prefill.task import PrefillJob, Stage
+from mooncake.instance import Destination, Instance, PrefixReuse, Push
+from mooncake.instance.job_table import Job, JobTable, told
+
+
+class Stage(Enum):
+    """The stage of a prefill; see the module's picture."""
+
+    GATHERING = "gathering"
+    COMPUTING = "computing"
+    PUSHING = "pushing"
+    SETTLING = "settling"
+
+
+class PrefillJob(Job[PrefillTask]):
+    """State of one `PrefillTask`."""
+
+    def __init__(self, task: PrefillTask, layout: KvLayout, push: Push) -> None:
+        super().__init__(task, layout)
+        self.push = push
+        self.stage = Stage.GATHERING
+        self.decode: Destination | None = None
+        """The pages that decode reserved, once its message has come."""
+        self.num_final = 0
+        """Leading blocks whose KV is complete and that have been given to the push."""
+        self.put_asked = False
+        self.num_cached_tokens = 0
+        self.token: int | None = None
+        self.sampled_s = 0.0
+        self.handed_over = False
+        """True once decode got `KVReady`: it waits for no `PushEnded`."""
+        self.ended = False
+        """True if it was aborted or failed: events that still come for it are ignored."""
 
 
 class PrefillWorker:

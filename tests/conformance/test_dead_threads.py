@@ -88,7 +88,7 @@ THREADS = {
     "launch/pool_client/session.py:Thread": ONE,
     "launch/pool_node/node_lock.py:Thread": NOTHING,
     "launch/worker/far_ranks.py:Thread": ONE,
-    "launch/worker/local.py:Thread": OWN,
+    "launch/cluster/colocated.py:Thread": OWN,
     "launch/worker/page_hasher.py:ThreadPoolExecutor": OWN,
     "launch/worker/rank_host.py:Thread": ONE,
     "launch/worker/rank_moves.py:Thread": OWN,
@@ -147,7 +147,7 @@ SHOWN_BY = {
     "launch/llm.py:Thread": "test_a_callback_of_a_gateway_that_fails_ends_alone",
     "launch/pool_client/session.py:Thread": DRIVER,
     "launch/worker/far_ranks.py:Thread": FAR,
-    "launch/worker/local.py:Thread": (
+    "launch/cluster/colocated.py:Thread": (
         "tests/unit/launch/worker/test_local.py::"
         "test_a_machine_that_fails_is_told_and_its_worker_can_be_started_again"
     ),

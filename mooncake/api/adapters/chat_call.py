@@ -1,8 +1,11 @@
-"""Makes the call that a `ChatRequest` asks for: one request for an answer to a conversation. All
-chat APIs are translated to a `ChatRequest`. No state.
+"""Makes the call that a `ChatRequest` asks for, one request for an answer to a conversation, and
+writes the messages of its answers in OpenAI's form. All chat APIs are translated to a
+`ChatRequest`. No state.
 """
 
 from __future__ import annotations
+
+from msgspec import UNSET
 
 from mooncake.api.api_server import ApiServer
 from mooncake.api.constrained.constraints import Thinking, asks_form, chat_constraint
@@ -20,8 +23,9 @@ from mooncake.api.generation.sampling import (
     with_grammar,
 )
 from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.schema.replies import ChatText, FunctionText, ToolCallReply
 from mooncake.api.text.conversation import render_conversation
-from mooncake.api.text.message_parser import Marker, reasoning_is_open
+from mooncake.api.text.message_parser import Delta, Marker, ToolCallDelta, reasoning_is_open
 from mooncake.api.text.tokenizer import Window
 from mooncake.base import InvalidRequest, SamplingParams
 
@@ -148,3 +152,42 @@ def _check_chat(body: ChatRequest) -> None:
         )
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+
+
+class MessageWriter:
+    """Writes messages, and what chunks add to them, in the form that `body` asks for."""
+
+    def __init__(self, body: ChatRequest) -> None:
+        last = body.messages[-1]
+        self.echo = last.text if body.echo and last.role == "assistant" else ""
+        """The text of the continued message, if it is wanted before the answer."""
+        self._with_reasoning = body.include_reasoning is not False
+
+    def whole(self, delta: Delta) -> ChatText:
+        """Return the whole message; its content is null when there are only tool calls."""
+        content = self.echo + delta.text
+        message = self.added(delta)
+        message.role = "assistant"
+        message.content = None if delta.tool_calls and not content else content
+        for call in message.tool_calls or []:
+            call.index = UNSET  # only a stream needs it, to tell calls apart
+        return message
+
+    def added(self, delta: Delta) -> ChatText:
+        """Return what `delta` adds. Reasoning appears under both names that clients know."""
+        text = ChatText()
+        if delta.text:
+            text.content = delta.text
+        if delta.reasoning and self._with_reasoning:
+            text.reasoning = text.reasoning_content = delta.reasoning
+        if delta.tool_calls:
+            text.tool_calls = [_tool_call(piece) for piece in delta.tool_calls]
+        return text
+
+
+def _tool_call(piece: ToolCallDelta) -> ToolCallReply:
+    function = FunctionText(arguments=piece.arguments)
+    reply = ToolCallReply(index=piece.index, function=function)
+    if piece.call_id is not None and piece.name is not None:
+        reply.id, reply.type, function.name = piece.call_id, "function", piece.name
+    return reply

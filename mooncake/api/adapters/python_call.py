@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from mooncake.api.adapters.chat_call import new_chat_call
-from mooncake.api.adapters.chat_message import MessageWriter
+from mooncake.api.adapters.chat_call import MessageWriter, new_chat_call
 from mooncake.api.adapters.completion_call import new_completion_call
 from mooncake.api.adapters.python_output import OutputBuilder, RequestOutput
 from mooncake.api.adapters.python_request import PythonRequest

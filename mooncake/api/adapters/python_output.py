@@ -11,11 +11,10 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from mooncake.api.adapters.python_request import PythonRequest
-from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.schema.replies import ChatText, Logprob
-from mooncake.api.text.message_parser import Piece, join_pieces
+from mooncake.api.text.message_parser import Delta, Piece, join_pieces
 from mooncake.base import unpacked_logprobs
 
 T = TypeVar("T")

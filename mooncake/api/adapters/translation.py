@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mooncake.api.errors import validation_error
-from mooncake.api.schema.fields import SharedFields
-from mooncake.api.schema.json_object import JsonObject
+from mooncake.api.schema.fields import JsonObject, SharedFields
 from mooncake.base import UserError
 
 Body = TypeVar("Body", bound=JsonObject)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from mooncake.api.fair_queue import FairQueue
+from mooncake.api.lane import FairQueue
 from mooncake.base.bounded_map import BoundedMap
 
 CPU_LIMIT_S = 0.5

@@ -158,7 +158,7 @@ the smallest is the best."""
 
 
 class BeamStream:
-    """An `EventSource` that returns the events of all requests when the searches have ended."""
+    """An `EventStream` that returns the events of all requests when the searches have ended."""
 
     is_traceable = False
     """False: each step of a search runs separate requests."""

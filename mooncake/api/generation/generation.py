@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from mooncake.api.backend import NO_LIMITS, EventSource, LatencyLimits
+from mooncake.api.backend import NO_LIMITS, EventStream, LatencyLimits
 from mooncake.api.errors import failure_error
-from mooncake.api.generation.delta import Delta
+from mooncake.api.generation.beam_search import BeamStream
 from mooncake.api.generation.review import Review
 from mooncake.api.text.message_parser import (
+    Delta,
     Marker,
     MessageParser,
     Piece,
@@ -224,7 +225,7 @@ class Call:
 
     def __init__(
         self,
-        stream: EventSource,
+        stream: EventStream | BeamStream,
         call_id: str,
         requests: Sequence[GenerateRequest],
         choices: Sequence[Choice],

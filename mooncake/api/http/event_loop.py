@@ -1,12 +1,18 @@
-"""The event loop of API servers and their clients: uvloop if it is installed."""
+"""The event loop of API servers and their clients: uvloop if it is installed, and a measure of how
+long something blocks it, during which no stream moves.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from mooncake.base import Clock
+from mooncake.telemetry.events import LoopHeld, Recorder
 
 Result = TypeVar("Result")
 
@@ -15,6 +21,9 @@ SWITCH_S = 0.5e-3
 turn of the loop, in which it writes one token, would take that much longer while a long prompt is
 rendered or tokenized in a thread; and one turn asks for the lock several times.
 """
+LOOK_S = 0.02
+LEAST_S = 0.01
+"""Shorter times are not recorded: every request causes some."""
 
 
 def run_in_loop(work: Coroutine[Any, Any, Result]) -> Result:
@@ -39,3 +48,18 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     make: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return make
+
+
+async def watch_loop(clock: Clock, recorder: Recorder) -> None:
+    """Record each time that something blocks the running loop, until cancelled.
+
+    A wait counts only as far as this process computed meanwhile. Time that other processes of a
+    busy machine took does not count.
+    """
+    while True:
+        began_s, computed_s = clock.now(), time.process_time()
+        await asyncio.sleep(LOOK_S)
+        now = clock.now()
+        held_s = min(now - began_s - LOOK_S, time.process_time() - computed_s)
+        if held_s >= LEAST_S:
+            recorder.record(LoopHeld(at_s=now, held_s=held_s))

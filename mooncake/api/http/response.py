@@ -26,10 +26,10 @@ from mooncake.api.errors import (
     error_reply,
     forbidden,
 )
-from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.limits import latency_limits
 from mooncake.api.http.tracing import call_attributes
+from mooncake.api.text.message_parser import Delta
 from mooncake.base import GenerateRequest, InternalError, MooncakeError, Priority
 
 _log = logging.getLogger(__name__)

@@ -7,11 +7,9 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake.api.adapters.chat_call import new_chat_call
-from mooncake.api.adapters.chat_message import MessageWriter
+from mooncake.api.adapters.chat_call import MessageWriter, new_chat_call
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import (
@@ -34,6 +32,7 @@ from mooncake.api.schema.replies import (
     ChatText,
     encode,
 )
+from mooncake.api.text.message_parser import Delta
 
 
 def chat_routes(api_server: ApiServer) -> APIRouter:

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from mooncake.api.adapters.completion_call import new_completion_call
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
-from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import (
@@ -33,6 +32,7 @@ from mooncake.api.schema.replies import (
     Usage,
     encode,
 )
+from mooncake.api.text.message_parser import Delta
 from mooncake.base import TokenLogprobs, unpacked_logprobs
 
 

@@ -8,9 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mooncake.api.adapters.anthropic_messages import PARAMS, MessageStream, messages_chat
 from mooncake.api.adapters.chat_call import chat_prompt, new_chat_call
-from mooncake.api.adapters.message_stream import MessageStream
-from mooncake.api.adapters.messages_request import PARAMS, messages_chat
 from mooncake.api.adapters.translation import named_as
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import AnthropicError

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mooncake.api.adapters.chat_call import new_chat_call
-from mooncake.api.adapters.response_stream import ResponseStream
-from mooncake.api.adapters.responses_request import PARAMS, responses_chat
+from mooncake.api.adapters.openai_responses import PARAMS, ResponseStream, responses_chat
 from mooncake.api.adapters.translation import named_as
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply

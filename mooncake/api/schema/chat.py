@@ -12,8 +12,14 @@ from pydantic import (
     model_validator,
 )
 
-from mooncake.api.schema.fields import CACHE_MARK, MAX_ITEMS, Count, GenerationFields, Positive
-from mooncake.api.schema.json_object import JsonObject
+from mooncake.api.schema.fields import (
+    CACHE_MARK,
+    MAX_ITEMS,
+    Count,
+    GenerationFields,
+    JsonObject,
+    Positive,
+)
 
 
 class FunctionCall(JsonObject):

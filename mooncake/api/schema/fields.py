@@ -1,9 +1,12 @@
-"""The fields that several APIs have: OpenAI's names and vLLM's extras.
+"""The roots of what clients send, and the fields that several APIs have: OpenAI's names and vLLM's
+extras.
 
-    SamplingFields            what every API and `mooncake.SamplingParams` have
-    ├── AnswerFields          also how many answers, how long, where they stop
-    └── SharedFields          also what only HTTP needs: the model's name, streaming, ids
-        GenerationFields      = both: the root of the chat and completion bodies
+    JsonObject                any object
+    ├── RequestBody           a whole body
+    └── SamplingFields        what every API and `mooncake.SamplingParams` have
+        ├── AnswerFields      also how many answers, how long, where they stop
+        └── SharedFields      also a body, with what only HTTP needs: streaming, ids
+            GenerationFields  = both: the root of the chat and completion bodies
 
 Unknown fields are accepted and logged. Known fields that this engine cannot honour are refused, so
 that nothing is ignored silently.
@@ -14,52 +17,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
-from mooncake.api.schema.json_object import JsonObject, RequestBody
-from mooncake.api.schema.structure import ResponseFormat, StructuredOutputs
 from mooncake.base import InvalidRequest
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
 Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
 """All numbers are bounded: an error could not even repeat a number of thousands of digits."""
 Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
-
 MAX_ITEMS = 65_536
 """The most items that a list may have: more turns than any context holds."""
-
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**21)]
 """Lists are bounded, and checked only up to the first wrong item. Neither many items nor many wrong
 ones may cost seconds, in which no stream would move.
 """
-
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
-
-
-def _check_bias(bias: dict[str, Any]) -> dict[str, Any]:
-    for value in bias.values():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not MIN_BIAS <= value <= MAX_BIAS:
-            raise ValueError(f"a bias is a number from {MIN_BIAS} to {MAX_BIAS}")
-    return bias
-
-
 MIN_BIAS, MAX_BIAS = -100, 100
-
-LogitBias = Annotated[
-    dict[str, Any],
-    AfterValidator(_check_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "additionalProperties": {"type": "number", "minimum": MIN_BIAS, "maximum": MAX_BIAS},
-        }
-    ),
-]
-"""Token id (as text) -> the number that is added to its logit."""
-
 CACHE_MARK = "cache_control"
 """Anthropic's mark for where a cached prefix may end, on requests, blocks and tools."""
 QUIET_FIELDS = frozenset(
@@ -69,10 +43,8 @@ QUIET_FIELDS = frozenset(
     }
 )  # fmt: skip
 """Fields that are accepted silently: they have no effect on the tokens here."""
-
 Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
 """Field -> (values that ask for nothing, advice for the error). null always asks for nothing."""
-
 UNSUPPORTED_FIELDS: Unsupported = {
     "audio": ((), "this model writes text only"),
     "chat_template": ((), "templates come from the checkpoint"),
@@ -88,7 +60,6 @@ UNSUPPORTED_FIELDS: Unsupported = {
     "use_beam_search": ((False,), "it is there in /v1/chat/completions"),
 }
 """Fields that no API of this server honours."""
-
 _ELSEWHERE: Unsupported = {
     "input": ((), "send messages or prompt, or use /v1/responses"),
     "max_length": ((), "use max_tokens"),
@@ -100,6 +71,80 @@ _ELSEWHERE: Unsupported = {
 """Names that other APIs use for our fields. If they were ignored, the answer would change
 silently.
 """
+
+
+class JsonObject(BaseModel):
+    """An object in a request's body, with OpenAI's strict types ("5" is no integer).
+
+    Fields that the class does not know are kept in `model_extra`. The request as a whole decides
+    whether they are refused, logged or ignored (`SharedFields.refuse_unsupported`).
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class RequestBody(JsonObject):
+    """A whole body."""
+
+    model: str | None = None
+    """The name of the model; None = the one that is served."""
+
+    @property
+    def json_texts(self) -> list[str]:
+        """The strings in it that will be parsed as JSON. They cost as much as the body itself."""
+        return []
+
+
+class JsonSchemaFormat(JsonObject):
+    """The `json_schema` of a response format."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """True: a schema that no grammar can follow as a whole is refused. Otherwise the part that can
+    be followed is, and the finished answer is checked against the whole (`schema_errors`).
+    """
+
+
+class ResponseFormat(JsonObject):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(JsonObject):
+    """vLLM's way to ask for an answer in a certain form. Exactly one of the fields must be set."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """Lark or GBNF."""
+    json_object: bool | None = None
+    structural_tag: Any = None
+
+
+def _check_bias(bias: dict[str, Any]) -> dict[str, Any]:
+    for value in bias.values():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not MIN_BIAS <= value <= MAX_BIAS:
+            raise ValueError(f"a bias is a number from {MIN_BIAS} to {MAX_BIAS}")
+    return bias
+
+
+LogitBias = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": MIN_BIAS, "maximum": MAX_BIAS},
+        }
+    ),
+]
+"""Token id (as text) -> the number that is added to its logit."""
 
 
 def _texts(schema: dict[str, Any] | str | None) -> list[str]:

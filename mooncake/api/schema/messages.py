@@ -10,12 +10,12 @@ from mooncake.api.schema.chat import MAX_TOOLS
 from mooncake.api.schema.fields import (
     MAX_ITEMS,
     UNSUPPORTED_FIELDS,
+    JsonObject,
     Positive,
     SharedFields,
     Texts,
     Unsupported,
 )
-from mooncake.api.schema.json_object import JsonObject
 
 _NEEDED = {
     "text": ("text",),

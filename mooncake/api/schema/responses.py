@@ -13,12 +13,12 @@ from mooncake.api.schema.fields import (
     MAX_ITEMS,
     UNSUPPORTED_FIELDS,
     Count,
+    JsonObject,
     Positive,
     SharedFields,
     Texts,
     Unsupported,
 )
-from mooncake.api.schema.json_object import JsonObject
 
 _TEXT_PARTS = frozenset(
     {"input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"}

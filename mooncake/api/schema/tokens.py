@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from mooncake.api.schema.chat import Messages, Tools
-from mooncake.api.schema.fields import TokenIds
-from mooncake.api.schema.json_object import RequestBody
+from mooncake.api.schema.fields import RequestBody, TokenIds
 
 
 class TokenizeRequest(RequestBody):

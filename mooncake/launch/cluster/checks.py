@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from mooncake.base import ConfigError, Role
-from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.base import Role
+from mooncake.launch.cluster.workers import check_transport, cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.host.importing import importing
 from mooncake.launch.pool_node.disks import check_disks
-from mooncake.transfer.factory import check_usable
 
 
 def ray_environment(config: ServeConfig) -> dict[str, str]:
@@ -31,17 +30,6 @@ def ray_environment(config: ServeConfig) -> dict[str, str]:
         certfile, keyfile, ca_certs = files
         TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs).context()
     return environ
-
-
-def check_transport(config: ServeConfig) -> None:
-    """Raise ConfigError if the only transport that KV may use does not work here."""
-    if config.require_transport is not None:
-        try:
-            check_usable(config.require_transport)
-        except ConfigError as error:
-            raise ConfigError(
-                f"require-transport: {config.require_transport} does not work here: {error.message}"
-            ) from error
 
 
 def check_start(config: ServeConfig, plan: ServePlan) -> None:

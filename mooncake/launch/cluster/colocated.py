@@ -1,14 +1,22 @@
-"""`--colocated`: API server and one engine in one process, without Ray. The workers are threads
-(`launch.worker.local`).
+"""`--colocated`: API server and one engine in one process, without Ray. The workers are threads of
+this process, as for `LLM` and for tests of many workers at once.
+
+Owns one thread for each worker's driver, and in-process channels and copies between them. The
+machines are the same as those of workers in processes of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from mooncake.base import SystemIds
+import msgspec
+
+from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.cluster.gateway_process import GatewayProcess
@@ -16,14 +24,188 @@ from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.health import Health, Watchdog
 from mooncake.launch.host.http_server import Route
-from mooncake.launch.worker.local import LocalCluster
 from mooncake.launch.worker.open_model import open_model
+from mooncake.launch.worker.process import (
+    Worker,
+    WorkerSettings,
+    build,
+)
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.telemetry.health import Vitals
+from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.local import InprocFabric
+from mooncake.transfer.regions import Progress, no_progress
 
 if TYPE_CHECKING:
     from mooncake.model.opening import ModelSource
+
+_log = logging.getLogger(__name__)
+
+END_S = 30.0
+"""Seconds after `stop` within which a driver must end; a longer step counts as stuck."""
+
+Lost = Callable[[str], None]
+"""Called with the id of a worker whose machine failed."""
+
+
+class LocalCluster:
+    """Starts and stops workers as threads; `kill` ends one as a crash would."""
+
+    def __init__(
+        self,
+        network: InprocNetwork,
+        model: ModelSource,
+        *,
+        lost: Lost,
+        progress: Progress = no_progress,
+        protocols: Sequence[str] = ("inproc",),
+    ) -> None:
+        self._network = network
+        self._protocols = protocols
+        self._secret = SystemIds().hex(16)
+        self._fabric = InprocFabric()
+        self._model = model
+        self._lost = lost
+        self._progress = progress
+        self._workers: dict[str, Worker] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        self._healths: dict[str, Health] = {}
+        self._watchdog: Watchdog | None = None
+        self.broken = ""
+        """Why a worker cannot go on: its loop hangs, or its machine failed. Empty: all can."""
+        self._num_boots = 0
+        self._lock = threading.Lock()
+        self._ending: set[str] = set()
+        """Ids of workers that are being ended: they do not start again in another role."""
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The ids of the running workers, in the order in which they were started."""
+        return list(self._workers)
+
+    def vitals(self) -> list[Vitals]:
+        """Return the state of each worker, including those that failed. From any thread."""
+        return [health.vitals() for health in list(self._healths.values())]
+
+    def start(self, settings: Sequence[WorkerSettings]) -> None:
+        """Build the workers one after the other, then start a thread for each.
+
+        Raises:
+            MooncakeError: a worker cannot be built; those built before it are closed.
+        """
+        built: list[tuple[WorkerSettings, Worker]] = []
+        try:
+            for each in settings:
+                self._progress(f"starting {each.worker_id}", 0, 0)
+                built.append((each, self._build(each)))
+        except BaseException:
+            for _, worker in built:
+                worker.close()
+            raise
+        for each, worker in built:
+            self._workers[each.worker_id] = worker
+            self._healths[each.worker_id] = health = Health(each.engine.step_timeout_s)
+            worker.tell(health)
+            thread = threading.Thread(
+                target=self._drive, args=(each, worker), name=each.worker_id, daemon=True
+            )
+            self._threads[each.worker_id] = thread
+            thread.start()
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self.vitals, self._on_stuck)
+
+    def _on_stuck(self, why: str) -> None:
+        """Mark the cluster as broken: a thread cannot be ended, so the process has to end."""
+        _log.critical("a worker is not live: %s; start this process again", why)
+        self.broken = why
+
+    def _build(self, settings: WorkerSettings) -> Worker:
+        self._num_boots += 1
+        channel = InprocChannel(self._network, f"{settings.worker_id}#{self._num_boots}")
+        config = TransferConfig(secret=self._secret, host="local", protocols=self._protocols)
+        between_processes = [name for name in self._protocols if name != "inproc"]
+        transfer = open_transfer(
+            config,
+            f"{settings.worker_id}#{self._num_boots}",
+            MonotonicClock(),
+            fabric=self._fabric,
+        )
+        model = None if settings.role is Role.KVSTORE else self._model
+        try:
+            return build(
+                settings, channel, transfer, model=model, progress=self._progress,
+                rank_transfer=dataclasses.replace(config, protocols=between_processes),
+            )  # fmt: skip
+        except BaseException:
+            channel.close()
+            transfer.close()
+            raise
+
+    def _drive(self, settings: WorkerSettings, worker: Worker) -> None:
+        """Drive a worker to its end; after a change of role, drive its successor."""
+        try:
+            worker.driver.run()
+            while worker.next_role is not None:
+                settings = msgspec.structs.replace(settings, role=worker.next_role)
+                worker.say_goodbye(settings.gateway_address)
+                successor = self._build(settings)
+                with self._lock:
+                    if settings.worker_id in self._ending:
+                        successor.close()
+                        return
+                    self._workers[settings.worker_id] = successor
+                worker.close()
+                worker = successor
+                worker.tell(self._healths[settings.worker_id])
+                worker.driver.run()
+        except Exception as error:  # the driver has logged it
+            told = error.message if isinstance(error, MooncakeError) else type(error).__name__
+            why = f"{settings.worker_id} failed: {told}"
+            self._healths[settings.worker_id].fail(why)
+            self.broken = why
+            self._lost(settings.worker_id)
+
+    def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:
+        """Run `work(machine, now)` in a worker's thread and return what it returns."""
+        return self._workers[worker_id].driver.call(work).result(END_S)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when any worker lost or double-counts a resource."""
+        for worker_id in self.worker_ids:
+            self.call(worker_id, lambda machine, _: machine.check_integrity())
+
+    def kill(self, worker_id: str) -> None:
+        """End a worker without goodbye messages, as a crash would, then call `lost`."""
+        self._end([worker_id])
+        self._lost(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        """End a worker, or free what a failed one holds, so that it can be started again."""
+        self._end([worker_id])
+
+    def stop(self) -> None:
+        """End all workers and free what they hold."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        self._end(self.worker_ids)
+
+    def _end(self, worker_ids: Sequence[str]) -> None:
+        with self._lock:
+            self._ending.update(worker_ids)
+            for worker_id in worker_ids:
+                self._workers[worker_id].driver.stop()
+        for worker_id in worker_ids:
+            thread = self._threads.pop(worker_id)
+            thread.join(END_S)
+            worker = self._workers.pop(worker_id)
+            self._healths.pop(worker_id)
+            if thread.is_alive():
+                raise MooncakeError(f"{worker_id} did not stop within {END_S:.0f} s")
+            worker.close()
+            self._ending.discard(worker_id)
 
 
 class ColocatedWorkers:

@@ -28,7 +28,7 @@ import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.identity.certificates import Pem, expiry, names_in
-from mooncake.launch.cluster.seeds import Seeds
+from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.cluster.up import machine_credential, own_machine
 from mooncake.launch.config import options
 from mooncake.launch.config.cluster_file import (

@@ -23,10 +23,10 @@ from mooncake.launch.cluster.facts import (
     ClusterFacts,
     encode_facts,
     facts_from,
+    facts_of_seeds,
     when_up,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.seeds import facts_of_seeds
 from mooncake.launch.cluster.workers import own_facts
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig

@@ -21,9 +21,9 @@ from mooncake.base import Role
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.joining import await_stages, joining_worker
+from mooncake.launch.cluster.facts import facts_of_seeds
 from mooncake.launch.cluster.log_file import start_log
-from mooncake.launch.cluster.seeds import facts_of_seeds
+from mooncake.launch.cluster.workers import await_stages, joining_worker
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
 from mooncake.launch.host.vital_threads import end_with_vital_threads

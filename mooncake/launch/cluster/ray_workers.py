@@ -25,8 +25,7 @@ from mooncake.launch.cluster.facts import (
     when_up,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.joining import await_stages, joining_worker
-from mooncake.launch.cluster.workers import cluster_workers, own_facts
+from mooncake.launch.cluster.workers import await_stages, cluster_workers, joining_worker, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts

@@ -21,8 +21,8 @@ from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.base.messages import ClusterTold
 from mooncake.identity import Credential, own_credential
 from mooncake.identity.certificates import names_in
-from mooncake.launch.cluster.checks import check_transport
-from mooncake.launch.cluster.seeds import Seeds
+from mooncake.launch.cluster.facts import Seeds
+from mooncake.launch.cluster.workers import check_transport
 from mooncake.launch.config.cluster_file import (
     API_PORT,
     CERTIFICATE,

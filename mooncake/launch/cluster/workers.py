@@ -1,4 +1,6 @@
-"""Makes the settings of each worker that a plan asks for."""
+"""Makes the settings of each worker that a plan asks for, and of one that joins a running cluster,
+from what the cluster says and from its own machine. Stateless.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +9,29 @@ import hashlib
 import itertools
 import math
 import os
+import threading
 
 import msgspec
 
-from mooncake.base import ConfigError, Role
+from mooncake.base import ConfigError, Role, SystemIds
 from mooncake.crypto.keys import KeySource
+from mooncake.identity import Credential
 from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.launch.cluster.facts import ClusterFacts
+from mooncake.launch.cluster.facts import ClusterFacts, NotUp, when_up
 from mooncake.launch.cluster.log_file import DEFAULT_LEVEL
 from mooncake.launch.config.options import values_of
-from mooncake.launch.config.plan import ServePlan
+from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
 from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
+from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.model.options import ExpertGroup
-from mooncake.transfer.factory import choose_protocols
+from mooncake.transfer.factory import check_usable, choose_protocols
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
 
@@ -201,3 +206,71 @@ def _ssd_key(config: ServeConfig) -> KeySource | None:
 def _rdma_settings(config: ServeConfig) -> RdmaSettings:
     """Return the settings by which a worker uses RDMA. What is not set is found on its machine."""
     return RdmaSettings(near=dict(config.rdma_near), **values_of(config, RdmaSettings))
+
+
+def await_stages(
+    settings: WorkerSettings, credential: Credential, limit_s: float, stop: threading.Event
+) -> None:
+    """Wait until the machines that compute a worker's stages are up.
+
+    Raises:
+        NotUp: a machine is not up.
+        Forbidden: a machine belongs to another cluster.
+    """
+    far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
+
+    def ask() -> None:
+        try:
+            far.greet()
+        except OSError as error:
+            raise NotUp(str(error)) from error
+
+    when_up(ask, limit_s, stop)
+
+
+def check_transport(config: ServeConfig) -> None:
+    """Raise ConfigError if the only transport that KV may use does not work here."""
+    if config.require_transport is not None:
+        try:
+            check_usable(config.require_transport)
+        except ConfigError as error:
+            raise ConfigError(
+                f"require-transport: {config.require_transport} does not work here: {error.message}"
+            ) from error
+
+
+def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> WorkerSettings:
+    """Return the settings of a worker that joins: model and limits come from the cluster, the rest
+    from this machine.
+    """
+    assert config.role is not None
+    template = facts.worker
+    model = config.model or template.model
+    local = dataclasses.replace(
+        config, model=model,
+        require_transport=facts.scheduler.require_transport or config.require_transport,
+        dtype=template.dtype, block_size=template.layout.block_tokens,
+        max_model_len=template.engine.max_model_len,
+    )  # fmt: skip
+    check_transport(local)
+    plan = make_plan(local, machine_facts.num_cores())
+    check_memory(plan, machine_facts.available_bytes())
+    host = machine_facts.host_name()
+    [own] = cluster_workers(local, plan, facts.gateway_address, secret, host)
+    return msgspec.structs.replace(
+        own,
+        worker_id=f"{config.role}-{host}-{SystemIds().hex(3)}",
+        dtype=template.dtype,
+        weights_revision=template.weights_revision,
+        layout=template.layout,
+        expert_group=template.expert_group,
+        options=msgspec.structs.replace(
+            template.options, device=own.options.device, shape=plan.options.shape,
+            rank_backend=template.options.rank_backend
+            if config.rank_backend == "auto"
+            else config.rank_backend,
+            measure_pages=own.options.measure_pages,
+            gpu_memory_utilization=own.options.gpu_memory_utilization,
+            weights_key=own.options.weights_key,
+        ),
+    )  # fmt: skip

@@ -19,7 +19,7 @@ import msgspec
 from mooncake.base import Clock, Machine, MonotonicClock, MooncakeError, PeerLost, WorkerRef
 from mooncake.base.mailbox import Mailbox
 from mooncake.engine.plan import PolledRunner
-from mooncake.instance.checksums import PolledHasher
+from mooncake.instance.mover import PolledHasher
 from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.transfer.engine import PolledTransfer
 

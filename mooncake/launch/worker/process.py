@@ -43,8 +43,8 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.plan import PolledRunner
 from mooncake.identity import Credential, own_credential
 from mooncake.instance import Instance, InstanceConfig
-from mooncake.instance.checksums import PolledHasher
 from mooncake.instance.instance import InstancePorts
+from mooncake.instance.mover import PolledHasher
 from mooncake.instance.rank_pages import FollowerPages
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.node import KvNode

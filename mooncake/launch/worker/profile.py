@@ -1,17 +1,20 @@
 """The self-profile times a few steps of known size at start, so that placement need not guess.
 
 It uses the runner as the engine will, before the engine gets it. It leaves only meaningless data in
-pages that no cache knows.
+pages that no cache knows. `mooncake profile` times more steps, and tells how well the Conductor's
+cost model fits the times.
 """
 
 from __future__ import annotations
 
 import select
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 
-from mooncake.base import Clock, CostSample, InternalError, Role, SamplingParams
+from mooncake.base import Clock, ConfigError, CostSample, InternalError, Role, SamplingParams
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import PolledRunner, SequenceStart, StepPlan, StepResult, StepSlot
 
 BUDGET_S = 2.0
@@ -38,6 +41,16 @@ DECODE_SHAPES: tuple[Shape, ...] = (
 """Small ones first: a large model has no time for the rest, and its costs are clear without
 them.
 """
+PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Numbers of new tokens in a step of one prompt."""
+PREFIXES = (0, 512, 2048, 8192, 32768)
+"""Numbers of tokens that are cached before them."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of sequences in a decode step."""
+CONTEXTS = (64, 512, 2048, 8192, 32768)
+"""Numbers of tokens that each of these sequences has."""
+ROLES = (Role.PREFILL, Role.DECODE)
+MIN_SAMPLES = 6
 
 
 def shapes_for(role: Role, config: EngineConfig) -> list[Shape]:
@@ -153,3 +166,54 @@ def _run(runner: PolledRunner, plan: StepPlan) -> float:
                     raise InternalError(f"the self-profile's step failed: {event.error}")
                 return event.seconds
     raise InternalError(f"the self-profile's step did not end in {STEP_TIMEOUT_S:.0f} s")
+
+
+def shapes_within(role: Role, config: EngineConfig) -> list[Shape]:
+    """Return the steps of a role that fit an engine's limits and pages, small ones first."""
+    if role is Role.PREFILL:
+        wanted = [(1, new, before) for new in PROMPTS for before in PREFIXES]
+    else:
+        wanted = [(sequences, 1, context) for sequences in BATCHES for context in CONTEXTS]
+    return sorted(
+        set(fitting(wanted, config)), key=lambda shape: (shape[0] * shape[1], shape[0] * shape[2])
+    )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Measured steps and the cost model fitted to them."""
+
+    samples: Sequence[CostSample]
+    coefficients: tuple[float, ...]
+    predicted_s: Sequence[float]
+    """Prediction for each sample by a model fitted to all the others, so that the error is
+    honest.
+    """
+
+    @property
+    def errors(self) -> list[float]:
+        """Relative errors of the predictions."""
+        return [
+            abs(predicted - sample.seconds) / sample.seconds
+            for sample, predicted in zip(self.samples, self.predicted_s, strict=True)
+        ]
+
+
+def fit(samples: Sequence[CostSample]) -> Fit:
+    """Fit the Conductor's cost model and predict each sample by a fit to all others.
+
+    Raises:
+        ConfigError: there are too few samples.
+    """
+    if len(samples) < MIN_SAMPLES:
+        raise ConfigError(
+            f"only {len(samples)} kinds of steps fit into this engine; give it more pages "
+            "(--kv-cache-memory-bytes) or a longer --max-model-len"
+        )
+    predicted = []
+    for left_out, sample in enumerate(samples):
+        model = StepCostModel([*samples[:left_out], *samples[left_out + 1 :]])
+        predicted.append(
+            model.step_s(sample.num_new_tokens, sample.num_context_tokens, sample.num_sequences)
+        )
+    return Fit(samples, StepCostModel(samples).coefficients, predicted)

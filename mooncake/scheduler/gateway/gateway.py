@@ -31,11 +31,13 @@ from mooncake.rpc.channel import Channel, PeerEnded
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.balance import RoleChange
-from mooncake.scheduler.gateway.loss_agreement import LossAgreement
-from mooncake.scheduler.gateway.peer_gateways import PeerGateways
-from mooncake.scheduler.gateway.pool_homes import find_homes
-from mooncake.scheduler.gateway.pool_search import find_all, find_replicas
-from mooncake.scheduler.gateway.removals import RemovedBlocks
+from mooncake.scheduler.gateway.peer_gateways import LossAgreement, PeerGateways
+from mooncake.scheduler.gateway.pool_search import (
+    RemovedBlocks,
+    find_all,
+    find_homes,
+    find_replicas,
+)
 from mooncake.scheduler.gateway.role_switching import RoleSwitching
 from mooncake.scheduler.gateway.status import (
     ClusterStatus,

@@ -1,19 +1,38 @@
-"""Answers clients of the pool whose own node is not enough: which nodes hold these blocks, and
-which other nodes exist. Pure; all answers are hints.
+"""Answers pool nodes and clients of the pool: which nodes hold these blocks and which others exist,
+where a draining node may leave its own, and which blocks were removed while a node was away. Pure;
+owned by the gateway. All answers are hints.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from zlib import crc32
 
-from mooncake.base import Role
-from mooncake.base.pool_messages import FindReplicas, ForgetBlocks, ReplicasFound
+from mooncake.base import BlockKey, Role, WorkerHello, WorkerRef
+from mooncake.base.bounded_map import BoundedMap
+from mooncake.base.pool_messages import (
+    FindHomes,
+    FindReplicas,
+    ForgetBlocks,
+    Home,
+    HomesFound,
+    RemoveBlocks,
+    ReplicasFound,
+)
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.placement.views import InstanceView
 
 MAX_HOLDERS = 16
 """Nodes named in one answer."""
+MAX_HOMES = 16
+"""Nodes named in one answer: those with the most free blocks."""
+MAX_REMOVED = 65_536
+"""Blocks remembered; the oldest removals are dropped first."""
+MAX_AWAY = 4_096
+"""Nodes remembered; the oldest are dropped first. An unknown node is told of all blocks."""
+MESSAGE_BLOCKS = 4_096
 
 
 def find_all(question: FindReplicas | ForgetBlocks, conductor: Conductor) -> ReplicasFound:
@@ -50,3 +69,55 @@ def find_replicas(question: FindReplicas, conductor: Conductor) -> ReplicasFound
         stores=[view.worker for view in found],
         num_blocks=[held.get(view.worker_id, 0) for view in found],
     )
+
+
+def find_homes(question: FindHomes, conductor: Conductor) -> HomesFound:
+    """Return for each block whether a node that stays holds it too, and the nodes that stay."""
+    stay = {
+        view.worker_id: view
+        for view in conductor.views
+        if view.role is Role.KVSTORE and not view.draining and view.worker != question.asker
+    }
+    elsewhere = [
+        any(replica.worker.worker_id in stay for replica in conductor.replicas(key))
+        for key in question.keys
+    ]
+    free = {name: view.load.num_free_blocks for name, view in stay.items()}
+    most = sorted(stay, key=lambda name: (-free[name], name))[:MAX_HOMES]
+    return HomesFound(
+        asker=question.asker,
+        ticket=question.ticket,
+        elsewhere=elsewhere,
+        homes=[Home(stay[name].worker, free[name]) for name in most],
+    )
+
+
+class RemovedBlocks:
+    """Remembers blocks that were removed from the pool while some nodes were away. These nodes are
+    told when they return, so that the blocks do not reappear from their disks.
+    """
+
+    def __init__(self, own: WorkerRef) -> None:
+        self._own = own
+        self._numbers: BoundedMap[BlockKey, int] = BoundedMap(MAX_REMOVED)
+        """Block -> the number of the removal that it was part of."""
+        self._last = 0
+        self._away: BoundedMap[str, int] = BoundedMap(MAX_AWAY)
+        """Node id -> the last removal before the node was lost."""
+
+    def on_removed(self, keys: Sequence[BlockKey]) -> None:
+        """Record that these blocks are being removed from all nodes that are present."""
+        self._last += 1
+        for key in keys:
+            self._numbers[key] = self._last
+
+    def on_lost(self, worker_id: str) -> None:
+        """Record that a node is away from now on."""
+        self._away[worker_id] = self._last
+
+    def missed(self, hello: WorkerHello) -> Iterator[RemoveBlocks]:
+        """Yield the removals that a node which has just joined has missed."""
+        since = self._away.pop(hello.worker.worker_id, 0)
+        missed = (key for key, number in self._numbers.items() if number > since)
+        while keys := list(islice(missed, MESSAGE_BLOCKS)):
+            yield RemoveBlocks(asker=self._own, ticket=0, keys=keys)

@@ -1,17 +1,31 @@
-"""Admission: early rejection of requests that would miss their limits, and the rejections
-themselves.
+"""The Conductor's answers: a placement, or the early rejection of a request that would miss its
+limits.
 
-Pure. Every rejection says why and when to retry (Mooncake, FAST'25, Algorithm 1: HTTP 429).
+Pure. A placement can explain why blocks of its prompt are not reused. Every rejection says why and
+when to retry (Mooncake, FAST'25, Algorithm 1: HTTP 429).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mooncake.base import Failure, GenerateRequest, IdSource, MooncakeError, Overloaded, Unavailable
+import msgspec
+
+from mooncake.base import (
+    BlockSource,
+    Failure,
+    GenerateRequest,
+    IdSource,
+    MooncakeError,
+    Overloaded,
+    Unavailable,
+    WorkerRef,
+)
 from mooncake.base.errors import ContextTooLong
+from mooncake.base.request import CacheHits, CacheMisses, CacheUse
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement.choice_facts import ChoiceFacts
 from mooncake.scheduler.placement.decode_choice import DecodeOption
 from mooncake.scheduler.placement.prefill_choice import PrefillOption
 from mooncake.telemetry.receipt import PlacementFacts
@@ -34,6 +48,79 @@ OWN_LIMIT_REASONS = frozenset({"request_ttft_limit", "request_tbt_limit"})
 not among `NO_ROOM_REASONS`: no batch work yields to such a request, and no worker changes its role
 for it.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEnds:
+    """Explains why blocks of a prompt are not reused: it compares what placement knew about each
+    with what happened. Only keys of the request's own chain are looked up. They depend on its
+    tenant and salt, so the reasons reveal nothing about what others cached.
+
+    The fields are positions along the blocks. Each says where one stretch ends; it begins where the
+    one before ends. Nothing is known about the blocks after the last.
+    """
+
+    planned: int
+    """The placement counted on the blocks before this position."""
+    fetchable: int
+    """Pools hold the blocks from `planned` to here."""
+    held: int
+    """Workers hold the blocks from `fetchable` to here."""
+    removed: int
+    """The last block before here was removed lately. No worker holds the block at `held`."""
+
+    def use(
+        self, num_tokens: int, block_tokens: int, num_cached_tokens: int, fetched: CacheHits | None
+    ) -> CacheUse:
+        """Return what became of a prompt of `num_tokens`, in tokens, when its worker reused this
+        many of them, including `fetched` blocks.
+        """
+        stop = (num_tokens - 1) // block_tokens
+        have = min(num_cached_tokens // block_tokens, stop)
+        hits = msgspec.structs.asdict(fetched or CacheHits())
+        left = have
+        for tier in hits:  # never more than were reused, whatever the worker says
+            hits[tier] = min(hits[tier], left)
+            left -= hits[tier]
+        hits["hbm"] += left
+        misses = dict.fromkeys(CacheMisses.__struct_fields__, 0)
+        for reason, end in (
+            ("fetch_failed", self.planned),
+            ("recomputed", self.fetchable),
+            ("out_of_reach", self.held),
+            ("evicted", self.removed),
+            ("not_seen", stop),
+        ):
+            misses[reason] = max(0, min(end, stop) - have)
+            have += misses[reason]
+        return CacheUse(
+            hits=CacheHits(**{name: number * block_tokens for name, number in hits.items()}),
+            misses=CacheMisses(**{name: n * block_tokens for name, n in misses.items()}),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The workers of a request, and the predictions made for it."""
+
+    prefill: WorkerRef | None
+    """None when the decode worker does the whole request."""
+    decode: WorkerRef
+    sources: tuple[BlockSource, ...]
+    """The blocks that are fetched by the worker that computes the prompt."""
+    predicted_ttft_s: float
+    predicted_tbt_s: float
+    num_cached_tokens: int
+    """Leading tokens that are reused: those of the computing worker, then those it fetches."""
+    num_fetch_blocks: int
+    num_replicate_blocks: int = 0
+    """Leading blocks that the prefill worker also puts into the pool of its node."""
+    prefix_ends: PrefixEnds
+    """The reasons why the blocks that follow are not reused."""
+    must_wait: bool = False
+    """Decode has no room for the request now."""
+    facts: ChoiceFacts | None = None
+    """What the choice was made from, where it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +171,7 @@ def spread_retry(rejection: Rejection, ids: IdSource) -> Rejection:
     if rejection.retry_after_s is None:
         return rejection
     factor = 1 + JITTER * ids.integer(16) / (1 << 16)
-    return Rejection(
-        status=rejection.status,
-        error_type=rejection.error_type,
-        reason=rejection.reason,
-        message=rejection.message,
-        retry_after_s=round(rejection.retry_after_s * factor, 3),
-    )
+    return replace(rejection, retry_after_s=round(rejection.retry_after_s * factor, 3))
 
 
 def check_limits(

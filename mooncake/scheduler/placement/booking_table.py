@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from mooncake.base import KeyChain, WorkerRef
 from mooncake.base.messages import Booking, BookingOver
-from mooncake.scheduler.placement.fetch_costs import FetchCosts
 from mooncake.scheduler.placement.forecast import DecodeForecast
 from mooncake.scheduler.placement.inflight_prefixes import InflightPrefixes
+from mooncake.scheduler.placement.pools import FetchCosts
 from mooncake.scheduler.placement.views import Assignment, InstanceView
 
 BookingUpdate = Booking | BookingOver

@@ -21,8 +21,8 @@ from mooncake.scheduler.placement.choice_replay import (
     EngineLoad,
     estimates,
 )
-from mooncake.scheduler.placement.fleet import Column, FleetFacts
 from mooncake.scheduler.placement.pair_choice import Wanted
+from mooncake.scheduler.placement.views import Column, FleetFacts
 from mooncake.telemetry.receipt import Choice
 
 FIXED_BYTES = 2_000

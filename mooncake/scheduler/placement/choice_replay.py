@@ -30,8 +30,6 @@ from mooncake.engine.cost import NUM_FEATURES, StepCostModel
 from mooncake.kvstore.index.prefix_index import PrefixIndex
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement import decode_choice, prefill_choice
-from mooncake.scheduler.placement.fetch_costs import FetchCosts
-from mooncake.scheduler.placement.fleet import Fleet
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
 from mooncake.scheduler.placement.pair_choice import (
     COLUMNS_FROM,
@@ -41,8 +39,8 @@ from mooncake.scheduler.placement.pair_choice import (
     Wanted,
     usable_views,
 )
-from mooncake.scheduler.placement.pools import Pools
-from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.placement.pools import FetchCosts, Pools
+from mooncake.scheduler.placement.views import Fleet, InstanceView
 from mooncake.telemetry.receipt import Choice, DecodeEstimate, PrefillEstimate
 
 MAX_SHOWN = 8

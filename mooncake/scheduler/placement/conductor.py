@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from mooncake.base import (
     BlockEvents,
     BlockKey,
-    BlockSource,
     GenerateRequest,
     IdSource,
     KeyChain,
@@ -22,7 +21,6 @@ from mooncake.base import (
     Role,
     Tier,
     WorkerHello,
-    WorkerRef,
 )
 from mooncake.base.messages import Booking
 from mooncake.engine.cost import RunningMean
@@ -32,6 +30,8 @@ from mooncake.scheduler.fairness import QueuePosition, WorkerQueues
 from mooncake.scheduler.placement.admission import (
     NOT_IDLE,
     OWN_LIMIT_REASONS,
+    Placement,
+    PrefixEnds,
     Rejection,
     check_idle,
     check_limits,
@@ -42,8 +42,6 @@ from mooncake.scheduler.placement.admission import (
 from mooncake.scheduler.placement.booking_table import BookingTable
 from mooncake.scheduler.placement.choice_facts import ChoiceFacts
 from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery
-from mooncake.scheduler.placement.fetch_costs import FetchCosts
-from mooncake.scheduler.placement.fleet import Fleet
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
 from mooncake.scheduler.placement.pair_choice import (
     COLUMNS_FROM,
@@ -52,15 +50,13 @@ from mooncake.scheduler.placement.pair_choice import (
     PairQuery,
     Wanted,
 )
-from mooncake.scheduler.placement.pools import Pools
+from mooncake.scheduler.placement.pools import HOT_BLOCKS, FetchCosts, Pools, Replication
 from mooncake.scheduler.placement.prefill_choice import (
     PrefillOption,
     make_policy,
     option_maker,
 )
-from mooncake.scheduler.placement.prefix_ends import PrefixEnds
-from mooncake.scheduler.placement.replication import HOT_BLOCKS, Replication
-from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.placement.views import Fleet, InstanceView
 
 OUTPUT_WINDOW = 512
 WHOLE_BLOCKS = 2
@@ -69,31 +65,6 @@ many of its blocks.
 """
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """The workers of a request, and the predictions made for it."""
-
-    prefill: WorkerRef | None
-    """None when the decode worker does the whole request."""
-    decode: WorkerRef
-    sources: tuple[BlockSource, ...]
-    """The blocks that are fetched by the worker that computes the prompt."""
-    predicted_ttft_s: float
-    predicted_tbt_s: float
-    num_cached_blocks: int
-    """Leading blocks that are reused: those of the computing worker, then those it fetches."""
-    num_cached_tokens: int
-    num_fetch_blocks: int
-    num_replicate_blocks: int = 0
-    """Leading blocks that the prefill worker also puts into the pool of its node."""
-    prefix_ends: PrefixEnds
-    """The reasons why the blocks that follow are not reused."""
-    must_wait: bool = False
-    """Decode has no room for the request now."""
-    facts: ChoiceFacts | None = None
-    """What the choice was made from, where it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,7 +264,6 @@ class Conductor:
             sources=tuple(query.sources.with_others(prefill.sources)),
             predicted_ttft_s=ttft_s,
             predicted_tbt_s=decode.tbt_s,
-            num_cached_blocks=prefill.num_cached_blocks,
             num_cached_tokens=prefill.num_cached_blocks * query.prefill.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
             num_replicate_blocks=0 if whole else self._replicate(keys, query.prefix_match, now),

@@ -9,7 +9,7 @@ lower bound is above the best score found is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from mooncake.engine.cost import chunk_features
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery, evaluate
-from mooncake.scheduler.placement.fleet import MANY_SLOTS, Bools, Column, Fleet, Floats, Ints, bits
 from mooncake.scheduler.placement.pools import Pools
 from mooncake.scheduler.placement.prefill_choice import (
     WORK_WEIGHT,
@@ -29,7 +28,16 @@ from mooncake.scheduler.placement.prefill_choice import (
     StoreRun,
     rank,
 )
-from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.placement.views import (
+    MANY_SLOTS,
+    Bools,
+    Column,
+    Fleet,
+    Floats,
+    InstanceView,
+    Ints,
+    bits,
+)
 
 ROUNDING = 1e-9
 """Relative amount by which lower bounds are reduced, because they are summed in another order."""
@@ -38,62 +46,6 @@ FEW = 3
 MAX_CODE_BITS = 40
 Best = tuple[float, int, str]
 """The result of `prefill_choice.rank`."""
-
-
-class PrefixLengths(Mapping[str, int]):
-    """Worker id -> leading blocks of one prompt that the worker holds or is computing."""
-
-    def __init__(
-        self, index: PrefixIndex, prefix_match: PrefixMatch, among: int, inflight: Mapping[str, int]
-    ) -> None:
-        """`among`: bits of the workers to consider."""
-        self._index = index
-        self._prefix_match = prefix_match
-        self._among = among
-        self.inflight = inflight
-        """Worker id -> leading blocks that it is computing."""
-        self._lengths: Ints | None = None
-
-    def in_fleet(self, fleet: Fleet) -> Ints:
-        """Return the lengths for all workers of a fleet, in its order."""
-        lengths = self._by_slot()[fleet.slots(self._index)]
-        if self.inflight:
-            lengths = lengths.copy()
-            for worker_id, length in self.inflight.items():
-                at = fleet.find(worker_id)
-                if at < len(fleet) and fleet.views[at].worker_id == worker_id:
-                    lengths[at] = max(lengths[at], length)
-        return lengths
-
-    def __getitem__(self, worker_id: str) -> int:
-        slot = self._index.slot_of(worker_id)
-        held = 0
-        if slot is not None and self._among >> slot & 1:
-            held = self._prefix_match.run_of(0, 1 << slot)
-        held = max(held, self.inflight.get(worker_id, 0))
-        if not held:
-            raise KeyError(worker_id)
-        return held
-
-    def __iter__(self) -> Iterator[str]:
-        mask = next(iter(self._prefix_match.region(0).masks), 0) & self._among
-        for slot in np.flatnonzero(bits(mask, self._index.num_slots)):
-            yield self._index.worker_at(int(slot)).worker_id
-        for worker_id in self.inflight:
-            slot_of = self._index.slot_of(worker_id)
-            if slot_of is None or not mask >> slot_of & 1:
-                yield worker_id
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _by_slot(self) -> Ints:
-        if self._lengths is None:
-            num_slots = self._index.num_slots
-            self._lengths = np.zeros(num_slots + 8, np.int64)
-            for stop, mask in self._prefix_match.runs(0, self._among):
-                self._lengths[: num_slots + 8][np.flatnonzero(bits(mask, num_slots))] = stop
-        return self._lengths
 
 
 def choose_decode_among(

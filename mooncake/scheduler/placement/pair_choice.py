@@ -20,10 +20,8 @@ from mooncake.scheduler.placement.decode_choice import (
     choose_decode,
     evaluate,
 )
-from mooncake.scheduler.placement.fleet import Column, Fleet
 from mooncake.scheduler.placement.fleet_choice import (
     FleetSearch,
-    PrefixLengths,
     choose_decode_among,
 )
 from mooncake.scheduler.placement.pools import Pools, PoolSources
@@ -33,7 +31,7 @@ from mooncake.scheduler.placement.prefill_choice import (
     PrefillPolicy,
     PrefillQuery,
 )
-from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.placement.views import Column, Fleet, InstanceView, PrefixLengths
 
 COLUMNS_FROM = 8
 """With this many workers of a role or more, comparing them by columns is faster."""

@@ -1,26 +1,192 @@
-"""The pools as sources of prefixes: which of them hold the longest runs of a prompt, and the cost
-of fetching these. An engine that leaves and lends its blocks is one of them.
+"""The pools as sources of prefixes: which of them hold the longest runs of a prompt, the cost of
+fetching these with the fetches already in progress there, and which hot blocks get more copies. An
+engine that leaves and lends its blocks is one of them.
 
 Owned by the Conductor. Facts only; `prefill_choice` decides which run is fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mooncake.base import BlockSource, Role, WorkerHello
+from mooncake.base import BlockKey, BlockSource, Role, WorkerHello, WorkerRef
+from mooncake.base.bounded_map import BoundedMap
+from mooncake.engine.cost import BandwidthEstimate
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch, slots_of
-from mooncake.scheduler.placement.fetch_costs import FetchCosts
-from mooncake.scheduler.placement.fleet import MANY_SLOTS, NO_SLOT, Floats, Ints, bits
+from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.prefill_choice import MAX_ALTERNATIVES, StoreRun
-from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.placement.views import MANY_SLOTS, NO_SLOT, Floats, InstanceView, Ints, bits
 
+LOCAL_COUNTERS = ("fetch_local_bytes", "fetch_local_seconds")
+REMOTE_COUNTERS = ("fetch_remote_bytes", "fetch_remote_seconds")
+"""Counters of `WorkerLoad` from which the bandwidths are learned."""
+HOT_BLOCKS = 128
+"""This many leading blocks of each prompt are watched: what many prompts share comes first."""
+HALF_LIFE_S = 60.0
+MAX_WATCHED = 1 << 16
 MAX_OTHERS = 2
 """The number of alternative replicas that a worker is given for each source."""
 FEW = 8
 """Up to this many equal pools are sorted one by one."""
+
+
+class FetchCosts:
+    """Local and remote bandwidth, and the number of blocks being fetched from each pool node.
+    Bandwidths are learned from the bytes and seconds that workers report.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        latency_s = config.fetch_latency_s
+        self._local = BandwidthEstimate(config.local_bytes_per_s, latency_s)
+        self._remote = BandwidthEstimate(config.remote_bytes_per_s, latency_s)
+        self._blocks_asked: dict[str, int] = {}
+        """Store id and epoch -> blocks of fetches that are not known to have ended."""
+        self._seen: dict[str, dict[str, float]] = {}
+        self.changed: dict[str, None] = {}
+        """Ids of stores whose number of blocks asked has changed; cleared by `Pools`."""
+
+    def observe(self, worker_id: str, counters: Mapping[str, float]) -> None:
+        """Learn from what a worker has fetched since its last report."""
+        seen = self._seen.setdefault(worker_id, {})
+        for estimate, names in ((self._local, LOCAL_COUNTERS), (self._remote, REMOTE_COUNTERS)):
+            num_bytes, seconds = (counters.get(name, 0.0) - seen.get(name, 0.0) for name in names)
+            estimate.observe(num_bytes, seconds)
+        self._seen[worker_id] = {
+            name: counters[name] for name in (*LOCAL_COUNTERS, *REMOTE_COUNTERS) if name in counters
+        }
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a lost worker's counters; its successor counts from zero."""
+        self._seen.pop(worker_id, None)
+
+    def run(self, store: InstanceView, first: int, num_blocks: int) -> StoreRun:
+        """Return the present cost of fetching `num_blocks` blocks, from block `first` on."""
+        block_bytes = store.hello.block_bytes
+        waiting_bytes = self.blocks_asked(store.worker) * block_bytes
+        return StoreRun(
+            store=store.worker,
+            node_id=store.hello.node_id,
+            first=first,
+            stop=first + num_blocks,
+            remote_s_per_block=block_bytes / self._remote.bytes_per_s,
+            remote_fixed_s=self._remote.seconds(max(waiting_bytes, 1)),
+            local_s_per_block=block_bytes / self._local.bytes_per_s,
+            local_fixed_s=self._local.seconds(max(waiting_bytes, 1)),
+        )
+
+    def blocks_asked(self, store: WorkerRef) -> int:
+        """Return the number of blocks being fetched from this store."""
+        return self._blocks_asked.get(_name(store.worker_id, store.epoch), 0)
+
+    def local_fixed_s(self, waiting_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return `StoreRun.local_fixed_s` for many stores at once."""
+        return self._local.latency_s + np.maximum(waiting_bytes, 1) / self._local.bytes_per_s
+
+    def block_s(self, block_bytes: int) -> tuple[float, float]:
+        """Return the seconds to fetch a block from the own node's pool, and from another node's."""
+        return block_bytes / self._local.bytes_per_s, block_bytes / self._remote.bytes_per_s
+
+    def push_s_per_block(self, block_bytes: int) -> float:
+        """Return the seconds to push a block to another node."""
+        return block_bytes / self._remote.bytes_per_s
+
+    @property
+    def bytes_per_s(self) -> tuple[float, float]:
+        """The bandwidth from the own node's pool, and from another's."""
+        return self._local.bytes_per_s, self._remote.bytes_per_s
+
+    def started(self, sources: Sequence[BlockSource]) -> None:
+        """Record that a worker was told to fetch these sources."""
+        for source in sources:
+            name = _name(source.store.worker_id, source.store.epoch)
+            blocks = source.stop - source.first
+            self._blocks_asked[name] = self._blocks_asked.get(name, 0) + blocks
+            self.changed[source.store.worker_id] = None
+
+    def ended(self, sources: Sequence[BlockSource]) -> None:
+        """Undo one `started`."""
+        for source in sources:
+            name = _name(source.store.worker_id, source.store.epoch)
+            self.changed[source.store.worker_id] = None
+            left = self._blocks_asked[name] - (source.stop - source.first)
+            assert left >= 0, "more fetches ended than were started"
+            if left:
+                self._blocks_asked[name] = left
+            else:
+                del self._blocks_asked[name]
+
+    def check_idle(self) -> None:
+        """Raise AssertionError when a fetch is recorded although none is in progress."""
+        assert not self._blocks_asked, "fetches are recorded that are not in progress"
+
+
+def _name(worker_id: str, epoch: str) -> str:
+    return f"{worker_id}/{epoch}"
+
+
+class _Heat:
+    """Uses of one block; old ones count less."""
+
+    __slots__ = ("at_s", "uses")
+
+    def __init__(self, now: float) -> None:
+        self.uses = 0.0
+        self.at_s = now
+
+    def fading(self, now: float) -> float:
+        """Return the share of the uses that still counts."""
+        return math.exp2((self.at_s - now) / HALF_LIFE_S)
+
+
+class Replication:
+    """Computes how many copies blocks should have: hot blocks get more before many readers queue
+    for one.
+
+    The heat of a block is a rate of uses that halves with time. A copy is made where a prompt with
+    it is computed anyway: the prefill worker also puts the reused blocks into the pool of its own
+    node (Mooncake, FAST'25, 6.1: the copy stays where it was fetched to). Copies that are not used
+    any more are evicted by their pool like any other block.
+    """
+
+    def __init__(self, uses_per_s_per_copy: float) -> None:
+        """`uses_per_s_per_copy`: 0 = no replication."""
+        self._copies_per_use = (
+            math.log(2) / HALF_LIFE_S / uses_per_s_per_copy if uses_per_s_per_copy else 0.0
+        )
+        self._heat: BoundedMap[BlockKey, _Heat] = BoundedMap(MAX_WATCHED)
+        """The block used last is last; those not used for the longest time are dropped first."""
+
+    def __len__(self) -> int:
+        """Return how many blocks are watched."""
+        return len(self._heat)
+
+    def on_use(
+        self, keys: Sequence[BlockKey], copies: Iterable[int], max_copies: int, now: float
+    ) -> int:
+        """Record that a prompt uses the blocks `keys`, of which `copies` pools each hold a copy.
+        Returns how many leading blocks should get a copy on the node that computes the prompt: up
+        to the last block that is too hot for its copies.
+        """
+        if not self._copies_per_use:
+            return 0
+        length = 0
+        at_s, faded, per_use = now, 1.0, self._copies_per_use
+        for index, (key, num_copies) in enumerate(zip(keys[:HOT_BLOCKS], copies, strict=False)):
+            heat = self._heat.use(key)
+            if heat is None:
+                heat = self._heat[key] = _Heat(now)
+            if heat.at_s != at_s:  # what is used together was mostly used together before
+                at_s, faded = heat.at_s, heat.fading(now)
+            heat.uses = heat.uses * faded + 1
+            heat.at_s = now
+            wanted = heat.uses * per_use
+            if wanted > 1 and num_copies < min(max_copies, math.ceil(wanted)) > 1:
+                length = index + 1
+        return length
 
 
 class Pools:

@@ -2,19 +2,34 @@
 
 A report is always a little old. So a view keeps its own list of assignments: those that the last
 report cannot include yet are added to it, and those that it still counts but that have ended are
-subtracted. Owned by the Conductor. Facts only; no choices here.
+subtracted. A fleet has the views of one role, also as columns of numbers, so that a thousand
+workers are compared at once: a row is computed again when its view has changed, and choices made
+from columns equal those made from views one by one. Owned by the Conductor. Facts only; no choices
+here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-from mooncake.base import BlockKey, Role, WorkerHello, WorkerLoad, WorkerRef
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake.base import Role, WorkerHello, WorkerLoad, WorkerRef
 from mooncake.engine.cost import StepCostModel
+from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
 
 REPORT_LAG_S = 0.05
 """A report includes the tasks that were sent at least this long before it came."""
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+NO_SLOT = -1
+MANY_SLOTS = -2
+"""Stands for a node with several pools."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +45,6 @@ class Assignment:
     num_context_tokens: int = 0
     """Tokens whose KV it will hold while decoding; 0 on a prefill worker."""
     num_blocks: int = 0
-    keys: tuple[BlockKey, ...] = ()
-    """Blocks that will be in this worker's cache when the prefill is done."""
 
 
 @dataclass(slots=True)
@@ -233,3 +246,213 @@ class InstanceView:
         freed = self.load.num_free_blocks + self._ended.num_blocks
         limit = self.load.num_total_blocks or self.hello.num_blocks
         return min(freed, limit) - self._pending.num_blocks
+
+
+class Column(IntEnum):
+    """The columns kept of each view. Whole numbers are exact, because they stay below 2^53."""
+
+    QUEUE_S = 0
+    ASSIGNED = 1
+    FIXED = 2
+    TOKEN = 3
+    PAIR = 4
+    SQUARE = 5
+    READ = 6
+    """The last coefficient: the time for each context token."""
+    CHUNK = 7
+    """`max_batched_tokens`."""
+    NUM_BLOCKS = 8
+    USABLE = 9
+    """1, or 0 while the worker drains."""
+    FREE_BLOCKS = 10
+    SEQUENCES = 11
+    CONTEXT = 12
+    MAX_SEQS = 13
+    STAGES = 14
+
+
+def _row(view: InstanceView) -> tuple[float, ...]:
+    hello = view.hello
+    return (
+        view.queued_s(),
+        view.num_assigned,
+        *view.cost.coefficients,
+        hello.max_batched_tokens,
+        hello.num_blocks,
+        not view.draining,
+        view.num_free_blocks(),
+        view.num_sequences(),
+        view.num_context_tokens(),
+        hello.max_num_seqs,
+        hello.num_stages,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FleetFacts:
+    """A fleet as it was at one moment."""
+
+    hellos: tuple[WorkerHello, ...]
+    columns: Floats
+    """`columns[c][i]` belongs to `hellos[i]`."""
+
+
+class Fleet:
+    """Live workers of one role, sorted by id; `columns[c][i]` belongs to `views[i]`."""
+
+    def __init__(self) -> None:
+        self.views: list[InstanceView] = []
+        self.columns: Floats = np.zeros((len(Column), 0))
+        self._ids: list[str] = []
+        self._changed: dict[str, None] = {}
+        self._generation = -1
+        """The generation of the index when the slots were looked up."""
+        self._slots: Ints = np.zeros(0, np.int64)
+        self._pool_slots: Ints | None = None
+        self._hellos: tuple[WorkerHello, ...] | None = ()
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def add(self, view: InstanceView) -> None:
+        at = bisect_left(self._ids, view.worker_id)
+        self._ids.insert(at, view.worker_id)
+        self._hellos = None
+        self.views.insert(at, view)
+        self.columns = np.insert(self.columns, at, 0.0, axis=1)
+        self._generation = -1
+        self.touch(view.worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        at = self.find(worker_id)
+        del self._ids[at], self.views[at]
+        self._hellos = None
+        self.columns = np.delete(self.columns, at, axis=1)
+        self._generation = -1
+        self._changed.pop(worker_id, None)
+
+    def touch(self, worker_id: str) -> None:
+        """Record that the view of a worker has changed."""
+        self._changed[worker_id] = None
+
+    def find(self, worker_id: str) -> int:
+        """Return the position of a worker (where it would be inserted, if it is unknown)."""
+        return bisect_left(self._ids, worker_id)
+
+    def refresh(self) -> Floats:
+        """Bring the columns up to date and return them."""
+        for worker_id in self._changed:
+            at = self.find(worker_id)
+            self.columns[:, at] = _row(self.views[at])
+        self._changed.clear()
+        return self.columns
+
+    def facts(self) -> FleetFacts:
+        """Return the fleet as it is now."""
+        if self._hellos is None:
+            self._hellos = tuple(view.hello for view in self.views)
+        return FleetFacts(self._hellos, self.refresh().copy())
+
+    def usable(self, exclude: Collection[str]) -> Bools:
+        """Return which workers may get work. Excluded ones are used only when there is no other,
+        and draining ones only after those.
+        """
+        usable = np.asarray(self.refresh()[Column.USABLE] > 0)
+        if not usable.any():
+            usable = np.ones(len(self._ids), np.bool_)
+        if exclude:
+            kept = np.array(usable)
+            for worker_id in exclude:
+                at = self.find(worker_id)
+                if at < len(self._ids) and self._ids[at] == worker_id:
+                    kept[at] = False
+            if kept.any():
+                return kept
+        return usable
+
+    def slots(self, index: PrefixIndex) -> Ints:
+        """Return each worker's bit in the masks of the index."""
+        if self._generation != index.generation:
+            self._generation = index.generation
+            slots = (index.slot_of(worker_id) for worker_id in self._ids)
+            found = [NO_SLOT if slot is None else slot for slot in slots]
+            self._slots, self._pool_slots = np.array(found, np.int64), None
+        return self._slots
+
+    def pool_slots(self, index: PrefixIndex, of_node: Callable[[str], int]) -> Ints:
+        """Return the bit of the only pool on each worker's node, as `of_node` returns it."""
+        self.slots(index)
+        if self._pool_slots is None:
+            found = [of_node(view.hello.node_id) for view in self.views]
+            self._pool_slots = np.array(found, np.int64)
+        return self._pool_slots
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a row differs from its view."""
+        columns = self.refresh()
+        for at, view in enumerate(self.views):
+            assert view.worker_id == self._ids[at]
+            assert tuple(columns[:, at]) == _row(view), f"the row of {view.worker_id} is stale"
+
+
+def bits(mask: int, num_slots: int) -> Bools:
+    """Return a mask as an array of booleans, lowest bit first."""
+    size = num_slots // 8 + 1
+    raw = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
+    return np.asarray(np.unpackbits(raw, bitorder="little").view(np.bool_))
+
+
+class PrefixLengths(Mapping[str, int]):
+    """Worker id -> leading blocks of one prompt that the worker holds or is computing."""
+
+    def __init__(
+        self, index: PrefixIndex, prefix_match: PrefixMatch, among: int, inflight: Mapping[str, int]
+    ) -> None:
+        """`among`: bits of the workers to consider."""
+        self._index = index
+        self._prefix_match = prefix_match
+        self._among = among
+        self.inflight = inflight
+        """Worker id -> leading blocks that it is computing."""
+        self._lengths: Ints | None = None
+
+    def in_fleet(self, fleet: Fleet) -> Ints:
+        """Return the lengths for all workers of a fleet, in its order."""
+        lengths = self._by_slot()[fleet.slots(self._index)]
+        if self.inflight:
+            lengths = lengths.copy()
+            for worker_id, length in self.inflight.items():
+                at = fleet.find(worker_id)
+                if at < len(fleet) and fleet.views[at].worker_id == worker_id:
+                    lengths[at] = max(lengths[at], length)
+        return lengths
+
+    def __getitem__(self, worker_id: str) -> int:
+        slot = self._index.slot_of(worker_id)
+        held = 0
+        if slot is not None and self._among >> slot & 1:
+            held = self._prefix_match.run_of(0, 1 << slot)
+        held = max(held, self.inflight.get(worker_id, 0))
+        if not held:
+            raise KeyError(worker_id)
+        return held
+
+    def __iter__(self) -> Iterator[str]:
+        mask = next(iter(self._prefix_match.region(0).masks), 0) & self._among
+        for slot in np.flatnonzero(bits(mask, self._index.num_slots)):
+            yield self._index.worker_at(int(slot)).worker_id
+        for worker_id in self.inflight:
+            slot_of = self._index.slot_of(worker_id)
+            if slot_of is None or not mask >> slot_of & 1:
+                yield worker_id
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _by_slot(self) -> Ints:
+        if self._lengths is None:
+            num_slots = self._index.num_slots
+            self._lengths = np.zeros(num_slots + 8, np.int64)
+            for stop, mask in self._prefix_match.runs(0, self._among):
+                self._lengths[: num_slots + 8][np.flatnonzero(bits(mask, num_slots))] = stop
+        return self._lengths

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from mooncake.base import AbortTask, Priority, RequestState, WorkerRef
+from mooncake.base.large_settings import SentSettings
 from mooncake.scheduler.membership_table import MembershipTable
-from mooncake.scheduler.placement.conductor import Placement
+from mooncake.scheduler.placement.admission import Placement
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.requests.record import RequestRecord
-from mooncake.scheduler.requests.sent_settings import SentSettings
 from mooncake.telemetry.events import Placed
 
 

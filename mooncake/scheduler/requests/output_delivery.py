@@ -7,12 +7,12 @@ ones. Where gaps have a limit, the first token is therefore held and delivered w
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Container
 from dataclasses import dataclass
 
 from mooncake.base import RequestOutput, RequestState
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.requests.deadlines import Deadlines
 from mooncake.scheduler.requests.record import RequestRecord
 from mooncake.telemetry.events import FirstToken, Recorder, Tokens
 
@@ -20,6 +20,30 @@ MAX_HELD_GAPS = 3.0
 """A first token is held for at most this many times the limit on gaps, and never past the TTFT
 limit: by then the hand-over has gone wrong and waiting gains nothing.
 """
+
+
+class Deadlines:
+    """Request ids by deadline, the earliest first. An entry stays when its request ends, so the
+    caller of `pop_due` checks whether the request still exists.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, str]] = []
+        self._num_added = 0
+
+    def add(self, request_id: str, at_s: float) -> None:
+        """Add a deadline."""
+        self._num_added += 1
+        heapq.heappush(self._heap, (at_s, self._num_added, request_id))
+
+    def pop_due(self, now: float) -> str | None:
+        """Remove and return the request with the earliest deadline, if that has passed."""
+        return heapq.heappop(self._heap)[2] if self._heap and self._heap[0][0] <= now else None
+
+    @property
+    def next_s(self) -> float | None:
+        """The earliest deadline; None when there is none."""
+        return self._heap[0][0] if self._heap else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,5 @@
-"""Admission permits: how many requests this gateway serves at a time, and whose turn is next.
-
-A tenant may hold at most `TENANT_RATIO` times the permits that are free (dynamic thresholds:
-Choudhury and Hahne, IEEE/ACM ToN 1998), so that a tenant which is alone leaves some. What floods
-leave cannot be enough for any number of tenants, and a permit is never taken back. Therefore a
-tenant without a request in a class is always admitted: above `max_inflight`, each (tenant, class)
-has one permit.
+"""Who is served, and who waits: the admission permits and the queue of accepted requests that are
+placed on no worker.
 
 Owned by the request manager. Whether the cluster can serve a request within its limits is the
 Conductor's decision.
@@ -13,21 +8,33 @@ Conductor's decision.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from mooncake.base import Flow, GenerateRequest, Overloaded, Priority
-from mooncake.scheduler.fairness import QueuePosition, Turns
+from mooncake.scheduler.fairness import Order, QueuePosition, Turns
 from mooncake.scheduler.placement.admission import Rejection, reject
+from mooncake.scheduler.requests.read_ahead import ReadAhead
+from mooncake.scheduler.requests.record import RequestRecord
 
 TENANT_RATIO = 6
 """A tenant that is alone holds at most 6 / 7 of all permits."""
+RETRY_WAITING_S = 0.25
+_Entry = tuple[Order, int, RequestRecord]
+"""(turn and class, number of arrival, request)"""
 
 
 class AdmissionPermits:
     """At most `max_inflight` permits, and one more for each further (tenant, class). Each sequence
     holds one, by request id, so that none is released twice. It also keeps the turns of those that
     hold one.
+
+    A tenant may hold at most `TENANT_RATIO` times the permits that are free (dynamic thresholds:
+    Choudhury and Hahne, IEEE/ACM ToN 1998), so that a tenant which is alone leaves some. What
+    floods leave cannot be enough for any number of tenants, and a permit is never taken back.
+    Therefore a tenant without a request in a class is always admitted: above `max_inflight`, each
+    (tenant, class) has one permit.
     """
 
     def __init__(self, max_inflight: int, turns: Turns | None = None) -> None:
@@ -87,3 +94,79 @@ class AdmissionPermits:
         assert self._held_by == flows
         assert len(self._held) <= self._max_inflight + max(0, len(flows) - 1)
         self.turns.check_integrity(flows)
+
+
+class PendingQueue:
+    """Accepted requests that are placed on no worker, ordered by turn, class and arrival.
+
+    It holds requests whose worker was lost or full while no other had room (at most `max_queue`; a
+    further one fails with 503). It also holds batch work until capacity is idle or the work is due
+    (bounded by the permits). They are retried in the order of their turns.
+    """
+
+    def __init__(self, bound: int, read_ahead: ReadAhead) -> None:
+        self._bound = bound
+        self._read_ahead = read_ahead
+        self._queue: list[_Entry] = []
+        self._entries: dict[str, _Entry] = {}
+        self._num_bounded = 0
+        self._num_added = 0
+        self.next_retry_s = 0.0
+        """When the requests here are to be tried again; set by `on_retried`."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[str]:
+        return (record.request_id for _, _, record in self._queue)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    @property
+    def has_batch(self) -> bool:
+        """True if batch work waits here."""
+        return len(self._queue) > self._num_bounded
+
+    def add(self, record: RequestRecord, now: float) -> bool:
+        """Add a request. Returns False when the queue is full; batch work always has room."""
+        if not _is_batch(record.queue_position.order):
+            if self._num_bounded >= self._bound:
+                return False
+            self._num_bounded += 1
+        if not self._queue:
+            self.next_retry_s = now + RETRY_WAITING_S
+        self._num_added += 1
+        entry = record.queue_position.order, self._num_added, record
+        assert record.request_id not in self._entries, "a request waits twice"
+        self._entries[record.request_id] = entry
+        insort(self._queue, entry)
+        self._advance_read_ahead(now)
+        return True
+
+    def on_retried(self, now: float) -> None:
+        """Record that all requests here have been tried, and set the next time."""
+        self.next_retry_s = now + RETRY_WAITING_S
+        self._advance_read_ahead(now)
+
+    def _advance_read_ahead(self, now: float) -> None:
+        self._read_ahead.advance((record for _, _, record in self._queue), now)
+
+    def remove(self, request_id: str, *, gone: bool = True) -> None:
+        """Remove a request that was placed, or has ended (`gone`); other ids are ignored."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._read_ahead.forget(request_id, gone=gone)
+            self._queue.remove(entry)
+            self._num_bounded -= not _is_batch(entry[0])
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a request waits twice or the limit was exceeded."""
+        assert sorted(self._entries.values()) == self._queue, "queue and entries disagree"
+        self._read_ahead.check_integrity(self._entries)
+        lost = sum(not _is_batch(order) for order, _, _ in self._queue)
+        assert lost == self._num_bounded <= self._bound
+
+
+def _is_batch(order: Order) -> bool:
+    return order[1] == Priority.BATCH.order

@@ -1,11 +1,14 @@
 """One accepted request as the gateway holds it, from its permit to its final event.
 
-Plain state with checked transitions; owned by the request manager.
+Plain state with checked transitions; owned by the request manager. A record puts the request's
+tokens in order: they come from two senders, over several attempts, and with repeats.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import msgspec
 
 from mooncake.base import (
     DecodeTask,
@@ -22,16 +25,25 @@ from mooncake.base import (
 )
 from mooncake.base.blocks import chain_root, prompt_keys
 from mooncake.base.request import (
+    NO_LOGPROBS,
     TRANSITIONS,
     CacheUse,
     FinishInfo,
     RequestOutput,
     request_finish,
 )
+from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition
-from mooncake.scheduler.placement.conductor import Layout, Placement
-from mooncake.scheduler.requests.output_order import OutputOrder
+from mooncake.scheduler.placement.admission import Placement
+from mooncake.scheduler.placement.conductor import Layout
 from mooncake.telemetry.events import Finished
+
+STALL_FACTOR = 10.0
+"""An attempt counts as stalled when its first token takes this many times the predicted TTFT."""
+MAX_STALLS = 4.0
+"""It counts as stalled at the latest after this many times `stall_timeout_s`, because the
+prediction may be wrong.
+"""
 
 
 @dataclass(slots=True)
@@ -41,7 +53,6 @@ class RequestRecord:
     request: GenerateRequest
     sink: Sink
     accepted_s: float
-    order: OutputOrder
     queue_position: QueuePosition
     """Its turn, and the share of limits it may use."""
     state: RequestState = RequestState.QUEUED
@@ -70,6 +81,16 @@ class RequestRecord:
     """Since when later tokens wait for earlier ones that are missing."""
     keys: KeyChain = field(default_factory=KeyChain)
     keys_layout: Layout | None = None
+    tokens: list[int] = field(default_factory=list)
+    """The output so far: each position once, in order."""
+    num_conflicts: int = 0
+    """Repeated tokens that differed from those in `tokens`: a worker was not deterministic."""
+    _held: dict[int, RequestOutput] = field(default_factory=dict)
+    """Outputs that came before the tokens that precede them, by position. Bounded: the positions
+    lie below `max_tokens`.
+    """
+    _finish: tuple[int, FinishInfo] | None = None
+    """(position of the end, how the sequence ended there)"""
 
     @property
     def request_id(self) -> str:
@@ -77,7 +98,7 @@ class RequestRecord:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.order.tokens)
+        return len(self.tokens)
 
     def workers(self) -> list[WorkerRef]:
         """Return the workers of the current placement, decode first."""
@@ -91,7 +112,7 @@ class RequestRecord:
         if self.placement is None:
             return False
         is_decode = self.placement.decode.worker_id == worker_id
-        return is_decode or not self.decode_joined or self.order.has_gap
+        return is_decode or not self.decode_joined or self.has_gap
 
     def goes_on_from(self, worker_id: str) -> bool:
         """Return whether a request that was placed before may still fetch its blocks from this
@@ -118,8 +139,97 @@ class RequestRecord:
         self.decode_joined = False
         self.last_progress_s = now
         self.gap_since_s = None
-        self.order.drop_held()
+        self.drop_held()
         self.move(RequestState.PREFILLING)
+
+    # ------------------------------------------------------------ the output, in order
+
+    @property
+    def has_gap(self) -> bool:
+        """True if an output is held back because earlier tokens are missing."""
+        return bool(self._held) or (self._finish is not None and self.due_finish() is None)
+
+    def drop_held(self) -> None:
+        """Drop what is held back: the attempt that sent it has ended."""
+        self._held.clear()
+        self._finish = None
+
+    def add_output(self, output: RequestOutput) -> list[RequestOutput]:
+        """Add an output, in any order; return the events that can be delivered now."""
+        if output.finish is not None:
+            self._finish = output.start + len(output.tokens), output.finish
+        if not output.tokens:
+            return []
+        if output.start > len(self.tokens):
+            if output.start < self.request.sampling.max_tokens:
+                self._held.setdefault(output.start, output)
+            return []
+        events = self._release(output, [])
+        while self._held:
+            first = min(self._held)
+            if first > len(self.tokens):
+                break
+            events = self._release(self._held.pop(first), events)
+        return events
+
+    def due_finish(self) -> FinishInfo | None:
+        """Return how the sequence ended, once all tokens before its end were released. A failure is
+        returned at once, even if tokens are missing.
+        """
+        if self._finish is None:
+            return None
+        position, finish = self._finish
+        if position <= len(self.tokens) or finish.failure is not None:
+            return finish
+        return None
+
+    def _release(self, output: RequestOutput, events: list[RequestOutput]) -> list[RequestOutput]:
+        """Release the new part of `output`, which starts at or before the next position."""
+        known = len(self.tokens) - output.start
+        if known:
+            mine = self.tokens[output.start : output.start + len(output.tokens)]
+            self.num_conflicts += sum(
+                old != new for old, new in zip(mine, output.tokens, strict=False)
+            )
+        stop = self.request.sampling.max_tokens - output.start
+        fresh = output.tokens[known:stop]
+        if not fresh:
+            return events
+        start = len(self.tokens)
+        self.tokens.extend(fresh)
+        events.append(
+            msgspec.structs.replace(
+                output,
+                start=start,
+                tokens=fresh,
+                logprobs=None if output.logprobs is None else output.logprobs[known:stop],
+                prompt_logprobs=NO_LOGPROBS if start else output.prompt_logprobs,
+                finish=None,
+            )
+        )
+        return events
+
+    # ------------------------------------------------------------ limits in time
+
+    def is_overdue(self, now: float) -> bool:
+        """Return whether the request's own `timeout_s` has passed."""
+        timeout_s = self.request.timeout_s
+        return timeout_s is not None and now - self.accepted_s >= timeout_s
+
+    def stall_reason(self, config: SchedulerConfig, now: float) -> str | None:
+        """Return why the current attempt must be given up; None while it makes progress."""
+        if self.placement is None:
+            return None
+        quiet_s = now - self.last_progress_s
+        quiet_limit_s = config.stall_timeout_s
+        if self.state is RequestState.PREFILLING:
+            predicted_s = STALL_FACTOR * self.placement.predicted_ttft_s
+            quiet_limit_s = min(max(quiet_limit_s, predicted_s), MAX_STALLS * quiet_limit_s)
+        if self.gap_since_s is not None and now - self.gap_since_s > config.gap_timeout_s:
+            return "tokens were lost on their way"
+        return f"nothing came for {quiet_s:.0f} s" if quiet_s > quiet_limit_s else None
+
+    # ------------------------------------------------------------ state, tasks, ends
 
     def learn_cached(self, output: RequestOutput) -> None:
         """Record what the first output of an attempt says about reuse. The first attempt that
@@ -146,7 +256,7 @@ class RequestRecord:
         """
         placement = self.placement
         assert placement is not None, "tasks of a request that is not placed"
-        output_tokens, sources = list(self.order.tokens), list(placement.sources)
+        output_tokens, sources = list(self.tokens), list(placement.sources)
         decode, prefill = placement.decode, placement.prefill
         decode_task = DecodeTask(
             request=self.request,
@@ -202,7 +312,7 @@ class RequestRecord:
         """Return how the request has ended if its last token ends it, in case the worker was lost
         after that token and before it reported the end.
         """
-        reason, stop_token_id = request_finish(self.request, self.order.tokens)
+        reason, stop_token_id = request_finish(self.request, self.tokens)
         return FinishInfo(reason=reason, stop_token_id=stop_token_id) if reason else None
 
     def block_keys(self, layout: Layout | None) -> KeyChain:
@@ -219,7 +329,7 @@ class RequestRecord:
                 request.cache_salt,
             )  # fmt: skip
         done = len(self.keys) * layout.block_tokens
-        tail = request.tokens_with(self.order.tokens)[done:]
+        tail = request.tokens_with(self.tokens)[done:]
         parent = (
             self.keys[-1]
             if self.keys

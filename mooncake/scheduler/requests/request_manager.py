@@ -45,20 +45,18 @@ from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import (
     NO_ROOM_REASONS,
     NOT_IDLE,
+    Placement,
     Rejection,
     not_idle,
     reject,
     spread_retry,
 )
 from mooncake.scheduler.placement.block_feed import BlockFeed
-from mooncake.scheduler.placement.conductor import Conductor, Placement
+from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.requests.attempt_tracker import AttemptTracker
-from mooncake.scheduler.requests.deadlines import Deadlines, is_overdue, stall_reason
-from mooncake.scheduler.requests.output_delivery import OutputDelivery
-from mooncake.scheduler.requests.output_order import OutputOrder
-from mooncake.scheduler.requests.pending_queue import PendingQueue
-from mooncake.scheduler.requests.permits import AdmissionPermits
+from mooncake.scheduler.requests.output_delivery import Deadlines, OutputDelivery
+from mooncake.scheduler.requests.permits import AdmissionPermits, PendingQueue
 from mooncake.scheduler.requests.read_ahead import ReadAhead
 from mooncake.scheduler.requests.record import RequestRecord
 from mooncake.telemetry.events import (
@@ -128,7 +126,6 @@ class RequestManager:
             request=request,
             sink=sink,
             accepted_s=now,
-            order=OutputOrder(request.sampling.max_tokens),
             queue_position=queue_position,
         )
         may_wait = request.priority is Priority.BATCH
@@ -312,9 +309,7 @@ class RequestManager:
         layout = self._conductor.layout
         if self.feed is not None and layout is not None:
             keys, request = record.block_keys(layout), record.request
-            self.feed.learn(
-                keys, lambda: request.tokens_with(record.order.tokens), layout.block_tokens
-            )
+            self.feed.learn(keys, lambda: request.tokens_with(record.tokens), layout.block_tokens)
 
     def _find_yielding(self, result: Placement | Rejection) -> RequestRecord | None:
         """Return the batch request that was placed last among those in the way, or None."""
@@ -452,14 +447,14 @@ class RequestManager:
             self._ports.recorder.record(worked)
         if output.tokens and from_decode:
             record.decode_joined = True
-        for event in record.order.add(output):
+        for event in record.add_output(output):
             self._deliver(record, event, worker.worker_id, now)
             if record.state is RequestState.FINISHED:
                 return  # its sink has aborted it
-        finish = record.order.due_finish()
+        finish = record.due_finish()
         if finish is not None:
             self._on_finish(record, finish, worker.worker_id, now)
-        elif not record.order.has_gap:
+        elif not record.has_gap:
             record.gap_since_s = None
         elif record.gap_since_s is None:
             record.gap_since_s = now
@@ -503,14 +498,14 @@ class RequestManager:
 
     def _expire(self, request_id: str, now: float) -> None:
         record = self._requests.get(request_id)
-        if record is None or not is_overdue(record, now):
+        if record is None or not record.is_overdue(now):
             return  # it has ended; or this was the deadline of an older one of the same name
         text = f"The request did not finish within its {record.request.timeout_s:g} s."
         self._fail(record, RequestTimeout, text, now)
 
     def _scan_stalled(self, now: float) -> None:
         for record in list(self._requests.values()):
-            reason = stall_reason(record, self._config, now)
+            reason = record.stall_reason(self._config, now)
             if reason is not None:
                 self._requeue(record, reason, now)
 
@@ -552,10 +547,9 @@ class RequestManager:
         del self._requests[record.request_id]
         self._permits.release(record.request, record.num_output_tokens)
         self.counters[f"requests_{reason.value}"] += 1
-        if record.order.num_conflicts:
+        if record.num_conflicts:
             logger.error(
-                "request %s: %d repeated tokens differed", record.request_id,
-                record.order.num_conflicts,
-            )  # fmt: skip
+                "request %s: %d repeated tokens differed", record.request_id, record.num_conflicts
+            )
         self._ports.recorder.record(record.finished(reason, failure, now))
         record.sink(record.final_event(reason, stop_token_id, failure))

@@ -13,7 +13,7 @@ import pytest
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.http import request_body
-from mooncake.api.schema.json_object import RequestBody
+from mooncake.api.schema.fields import RequestBody
 from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_model
 
 MAX_GAP_S = 1.0

@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 
-from mooncake.api.adapters.message_stream import arguments_so_far
+from mooncake.api.adapters.anthropic_messages import arguments_so_far
 from mooncake.api.config import ApiConfig
 from mooncake.base import Failure
 from tests.support.api.cache_use import NUM_CACHED_TOKENS, SHOWN, USE

@@ -311,7 +311,7 @@ def test_a_stream_that_breaks_says_so() -> None:
 
 def test_no_field_is_lost_between_the_apis() -> None:
     """Every shared field of the internal request is taken from the body as it is."""
-    from mooncake.api.adapters.responses_request import responses_chat
+    from mooncake.api.adapters.openai_responses import responses_chat
     from mooncake.api.schema.responses import ResponsesRequest
 
     given = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import block_keys
-from mooncake.launch.worker.local import LocalCluster
+from mooncake.launch.cluster.colocated import LocalCluster
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.engine import Region

@@ -14,7 +14,7 @@ from mooncake.base import KvPart, WorkerRef
 from mooncake.base.messages import BlocksPushed
 from mooncake.instance import Instance
 from mooncake.instance.mover import Ended, SliceMover
-from mooncake.launch.worker import local
+from mooncake.launch.cluster import colocated
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.transfer.engine import TransferDone
 from mooncake.transfer.rdma.nic import WorkRequest
@@ -151,7 +151,9 @@ def test_a_byte_that_a_nic_alters_is_found_and_computed_anew(
     fabric.alters = alters
     with engines_on(fabric) as opened:
         monkeypatch.setattr(
-            local, "open_transfer", lambda _config, engine_id, *_, **__: opened(engine_id).transfer
+            colocated,
+            "open_transfer",
+            lambda _config, engine_id, *_, **__: opened(engine_id).transfer,
         )
         with model_cluster(model, 1, 1, push_checksums="on", **SETTINGS) as cluster:
             assert tokens_of_all(cluster) == truth

@@ -16,12 +16,10 @@ from mooncake.base.messages import AskCluster, ClusterTold
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import exit_code
 from mooncake.identity import Credential, issue, own_credential
-from mooncake.launch.cluster import seeds
-from mooncake.launch.cluster.facts import NotUp, encode_facts
+from mooncake.launch.cluster import facts as facts_module
+from mooncake.launch.cluster.facts import NotUp, encode_facts, facts_of_seeds
 from mooncake.launch.cluster.joined_gateway import JoinedCluster
-from mooncake.launch.cluster.joining import joining_worker
-from mooncake.launch.cluster.seeds import facts_of_seeds
-from mooncake.launch.cluster.workers import own_facts
+from mooncake.launch.cluster.workers import joining_worker, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
@@ -103,9 +101,9 @@ def test_one_question_is_enough_where_a_gateway_is_up(
     gateway: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although connections wake who waits for the answer, before it comes."""
-    monkeypatch.setattr(seeds, "ASK_AGAIN_S", 30.0)
+    monkeypatch.setattr(facts_module, "ASK_AGAIN_S", 30.0)
     credential = own_credential("hush", CredentialRole.WORKER)
-    with contextlib.closing(seeds.Seeds(joining(gateway), credential)) as asked:
+    with contextlib.closing(facts_module.Seeds(joining(gateway), credential)) as asked:
         [told] = asked.ask()
     assert told.facts
 
@@ -122,8 +120,8 @@ def test_who_has_another_secret_learns_that_alone(
     gateway: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command ends with the exit code of refusals, not with that of silence."""
-    monkeypatch.setattr(seeds, "ANSWER_S", 1.0)
-    monkeypatch.setattr(seeds, "LOOK_S", LONG_S)
+    monkeypatch.setattr(facts_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(facts_module, "LOOK_S", LONG_S)
     place = re.escape(gateway.partition("#")[0])
     with pytest.raises(Forbidden, match=f"cluster-secret: the gateway at {place} has") as refusal:
         facts_of_seeds(joining(gateway), own_credential("other", CredentialRole.WORKER))
@@ -131,7 +129,7 @@ def test_who_has_another_secret_learns_that_alone(
 
 
 def test_where_no_gateway_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeds, "ANSWER_S", 0.1)
+    monkeypatch.setattr(facts_module, "ANSWER_S", 0.1)
     with pytest.raises(NotUp, match=f"no gateway answers at tcp://{NOBODY}: is one") as silence:
         facts_of_seeds(
             resolve(
@@ -145,8 +143,8 @@ def test_where_no_gateway_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gateway_that_knows_the_secret_and_does_not_answer_is_named(
     credential: Credential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds, "ANSWER_S", 0.1)
-    monkeypatch.setattr(seeds, "LOOK_S", LONG_S)
+    monkeypatch.setattr(facts_module, "ANSWER_S", 0.1)
+    monkeypatch.setattr(facts_module, "LOOK_S", LONG_S)
     with (
         contextlib.closing(ZmqChannel(credential=credential, is_typed=True)) as mute,
         heard(mute),
@@ -174,7 +172,7 @@ def test_at_each_step_of_a_rotation_those_join_that_the_guide_names(
             facts = facts_of_seeds(joining(gateway), own_credential(secrets, CredentialRole.WORKER))
             assert facts.gateway_address == gateway
         with monkeypatch.context() as patched:
-            patched.setattr(seeds, "ANSWER_S", 1.0)
+            patched.setattr(facts_module, "ANSWER_S", 1.0)
             for secrets in shut_out:
                 with pytest.raises((NotUp, Forbidden)):
                     facts_of_seeds(joining(gateway), own_credential(secrets, CredentialRole.WORKER))

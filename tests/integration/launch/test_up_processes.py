@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.base import MooncakeError
 from mooncake.launch.cluster import up
-from mooncake.launch.cluster.seeds import Seeds
+from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.config.cluster_file import ClusterFile, Machine, Part
 
 MACHINE = Machine(name="here", address="127.0.0.1", counts={"gateway": 1})

@@ -24,11 +24,11 @@ from mooncake.base import (
     WorkerRef,
     pack_tokens,
 )
+from mooncake.launch.cluster.colocated import LocalCluster
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.worker.local import LocalCluster
 from mooncake.launch.worker.open_model import open_model
 from mooncake.launch.worker.process import Worker, WorkerSettings
 from mooncake.model.opening import ModelSource

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from mooncake.api.adapters.anthropic_messages import MessageStream, messages_chat
 from mooncake.api.adapters.chat_call import new_chat_call
-from mooncake.api.adapters.message_stream import MessageStream
-from mooncake.api.adapters.messages_request import messages_chat
-from mooncake.api.adapters.responses_request import responses_chat
+from mooncake.api.adapters.openai_responses import responses_chat
 from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
 from mooncake.api.generation.generation import Call

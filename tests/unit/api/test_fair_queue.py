@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.api.fair_queue import MAX_TENANTS, FairQueue
+from mooncake.api.lane import MAX_TENANTS, FairQueue
 
 
 def taken(queue: FairQueue[object]) -> str:

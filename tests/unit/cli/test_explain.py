@@ -13,7 +13,7 @@ import pytest
 from mooncake.base import MooncakeError, Role
 from mooncake.cli.main import run
 from mooncake.launch.host.http_client import Client
-from mooncake.scheduler.placement.conductor import Placement
+from mooncake.scheduler.placement.admission import Placement
 from mooncake.telemetry.receipt import Bundle, BundleEntry
 from tests.support.scheduler.scheduling import conductor, hello, keys_of, request
 

@@ -8,7 +8,7 @@ import pytest
 from mooncake.base import ConfigError, CostSample, Role
 from mooncake.cli.main import run
 from mooncake.engine.config import EngineConfig
-from mooncake.launch.worker.cost_fit import ROLES, fit, shapes_within
+from mooncake.launch.worker.profile import ROLES, fit, shapes_within
 
 
 def samples(noise: float = 0.0) -> list[CostSample]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.decode.admission import MAX_PASSED, has_room, may_be_passed, may_reserve
+from mooncake.decode.task import MAX_PASSED, has_room, may_be_passed, may_reserve
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.decode.comparison import Comparison
+from mooncake.decode.task import Comparison
 
 
 def test_blocks_are_asked_about_once_and_the_wrong_ones_are_known() -> None:

@@ -13,7 +13,6 @@ from mooncake.instance.job_table import EARLY_S, MAX_EARLY, MAX_REMEMBERED, Job,
 from mooncake.rpc.codec import decode, encode
 from mooncake.scheduler.fairness import QueuePosition
 from mooncake.scheduler.placement.conductor import Layout
-from mooncake.scheduler.requests.output_order import OutputOrder
 from mooncake.scheduler.requests.record import RequestRecord
 from tests.support.scheduler.scheduling import GATEWAY, ref, request
 
@@ -159,7 +158,7 @@ def test_choices_of_a_call_are_hashed_once_by_the_gateway_and_the_worker() -> No
     for number in range(3):
         asked = request(f"r{number}", prompt_tokens=list(range(16)))
         record = RequestRecord(
-            request=asked, sink=lambda _: None, accepted_s=0.0, order=OutputOrder(4),
+            request=asked, sink=lambda _: None, accepted_s=0.0,
             queue_position=QueuePosition((0.0, 0)),
         )  # fmt: skip
         sent = decode(encode(DecodeTask(request=asked, attempt=1, gateway=GATEWAY, prefill=None)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import Grammar, PrefillTask
-from mooncake.instance.kept_settings import KeptSettings
+from mooncake.base.large_settings import KeptSettings, SentSettings
 from mooncake.rpc.codec import decode, encode
-from mooncake.scheduler.requests.sent_settings import SentSettings
 from tests.support.scheduler.scheduling import GATEWAY, ref, request
 
 

@@ -13,7 +13,7 @@ from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.instance import page_pins
-from mooncake.instance.checksums import BlockChecksums
+from mooncake.instance.mover import BlockChecksums
 from mooncake.instance.page_pins import PagePins
 
 OWN, READER = WorkerRef("decode-0", "e", "a"), WorkerRef("decode-1", "e", "b")

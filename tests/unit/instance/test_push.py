@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from mooncake.engine.ranks.kv_moves import Hashed
-from mooncake.instance.checksums import BlockChecksums
-from mooncake.instance.mover import OwnPages
+from mooncake.instance.mover import BlockChecksums, OwnPages
 from mooncake.instance.push import Destination, Push
 from tests.support.engine.engine_pair import LAYOUT, PAGES, EnginePair
 

@@ -5,8 +5,7 @@ more.
 from __future__ import annotations
 
 from mooncake.base import PutEnd, PutGranted, PutStart, WorkerRef
-from mooncake.instance.push import Push
-from mooncake.instance.put import WriteThrough
+from mooncake.instance.push import Push, WriteThrough
 from mooncake.kvstore.client.block_writer import BlockWriter
 from tests.support.engine.engine_pair import LAYOUT, EnginePair
 

@@ -29,8 +29,7 @@ from mooncake.engine.ranks.kv_moves import (
     encode_answer,
 )
 from mooncake.engine.ranks.step_log import decode, encode
-from mooncake.instance.checksums import BlockChecksums
-from mooncake.instance.mover import SliceMover
+from mooncake.instance.mover import BlockChecksums, SliceMover
 from mooncake.instance.rank_pages import FollowerMoves, FollowerPages, Reached
 from mooncake.transfer.engine import Op, TransferDone
 from mooncake.transfer.grants import FIRST_LOOK_S, LOOK_AGAIN_S, Fence

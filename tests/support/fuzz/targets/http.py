@@ -138,12 +138,12 @@ class HttpBodies(Target):
 
     name = "bodies"
     modules = (
-        "mooncake.api.http.json_cost", "mooncake.api.http.request_body", "mooncake.api.errors",
+        "mooncake.api.http.request_body", "mooncake.api.http.request_body", "mooncake.api.errors",
         "mooncake.api.adapters.chat_call", "mooncake.api.adapters.completion_call",
-        "mooncake.api.adapters.messages_request", "mooncake.api.adapters.responses_request",
-        "mooncake.api.adapters.chat_message", "mooncake.api.constrained.constraints",
+        "mooncake.api.adapters.anthropic_messages", "mooncake.api.adapters.openai_responses",
+        "mooncake.api.adapters.chat_call", "mooncake.api.constrained.constraints",
         "mooncake.api.constrained.grammar", "mooncake.api.generation.sampling",
-        "mooncake.api.text.conversation", "mooncake.api.text.guard",
+        "mooncake.api.text.conversation", "mooncake.api.text.conversation",
     )  # fmt: skip
     shape = Shape.JSON
     skip = 1

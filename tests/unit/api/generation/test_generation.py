@@ -8,9 +8,8 @@ import itertools
 import pytest
 
 from mooncake.api.backend import ABORTS_AT_ONCE, EventStream
-from mooncake.api.generation.delta import Delta
 from mooncake.api.generation.generation import Call, Choice, TextOptions
-from mooncake.api.text.message_parser import TOOL_MARKERS, find_markers
+from mooncake.api.text.message_parser import TOOL_MARKERS, Delta, find_markers
 from mooncake.base import (
     Failure,
     FinalEvent,

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.api.http.json_cost import ITEM_COST, NODE_COST, JsonCost
+from mooncake.api.http.request_body import ITEM_COST, NODE_COST, JsonCost
 
 TEXTS = st.text(alphabet='\\",:[]{}\n é你', max_size=12)
 VALUES = st.recursive(

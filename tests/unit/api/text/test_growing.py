@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.api.adapters import message_stream, response_stream
-from mooncake.api.adapters.message_stream import MessageStream
+from mooncake.api.adapters import anthropic_messages, openai_responses
+from mooncake.api.adapters.anthropic_messages import MessageStream
+from mooncake.api.adapters.openai_responses import ResponseStream
 from mooncake.api.adapters.python_output import OutputBuilder
 from mooncake.api.adapters.python_request import completion_request
-from mooncake.api.adapters.response_stream import ResponseStream
-from mooncake.api.generation.delta import Delta
 from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.text.message_parser import (
+    Delta,
     Marker,
     MessageParser,
     Piece,
@@ -100,8 +100,8 @@ def test_streams_of_responses_and_messages(
     kind: Callable[[], list[Piece]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = msgspec.json.Encoder(enc_hook=str).encode  # `Counted` is not quite a text
-    monkeypatch.setattr(response_stream, "encode", encode)
-    monkeypatch.setattr(message_stream, "encode", encode)
+    monkeypatch.setattr(openai_responses, "encode", encode)
+    monkeypatch.setattr(anthropic_messages, "encode", encode)
     reply = ResponseReply(
         id="resp_1", created_at=0, instructions=None, max_output_tokens=None, metadata={},
         model="m", parallel_tool_calls=True, reasoning={}, temperature=1.0, text={},

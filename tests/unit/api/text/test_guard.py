@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.api.schema.chat import ChatMessage, Tool
-from mooncake.api.text import guard
+from mooncake.api.text import conversation
 from mooncake.api.text.chat_template import KIMI_K2_TEMPLATE, ChatTemplate
-from mooncake.api.text.conversation import render_conversation
-from mooncake.api.text.guard import MARK, Guard
+from mooncake.api.text.conversation import MARK, Guard, render_conversation
 from tests.support.api.server import SPECIAL_NAMES, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -90,7 +89,7 @@ def test_pieces_find_what_the_whole_text_has(text: str, size: int) -> None:
     names = {TOKENIZER.token_bytes(token).decode() for token in TOKENIZER.special_ids}
     names |= {"<think>", "</think>"}
     plain = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
-    with mock.patch.object(guard, "PIECE_CHARS", size):
+    with mock.patch.object(conversation, "PIECE_CHARS", size):
         marked = GUARD.value(text)
         ids = GUARD.encode(marked)
     assert marked == plain.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
@@ -99,6 +98,6 @@ def test_pieces_find_what_the_whole_text_has(text: str, size: int) -> None:
 
 
 def test_names_that_begin_alike_are_found_longest_first() -> None:
-    names = guard._Names(["<a>", "<a>b", "<a", "c"])
+    names = conversation._Names(["<a>", "<a>b", "<a", "c"])
     assert [found[0] for found in names.find("<a>b<a><ac<")] == ["<a>b", "<a>", "<a", "c"]
-    assert not list(guard._Names([]).find("<a>"))
+    assert not list(conversation._Names([]).find("<a>"))

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from mooncake.api.text.guard import MARK, Guard
+from mooncake.api.text.conversation import MARK, Guard
 from mooncake.api.text.tokenizer import (
     MAX_ENCODE_CHARS,
     MAX_RUN_CHARS,

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mooncake.base import Shape
-from mooncake.launch.cluster.joining import joining_worker
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
-from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.cluster.workers import cluster_workers, joining_worker
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.worker.process import WorkerSettings

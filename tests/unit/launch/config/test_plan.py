@@ -9,8 +9,8 @@ import pytest
 
 from mooncake.base import CheckpointError, ConfigError, Role
 from mooncake.crypto.keys import KeyRing
-from mooncake.launch.cluster import checks, joining
-from mooncake.launch.cluster.workers import cluster_workers, own_facts
+from mooncake.launch.cluster import checks
+from mooncake.launch.cluster.workers import cluster_workers, joining_worker, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES, RankMemory
@@ -102,7 +102,7 @@ def test_a_joining_worker_computes_on_its_own_devices(
     )  # fmt: skip
     monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 0)
     config = resolve({"role": "decode", "join": "h:1"}, None, {})
-    options = joining.joining_worker(config, facts, "secret").options
+    options = joining_worker(config, facts, "secret").options
     assert (options.device, options.measure_pages) == ("cpu", False)
     assert options.attention_backend == "reference"
 
@@ -123,7 +123,7 @@ def test_a_required_transport_that_does_not_work_here_is_refused(
     facts = own_facts(config, plan, "tcp://g:1")
     joins = resolve({"role": "decode", "join": "h:1"}, None, {})
     with pytest.raises(ConfigError, match=message):
-        joining.joining_worker(joins, facts, "secret")
+        joining_worker(joins, facts, "secret")
 
 
 def test_a_required_transport_is_the_only_one(model: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_required_transport_is_the_only_one(model: Path) -> None:
     workers = cluster_workers(config, plan, "tcp://g:1", "secret", "host")
     assert [worker.transfer_protocols for worker in workers] == [["tcp"]] * 3
     joins = resolve({"role": "decode", "join": "h:1"}, None, {})
-    joined = joining.joining_worker(joins, own_facts(config, plan, "tcp://g:1"), "secret")
+    joined = joining_worker(joins, own_facts(config, plan, "tcp://g:1"), "secret")
     assert joined.transfer_protocols == ["tcp"]
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from mooncake.base import CheckpointError, FinishReason, Role
-from mooncake.launch.worker import local
+from mooncake.launch.cluster import colocated
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import LocalWorld, request
@@ -214,7 +214,7 @@ def test_nothing_is_left_when_a_worker_cannot_be_built(
     async def serve() -> None:
         world = LocalWorld(model)
         closed: list[str] = []
-        real = local.build
+        real = colocated.build
 
         def build(settings: Any, *args: Any, **more: Any) -> Any:
             if settings.role is Role.PREFILL:
@@ -226,7 +226,7 @@ def test_nothing_is_left_when_a_worker_cannot_be_built(
             )
             return worker
 
-        monkeypatch.setattr(local, "build", build)
+        monkeypatch.setattr(colocated, "build", build)
         with pytest.raises(CheckpointError, match="torn"):
             world.cluster.start(world.workers)
         assert closed == ["kvstore-0", "decode-0"]

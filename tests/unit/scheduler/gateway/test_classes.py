@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import Drain, FinishReason, Priority, Role
-from mooncake.scheduler.requests.pending_queue import RETRY_WAITING_S
+from mooncake.scheduler.requests.permits import RETRY_WAITING_S
 from mooncake.telemetry.events import Refused
 from tests.support.scheduler.scheduling import Client, Pair, SchedulerHarness, request
 

@@ -12,7 +12,8 @@ import pytest
 from mooncake.base import AnyMessage, PeerLost, Role, WorkerRef
 from mooncake.base.messages import OWN_RELEASE, BookingOver, GatewayNews, Release
 from mooncake.scheduler.gateway.peer_gateways import FORGET_S, HEARTBEAT_S, PeerGateways
-from mooncake.scheduler.placement.conductor import Conductor, Placement
+from mooncake.scheduler.placement.admission import Placement
+from mooncake.scheduler.placement.conductor import Conductor
 from tests.support.scheduler.scheduling import conductor, hello, keys_of, ref, request
 
 TIMEOUT_S = 4.0

@@ -6,7 +6,12 @@ import msgspec
 import pytest
 
 from mooncake.base import Role, WorkerHello, WorkerRef
-from mooncake.scheduler.gateway.removals import MAX_AWAY, MAX_REMOVED, MESSAGE_BLOCKS, RemovedBlocks
+from mooncake.scheduler.gateway.pool_search import (
+    MAX_AWAY,
+    MAX_REMOVED,
+    MESSAGE_BLOCKS,
+    RemovedBlocks,
+)
 
 OWN = WorkerRef("gateway", "g1", "inproc://gateway")
 

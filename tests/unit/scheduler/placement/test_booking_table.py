@@ -10,7 +10,7 @@ from mooncake.base import BlockSource, KeyChain, Role, WorkerRef
 from mooncake.base.messages import Booking, BookingOver
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.booking_table import BookingTable
-from mooncake.scheduler.placement.fetch_costs import FetchCosts
+from mooncake.scheduler.placement.pools import FetchCosts
 from mooncake.scheduler.placement.views import InstanceView
 from tests.support.scheduler.scheduling import hello, keys_of, ref, request
 

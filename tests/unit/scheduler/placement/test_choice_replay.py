@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base import ConfigError, LoadReport, Priority, Role, Tier, WorkerLoad
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.placement.admission import Rejection
+from mooncake.scheduler.placement.admission import Placement, Rejection
 from mooncake.scheduler.placement.choice_replay import (
     MAX_SHOWN,
     NOT_REPLAYED,
@@ -18,7 +18,7 @@ from mooncake.scheduler.placement.choice_replay import (
     estimates,
     replay,
 )
-from mooncake.scheduler.placement.conductor import Conductor, Placement
+from mooncake.scheduler.placement.conductor import Conductor
 from tests.support.scheduler.scheduling import (
     conductor,
     hello,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from mooncake.base import BlockEvents, CostSample, LoadReport, Role, Tier, WorkerLoad
-from mooncake.scheduler.placement.admission import Rejection
-from mooncake.scheduler.placement.conductor import Conductor, Placement
+from mooncake.scheduler.placement.admission import Placement, Rejection
+from mooncake.scheduler.placement.conductor import Conductor
 from tests.support.scheduler.scheduling import (
     BLOCK_TOKENS,
     conductor,

@@ -4,7 +4,7 @@ import pytest
 
 from mooncake.base import BlockSource, Role
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.placement.fetch_costs import FetchCosts
+from mooncake.scheduler.placement.pools import FetchCosts
 from mooncake.scheduler.placement.views import InstanceView
 from tests.support.scheduler.scheduling import hello
 

@@ -18,8 +18,8 @@ from mooncake.base import (
     WorkerLoad,
 )
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.placement.admission import Rejection
-from mooncake.scheduler.placement.conductor import Conductor, Placement
+from mooncake.scheduler.placement.admission import Placement, Rejection
+from mooncake.scheduler.placement.conductor import Conductor
 from tests.support.scheduler.scheduling import PROFILE, hello, keys_of, ref, request
 
 SLOW = [CostSample(s.num_new_tokens, s.num_context_tokens, 1, 2.5 * s.seconds) for s in PROFILE]

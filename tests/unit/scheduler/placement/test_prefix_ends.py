@@ -12,8 +12,8 @@ from msgspec.structs import asdict
 
 from mooncake.base import BlockEvents, BlockKey, Role, Tier, WorkerRef
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse
-from mooncake.scheduler.placement.conductor import Conductor, Placement
-from mooncake.scheduler.placement.prefix_ends import PrefixEnds
+from mooncake.scheduler.placement.admission import Placement, PrefixEnds
+from mooncake.scheduler.placement.conductor import Conductor
 from tests.support.scheduler.scheduling import conductor, hello, keys_of, request
 
 P0, D0 = hello("p0", Role.PREFILL), hello("d0", Role.DECODE)

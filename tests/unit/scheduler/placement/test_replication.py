@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import repeat
 
-from mooncake.scheduler.placement import replication
-from mooncake.scheduler.placement.replication import (
+from mooncake.scheduler.placement.pools import (
     HALF_LIFE_S,
     HOT_BLOCKS,
     MAX_WATCHED,
@@ -67,7 +66,7 @@ def test_far_blocks_are_not_watched_and_the_table_is_bounded() -> None:
     assert len(subject) == HOT_BLOCKS
     for number in range(MAX_WATCHED // HOT_BLOCKS + 1):
         subject.on_use(keys(HOT_BLOCKS, name=number + 1), repeat(1), 8, 1.0)
-    assert len(subject) <= replication.MAX_WATCHED
+    assert len(subject) <= MAX_WATCHED
 
 
 def test_it_can_be_switched_off() -> None:

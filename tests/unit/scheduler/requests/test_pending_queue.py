@@ -4,8 +4,7 @@ from mooncake.base import Priority, SeededIds
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import PATIENT_TURN, QueuePosition
 from mooncake.scheduler.placement.conductor import Conductor
-from mooncake.scheduler.requests.output_order import OutputOrder
-from mooncake.scheduler.requests.pending_queue import RETRY_WAITING_S, PendingQueue
+from mooncake.scheduler.requests.permits import RETRY_WAITING_S, PendingQueue
 from mooncake.scheduler.requests.read_ahead import ReadAhead
 from mooncake.scheduler.requests.record import RequestRecord
 from tests.support.scheduler.scheduling import GATEWAY, Client, Inbox, request
@@ -23,7 +22,6 @@ def record(name: str, priority: Priority, turn: float) -> RequestRecord:
         request=request(name, priority=priority),
         sink=Client(),
         accepted_s=0.0,
-        order=OutputOrder(4),
         queue_position=QueuePosition((turn, priority.order)),
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base import BlockEvents, BlockKey, FinishReason, Priority, Role, Tier
 from mooncake.base.messages import Prefetch, StopPrefetch
-from mooncake.scheduler.requests.pending_queue import RETRY_WAITING_S
+from mooncake.scheduler.requests.permits import RETRY_WAITING_S
 from mooncake.scheduler.requests.read_ahead import GIVE_UP_S, MAX_REQUESTS, REPEAT_S
 from tests.support.scheduler.scheduling import Pair, keys_of, request, snapshot
 

@@ -27,7 +27,7 @@ from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import draining
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.ports import GatewayPorts
-from mooncake.scheduler.requests.pending_queue import RETRY_WAITING_S
+from mooncake.scheduler.requests.permits import RETRY_WAITING_S
 from mooncake.scheduler.requests.request_manager import RequestManager
 from mooncake.telemetry.events import EventList, Refused, Requeued
 from tests.support.scheduler.scheduling import GATEWAY, Client, Inbox, hello, request

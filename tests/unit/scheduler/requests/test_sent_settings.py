@@ -8,10 +8,14 @@ import msgspec
 import pytest
 
 from mooncake.base import DecodeTask, Failure, Grammar, PrefillTask, Role, SamplingParams
-from mooncake.base.large_settings import LARGE_SETTINGS, large_settings, name_setting
+from mooncake.base import large_settings as settings_module
+from mooncake.base.large_settings import (
+    LARGE_SETTINGS,
+    SentSettings,
+    large_settings,
+    name_setting,
+)
 from mooncake.rpc.codec import encode
-from mooncake.scheduler.requests import sent_settings
-from mooncake.scheduler.requests.sent_settings import SentSettings
 from tests.support.scheduler.scheduling import GATEWAY, ref, request
 from tests.unit.scheduler.requests.test_request_manager import Bench
 
@@ -103,7 +107,7 @@ def test_another_boot_of_a_worker_gets_them_again() -> None:
 def test_what_was_sent_is_bounded_and_the_oldest_is_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sent_settings, "MAX_SENT_BYTES", 400_000)
+    monkeypatch.setattr(settings_module, "MAX_SENT_BYTES", 400_000)
     sent, worker = SentSettings(), ref("d0")
 
     def carries(letter: str, length: int = 90_000) -> bool:
