@@ -323,6 +323,11 @@ class KimiK2:
         assert self.exchange is not None, "nobody shares experts with this rank"
         self.between_steps()
         self.exchange.agree(0, 0)
+        self.serve_agreed()
+
+    def serve_agreed(self) -> None:
+        """Compute experts for other ranks in a step that has been agreed on."""
+        assert self.exchange is not None, "nobody shares experts with this rank"
         none = self._placed.new_empty(0, self.spec.hidden_size)
         for number, layer in zip(self.stage.layers, self._layers, strict=True):
             if number == self.spec.num_hidden_layers - 1:

@@ -142,7 +142,5 @@ def _table(asked: Measure) -> list[int]:
 def _shared_pages(model: KimiK2, asked: Measure, home: Home) -> KvTensors:
     """Return pages of one context that all layers of this rank's stage share."""
     one = KvTensors.allocate(asked.layout, _num_pages(asked), model.device, home, range(1))
-    stage = model.stage
-    whole = stage.is_first and stage.is_last
-    layers = range(asked.layout.num_layers) if whole else stage.layers
+    layers = model.stage.kv_layers(asked.layout.num_layers)
     return KvTensors(asked.layout, one.pages.expand(len(layers), -1, -1, -1), home, layers.start)

@@ -298,6 +298,17 @@ def workspace_bytes(
     return activations + step_sequences * spec.vocab_size * 2 * DTYPE_BYTES["float32"]
 
 
+def num_communicators(shape: Shape, stage: int) -> int:
+    """Return how many NCCL communicators a rank of `stage` makes; each takes memory of its GPU.
+    There is one for each group of ranks: those of its engine, of its stage, those that share out
+    contexts, and those of other engines that share experts. There is one more for each stage beside
+    its own, because two ranks that send and receive are a pair of their own.
+    """
+    groups = {size for size in (shape.num_ranks, shape.tp, shape.dcp) if size > 1}
+    pairs = (stage > 0) + (stage < shape.pp - 1)
+    return len(groups) + pairs + (shape.dp > 1)
+
+
 def communication_bytes(
     spec: ModelSpec,
     dtype: str,

@@ -297,9 +297,9 @@ class ModelSource:
 
     def _captured(self, config: EngineConfig) -> CapturedSizes:
         """Return what steps are captured: none where the device or the backends do not allow any,
-        what drafts reads the states of each step, or the host takes part: it computes experts,
-        instances that share experts tell each other how many rows they have. None with prompts
-        where ranks share contexts out and gather those of prompts, or are stages.
+        what drafts reads the states of each step, or the host computes experts. None with prompts
+        where ranks share contexts out and gather those of prompts, are stages, or share experts
+        with ranks of other instances, which have prompts of other sizes.
         """
         model, shape = self._model, self._options.shape
         assert model is not None
@@ -307,10 +307,10 @@ class ModelSource:
         can = self._device.is_gpu and kernels == (TRITON, TRITON)
         drafts = model.mtp is not None or self._head is not None
         can = can and self._device.expert_backends is None and not drafts
-        can = can and shape.dp == 1 and model.spec.rope_interleave
+        can = can and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return CapturedSizes()
-        alone = config.num_homes == shape.pp == 1
+        alone = config.num_homes == shape.pp == shape.dp == 1
         most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if alone else 0
         pages = config.num_pages(config.max_model_len)
         return CapturedSizes(config.max_num_seqs, pages, most_tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake.base import GenerateRequest, KvLayout, SamplingParams, pack_tokens
-from mooncake.engine.config import EngineConfig
+from mooncake.engine.config import MTP, EngineConfig, SpeculativeConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence as Running
@@ -19,6 +19,7 @@ from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.opening import ModelSource
 from mooncake.model.options import ModelOptions
+from mooncake.model.parallel.peers import Peers
 from mooncake.model.running.runner import ModelRunner
 
 BLOCK_TOKENS = 16
@@ -89,26 +90,39 @@ class Served:
 
 
 @contextmanager
-def served(path: Path, device: str, backend: str = "reference", **options: Any) -> Iterator[Served]:
+def served(
+    path: Path,
+    device: str,
+    backend: str = "reference",
+    peers: Peers | None = None,
+    drafts: SpeculativeConfig | None = None,
+    **options: Any,
+) -> Iterator[Served]:
     """Open a checkpoint as a worker's process does, with followers where it has several ranks, and
-    close it.
+    close it. peers: the workers with which it shares experts. drafts: where they come from.
     """
+    with_mtp = drafts is not None and drafts.method == MTP
     made = ModelOptions(
-        device=device, attention_backend=backend, moe_backend=backend, num_threads=1, **options
-    )
+        device=device, attention_backend=backend, moe_backend=backend, num_threads=1,
+        with_mtp=with_mtp, **options,
+    )  # fmt: skip
     several = made.shape.num_ranks > 1
-    lead = start_ranks(str(path), "float32", made) if several else None
-    source = ModelSource(path, "float32", made, lead=lead)
+    lead = start_ranks(str(path), "float32", made, peers) if several else None
+    source = ModelSource(path, "float32", made, lead=lead, peers=peers)
     layout = KvLayout.for_model(
         Checkpoint.open(path).spec, block_tokens=BLOCK_TOKENS, dtype="float32",
-        weights_revision="none",
+        weights_revision="none", with_mtp=with_mtp,
     )  # fmt: skip
     try:
         source.load()
         shape = made.shape
-        config = dataclasses.replace(CONFIG, num_homes=shape.dcp, num_stages=shape.pp)
+        config = dataclasses.replace(
+            CONFIG, num_homes=shape.dcp, num_stages=shape.pp, speculation=drafts
+        )
         if shape.pp > 1:
             config = dataclasses.replace(config, max_steps_in_flight=shape.pp + 1)
+        if peers is not None:
+            assert source.num_pages(layout, config) >= config.num_blocks
         pages: memoryview | PageMemory
         if source.owns_pages:
             pages = source.device_pages(layout, CONFIG.num_blocks)

@@ -2,69 +2,53 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mooncake.base import Shape
+from mooncake.model.device.cuda import CudaCopies
+from mooncake.model.memory import num_communicators
 from mooncake.model.parallel.group import Group, GroupError, ordered_sum
 from mooncake.model.parallel.joining import join, make_file
+from mooncake.model.parallel.stages import Stage
 from mooncake.model.parallel.torch_group import ONE_SHOT_BYTES
+from tests.device.processes import Processes
 from tests.support.cuda.install import Emulated, emulated
 from tests.support.cuda.streams import ORDERS
 
 Work = Callable[[Group, Emulated], Any]
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["tests.device.test_group", "torch.distributed.tensor", "torch._dynamo"]
-)  # torch imports the last two at a device's first op: here once, and not in each rank
 
 
 def on_ranks(work: Work, size: int = 2, timeout_s: float = 120.0, **machine: Any) -> list[Any]:
     """Return what `work` returns on each rank; an error as its text."""
     meeting = make_file("nccl", size)
     path = f"/proc/{os.getpid()}/fd/{meeting}"
-    pipes = [_processes.Pipe() for _ in range(size)]
-    ranks = [
-        _processes.Process(
-            target=_rank, args=(theirs, work, rank, size, path, timeout_s, machine), daemon=True
-        )
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for each in ranks:
-        each.start()
-    found = []
-    for ours, theirs in pipes:
-        theirs.close()
-        assert ours.poll(300.0), "a rank hangs"
-        found.append(ours.recv())
-    for ours, _ in pipes:
-        ours.send_bytes(b"all have ended")  # until then others may need what a rank has shown
-    for each in ranks:
-        each.join(60.0)
+    ranks = Processes(_rank, [(work, rank, size, path, timeout_s, machine) for rank in range(size)])
+    found = ranks.found()
+    ranks.go_on()  # until then others may need what a rank has shown
+    ranks.join()
     os.close(meeting)
     return found
 
 
 def _rank(
-    pipe: Connection, work: Work, rank: int, size: int, path: str, timeout_s: float,
-    machine: dict[str, Any],
-) -> None:  # fmt: skip
+    work: Work, rank: int, size: int, path: str, timeout_s: float, machine: dict[str, Any]
+) -> Iterator[Any]:
     torch.set_num_threads(1)
     with emulated(size, **machine) as gpus:
         torch.cuda.set_device(rank)
         group = join("nccl", size, rank, os.open(path, os.O_RDWR), timeout_s)
         try:
-            pipe.send(work(group, gpus))
+            found = work(group, gpus)
         except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")
-        pipe.recv_bytes()
+            found = f"{type(error).__name__}: {error}"
+        yield found
 
 
 def here(group: Group, *values: float) -> torch.Tensor:
@@ -211,6 +195,20 @@ def of_a_pair(group: Group, gpus: Emulated) -> list[float]:
 def test_who_receives_waits_longer_than_the_limit_of_other_exchanges() -> None:
     """A stage may have steps to compute before the one that is waited for."""
     assert on_ranks(of_a_pair) == [[120.0, 86400.0]] * 2
+
+
+def connected_stages(group: Group, gpus: Emulated) -> tuple[int, int]:
+    """Return how many groups this rank meets when three stages connect, and what is planned."""
+    shape = Shape(pp=3)
+    stage = Stage(group, shape, 3, CudaCopies(torch.device("cuda", group.rank)))
+    group.meet()
+    stage.connect(here(group, 1.0).view(1, 1))
+    gpus.finish()
+    return gpus.machine.num_communicators, num_communicators(shape, shape.stage_of(group.rank))
+
+
+def test_as_many_ranks_meet_between_stages_as_are_planned() -> None:
+    assert on_ranks(connected_stages, 3) == [(2, 2), (3, 3), (2, 2)]
 
 
 def unwaited(group: Group, gpus: Emulated) -> str:

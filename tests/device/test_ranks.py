@@ -13,8 +13,8 @@ import pytest
 from mooncake.base import InternalError, SamplingParams, Shape
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.launch.worker import rank_processes
-from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.expert_balancing import MOVES
+from mooncake.model.memory import num_communicators
 from tests.device.served import CONFIG, Joins, prompt, served
 from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
@@ -43,12 +43,6 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of k2-tiny."""
-    return init_checkpoint("k2-tiny", 0, tmp_path_factory.mktemp("tiny") / "tiny", dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def wanted(tiny: Path) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
     """The tokens and log-probabilities of one rank on the CPU."""
     with served(tiny, "cpu") as engine:
@@ -65,6 +59,7 @@ EPLB = EplbConfig(window_size=2, step_interval=4, num_redundant_experts=2)
         ("tp2", EAGER, LATE), ("tp2", CAPTURED, RANDOM), ("tp2-dcp2", EAGER, RANDOM),
         ("tp2-dcp2", CAPTURED, LATE), ("tp2-ep2", EAGER, RANDOM), ("tp2-ep2", CAPTURED, LATE),
         ("tp1-pp2", EAGER, RANDOM), ("tp2-pp2", CAPTURED, LATE),
+        ("tp2-pp2-dcp2", CAPTURED, RANDOM),
     ],
 )  # fmt: skip
 def test_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
@@ -95,6 +90,8 @@ def test_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
             if backend == EAGER:  # a captured step still runs ahead when all ends
                 engine.runner.check_integrity()
         gpus.finish()
+        if eplb is None:  # experts that move make pairs of ranks
+            assert gpus.machine.num_communicators == num_communicators(shape, shape.pp - 1)
     for sequence, logprobs in wanted[1].items():
         assert engine.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
     assert any(name.startswith("allgather") for name in gpus.machine.launched)
@@ -105,7 +102,7 @@ def test_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
     [
         ("tp2", EAGER, signal.SIGKILL), ("tp2", EAGER, signal.SIGSTOP),
         ("tp2", CAPTURED, signal.SIGKILL), ("tp2", CAPTURED, signal.SIGSTOP),
-        ("tp1-pp2", EAGER, signal.SIGKILL),
+        ("tp1-pp2", EAGER, signal.SIGKILL), ("tp1-pp2", EAGER, signal.SIGSTOP),
     ],
 )  # fmt: skip
 def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(

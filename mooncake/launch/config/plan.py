@@ -490,7 +490,7 @@ def _options(
         ConfigError: there are more ranks than the GPUs can take.
     """
     largest = max(shapes.values(), key=lambda shape: shape.tp)
-    of_engines = all(shape.num_ranks == 1 for shape in shapes.values())
+    of_engines = all(shape.num_ranks == shape.dp == 1 for shape in shapes.values())
     device, num_gpus = config.device, machine_facts.num_gpus()
     if gpu_node is not None:
         device, num_gpus = "cuda", gpu_node.num_gpus
@@ -550,12 +550,10 @@ def _eplb(config: ServeConfig, spec: ModelSpec, shapes: Mapping[Role, Shape]) ->
 
 def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
     """Raise ConfigError for shapes that can be planned but not served yet."""
-    can = "it can only be planned (--dry-run, or simulate --shape)"
     if config.all2all_backend != GATHERED:
         raise ConfigError(
-            f"all2all-backend={config.all2all_backend}: DeepEP moves rows between GPUs of "
-            "several instances, which share experts on CPUs only so far; leave it out, or plan "
-            "with --dry-run"
+            f"all2all-backend={config.all2all_backend}: DeepEP is not served yet, only planned "
+            "(--dry-run); leave it out, and rows go to all ranks that share experts"
         )
     if shape.ep > 1 and shape.pp > 1:
         raise ConfigError(
@@ -563,12 +561,10 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             "leave one of them out, or give each to a role of its own (--prefill-set "
             f"{PP_FLAG}={shape.pp}, --decode-set {DP_FLAG}=2)"
         )
-    if shape.dp > 1 and device == "cuda":
-        raise ConfigError(f"{DP_FLAG}={shape.dp} is not supported on GPUs yet: {can}")
-    if device == "cuda" and shape.num_ranks > 1 and _has_mtp(config):
+    if shape.dp > 1 and device == "cuda" and config.expert_device == "cpu":
         raise ConfigError(
-            f"speculative-config: mtp is not served by several ranks on GPUs yet ({shape}); the "
-            "method ngram is"
+            f"{DP_FLAG}={shape.dp}: engines on GPUs do not share experts in DRAM yet "
+            "(expert-device=cpu); leave one of them out"
         )
     if shape.dp > 1 and config.colocated:
         raise ConfigError(f"{DP_FLAG}={shape.dp}: with --colocated there is one worker")

@@ -18,6 +18,7 @@ from mooncake.model.memory import (
     GpuMemory,
     communication_bytes,
     held_weights,
+    num_communicators,
     room_for_pages,
     workspace_bytes,
 )
@@ -121,11 +122,15 @@ def instance_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> InstanceM
     With `dcp` each rank holds its share of the pages, otherwise all of them.
     """
     stages = stage_layers(needs.spec.num_hidden_layers, shape.pp)
-    ranks = tuple(_rank_memory(needs, shape, layers, num_pages) for layers in stages)
+    ranks = tuple(
+        _rank_memory(needs, shape, stage, layers, num_pages) for stage, layers in enumerate(stages)
+    )
     return InstanceMemory(shape=shape, stages=ranks)
 
 
-def _rank_memory(needs: RankNeeds, shape: Shape, layers: range, num_pages: int) -> RankMemory:
+def _rank_memory(
+    needs: RankNeeds, shape: Shape, stage: int, layers: range, num_pages: int
+) -> RankMemory:
     libraries = GPU_LIBRARY_BYTES if needs.on_gpu else HOST_LIBRARY_BYTES
     communication = communication_bytes(
         needs.spec,
@@ -136,7 +141,7 @@ def _rank_memory(needs: RankNeeds, shape: Shape, layers: range, num_pages: int) 
         max_model_len=needs.max_model_len,
     )
     if needs.on_gpu:
-        communication += GPU_COMMUNICATOR_BYTES * ((shape.num_ranks > 1) + (shape.dp > 1))
+        communication += GPU_COMMUNICATOR_BYTES * num_communicators(shape, stage)
     held = held_weights(
         needs.spec,
         needs.dtype,

@@ -257,7 +257,7 @@ class ServeConfig:
         repeat=True)
     data_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "number of workers of each engine; each has its own sequences and KV, and all share the "
-        "experts; on GPUs only with --dry-run so far",
+        "experts; they run on one machine",
         short="-dp")
     enable_expert_parallel: bool = setting(False, truth, CLUSTER, "",
         "give each rank of an engine some whole routed experts, instead of some columns of all",

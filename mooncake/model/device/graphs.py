@@ -3,7 +3,8 @@
 Owns the tensors a captured step reads; a step fills them and replays. Unused rows of a batch have
 no KV place and no context. What captures is a port: CUDA graphs, or nothing at all. Where ranks
 share the model, each captures the same sizes in the same order, exchanges included, but for what
-stages pass on: that comes before and after a replay.
+stages pass on: that comes before and after a replay. Instances that share experts agree before each
+step on one size, and replay it when none of them has another kind of step.
 
 A batch that has settled runs ahead: its next step begins with the sampled tokens as they lie on the
 device, while the host still reads them. What it writes lies behind every sequence's known tokens,
@@ -143,6 +144,8 @@ class DecodeGraphs:
         self._num_alike = 0
         self._fill([], most_rows)
         for size in reversed(self._sizes):
+            if model.exchange is not None:
+                model.exchange.fix(size)
             self._replays[size] = port.capture(self._step(size))
 
     def takes(self, slots: Sequence[StepSlot]) -> bool:
@@ -176,10 +179,24 @@ class DecodeGraphs:
         self._ahead = None
         return self._replay([self._entry(slot) for slot in slots], slots)
 
+    def serve(self) -> None:
+        """Take part, without rows, in a step of other instances that share experts."""
+        model = self._model
+        assert model.exchange is not None, "nobody shares experts with this rank"
+        model.between_steps()
+        size = model.exchange.agree(0, 0, self._sizes[0])
+        if not size:
+            model.serve_agreed()
+            return
+        self._fill([], size)
+        self._replays[size]()
+
     def settled(self, slots: Sequence[StepSlot]) -> bool:
         """Whether the next step after that of `slots`, the last, may run ahead: it is worth it, and
         no page is missing.
         """
+        if self._model.exchange is not None:  # other instances would have to guess, too
+            return False
         room = all(slot.start + 1 < len(slot.pages) * self._block_tokens for slot in slots)
         return self._num_alike >= _SETTLED and room
 
@@ -217,8 +234,8 @@ class DecodeGraphs:
         slots: Sequence[StepSlot],
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        size = self._sizes[bisect.bisect_left(self._sizes, len(slots))]
         self._model.between_steps()
+        size, step = self._agreed(self._sizes[bisect.bisect_left(self._sizes, len(slots))])
         self._fill(slots, size, entries)
         if tokens is not None:
             self._values[_TOKENS, : len(slots)].copy_(tokens)
@@ -226,10 +243,21 @@ class DecodeGraphs:
         stage.begin()
         if got is not None:
             got[:size].copy_(stage.receive(got[:size]))
-        made = self._replays[size]()
+        made = step()
         if not stage.is_last:
             stage.send(made)
         return made[: len(slots)]
+
+    def _agreed(self, size: int) -> tuple[int, Replay]:
+        """Return how many rows a step that needs `size` computes, and the step. When an instance
+        that shares experts replays none, it is not replayed here either.
+        """
+        exchange = self._model.exchange
+        if exchange is None:
+            return size, self._replays[size]
+        if agreed := exchange.agree(size, size, size):
+            return agreed, self._replays[agreed]
+        return size, self._step(size)
 
     def _step(self, size: int) -> Callable[[], torch.Tensor]:
         model, values, made = self._model, self._values, self._made[:size]

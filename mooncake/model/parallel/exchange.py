@@ -42,8 +42,10 @@ class GatheredRows:
     Rows are padded to the number of the rank that has most.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, device: torch.device | None = None) -> None:
+        """`device`: of this rank's rows, on which the group exchanges; None: the host."""
         self._group = group
+        self._device = device
         self.num_steps = 0
         """The number of steps that were agreed on."""
         self.waited_s = 0.0
@@ -53,7 +55,7 @@ class GatheredRows:
         the last. If this grows, the others wait for this rank.
         """
         self._agreed: list[tuple[int, int]] = []
-        self._most = 0
+        self._most = self._most_in_last = 0
         self._waiting_s = 0.0
         self._began_s = self._ended_s = 0.0
         self._window_s = 0.0
@@ -68,23 +70,37 @@ class GatheredRows:
         slow, self._slow = self._slow, {}
         return slow
 
-    def agree(self, rows: int, last_rows: int) -> None:
-        """Begin a step together: this rank has `rows`, and in the last layer `last_rows`. Raises
-        GroupError when another rank failed, or did not come.
+    def agree(self, rows: int, last_rows: int, replayed: int = 0) -> int:
+        """Begin a step together: this rank has `rows`, and in the last layer `last_rows`. Return
+        the size of the captured step that all ranks replay; 0: none, because one replays none.
+        Raises GroupError when another rank failed, or did not come.
+
+        replayed: the size of the captured step that this rank needs; 0: it replays none.
         """
-        mine = torch.tensor([rows, last_rows, round(1e9 * self._waiting_s)])
+        said = [rows, last_rows, replayed, round(1e9 * self._waiting_s)]
+        mine = torch.tensor(said, device=self._device)
         self._waiting_s = 0.0
         began_s = time.perf_counter()
-        all_of_them = self._group.gather(mine).view(-1, 3).tolist()
-        waited_s = [waited / 1e9 for _, _, waited in all_of_them]
+        all_of_them = self._group.gather(mine).view(-1, 4).tolist()
+        waited_s = [waited / 1e9 for *_, waited in all_of_them]
         self._look(waited_s)
         self._began_s, self._ended_s = began_s, time.perf_counter()
         self._waiting_s += self._ended_s - began_s
-        self._agreed = [(each, last) for each, last, _ in all_of_them]
+        self._agreed = [(each, last) for each, last, *_ in all_of_them]
         self.waited_s += waited_s[self._group.rank]
         self.waited_for_s += max(waited_s) - waited_s[self._group.rank]
         self._most = max(each for each, _ in self._agreed)
+        self._most_in_last = max(last for _, last in self._agreed)
         self.num_steps += 1
+        sizes = [size for _, _, size, _ in all_of_them]
+        return max(sizes) if all(sizes) else 0
+
+    def fix(self, rows: int) -> None:
+        """Let each rank have `rows` in every layer from now on, as in a step that all capture. No
+        step is counted.
+        """
+        self._agreed = []
+        self._most = self._most_in_last = rows
 
     def _look(self, waited_s: list[float]) -> None:
         """Count the step that has ended, in which each rank waited for `waited_s`. A rank is not
@@ -105,7 +121,7 @@ class GatheredRows:
 
     def in_last_layer(self) -> None:
         """From now on, use the numbers of rows that were agreed on for this step's last layer."""
-        self._most = max(last for _, last in self._agreed)
+        self._most = self._most_in_last
 
     def spread(self, own: Rows) -> Rows:
         """Return all ranks' rows, of which each rank computes those of its experts. They are
@@ -117,7 +133,7 @@ class GatheredRows:
             return own
         parts = own.x, own.experts.to(torch.int32), own.weights
         widths = [part.shape[1] * part.element_size() for part in parts]
-        packed = torch.empty(self._most, sum(widths), dtype=torch.uint8)
+        packed = own.x.new_empty(self._most, sum(widths), dtype=torch.uint8)
         num, first = len(own.x), 0
         for part, width in zip(parts, widths, strict=True):
             packed[:num, first : first + width] = part.contiguous().view(torch.uint8)
@@ -172,10 +188,12 @@ class ExpertRanks:
         return range(self.all.rank % self.num_instances, self.all.size, self.num_instances)
 
     @classmethod
-    def of_instances(cls, ranks: Group, num_instances: int) -> ExpertRanks:
+    def of_instances(
+        cls, ranks: Group, num_instances: int, device: torch.device | None = None
+    ) -> ExpertRanks:
         """Return these ranks when each `num_instances` consecutive ranks have the same part of
-        different instances.
+        different instances. device: see `GatheredRows`.
         """
         if num_instances == 1:
             return cls(ranks, None)
-        return cls(ranks, GatheredRows(ranks.part(num_instances)), num_instances)
+        return cls(ranks, GatheredRows(ranks.part(num_instances), device), num_instances)

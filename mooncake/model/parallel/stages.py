@@ -57,6 +57,12 @@ class Stage:
         self._waited_s = 0.0
         self._before_s: list[float] = []
 
+    def kv_layers(self, num_layers: int) -> range:
+        """Return the layers whose KV this rank's pages hold, of the `num_layers` that pages have.
+        These are more than the model's if a layer makes drafts, which is for engines of one stage.
+        """
+        return range(num_layers) if self.is_first and self.is_last else self.layers
+
     def connect(self, row: torch.Tensor) -> None:
         """Connect to the stages beside this one, by passing a row of activations through all; all
         ranks call this at once. Ranks connect within a limit of time, and in their first steps they

@@ -247,7 +247,7 @@ class Follower:
         self._reached(0)
         if not slots:  # a step of other instances that share experts with this one
             with torch.inference_mode():
-                self._model.serve()
+                (self._decoder or self._model).serve()
             self._model.stage.ranks.meet()
             self._reached(ALL_LAYERS)
             return
@@ -336,7 +336,8 @@ class Follower:
         """
         if descriptor is None:
             assert self._moves is not None, "pages of its own are for a rank that can move them"
-            array = message.pages.of_rank(self.rank, self._model.stage.layers)
+            layers = self._model.stage.kv_layers(message.pages.layout.num_layers)
+            array = message.pages.of_rank(self.rank, layers)
             self._reports.drain()
             self._moves.close()
             if self._device_pages is None:
@@ -452,7 +453,7 @@ def join_experts(
     shape = options.shape
     place = rank * shape.dp + number
     ranks = join(options.group_kind, shape.ep, place, descriptor, timeout_s)
-    return ExpertRanks.of_instances(ranks, shape.dp)
+    return ExpertRanks.of_instances(ranks, shape.dp, torch.device(options.device_of(rank)))
 
 
 def heard(link: socket.socket, guesses: Guesses, silent_s: float = LEAD_SILENT_S) -> Iterator[Word]:

@@ -260,9 +260,10 @@ class ModelRunner:
             if self._lead is not None:
                 self._lead.ranks.step([], {})
                 self._lead.begin_step()
-            self._model.serve()
+            (self._decoder or self._model).serve()
             if self._lead is not None:
                 self._model.stage.ranks.meet()
+            self._wait()
         except Exception as error:  # whatever it was, no rank can go on
             self._fail(f"a step of instances that share experts failed: {error}")
             return

@@ -79,6 +79,7 @@ class Communicator:
                 raise RuntimeError(f"{name}: not all of {size} ranks came in {timeout_s:g} s")
             time.sleep(POLL_S)
         os.close(descriptor)
+        machine.num_communicators += 1
         if id(machine) not in _watching:
             _watching.add(id(machine))
             threading.Thread(target=_go_along, args=(machine,), name="nccl", daemon=True).start()

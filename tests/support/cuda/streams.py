@@ -161,6 +161,8 @@ class Machine:
         """Names of all tasks but marks, in the order in which they were queued or replayed."""
         self.meetings: list[Task] = []
         """Tasks that wait for other processes, some of which have run."""
+        self.num_communicators = 0
+        """How many groups of ranks have met that this process is in."""
         self._order = order
         self._random = random.Random(seed)
         self._streams: list[Stream] = []

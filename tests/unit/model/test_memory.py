@@ -22,6 +22,7 @@ from mooncake.model.memory import (
     held_weights,
     keeps_router,
     kept_by,
+    num_communicators,
     weights_bytes,
     workspace_bytes,
 )
@@ -235,6 +236,21 @@ def test_ranks_that_exchange_need_room_for_it() -> None:
     assert needed(Shape()) == 0
     assert needed(Shape(tp=2)) == 16 * 32 * 6
     assert needed(Shape(tp=2, dcp=2)) == 16 * 32 * 6 + 4 * 2 * (20 * 2 + 17 * 4) + 64 * 20 * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "of_stages"),
+    [
+        ("tp1", [0]), ("tp2", [1]), ("tp4-dcp2", [2]), ("tp4-dcp4", [1]), ("tp2-ep2", [1]),
+        ("tp1-dp2-ep2", [1]), ("tp2-dp2-ep4", [2]), ("tp1-pp2", [2, 2]), ("tp1-pp3", [2, 3, 2]),
+        ("tp2-pp2-dcp2", [3, 3]), ("tp4-pp3-dcp2", [4, 5, 4]),
+    ],
+)  # fmt: skip
+def test_each_group_and_each_pair_of_ranks_is_a_communicator(
+    words: str, of_stages: list[int]
+) -> None:
+    shape = Shape.parse(words)
+    assert [num_communicators(shape, stage) for stage in range(shape.pp)] == of_stages
 
 
 def test_a_ranks_steps_are_narrower() -> None:

@@ -17,7 +17,7 @@ from mooncake.cli import main as cli
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
-from mooncake.launch.config.rank_plan import STEP_TOKENS, RankMemory
+from mooncake.launch.config.rank_plan import GPU_COMMUNICATOR_BYTES, STEP_TOKENS, RankMemory
 from mooncake.launch.host import machine_facts
 from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS
 from tests.support.model.specs import KIMI_K2, small_config
@@ -249,14 +249,26 @@ def test_some_shapes_are_planned_and_not_served_yet(
     stages = {"pipeline_parallel_size": 2, "colocated": True}
     plan = plan_for(model, **served, **stages)
     assert plan.ranks[Role.DECODE].shape == Shape(tp=2, pp=2)
+    shared = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 8)
+    plan = plan_for(model, **served, **shared)
+    assert plan.ranks[Role.DECODE].shape == Shape(tp=2, dp=2, ep=4)
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 4)
+    alone = {"dry_run": False, "device": "cuda", "num_gpu_blocks_override": 100_000}
+    with pytest.raises(ConfigError, match="6 ranks and 4 GPU"):  # NCCL needs a GPU for each
+        plan_for(model, **alone, **shared, prefill=2)
     refused = {
         "stage-hosts: stages on GPUs are all on the worker's machine so far": {
             "pipeline_parallel_size": 2,
             "stage_hosts": ("10.0.0.8:7100",),
         },
-        "data-parallel-size=2 is not supported on GPUs yet": {
+        "data-parallel-size=2: engines on GPUs do not share experts in DRAM yet": {
             "data_parallel_size": 2,
             "enable_expert_parallel": True,
+            "expert_device": "cpu",
+        },
+        "all2all-backend=deepep_low_latency: DeepEP is not served yet": {
+            "all2all_backend": "deepep_low_latency",
         },
         "enable-eplb: experts in DRAM beside a GPU are not moved yet": {
             "enable_expert_parallel": True,
@@ -304,6 +316,15 @@ def test_a_row_for_each_rank_of_each_stage(
     layers = ["0-19"] * 8 + ["20-40"] * 8 + ["41-60"] * 8
     ranks = [*range(16, 24), *range(8, 16), *range(8)]
     assert rows == [[str(rank), held] for rank, held in zip(ranks, layers, strict=True)]
+
+
+def test_a_stage_between_two_others_has_a_communicator_more(tmp_path: Path) -> None:
+    model = write_k2(tmp_path / "k2", "fp8")
+    plan = plan_for(
+        model, tensor_parallel_size=8, pipeline_parallel_size=3, hardware="h800x8", colocated=True
+    )
+    first, middle, last = (rank.communication for rank in plan.ranks[Role.DECODE].stages)
+    assert (first, middle - first) == (last, GPU_COMMUNICATOR_BYTES)
 
 
 def test_ranks_on_cpus_share_cores_and_add_up(tmp_path: Path) -> None:

@@ -53,11 +53,35 @@ def test_rows_are_filled_up_and_sums_come_back(dtype: torch.dtype) -> None:
         assert bool((filled == NOBODY).all())
 
 
+@pytest.mark.parametrize(("needed", "size"), [([2, 1, 8], 8), ([4, 0, 4], 0)])
+def test_all_replay_the_largest_step_unless_one_replays_none(needed: list[int], size: int) -> None:
+    exchanges = [GatheredRows(group) for group in ThreadGroup.make(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda each, of_rank: each.agree(1, 1, of_rank), exchanges, needed)
+        assert list(found) == [size] * 3
+
+
+def test_rows_of_a_captured_step_are_known_to_all() -> None:
+    exchanges = [GatheredRows(group) for group in ThreadGroup.make(2)]
+
+    def step(rank: int) -> tuple[int, int]:
+        exchange = exchanges[rank]
+        exchange.fix(4)
+        first = exchange.spread(rows_of(rank, 4, torch.float32))
+        exchange.in_last_layer()
+        last = exchange.spread(rows_of(rank, 4, torch.float32))
+        return len(first.x), len(last.x)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(step, range(2))) == [(8, 8)] * 2
+    assert [each.num_steps for each in exchanges] == [0, 0]
+
+
 class Told(ThreadGroup):
     """The second of three ranks; the others say that they have waited 2 s and 5 s."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        others = torch.tensor([[4, 1, 2_000_000_000], [0, 0, 5_000_000_000]])
+        others = torch.tensor([[4, 1, 0, 2_000_000_000], [0, 0, 0, 5_000_000_000]])
         return torch.cat((others[0], x, others[1]))
 
 
@@ -77,7 +101,7 @@ class Scripted(Told):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.uint8:
             return torch.cat((x, x, x), dim=-1)
-        other = torch.tensor([self.num_rows, 1, 2_000_000_000])
+        other = torch.tensor([self.num_rows, 1, 0, 2_000_000_000])
         return torch.cat((other, x, other))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:

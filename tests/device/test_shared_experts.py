@@ -1,0 +1,139 @@
+"""Engines that share experts on emulated GPUs, each in processes of its own, with the tokens of one
+rank on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mooncake.base import SamplingParams, Shape, SystemIds
+from mooncake.base.rights import CredentialRole
+from mooncake.engine.expert_placement import EplbConfig
+from mooncake.identity import own_credential
+from mooncake.launch.worker import expert_peers, rank_processes
+from mooncake.model.expert_balancing import MOVES
+from mooncake.model.options import ExpertGroup, ModelOptions
+from tests.device.processes import Processes
+from tests.device.served import Joins, prompt, served
+from tests.device.test_ranks import CAPTURED, EAGER, JOINS
+from tests.support.cuda.install import emulated
+from tests.support.cuda.ops import reference_ops
+from tests.support.cuda.processes import followers_emulated
+from tests.support.cuda.streams import LATE, RANDOM
+
+SECRET = "0123456789abcdef" * 2
+PARTS: list[Joins] = [{0: JOINS[0][:1], 2: JOINS[2]}, {0: JOINS[0][1:]}]
+"""What each of two engines computes: sequences 0 and 2, and 1."""
+
+
+@pytest.fixture(scope="module")
+def wanted(nano: Path) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
+    """The tokens and log-probabilities of one rank on the CPU."""
+    with served(nano, "cpu") as engine:
+        return engine.run(JOINS), engine.logprobs
+
+
+def engine_of_two(
+    number: int, name: str, path: Path, words: str, backend: str, machine: dict[str, Any],
+    eplb: EplbConfig | None, *all_joins: Joins,
+) -> Iterator[Any]:  # fmt: skip
+    """Open an engine that shares its experts, and yield what it makes of some requests, and of
+    further ones.
+    """
+    torch.set_num_threads(1)
+    shape = Shape.parse(words)
+    workers = tuple(f"decode-{each}" for each in range(shape.dp))
+    group = ExpertGroup(name=name, number=number, size=shape.dp, workers=workers)
+    with (
+        mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),  # also where four share two cores
+        mock.patch.object(expert_peers, "EXCHANGE_S", 600.0),
+        emulated(**machine) as gpus,
+        followers_emulated(as_references=True, **machine),
+        reference_ops(),
+    ):
+        credential = own_credential(SECRET, CredentialRole.WORKER)
+        peers = expert_peers.meet(group, credential, ModelOptions(device="cuda", shape=shape))
+        options = {"shape": shape, "eplb": eplb, "measure_pages": True}
+        with served(path, "cuda", backend, peers, **options) as engine:
+            for turn, joins in enumerate(all_joins):
+                found = engine.run(joins, first=10 * turn) if joins else {}
+                yield found, engine.logprobs, engine.counters
+        gpus.finish()
+
+
+def group_name() -> str:
+    return f"decode-0 of a test at {SystemIds().hex(8)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "backend", "order"),
+    [
+        ("tp1-dp2-ep2", EAGER, RANDOM), ("tp1-dp2-ep2", CAPTURED, LATE),
+        ("tp2-dp2-ep4", CAPTURED, RANDOM),
+    ],
+)  # fmt: skip
+def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_cpu(
+    nano: Path,
+    wanted: tuple[dict[int, list[int]], dict[int, list[float]]],
+    words: str,
+    backend: str,
+    order: str,
+) -> None:
+    """Both at once; then one alone, for which the other computes its experts."""
+    shape, name = Shape.parse(words), group_name()
+    machine = {"num_devices": shape.num_ranks, "order": order, "seed": 5}
+    eplb = EplbConfig(window_size=2, step_interval=4, num_redundant_experts=shape.ep)
+    alone: list[Joins] = [{}, {0: JOINS[0][:1]}]
+    engines = Processes(
+        engine_of_two,
+        [
+            (number, name, nano, words, backend, machine, eplb, PARTS[number], alone[number])
+            for number in range(2)
+        ],
+    )
+    first, second = engines.found()
+    assert not isinstance(first, str), (first, second)
+    assert not isinstance(second, str), (first, second)
+    tokens, logprobs = wanted
+    assert [*first[0].values(), *second[0].values()] == [tokens[each] for each in (0, 2, 1)]
+    assert first[1][0] == pytest.approx(logprobs[0], abs=1e-4)
+    assert min(first[2][MOVES], second[2][MOVES]) > 0.0
+    engines.go_on()
+    assert engines.found()[1][0] == {10: tokens[0]}
+    engines.go_on()
+    engines.join()
+    assert [each.exitcode for each in engines.each] == [0, 0]
+
+
+def test_an_engine_that_is_killed_ends_the_other_in_its_exchange(nano: Path) -> None:
+    name, machine = group_name(), {"num_devices": 1}
+    short: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=3))]}
+    long: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=60))]}
+    parts: list[list[Joins]] = [[short, long], [{}]]
+    engines = Processes(
+        engine_of_two,
+        [
+            (number, name, nano, "tp1-dp2-ep2", CAPTURED, machine, None, *parts[number])
+            for number in range(2)
+        ],
+    )
+    assert len(engines.found_by(0)[0][0]) == 3
+    other = engines.each[1].pid
+    assert other is not None
+    os.kill(other, signal.SIGSTOP)
+    engines.go_on(0)
+    killing = threading.Timer(1.0, os.kill, [other, signal.SIGKILL])
+    killing.start()
+    error = engines.found_by(0)
+    assert "decode-1, which shares experts with this worker, has ended" in error
+    engines.go_on(0)
+    engines.join()
