@@ -23,8 +23,6 @@ class DecodeQuery:
     own_matches: Mapping[str, int] = field(default_factory=dict)
     """Worker id -> leading blocks it holds already, which need not be pushed."""
     push_s_per_block: float = 0.0
-    tbt_slo_s: float | None = None
-    """The request's limit on gaps between tokens."""
 
     @property
     def num_blocks_now(self) -> int:
@@ -50,8 +48,6 @@ class DecodeOption:
     """Predicted seconds to push the blocks that the worker does not hold."""
     full: bool
     """Not even the tokens so far fit now: the request would wait for room."""
-    late: bool
-    """The predicted gap is over the request's limit."""
     num_output_tokens: int
 
     @property
@@ -69,21 +65,18 @@ def evaluate(query: DecodeQuery, view: InstanceView) -> DecodeOption:
     batch = min(sequences, limit) if limit else sequences
     context = view.num_context_tokens() + query.num_tokens
     missing = max(0, query.num_blocks_now - query.own_matches.get(view.worker_id, 0))
-    tbt_s = view.cost.tbt_s(batch, round(context * batch / sequences))
     return DecodeOption(
         view=view,
-        tbt_s=tbt_s,
+        tbt_s=view.cost.tbt_s(batch, round(context * batch / sequences)),
         num_short_blocks=max(0, query.num_blocks_expected - free),
         push_s=missing * query.push_s_per_block,
         num_output_tokens=query.num_output_tokens,
         full=query.num_blocks_now > free or (limit > 0 and sequences > limit),
-        late=query.tbt_slo_s is not None and tbt_s > query.tbt_slo_s,
     )
 
 
 def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> DecodeOption | None:
-    """Return the best worker: one with room before one without, then one that keeps the request's
-    limit on gaps, then the smallest score.
+    """Return the best worker: one with room before one without, then the smallest score.
 
     If all are full, it is the one that lacks the fewest blocks. Workers too small for the request
     even when empty are never chosen; None when there is no other.
@@ -94,13 +87,12 @@ def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> Deco
     return min(options, key=rank, default=None)
 
 
-def rank(option: DecodeOption) -> tuple[bool, bool, int, float, int, str]:
+def rank(option: DecodeOption) -> tuple[bool, int, float, int, str]:
     """Return the sort key of an option: see `choose_decode`."""
     short = option.num_short_blocks
     view = option.view
     return (
         option.full,
-        option.late,
         short if option.full else short > 0,
         option.score_s,
         view.num_assigned,

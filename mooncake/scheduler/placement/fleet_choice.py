@@ -69,7 +69,6 @@ def choose_decode_among(
     score_s = gap_s + push_s / max(query.num_output_tokens, 1)
     full = (query.num_blocks_now > free) | ((limit > 0) & (sequences > limit))
     short = np.maximum(0, query.num_blocks_expected - free)
-    late = gap_s > (np.inf if query.tbt_slo_s is None else query.tbt_slo_s)
     members = np.flatnonzero(usable & (columns[Column.NUM_BLOCKS] >= query.num_blocks_now))
     if not len(members):
         return None
@@ -77,7 +76,7 @@ def choose_decode_among(
     if len(with_room):
         members = with_room
         short = short > 0
-    for key in (late, short, score_s, columns[Column.ASSIGNED]):
+    for key in (short, score_s, columns[Column.ASSIGNED]):
         values = key[members]
         members = members[values == values.min()]
     return evaluate(query, fleet.views[members[0]])

@@ -50,7 +50,6 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     exclude: list[str]
     """Workers that are used only when there is no other."""
     tbt_slo_s: float | None
-    """The limit on gaps between tokens."""
     max_whole_tokens: int
     """With so many new tokens at most it may run on its decode worker alone."""
 
@@ -94,7 +93,6 @@ class PairQuery:
                 block_tokens=wanted.block_tokens,
                 own_matches=held,
                 push_s_per_block=wanted.push_s_per_block,
-                tbt_slo_s=wanted.tbt_slo_s,
             ),
             held=held,
             prefix_match=prefix_match,
@@ -157,7 +155,7 @@ class PairChoice:
 
     def _choose_whole(self, query: PairQuery) -> Pair | None:
         """Return the decode worker that finishes the whole request first; workers with room come
-        first, then those that keep the limit on gaps.
+        first.
         """
         pairs = [
             (self._search.option(query.prefill, view), evaluate(query.decode, view))
@@ -168,7 +166,6 @@ class PairChoice:
             pairs,
             key=lambda pair: (
                 pair[1].full,
-                pair[1].late,
                 pair[0].ttft_s,
                 pair[1].tbt_s,
                 pair[0].view.num_assigned,

@@ -1,7 +1,5 @@
 """Decode workers are weighed by tokens and blocks, not by how many requests they have."""
 
-from dataclasses import replace
-
 from mooncake.base import CostSample, Role, WorkerLoad
 from mooncake.scheduler.placement.decode_choice import DecodeQuery, choose_decode, evaluate
 from mooncake.scheduler.placement.views import InstanceView
@@ -55,21 +53,6 @@ def test_the_predicted_gap_includes_the_newcomer() -> None:
 
 def test_a_full_worker_is_avoided_though_it_is_faster() -> None:
     assert chosen(worker("d0", 1, 100, free=5), worker("d1", 8, 20_000)) == "d1"
-
-
-def test_a_worker_that_keeps_the_limit_is_preferred_over_one_that_holds_the_prompt() -> None:
-    near, far = worker("d0", 8, 8000), worker("d1", 1, 100)
-    held = {"d0": 25}
-    query = replace(WANTED, own_matches=held, push_s_per_block=0.05)
-    option = choose_decode(query, [near, far])
-    assert option is not None
-    assert option.view is near
-    limit_s = (option.tbt_s + evaluate(query, far).tbt_s) / 2
-    limited = choose_decode(replace(query, tbt_slo_s=limit_s), [near, far])
-    assert limited is not None
-    assert limited.view is far, "there the gap is shorter than the limit"
-    none_keeps = choose_decode(replace(query, tbt_slo_s=1e-9), [near, far])
-    assert none_keeps == replace(option, late=True)
 
 
 def test_room_for_the_expected_output_is_preferred() -> None:
