@@ -29,15 +29,20 @@ class Died(Exception):
     """What the thread gets."""
 
 
+dying = threading.Event()
+"""A thread has got it, and says so. Another one would hit it in the middle of that."""
+
+
 def read_name() -> None:
-    """Raise in the thread that is named, again and again: one may be deep in a call in C."""
+    """Raise in the thread that is named, again and again until it dies: it may be deep in a call in
+    C.
+    """
     name = sys.stdin.readline().strip()
-    while True:
+    while not dying.wait(0.5):
         for thread in threading.enumerate():
             if thread.name == name and thread.ident is not None:
                 kind = ctypes.py_object(Died)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), kind)
-        time.sleep(0.5)
 
 
 def started(worker: Worker) -> None:
@@ -60,6 +65,13 @@ def main() -> None:
     settings = msgspec.msgpack.decode(written, type=WorkerSettings)
     process.open_model = lambda *_: HashModel(settings.weights_revision)  # type: ignore[assignment]
     end_with_vital_threads()
+    say_and_end = threading.excepthook
+
+    def on_fault(fault: threading.ExceptHookArgs) -> None:
+        dying.set()
+        say_and_end(fault)
+
+    threading.excepthook = on_fault
     threading.Thread(target=read_name, name=OWN, daemon=True).start()
     try:
         process.run(settings, progress=no_progress, started=started)
