@@ -43,11 +43,14 @@ the worker never idles, and so little that other requests are hardly delayed.
 NOT_IDLE = "not_idle"
 NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
 """Reasons of rejections that fewer sequences on decode would have avoided."""
-OWN_LIMIT_REASONS = frozenset({"request_ttft_limit", "request_tbt_limit"})
+OWN_FULL = "request_decode_full"
+"""The reason where decode is full and only the request's own limit forbids to wait for room."""
+OWN_LIMIT_REASONS = frozenset({"request_ttft_limit", "request_tbt_limit", OWN_FULL})
 """Reasons of rejections by a limit of the request's own, which holds for no other request. They are
-not among `NO_ROOM_REASONS`: no batch work yields to such a request, and no worker changes its role
-for it.
+not among `NO_ROOM_REASONS`: no worker changes its role for such a request.
 """
+YIELDING_REASONS = NO_ROOM_REASONS | {OWN_FULL}
+"""Reasons of rejections that end when batch work makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +233,12 @@ def check_room(
     """Return a rejection when decode has no room and there is a limit on gaps."""
     if not decode.full or config.tbt_limit_s(request) is None:
         return None
+    is_own = config.tbt_slo_s is None
+    whose = "this request's own" if is_own else "the"
     return reject(
         Overloaded,
-        "decode_full",
-        "All decode workers are full, so the limit on gaps between tokens cannot be met. "
+        OWN_FULL if is_own else "decode_full",
+        f"All decode workers are full, so {whose} limit on gaps between tokens cannot be met. "
         "Retry later.",
         2.0,
     )

@@ -43,8 +43,8 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition, Turns
 from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import (
-    NO_ROOM_REASONS,
     NOT_IDLE,
+    YIELDING_REASONS,
     Placement,
     Rejection,
     not_idle,
@@ -315,7 +315,7 @@ class RequestManager:
         """Return the batch request that was placed last among those in the way, or None."""
         if isinstance(result, Placement):
             return self._attempts.latest_patient(result.decode) if result.must_wait else None
-        return self._attempts.latest_patient(None) if result.reason in NO_ROOM_REASONS else None
+        return self._attempts.latest_patient(None) if result.reason in YIELDING_REASONS else None
 
     def _end_attempt(
         self, record: RequestRecord, reason: str, now: float, failed_on: str | None = None

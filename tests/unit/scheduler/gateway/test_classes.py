@@ -146,6 +146,36 @@ def test_refusals_by_their_own_limits_move_no_worker(limit: str, is_moved: bool)
     assert bool(harness.channel.of(Drain)) == is_moved
 
 
+@pytest.mark.parametrize(("limit", "is_moved"), [("cluster", True), ("own", False)])
+def test_full_decode_moves_no_worker_for_a_limit_of_a_request(limit: str, is_moved: bool) -> None:
+    shared = {"tbt_slo_s": 10.0} if limit == "cluster" else {}
+    own = {"tbt_slo_s": 10.0} if limit == "own" else {}
+    harness = SchedulerHarness(role_switching=True, role_switch_after_s=2.0, **shared)
+    p0, *_ = [harness.join(f"p{number}", Role.PREFILL) for number in range(3)]
+    d0 = harness.join("d0", Role.DECODE, num_blocks=30, max_num_seqs=1)
+    harness.submit(request("b", 60, 200))
+    harness.output(p0, "b", 0, [1])
+    harness.output(d0, "b", 1, [2])
+    for second in range(12):
+        for number in range(20):
+            assert reason(harness.submit(request(f"r{second}-{number}", 60, 20, **own))) == 429
+        harness.tick(0.5)
+    assert bool(harness.channel.of(Drain)) == is_moved
+    wanted = {"cluster": "decode_full", "own": "request_decode_full"}[limit]
+    assert {e.reason for e in harness.events.events if isinstance(e, Refused)} == {wanted}
+
+
+def test_batch_makes_room_for_a_request_with_a_limit_of_its_own() -> None:
+    harness = SchedulerHarness()
+    p0 = harness.join("p0", Role.PREFILL)
+    d0 = harness.join("d0", Role.DECODE, num_blocks=30, max_num_seqs=8)
+    harness.submit(request("b", 60, 20, priority=BATCH))
+    harness.output(p0, "b", 0, [1])
+    harness.output(d0, "b", 1, [2])
+    harness.submit(request("r", 60, 20, tbt_slo_s=5.0))
+    assert len(harness.aborts(d0)) == 1
+
+
 def test_yielding_is_no_failure() -> None:
     harness = SchedulerHarness(max_attempts=1)
     p0 = harness.join("p0", Role.PREFILL)
