@@ -52,6 +52,11 @@ class Inquiries:
 
     def load(self) -> WorkerLoad:
         """Return the load that the gateways are told."""
+        own, of_channel = self._ports.counters, self._channel.figures()
+        counters: dict[str, float] = {**own, **self._ports.transfer.counters(), **of_channel}
+        # The channel refuses messages, and this node questions over the data connection.
+        both = "messages_refused"
+        counters[both] = own.get(both, 0) + of_channel.get(both, 0)
         return WorkerLoad(
             num_running=sum(len(state.pins) for state in self._peers.states.values()),
             num_waiting=self._peers.num_puts,
@@ -59,11 +64,7 @@ class Inquiries:
             num_total_blocks=self._dram.num_blocks,
             num_cached_blocks=self._dram.num_stored,
             draining=self._blocks.migration.begun,
-            counters={
-                **self._ports.counters,
-                **self._ports.transfer.counters(),
-                **self._channel.figures(),
-            },
+            counters=counters,
         )
 
     def state(self, asker: WorkerRef, ticket: int) -> PoolState:

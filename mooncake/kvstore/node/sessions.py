@@ -29,6 +29,7 @@ from mooncake.base.rights import client_key, refusal
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Grant, Peers, PeerState, peer_of
 from mooncake.rpc.codec import decode, encode
+from mooncake.telemetry.audit import audit
 from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded, Pieces
 from mooncake.transfer.grants import Resting
 
@@ -238,8 +239,15 @@ class PinSessions:
             return
         reader, ticket, keys = message.reader, message.ticket, message.keys
         state = self._peers.find(reader)
-        reason = refusal(event.sender, message, event.whence)
-        if reason is None and (ticket in state.pins or ticket in state.waits):
+        sender, whence = event.sender, event.whence
+        reason = refusal(sender, message, whence)
+        if reason is not None:  # as the channel does with a message
+            self._counters["messages_refused"] += 1
+            audit(
+                "message_refused", kind=sender.channel_key, who=sender.name, whence=whence,
+                reason=reason,
+            )  # fmt: skip
+        elif ticket in state.pins or ticket in state.waits:
             reason = f"the ticket {ticket} is open"
         if reason is not None:
             transfer.refuse(event.number, reason)

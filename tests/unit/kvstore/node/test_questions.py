@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mooncake.base import PeerLost, PinBlocks, PinGranted, Unpin, WorkerRef
-from mooncake.base.pool_messages import FindBlocks
+from mooncake.base.pool_messages import AskPool, FindBlocks, PoolState
 from mooncake.base.rights import CredentialRole, Sender, client_id, tenant_key
 from mooncake.rpc.codec import encode
 from mooncake.sim.world.disk import SimMedium
@@ -150,6 +150,24 @@ def test_a_client_is_refused_what_its_messages_are_refused() -> None:
     )
     assert "may not send PinBlocks" in world.transfer.refusals[world.ask([mine], CLIENT, operator)]
     assert world.node.num_open == 1
+
+
+def test_a_question_beyond_a_credential_is_counted_and_written_down_as_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[tuple[str, object, object]] = []
+    monkeypatch.setattr(
+        "mooncake.kvstore.node.sessions.audit",
+        lambda event, **facts: lines.append((event, facts["who"], facts["whence"])),
+    )
+    world = World()
+    world.ask([tenant_key(key(1), "you")], CLIENT, client_of("me"))
+    assert lines == [("message_refused", "c", HERE)]
+    state = world.answer(AskPool(asker=READER, ticket=5), PoolState)
+    assert state.load.counters["messages_refused"] == 1
+    world.ask(keys(1), ticket=50)
+    world.ask(keys(1), ticket=50)
+    assert len(lines) == 1
 
 
 def test_a_ticket_serves_once_whichever_way_it_comes() -> None:
