@@ -191,8 +191,10 @@ class BlockReader:
         self._last_ticket = 0
         self._segments: BoundedMap[str, SegmentRef] = BoundedMap(_MAX_KNOWN)
         """The memory of each node that has granted something, by the node's address."""
-        self._unanswered: BoundedMap[str, int] = BoundedMap(_MAX_KNOWN)
-        """How many questions in a row a node has not answered, by the id of its engine."""
+        self._unanswered: BoundedMap[str, tuple[int, int]] = BoundedMap(_MAX_KNOWN)
+        """How many times in a row a node has not answered, and the newest ticket when that was
+        counted last, by the id of its engine.
+        """
         self.num_corrupt = 0
         """Blocks that arrived with other contents than promised."""
 
@@ -270,8 +272,7 @@ class BlockReader:
         ):
             granted = None
         if not read.given_up:
-            missed = 0 if granted is not None else self._unanswered.get(engine, 0) + 1
-            self._unanswered[engine] = missed
+            self._count_answer(engine, ticket, granted is not None)
         if granted is not None and granted.num_blocks:
             self._take_grant(granted, now)
             self._on_arrived(ticket, done, now)
@@ -281,6 +282,16 @@ class BlockReader:
             del self._reads[ticket]
             read.by_message, read.stage, read.block_bytes = True, _Stage.PINNING, 0
             self._begin(read)
+
+    def _count_answer(self, engine: str, ticket: int, is_answered: bool) -> None:
+        """Count whether a question was answered. Questions that were under way together count once:
+        one broken connection ends all of them.
+        """
+        missed, newest = self._unanswered.get(engine, (0, 0))
+        if is_answered:
+            self._unanswered[engine] = 0, 0
+        elif ticket > newest:
+            self._unanswered[engine] = missed + 1, self._last_ticket
 
     def _on_arrived(self, ticket: int, done: TransferDone, now: float) -> None:
         """Check what has arrived. If its transfer failed, the piece ends here."""
@@ -351,7 +362,7 @@ class BlockReader:
         segment = self._segments.get(read.store.address)
         if segment is None or read.by_message:
             return False
-        if self._unanswered.get(segment.engine_id, 0) >= MAX_UNANSWERED:
+        if self._unanswered.get(segment.engine_id, (0, 0))[0] >= MAX_UNANSWERED:
             return False
         question = encode(message)
         if len(question) > MAX_QUESTION_BYTES:

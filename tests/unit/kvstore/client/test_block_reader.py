@@ -266,6 +266,21 @@ def test_a_question_without_a_right_answer_becomes_a_pin(how: str) -> None:
     assert scene.sent == ["PinBlocks"] * 4, "three questions without an answer are enough"
 
 
+def test_questions_that_break_together_count_once() -> None:
+    """One broken connection ends all of them, and the next question may well be answered."""
+    scene = Asking()
+    for _ in range(block_reader.MAX_UNANSWERED):
+        scene.read([0])
+    for number in {m.number for m in scene.pair.there_inbox if isinstance(m, Asked)}:
+        scene.pair.remote.refuse(number, "the connection broke")
+    scene.run()
+    scene.pair.there_inbox.clear()
+    scene.read([0])
+    assert scene.sent == []
+    scene.answer([0])
+    assert [result.num_blocks for result in scene.ended] == [1]
+
+
 def test_a_damaged_block_is_reported() -> None:
     scene = Asking()
     scene.read([0, 1])
