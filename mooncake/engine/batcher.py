@@ -42,7 +42,7 @@ from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.gaps import PromptTime, any_is_late, prompt_time
+from mooncake.engine.gaps import Prompt, PromptTime, prompt_time
 from mooncake.engine.sequence import Sequence, SequenceState, Standing, last_in_order, rank
 from mooncake.engine.speculation import Speculation
 from mooncake.engine.step_shares import Sharing, StepShare, turn_of
@@ -67,6 +67,8 @@ class Batch:
     """The sequence_id of each stream that has a share in this step."""
     prompt_time: PromptTime | None = None
     """What streams leave for prompts in a step with a limit; None before a prompt asks."""
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    """sequence_id -> what a prompt has to compute, where prompts may wait for streams."""
     share: StepShare | None = None
     """The shares of the flows that get less than they want; None: there are no such flows."""
 
@@ -92,6 +94,7 @@ class Batch:
     def take_back(self, sequence: Sequence) -> None:
         _, num_tokens = self.shares.pop(sequence.sequence_id, (sequence, 0))
         self.streams.discard(sequence.sequence_id)
+        self.prompts.pop(sequence.sequence_id, None)
         self.budget += num_tokens
         if self.share is not None:
             self.share.take_back(sequence)
@@ -222,8 +225,12 @@ class Batcher:
         if batch.prompt_time is None and self._config.max_gap_s is not None:
             streams = [_num_before(batch.shares[each][0]) for each in batch.streams]
             line = chain(self.running, self.waiting)
-            is_late = any_is_late(line, self._now, self._config, self._cost)
-            batch.prompt_time = prompt_time(self._config, self._cost, streams, is_late)
+            prompts = (
+                self._prompt(each, batch)
+                for each in line
+                if each.num_missing > 1 and _is_ready(each)
+            )
+            batch.prompt_time = prompt_time(self._config, self._cost, streams, prompts, self._now)
             if not batch.streams and self._is_idle:
                 batch.prompt_time.may_wait = False  # no step would end, and plan the next
         return batch.prompt_time
@@ -233,9 +240,20 @@ class Batcher:
         time = self._prompt_time(sequence, batch)
         if time is None or time.is_used_up(batch.is_limited(sequence)):
             return time is not None
-        cached = len(self._match(sequence)) * self._config.block_tokens if time.may_wait else 0
-        computed = max(cached, _num_before(sequence))
-        return time.is_too_short(sequence.num_tokens - computed, computed)
+        if not time.may_wait:
+            return False
+        _, num_tokens, num_before = self._prompt(sequence, batch)
+        return time.is_too_short(num_tokens, num_before)
+
+    def _prompt(self, sequence: Sequence, batch: Batch) -> Prompt:
+        """Return what a prompt has to compute beside what is cached."""
+        known = batch.prompts.get(sequence.sequence_id)
+        if known is None:
+            cached = len(self._match(sequence)) * self._config.block_tokens
+            before = max(cached, _num_before(sequence))
+            known = Prompt(sequence.added_s, sequence.num_tokens - before, before)
+            batch.prompts[sequence.sequence_id] = known
+        return known
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
         """Allocate pages for the known tokens of `sequence`. Returns False when it must miss this

@@ -101,8 +101,8 @@ class EngineConfig:
     """
     first_token_s: float | None = None
     """How long after a prompt came its first token may be due. Until it must begin for that, a
-    prompt waits for streams if even its smallest chunk would break `max_gap_s`; when one must
-    begin, all prompts get whole chunks. None: no prompt waits for streams.
+    prompt waits for streams if even its smallest chunk would break `max_gap_s`; when one that
+    waits must begin, all prompts get whole chunks. None: no prompt waits for streams.
     """
     step_timeout_s: int = 120
     """When steps make no progress for this long, the engine has failed and its worker ends. The

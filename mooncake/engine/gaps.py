@@ -2,8 +2,9 @@
 
 Chunks are cut so that a step is predicted to keep the limit. Where even the smallest chunk would
 break it, prompts wait for streams to end, as long as their first tokens can still come in time.
-When one of them is late, all prompts are computed as if there were no limit: one long gap costs
-streams less than a row of steps that each break the limit.
+When one of those that wait is late, all prompts are computed as if there were no limit: one long
+gap costs streams less than a row of steps that each break the limit. A late prompt whose chunks fit
+changes nothing.
 """
 
 from __future__ import annotations
@@ -11,29 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mooncake.engine.chunks import UNIT, largest_chunk
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.sequence import Sequence
 
 
-def any_is_late(
-    prompts: Iterable[Sequence], now: float, config: EngineConfig, cost: StepCostModel
-) -> bool:
-    """Return whether a prompt has waited for streams so long that its first token would just come
-    in time, if prompts were computed one after the other from now on. `prompts`: in rank order.
-    """
-    if config.first_token_s is None:
-        return False
-    ready_s = now
-    for prompt in prompts:
-        missing, computed = prompt.num_missing, prompt.num_computed
-        if missing > 1:
-            ready_s += cost.prefill_s(missing, computed, config.max_chunk_tokens)
-            if ready_s > prompt.added_s + config.first_token_s:
-                return True
-    return False
+class Prompt(NamedTuple):
+    """What a prompt still has to compute."""
+
+    added_s: float
+    num_tokens: int
+    num_before: int
+    """The tokens before these, which are computed or cached."""
 
 
 @dataclass(slots=True)
@@ -83,12 +75,34 @@ class PromptTime:
 
 
 def prompt_time(
-    config: EngineConfig, cost: StepCostModel, streams: list[int], is_late: bool
+    config: EngineConfig,
+    cost: StepCostModel,
+    streams: list[int],
+    prompts: Iterable[Prompt],
+    now: float,
 ) -> PromptTime:
     """Return the time that streams leave for prompts in a step.
 
-    streams: the tokens before each stream's own. is_late: see `any_is_late`.
+    streams: the tokens before each stream's own. prompts: those that run or wait, in rank order.
     """
-    limit_s = math.inf if is_late or config.max_gap_s is None else config.max_gap_s
+    limit_s = math.inf if config.max_gap_s is None else config.max_gap_s
     left_s = limit_s / config.num_stages - cost.step_s(len(streams), sum(streams), len(streams))
-    return PromptTime(cost, left_s, may_wait=config.first_token_s is not None)
+    time = PromptTime(cost, left_s, may_wait=config.first_token_s is not None)
+    if config.first_token_s is not None and _any_is_late(prompts, now, config, time):
+        time.left_s = math.inf
+    return time
+
+
+def _any_is_late(
+    prompts: Iterable[Prompt], now: float, config: EngineConfig, time: PromptTime
+) -> bool:
+    """Return whether a prompt has waited for streams so long that its first token would just come
+    in time, if prompts were computed one after the other from now on.
+    """
+    ready_s = now
+    for added_s, num_tokens, num_before in prompts:
+        ready_s += time.cost.prefill_s(num_tokens, num_before, config.max_chunk_tokens)
+        is_late = ready_s > added_s + (config.first_token_s or 0.0)
+        if is_late and time.is_too_short(num_tokens, num_before):
+            return True
+    return False

@@ -174,6 +174,27 @@ def test_a_prompt_waits_for_streams_until_its_first_token_would_be_late() -> Non
     assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 1}
 
 
+def test_a_late_prompt_whose_chunks_fit_keeps_the_limit_of_the_streams() -> None:
+    planner = Planner(max_gap_s=0.160, first_token_s=1.0, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    planner.add(900)
+    shares = planner.commit(planner.batcher.plan(now=100.0))
+    assert shares == {1: 1, 2: 128}
+
+
+def test_what_is_cached_of_a_prompt_makes_it_no_later() -> None:
+    planner = Planner(max_gap_s=0.001, first_token_s=0.5, cost=steady_cost(), **LARGE)
+    tokens = list(range(900))
+    earlier = planner.add_request(request(tokens))
+    planner.plan()
+    for key, page in zip(earlier.keys, earlier.pages, strict=False):
+        planner.pool.publish(key, page)
+    again = planner.add_request(request([*tokens[:-1], 1000]))
+    assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 1}
+    assert again.sequence_id in planner.commit(planner.batcher.plan(now=0.5))
+
+
 def test_a_prompt_that_waits_is_computed_when_the_streams_have_ended() -> None:
     planner = Planner(max_gap_s=0.001, first_token_s=100.0, cost=steady_cost(), **LARGE)
     stream = planner.add(4)
