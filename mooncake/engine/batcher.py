@@ -238,12 +238,13 @@ class Batcher:
     def _waits_for_streams(self, sequence: Sequence, batch: Batch) -> bool:
         """Return whether the streams and prompts of a step leave a prompt no time in it."""
         time = self._prompt_time(sequence, batch)
-        if time is None or time.is_used_up(batch.is_limited(sequence)):
+        is_limited = batch.is_limited(sequence)
+        if time is None or time.is_used_up(is_limited):
             return time is not None
         if not time.may_wait:
             return False
         _, num_tokens, num_before = self._prompt(sequence, batch)
-        return time.is_too_short(num_tokens, num_before)
+        return time.is_too_short(num_tokens, num_before, is_limited)
 
     def _prompt(self, sequence: Sequence, batch: Batch) -> Prompt:
         """Return what a prompt has to compute beside what is cached."""

@@ -36,6 +36,8 @@ class PromptTime:
     left_s: float
     may_wait: bool
     """Whether a prompt waits when its smallest chunk does not fit."""
+    streams_left_s: float = 0.0
+    """What the streams alone leave."""
     has_prompt: bool = False
     has_free_prompt: bool = False
     """Whether the step has a prompt of a flow that gets all it wants."""
@@ -46,11 +48,14 @@ class PromptTime:
         """
         return self.has_prompt and self.left_s <= 0 and (self.has_free_prompt or is_limited)
 
-    def is_too_short(self, num_tokens: int, num_before: int) -> bool:
+    def is_too_short(self, num_tokens: int, num_before: int, is_limited: bool) -> bool:
         """Return whether a prompt with `num_tokens` to compute after `num_before` waits for the
-        streams to end.
+        streams to end. What prompts of limited flows have used does not count against the first
+        prompt of the others.
         """
-        return self.may_wait and self._chunk_s(min(UNIT, num_tokens), num_before) > self.left_s
+        is_first = not (is_limited or self.has_free_prompt)
+        left_s = self.streams_left_s if is_first else self.left_s
+        return self.may_wait and self._chunk_s(min(UNIT, num_tokens), num_before) > left_s
 
     def take(self, most: int, num_before: int, is_limited: bool) -> int:
         """Count a chunk of a prompt, of at most `most` tokens, and return how many it has. Unless
@@ -87,9 +92,9 @@ def prompt_time(
     """
     limit_s = math.inf if config.max_gap_s is None else config.max_gap_s
     left_s = limit_s / config.num_stages - cost.step_s(len(streams), sum(streams), len(streams))
-    time = PromptTime(cost, left_s, may_wait=config.first_token_s is not None)
+    time = PromptTime(cost, left_s, config.first_token_s is not None, streams_left_s=left_s)
     if config.first_token_s is not None and _any_is_late(prompts, now, config, time):
-        time.left_s = math.inf
+        time.left_s = time.streams_left_s = math.inf
     return time
 
 
@@ -103,6 +108,6 @@ def _any_is_late(
     for added_s, num_tokens, num_before in prompts:
         ready_s += time.cost.prefill_s(num_tokens, num_before, config.max_chunk_tokens)
         is_late = ready_s > added_s + (config.first_token_s or 0.0)
-        if is_late and time.is_too_short(num_tokens, num_before):
+        if is_late and time.is_too_short(num_tokens, num_before, is_limited=False):
             return True
     return False

@@ -16,6 +16,7 @@ from mooncake.base.request import Flow, GenerateRequest, Priority, fair_shares
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.cost import StepCostModel
+from mooncake.engine.gaps import prompt_time
 from mooncake.engine.sequence import Sequence, SequenceState, rank
 from mooncake.engine.step_shares import NUM_AFTER
 from tests.support.engine.engines import ROOMY, request
@@ -181,6 +182,17 @@ def test_a_late_prompt_whose_chunks_fit_keeps_the_limit_of_the_streams() -> None
     planner.add(900)
     shares = planner.commit(planner.batcher.plan(now=100.0))
     assert shares == {1: 1, 2: 128}
+
+
+def test_a_prompt_of_a_limited_flow_lets_no_first_prompt_of_others_wait() -> None:
+    config = replace(ROOMY, max_gap_s=0.160, first_token_s=100.0)
+    time = prompt_time(config, steady_cost(), [4], [], now=0.0)
+    assert time.take(900, 0, is_limited=True) == 128
+    assert not time.is_used_up(is_limited=False)
+    assert not time.is_too_short(64, 0, is_limited=False)
+    assert time.is_too_short(64, 0, is_limited=True)
+    assert time.take(64, 0, is_limited=False) == 64
+    assert time.is_too_short(64, 0, is_limited=False)
 
 
 def test_what_is_cached_of_a_prompt_makes_it_no_later() -> None:
