@@ -176,6 +176,21 @@ def test_batch_makes_room_for_a_request_with_a_limit_of_its_own() -> None:
     assert len(harness.aborts(d0)) == 1
 
 
+@pytest.mark.parametrize(("tenant", "is_late"), [("a", True), ("b", False)])
+def test_a_flood_under_a_longer_limit_delays_its_own_tenant_only(
+    tenant: str, is_late: bool
+) -> None:
+    harness = SchedulerHarness(ttft_slo_s=1.0)
+    harness.join("p0", Role.PREFILL)
+    harness.join("d0", Role.DECODE)
+    for number in range(30):
+        harness.submit(request(f"r{number}", 200, tenant="a", ttft_slo_s=3600.0))
+    assert not [e for e in harness.events.events if isinstance(e, Refused)]
+    harness.submit(request("late", 200, tenant=tenant))
+    refused = [e.request_id for e in harness.events.events if isinstance(e, Refused)]
+    assert refused == ["late"] * is_late
+
+
 def test_yielding_is_no_failure() -> None:
     harness = SchedulerHarness(max_attempts=1)
     p0 = harness.join("p0", Role.PREFILL)
