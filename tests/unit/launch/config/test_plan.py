@@ -10,6 +10,7 @@ import pytest
 from mooncake.base import CheckpointError, ConfigError, Role
 from mooncake.crypto.keys import KeyRing
 from mooncake.launch.cluster import checks
+from mooncake.launch.cluster.ray_cluster import ClusterFacts
 from mooncake.launch.cluster.workers import cluster_workers, joining_worker, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
@@ -88,8 +89,6 @@ def test_a_joining_worker_computes_on_its_own_devices(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster's template names a device of the gateway's machine; how to compute, it says."""
-    from mooncake.launch.cluster.ray_cluster import ClusterFacts
-
     monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 8)
     cluster = {"prefill": 4, "decode": 4, "attention_backend": "reference"}
     config = resolve({"model": str(model), **cluster}, None, {})
