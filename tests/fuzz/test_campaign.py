@@ -90,7 +90,7 @@ def fits(found: str, signature: str) -> bool:
     ],
 )
 def test_a_planted_fault_is_found(target: type[Target], signature: str, tmp_path: Path) -> None:
-    campaign = play(target, tmp_path, 200)
+    campaign = play(target, tmp_path, 600 if signature == "growth" else 200)
     finding = next((v for k, v in campaign.findings.items() if fits(k, signature)), None)
     assert finding is not None, shown(campaign)
     assert finding.path.read_bytes() == finding.data
