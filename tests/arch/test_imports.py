@@ -20,7 +20,9 @@ def names_of(module: str) -> frozenset[str] | None:
     """Return what a module defines at its top, modules in it included; None: there is no such."""
     path = ROOTS[module.partition(".")[0]].joinpath(*module.split("."))
     inside = {each.stem for each in path.glob("*") if each.suffix == ".py" or each.is_dir()}
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    file = path / "__init__.py"
+    if not file.exists():  # a folder without one comes after a file, as in Python
+        file = path.with_suffix(".py")
     if not file.exists():
         return frozenset(inside) if path.is_dir() else None
     found = set(inside)
