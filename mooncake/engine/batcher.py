@@ -224,13 +224,16 @@ class Batcher:
             return None
         if batch.prompt_time is None and self._config.max_gap_s is not None:
             streams = [_num_before(batch.shares[each][0]) for each in batch.streams]
-            line = chain(self.running, self.waiting)
-            prompts = (
-                self._prompt(each, batch)
-                for each in line
+            line = [
+                each
+                for each in chain(self.running, self.waiting)
                 if each.num_missing > 1 and _is_ready(each)
+            ]
+            longest = max((each.num_tokens for each in line), default=0)
+            prompts = (self._prompt(each, batch) for each in line[: self._config.max_num_seqs])
+            batch.prompt_time = prompt_time(
+                self._config, self._cost, streams, longest, prompts, self._now
             )
-            batch.prompt_time = prompt_time(self._config, self._cost, streams, prompts, self._now)
             if not batch.streams and self._is_idle:
                 batch.prompt_time.may_wait = False  # no step would end, and plan the next
         return batch.prompt_time

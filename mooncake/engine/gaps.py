@@ -83,17 +83,20 @@ def prompt_time(
     config: EngineConfig,
     cost: StepCostModel,
     streams: list[int],
+    longest: int,
     prompts: Iterable[Prompt],
     now: float,
 ) -> PromptTime:
     """Return the time that streams leave for prompts in a step.
 
-    streams: the tokens before each stream's own. prompts: those that run or wait, in rank order.
+    streams: the tokens before each stream's own. prompts: those that run or wait, in rank order;
+    they are looked at only if the smallest chunk of one of `longest` tokens does not fit.
     """
     limit_s = math.inf if config.max_gap_s is None else config.max_gap_s
     left_s = limit_s / config.num_stages - cost.step_s(len(streams), sum(streams), len(streams))
     time = PromptTime(cost, left_s, config.first_token_s is not None, streams_left_s=left_s)
-    if config.first_token_s is not None and _any_is_late(prompts, now, config, time):
+    time.may_wait = time.is_too_short(UNIT, longest, is_limited=False)
+    if time.may_wait and _any_is_late(prompts, now, config, time):
         time.left_s = time.streams_left_s = math.inf
     return time
 

@@ -186,7 +186,8 @@ def test_a_late_prompt_whose_chunks_fit_keeps_the_limit_of_the_streams() -> None
 
 def test_a_prompt_of_a_limited_flow_lets_no_first_prompt_of_others_wait() -> None:
     config = replace(ROOMY, max_gap_s=0.160, first_token_s=100.0)
-    time = prompt_time(config, steady_cost(), [4], [], now=0.0)
+    time = prompt_time(config, steady_cost(), [4], 900, [], now=0.0)
+    time.may_wait = True
     assert time.take(900, 0, is_limited=True) == 128
     assert not time.is_used_up(is_limited=False)
     assert not time.is_too_short(64, 0, is_limited=False)
@@ -224,6 +225,23 @@ def test_a_short_prompt_that_fits_the_limit_goes_before_a_long_one_that_waits() 
     planner.add(900)
     planner.add(10)
     assert planner.plan() == {1: 1, 3: 10}
+
+
+@pytest.mark.parametrize(("max_gap_s", "num_looked_up"), [(10.0, 1), (0.001, 4)])
+def test_prompts_are_looked_up_in_the_cache_for_waits_only_where_one_may_wait(
+    max_gap_s: float, num_looked_up: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Planner(
+        max_gap_s=max_gap_s, first_token_s=100.0, cost=steady_cost(), **{**LARGE, "max_num_seqs": 2}
+    )
+    planner.add(4)
+    planner.plan()
+    for _ in range(4):
+        planner.add(70)
+    looked_up, match = [], planner.pool.match
+    monkeypatch.setattr(planner.pool, "match", lambda keys: looked_up.append(1) or match(keys))
+    planner.plan()
+    assert len(looked_up) == num_looked_up
 
 
 def test_a_prompt_does_not_wait_for_a_stream_that_cannot_run() -> None:
