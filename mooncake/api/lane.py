@@ -74,7 +74,7 @@ class FairQueue(Generic[Item]):
             return tenant, item
 
     def discard(self, tenant: str, item: Item) -> None:
-        """Remove an item that nobody wants any more, if it still waits."""
+        """Remove an item, if it still waits."""
         with self._lock:
             own = self._waiting.get(tenant)
             if own is not None and item in own:

@@ -150,9 +150,9 @@ def may_be_passed(
     """Return whether requests that fit may pass one that does not fit.
 
     They may if it waits for resting pages, to which a lost peer might still write. If it cannot run
-    before these return, any number may pass: nobody passes any more once the pages are back, so
-    none delays it by more than its own time. If it could also run when others end, `MAX_PASSED` may
-    pass.
+    before these return, any number may pass. Once the pages are back, no request passes, so
+    each delays it by no more than its own time. If it could also run when others end, `MAX_PASSED`
+    may pass.
     """
     if num_resting == 0:
         return False

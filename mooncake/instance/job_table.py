@@ -127,7 +127,7 @@ class JobTrace:
 
 
 def told(trace: JobTrace | None) -> tuple[WorkSpan, ...]:
-    """Return what a job has to report now; nothing if nobody wants it."""
+    """Return what a job has to report now: nothing if it is not traced."""
     return trace.take() if trace is not None else ()
 
 

@@ -395,7 +395,7 @@ class Reservations:
     def __init__(
         self, transfer: Transfer, mover: SliceMover, pool: BlockPool, rest_s: float
     ) -> None:
-        """`rest_s`: how long pages of a lost writer rest if nobody can tell whether it still
+        """`rest_s`: how long pages of a lost writer rest if it is not known whether it still
         writes.
         """
         self._transfer = transfer
@@ -412,7 +412,7 @@ class Reservations:
 
     @property
     def num_resting(self) -> int:
-        """Number of pages that may not be used yet, although nobody uses them."""
+        """Number of pages that are free and may not be used yet."""
         return self._resting.num_held
 
     def open(self, pages: Sequence[int]) -> int | None:

@@ -320,14 +320,14 @@ class KimiK2:
 
     def serve(self) -> None:
         """Take part in a step of other ranks in which this rank has no rows."""
-        assert self.exchange is not None, "nobody shares experts with this rank"
+        assert self.exchange is not None, "this rank shares no experts"
         self.between_steps()
         self.exchange.agree(0, 0)
         self.serve_agreed()
 
     def serve_agreed(self) -> None:
         """Compute experts for other ranks in a step that has been agreed on."""
-        assert self.exchange is not None, "nobody shares experts with this rank"
+        assert self.exchange is not None, "this rank shares no experts"
         none = self._placed.new_empty(0, self.spec.hidden_size)
         for number, layer in zip(self.stage.layers, self._layers, strict=True):
             if number == self.spec.num_hidden_layers - 1:

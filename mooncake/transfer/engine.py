@@ -59,7 +59,7 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     grant: int = 0
     """For WRITE: the number by which the owner lets us write, if it guards the memory."""
     question: bytes = b""
-    """For READ: a message to the owner, who chooses what it sends, and sends it behind its answer.
+    """A message to the owner, for READ: it chooses what it sends, and sends it behind its answer.
     The `ops`, all of one size, say where that goes; their remote places do not count. A question
     is asked once: it is not sent again when a connection breaks.
     """

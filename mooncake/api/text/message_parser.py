@@ -296,7 +296,7 @@ class Delta(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs]
     """As long as `tokens` when asked for, else empty."""
     runs: list[int | None]
-    """For each of `logprobs` the number of the run of text that its token belongs to
+    """The number of the run of text that the token of each of `logprobs` belongs to
     (`TextDelta.run`); None = reasoning, part of a call, a marker or the end."""
     prompt_logprobs: msgspec.Raw | None = None
     """Set in the first `Delta` of a prompt's first choice; `unpacked_logprobs` reads them."""

@@ -182,7 +182,7 @@ class DecodeGraphs:
     def serve(self) -> None:
         """Take part, without rows, in a step of other instances that share experts."""
         model = self._model
-        assert model.exchange is not None, "nobody shares experts with this rank"
+        assert model.exchange is not None, "this rank shares no experts"
         model.between_steps()
         size = model.exchange.agree(0, 0, self._sizes[0])
         if not size:

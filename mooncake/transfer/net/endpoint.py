@@ -78,7 +78,7 @@ class Protection(Enum):
     MAC = "mac"
     """Bytes cannot be changed unnoticed: a tag follows each message."""
     ENCRYPT = "encrypt"
-    """In addition, payloads cannot be read."""
+    """Payloads cannot be read either."""
 
     def is_weaker(self, other: Protection) -> bool:
         """Return whether `other` protects from more."""
