@@ -16,7 +16,7 @@ import select
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -212,7 +212,6 @@ class Seeds:
         """Open the channel. Raises ConfigError if gateways could not answer to `bind_host`."""
         _check_way_back(config.seeds, config.bind_host)
         self.addresses = config.seeds
-        self._bind_host = config.bind_host
         self._credential = credential
         self._meant = SeedAddresses(config.seeds)
         self._channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
@@ -254,26 +253,32 @@ class Seeds:
         return told
 
     def why_silent(self) -> MooncakeError:
-        """Look for gateways, mostly for `LOOK_S`, and return why none answers: Forbidden where one
-        is there and has another cluster secret, else NotUp.
-        """
-        question = AskCluster(asker=self._own, ticket=0)
-        found = who_listens(list(self._meant), self._credential, question, LOOK_S)
-        places = {who: address.partition("#") for address, who in found.items()}
-        if (place := places.get(Listener.GATEWAY)) is not None:
-            return NotUp(
-                f"the gateway at {place[0]} does not answer: it still starts, or cannot reach this "
-                f"machine at --bind-host {self._bind_host}"
-            )
-        if (place := places.get(Listener.STRANGER)) is not None:
-            restarted = ", or was started again and has another address now" if place[1] else ""
-            return Forbidden(
-                f"cluster-secret: the gateway at {place[0]} has another one{restarted}"
-            )
+        """Return why no gateway answers: see `why_silent`."""
+        return why_silent(self.addresses, self._meant, self._credential, self._own)
+
+
+def why_silent(
+    addresses: Sequence[str], meant: Sequence[str], credential: Credential, own: WorkerRef
+) -> MooncakeError:
+    """Look for gateways, mostly for `LOOK_S`, and return why none answers: Forbidden where one is
+    there and has another cluster secret, else NotUp. `meant` is what `addresses` stand for, without
+    names. A gateway that can answer does so to `own`.
+    """
+    found = who_listens(list(meant), credential, AskCluster(asker=own, ticket=0), LOOK_S)
+    places = {who: address.partition("#") for address, who in found.items()}
+    if (place := places.get(Listener.GATEWAY)) is not None:
+        here = own.address.partition("#")[0].removeprefix("tcp://").rpartition(":")[0]
         return NotUp(
-            f"no gateway answers at {' or '.join(self.addresses)}: is one there, and can this "
-            "machine reach it?"
+            f"the gateway at {place[0]} does not answer: it still starts, or cannot reach this "
+            f"machine at --bind-host {here}"
         )
+    if (place := places.get(Listener.STRANGER)) is not None:
+        restarted = ", or was started again and has another address now" if place[1] else ""
+        return Forbidden(f"cluster-secret: the gateway at {place[0]} has another one{restarted}")
+    return NotUp(
+        f"no gateway answers at {' or '.join(addresses)}: is one there, and can this machine reach "
+        "it?"
+    )
 
 
 def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:

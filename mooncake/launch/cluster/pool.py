@@ -10,30 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from mooncake.base import Role, SystemIds, WorkerRef
+from mooncake.base import MooncakeError, Role, SystemIds, WorkerRef
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
-from mooncake.launch.cluster.facts import GATEWAY_ID, encode_facts
+from mooncake.launch.cluster.facts import ANSWER_S, GATEWAY_ID, encode_facts, why_silent
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.lone_worker import run_worker
 from mooncake.launch.cluster.workers import cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
+from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
+from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
@@ -127,14 +131,32 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
         say(f"clients and other nodes: {gateway_address}")
         say(f"pool node at {begun.admin_url} - Ctrl-C drains and stops")
         worker = begun
-        watch = node_lock.JoinWatch(begun.driver, settings.worker_id, gateway_address)
+        watch = node_lock.JoinWatch(
+            begun.driver, settings.worker_id, gateway_address,
+            functools.partial(_why_silent, config, meant, begun.ref),
+            max(ANSWER_S, config.join_timeout),
+        )  # fmt: skip
 
-    try:
-        run_worker(config, settings, no_progress, started)
-    finally:
-        if watch is not None:
-            watch.close()
+    with SeedAddresses(config.seeds or [gateway_address]) as meant:
+        try:
+            run_worker(config, settings, no_progress, started)
+        finally:
+            if watch is not None:
+                watch.close()
+    if watch is not None and watch.refusal is not None:
+        raise watch.refusal
     say(f"{settings.worker_id} has ended{_fate(worker)}")
+
+
+def _why_silent(config: ServeConfig, meant: SeedAddresses, own: WorkerRef) -> MooncakeError:
+    """Return why a pool does not answer. The secret is what its file holds by now."""
+    try:
+        file = config.cluster_secret_file
+        secret = str(config.cluster_secret) if file is None else read_secret(Path(file))
+        credential = own_credential(secret, CredentialRole.WORKER)
+        return why_silent(config.seeds or meant, meant, credential, own)
+    except MooncakeError as error:
+        return error
 
 
 def _fate(worker: process.Worker | None) -> str:

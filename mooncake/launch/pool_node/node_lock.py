@@ -9,9 +9,10 @@ import hashlib
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Forbidden, MooncakeError
 from mooncake.launch.host.abstract_name import foreign_holder
 from mooncake.launch.host.driver import Driver
 
@@ -62,12 +63,28 @@ def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
 
 
 class JoinWatch:
-    """Logs that the node has joined, or that the pool does not answer. Close it at the end."""
+    """Logs that the node has joined, or why the pool does not answer. It stops the node where that
+    is because the pool has another secret. Close it at the end.
+    """
 
-    def __init__(self, driver: Driver, worker_id: str, pool_address: str) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        worker_id: str,
+        pool_address: str,
+        why_silent: Callable[[], MooncakeError],
+        limit_s: float,
+    ) -> None:
+        """`why_silent` looks for the pool and returns why it does not answer. Before `limit_s` the
+        node is not stopped.
+        """
+        self.refusal: Forbidden | None = None
+        """Why the node was stopped."""
         self._driver = driver
         self._worker_id = worker_id
         self._pool_address = pool_address
+        self._why_silent = why_silent
+        self._limit = round(max(limit_s, WARN_AFTER_S) / LOOK_S)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="join-watch", daemon=True)
         self._thread.start()
@@ -78,19 +95,30 @@ class JoinWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        num_looks, next_warning = 0, round(WARN_AFTER_S / LOOK_S)
+        num_looks, next_question = 0, round(WARN_AFTER_S / LOOK_S)
+        refusal: Forbidden | None = None
         while not self._ended.wait(LOOK_S):
-            num_looks += 1
             try:
-                if self._driver.call(lambda node, _: bool(node.joined)).result():
-                    _log.info("%s has joined the pool at %s", self._worker_id, self._pool_address)
-                    return
+                joined = self._driver.call(lambda node, _: bool(node.joined)).result()
             except CancelledError:
                 return
-            if num_looks >= next_warning:
-                next_warning += round(REMIND_S / LOOK_S)
-                _log.warning(
-                    "no answer from %s, still asking: is the pool there, with the same secret and "
-                    "model? Its log says which nodes it refuses, and why",
-                    self._pool_address,
-                )
+            if joined:
+                _log.info("%s has joined the pool at %s", self._worker_id, self._pool_address)
+                return
+            if refusal is not None:
+                self.refusal = refusal
+                self._driver.stop()
+                return
+            num_looks += 1
+            if num_looks < next_question:
+                continue
+            problem = self._why_silent()
+            if isinstance(problem, Forbidden) and num_looks >= self._limit:
+                refusal = problem
+                continue
+            _log.warning(
+                "%s; still asking. The log of the pool says which nodes it refuses, and why",
+                problem.message,
+            )
+            later = num_looks + round(REMIND_S / LOOK_S)
+            next_question = min(later, self._limit) if num_looks < self._limit else later

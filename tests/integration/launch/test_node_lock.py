@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import math
 import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Forbidden, MooncakeError
+from mooncake.launch.cluster.facts import NotUp
 from mooncake.launch.host import abstract_name
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.pool_node.node_lock import JoinWatch, lock_name
@@ -63,7 +67,7 @@ def test_a_pool_whose_host_has_no_address_is_named_as_it_is_written() -> None:
 class Driver:
     """Of a node that is known after so many looks, or that has ended by then."""
 
-    def __init__(self, num_looks: int, *, ends: bool = False) -> None:
+    def __init__(self, num_looks: float, *, ends: bool = False) -> None:
         self.num_looks = num_looks
         self.ends = ends
         self.joined = False
@@ -81,6 +85,36 @@ class Driver:
         future.set_result(work(self, 0.0))
         return future
 
+    def stop(self) -> None:
+        self.over.set()
+
+
+SILENCE = NotUp("no gateway answers")
+REFUSAL = Forbidden("cluster-secret: the gateway has another one")
+
+
+@contextlib.contextmanager
+def watching(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, *problems: MooncakeError, limit_looks: int = 20
+) -> Iterator[JoinWatch]:
+    """Watch a node until it has joined or ended. A pool that does not answer is looked for after 10
+    looks at the node, at the limit, and 10 looks after each other time.
+    """
+    monkeypatch.setattr(node_lock, "LOOK_S", 0.001)
+    monkeypatch.setattr(node_lock, "WARN_AFTER_S", 0.010)
+    monkeypatch.setattr(node_lock, "REMIND_S", 0.010)
+    why = itertools.chain(problems, itertools.repeat(SILENCE))
+    watch = JoinWatch(
+        driver,  # type: ignore[arg-type]
+        "kvstore-a",
+        POOL,
+        lambda: next(why),
+        0.001 * limit_looks,
+    )
+    assert driver.over.wait(WAIT_S)
+    watch.close()
+    yield watch
+
 
 @pytest.mark.parametrize(("num_looks", "num_warnings"), [(2, 0), (12, 1), (24, 2)])
 def test_the_log_tells_of_joining_and_of_gateways_that_do_not_answer(
@@ -89,24 +123,40 @@ def test_the_log_tells_of_joining_and_of_gateways_that_do_not_answer(
     num_looks: int,
     num_warnings: int,
 ) -> None:
-    monkeypatch.setattr(node_lock, "LOOK_S", 0.001)
-    monkeypatch.setattr(node_lock, "WARN_AFTER_S", 0.010)
-    monkeypatch.setattr(node_lock, "REMIND_S", 0.010)
-    driver = Driver(num_looks)
-    with caplog.at_level(logging.INFO):
-        watch = JoinWatch(driver, "kvstore-a", POOL)  # type: ignore[arg-type]
-        assert driver.over.wait(WAIT_S)
-        watch.close()
-    *warnings, last = [record.getMessage() for record in caplog.records]
+    with caplog.at_level(logging.INFO), watching(monkeypatch, Driver(num_looks)) as watch:
+        *warnings, last = [record.getMessage() for record in caplog.records]
     assert last == f"kvstore-a has joined the pool at {POOL}"
     assert len(warnings) == num_warnings
-    assert all(f"no answer from {POOL}" in each and "secret" in each for each in warnings)
+    assert all(each.startswith(f"{SILENCE.message}; still asking") for each in warnings)
+    assert watch.refusal is None
 
 
-def test_a_node_that_ends_is_not_looked_at_any_more(caplog: pytest.LogCaptureFixture) -> None:
-    driver = Driver(1, ends=True)
-    with caplog.at_level(logging.INFO):
-        watch = JoinWatch(driver, "kvstore-a", POOL)  # type: ignore[arg-type]
-        assert driver.over.wait(WAIT_S)
-        watch.close()
-    assert caplog.records == []
+def test_a_node_with_another_secret_is_stopped_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until then the pool may be started again with the secret of the node."""
+    driver = Driver(math.inf)
+    with caplog.at_level(logging.INFO), watching(monkeypatch, driver, *[REFUSAL] * 2) as watch:
+        [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{REFUSAL.message}; still asking")
+    assert watch.refusal is REFUSAL
+
+
+def test_a_pool_that_is_away_at_the_limit_may_refuse_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(monkeypatch, Driver(math.inf), SILENCE, SILENCE, SILENCE, REFUSAL) as watch:
+        assert watch.refusal is REFUSAL
+
+
+def test_a_node_that_joins_during_the_look_for_its_pool_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problems = [SILENCE, REFUSAL]
+    with watching(monkeypatch, Driver(20), *problems) as watch:
+        assert watch.refusal is None
+
+
+def test_a_node_that_ends_is_not_looked_at_any_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), watching(monkeypatch, Driver(1, ends=True)):
+        assert caplog.records == []

@@ -23,7 +23,7 @@ from mooncake.cli import main as cli
 from mooncake.identity import issue, own_credential
 from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.pool_client.session import PoolSession, locate
-from tests.support.kvstore.pool_process import SECRET, PoolProcess, has_ipv6, until
+from tests.support.kvstore.pool_process import SECRET, START_S, PoolProcess, has_ipv6, until
 from tests.support.model.checkpoints import write_config_only
 
 
@@ -282,6 +282,19 @@ def test_a_second_node_of_one_name_on_one_machine_is_refused(
     assert cli.run(["serve", str(model), "--role", "kvstore", "--dram", "1MiB", *join]) == 2
     assert "runs on this machine already" in capsys.readouterr().err
     until(lambda: ask(f"{node.url}/health", key="")[0] == 200, "the first goes on")
+
+
+@pytest.mark.slow  # it asks for ten seconds, as other roles do
+def test_a_node_with_another_secret_ends_and_says_so(
+    node: PoolProcess, model: Path, tmp_path: Path
+) -> None:
+    address = locate(node.url, SECRET).gateway_address
+    join = ("--join", address, "--cluster-secret", "of another cluster", "--node-id", "stranger")
+    with PoolProcess(model, tmp_path / "log", "--dram", "1MiB", *join) as stranger:
+        assert stranger.process.wait(START_S) == 4, stranger.output
+        place = address.partition("#")[0]
+        assert f"cluster-secret: the gateway at {place} has another one" in stranger.output
+    until(lambda: ask(f"{node.url}/health", key="")[0] == 200, "the pool goes on")
 
 
 def test_who_did_what_is_written_down(model: Path, tmp_path: Path) -> None:
