@@ -25,6 +25,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.support import upstream
 from benchmarks.support.bars import bars, write_page
 from benchmarks.support.cores import Ends
@@ -44,13 +46,10 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import Recorders
+from mooncake.transfer.engine import Asked
 from mooncake.transfer.factory import TransferConfig, open_transfer
 
 MIB = 2**20
-LAYOUT = KvLayout(
-    num_layers=8, block_tokens=64, kv_width=1024, dtype="bfloat16", fingerprint="values"
-)
-"""Blocks of 1 MiB."""
 NODE_BYTES = 1024 * MIB
 CLIENT_BYTES = 64 * MIB
 SECRET = "a secret of this benchmark"
@@ -58,8 +57,30 @@ Way = Callable[[str, int, int], float]
 """(name, where in the client's memory, bytes) -> seconds."""
 
 
-def serve_node(pipe: Connection) -> None:
-    """One pool node and the pool's registry, driven until the pipe says otherwise."""
+def layout_of(block_bytes: int) -> KvLayout:
+    """Return a layout whose blocks have so many bytes, a multiple of 1 KiB."""
+    width = block_bytes // 2**10
+    return KvLayout(
+        num_layers=8, block_tokens=64, kv_width=width, dtype="bfloat16", fingerprint="values"
+    )
+
+
+class CountingNode(KvNode):
+    """A pool node that counts the questions which come over data connections."""
+
+    num_asked = 0
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        self.num_asked += isinstance(event, Asked)
+        super().handle(event, now)
+
+
+def serve_node(pipe: Connection, block_bytes: int) -> None:
+    """One pool node and the pool's registry, driven until the pipe ends them. Before that, anything
+    that comes through the pipe is answered with the CPU seconds of this process so far and the
+    number of its questions.
+    """
+    layout = layout_of(block_bytes)
     channel, registry_channel = (
         ZmqChannel("127.0.0.1", credential=own_credential(SECRET, *CredentialRole))
         for _ in range(2)
@@ -73,11 +94,11 @@ def serve_node(pipe: Connection) -> None:
     transfer = open_transfer(wanted, "values-node", clock)
     hello = WorkerHello(
         worker=WorkerRef("kv", "e1", channel.address), role=Role.KVSTORE, node_id="n", host="h",
-        pid=1, layout_fingerprint=LAYOUT.fingerprint, block_tokens=64, num_blocks=0,
+        pid=1, layout_fingerprint=layout.fingerprint, block_tokens=64, num_blocks=0,
     )  # fmt: skip
     config = KvStoreConfig(dram_bytes=NODE_BYTES)
-    disks = open_disks(config, LAYOUT)
-    node = KvNode(config, hello, LAYOUT, channel, transfer, gateway.address, disks)
+    disks = open_disks(config, layout)
+    node = CountingNode(config, hello, layout, channel, transfer, gateway.address, disks)
     drivers = [
         Driver(registry, registry_channel),
         Driver(node, channel, transfer=transfer, disks=disks, clock=clock),
@@ -86,7 +107,8 @@ def serve_node(pipe: Connection) -> None:
     for thread in threads:
         thread.start()
     pipe.send((channel.address, gateway.address))
-    pipe.recv()
+    while pipe.recv() != "done":
+        pipe.send((time.process_time(), node.num_asked))
     for driver, thread in zip(drivers, threads, strict=True):
         driver.stop()
         thread.join()
@@ -99,14 +121,16 @@ def serve_node(pipe: Connection) -> None:
 class Ours:
     """Values as runs of blocks through one session."""
 
-    def __init__(self, session: PoolSession) -> None:
+    def __init__(self, session: PoolSession, pipe: Connection) -> None:
         self._session = session
+        self._pipe = pipe
         session.memory[:] = bytes(range(256)) * (CLIENT_BYTES // 256)
 
     def _run(self, name: str, start: int, size: int) -> tuple[list[bytes], list[int]]:
         head = name.encode().ljust(12, b".")[:12]
-        keys = [head + n.to_bytes(4, "big") for n in range(size // MIB)]
-        return keys, list(range(start, start + size, MIB))
+        block = self._session.block_bytes
+        keys = [head + n.to_bytes(4, "big") for n in range(size // block)]
+        return keys, list(range(start, start + size, block))
 
     def put(self, name: str, start: int, size: int) -> float:
         """Store a value; return the seconds it took."""
@@ -132,22 +156,31 @@ class Ours:
         """Take a value out again."""
         self._session.remove(self._run(name, 0, size)[0])
 
+    def figures(self) -> tuple[float, int]:
+        """Return the CPU seconds of the node and of this process together, and how many questions
+        the node has had.
+        """
+        self._pipe.send("figures")
+        node_s, num_asked = self._pipe.recv()
+        return node_s + time.process_time(), num_asked
+
 
 @contextmanager
-def our_pool(protocol: str, ends: Ends) -> Iterator[Ours]:
+def our_pool(protocol: str, ends: Ends, block_bytes: int = MIB) -> Iterator[Ours]:
     """A node in a process of its own, and a client of it here."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=serve_node, args=(theirs,), daemon=True)
+    process = context.Process(target=serve_node, args=(theirs, block_bytes), daemon=True)
     with ends.other():
         process.start()
     store, gateway = pipe.recv()
     settings = PoolSessionConfig(
-        gateway_address=gateway, cluster_secret=SECRET, layout=LAYOUT, store_address=store,
-        transfer_protocols=[protocol], num_places=CLIENT_BYTES // MIB,
+        gateway_address=gateway, cluster_secret=SECRET, layout=layout_of(block_bytes),
+        store_address=store, transfer_protocols=[protocol],
+        num_places=CLIENT_BYTES // block_bytes,
     )  # fmt: skip
     with PoolSession(settings) as session:
-        yield Ours(session)
+        yield Ours(session, pipe)
     pipe.send("done")
     process.join()
 
@@ -155,22 +188,28 @@ def our_pool(protocol: str, ends: Ends) -> Iterator[Ours]:
 class Theirs:
     """Values of upstream's store, through a client of it that holds none."""
 
-    def __init__(self, client: upstream.UpstreamProcess) -> None:
+    def __init__(self, client: upstream.UpstreamProcess, num_keys: int = 1) -> None:
+        """Each value has so many names, with as many bytes each."""
         self._client = client
+        self._num_keys = num_keys
 
     def put(self, name: str, start: int, size: int) -> float:
         """Store a value; return the seconds it took."""
-        took: float = self._client.call("put", name, start, size)
+        took: float = self._client.call("put", name, start, size, self._num_keys)
         return took
 
     def get(self, name: str, start: int, size: int) -> float:
         """Fetch a value; return the seconds it took."""
-        took: float = self._client.call("get", name, start, size)
+        took: float = self._client.call("get", name, start, size, self._num_keys)
         return took
 
     def remove(self, name: str, _size: int) -> None:
         """Take a value out again, unless its lease still runs: then the store evicts it."""
-        self._client.call("remove", name)
+        self._client.call("remove", name, self._num_keys)
+
+    def cut(self, num_keys: int) -> Theirs:
+        """Return the same store for values that have so many names."""
+        return Theirs(self._client, num_keys)
 
 
 @contextmanager

@@ -83,22 +83,43 @@ class Store:
         _check(self._store.setup(HOST, "P2PHANDSHAKE", segment, 16 * 2**20, "tcp", "", master))
         _check(self._store.register_buffer(self._address, num_bytes))
 
-    def put(self, name: str, start: int, size: int) -> float:
-        """Store a value under a new name; return the seconds it took."""
+    def put(self, name: str, start: int, size: int, num_keys: int) -> float:
+        """Store a value under new names; return the seconds it took."""
+        names, places, sizes = self._cut(name, start, size, num_keys)
         begun = time.perf_counter()
-        _check(self._store.put_from(name, self._address + start, size))
+        if num_keys == 1:
+            _check(self._store.put_from(names[0], places[0], size))
+        else:
+            _check(any(self._store.batch_put_from(names, places, sizes)))
         return time.perf_counter() - begun
 
-    def get(self, name: str, start: int, size: int) -> float:
+    def get(self, name: str, start: int, size: int, num_keys: int) -> float:
         """Fetch a value; return the seconds it took."""
+        names, places, sizes = self._cut(name, start, size, num_keys)
         begun = time.perf_counter()
-        if self._store.get_into(name, self._address + start, size) != size:
+        if num_keys == 1:
+            came = [self._store.get_into(names[0], places[0], size)]
+        else:
+            came = list(self._store.batch_get_into(names, places, sizes))
+        took = time.perf_counter() - begun
+        if came != sizes:
             raise RuntimeError(f"{name} did not come back")
-        return time.perf_counter() - begun
+        return took
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str, num_keys: int) -> bool:
         """Return whether it could be removed: not while its lease runs."""
-        return bool(self._store.remove(name) == 0)
+        names = self._cut(name, 0, 0, num_keys)[0]
+        codes = [self._store.remove(each) for each in names]
+        return not any(codes)
+
+    def _cut(
+        self, name: str, start: int, size: int, num_keys: int
+    ) -> tuple[list[str], list[int], list[int]]:
+        """Return the name, the place and the bytes of each part of a value."""
+        part = size // num_keys
+        names = [f"{name}.{number}" for number in range(num_keys)]
+        places = [self._address + start + number * part for number in range(num_keys)]
+        return names, places, [part] * num_keys
 
 
 def _check(code: int) -> None:
