@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,8 +56,8 @@ THREAD_CHARS = 20_000
 THREAD_SEQUENCES = 128
 """Calls with more sequences are made in a thread: a thousand take about 50 ms."""
 LANE_PLACES = 4096
-"""Number of pieces of work that may wait in each lane. A script may ask for a thousand answers at
-once.
+"""Number of texts, and of schemas, that may wait in their lanes. A script may ask for a thousand
+answers at once.
 """
 
 MAX_LOGGED_NAMES = 16
@@ -113,8 +114,11 @@ class ApiServer:
         """The lane for the forms of answers, which take longer. So no text waits behind a
         schema.
         """
-        self.writing = Lane("writing-answers", 2, LANE_PLACES)
-        """The lane for long answers. Those of one tenant hold up neither texts nor probes."""
+        self.writing = Lane("writing-answers", 2, math.inf)
+        """The lane for long answers. Those of one tenant hold up neither texts nor probes. It
+        refuses none, because they are computed already; each running request writes one at a time,
+        so the bound of requests is theirs.
+        """
         self._checker = SchemaChecker()
         self._calls: set[Call] = set()
         self._call_ended = asyncio.Event()

@@ -2,7 +2,8 @@
 among tenants.
 
 A lane owns the threads and the work that waits for them. A full lane refuses at once, so that work
-does not pile up. Tenants take turns. A caller that gives up frees its place at once.
+does not pile up, unless it was made to have room for all. Tenants take turns. A caller that gives
+up frees its place at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class FairQueue(Generic[Item]):
     share it.
     """
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: float) -> None:
+        """`num_places` may be infinite, if what adds items is bounded elsewhere."""
         self._num_places = num_places
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[Item]] = {}
@@ -99,9 +101,9 @@ class FairQueue(Generic[Item]):
 class Lane:
     """Runs one kind of slow work, fairly among tenants. Used in the event loop."""
 
-    def __init__(self, name: str, num_threads: int, num_places: int) -> None:
-        """`num_places` pieces of work may wait at most. `name` describes the work; it appears in
-        refusals.
+    def __init__(self, name: str, num_threads: int, num_places: float) -> None:
+        """`num_places` pieces of work may wait at most, as in a `FairQueue`. `name` describes the
+        work; it appears in refusals.
         """
         self._name = name
         self._num_threads = num_threads

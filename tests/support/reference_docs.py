@@ -363,7 +363,7 @@ def prices() -> list[str]:
             "not kept; 409 to repeats until it has ended",
         ],
         ["connections that read one such answer", f"{MAX_READERS:,}", "409"],
-        ["pieces of work that wait in a lane", f"{LANE_PLACES:,}", "503"],
+        ["texts, and schemas, that wait in a lane", f"{LANE_PLACES:,}", "503"],
         [
             "tokens of a text for `/tokenize` or `count_tokens`",
             f"{MAX_COUNTED_CONTEXTS} contexts of the model", "400",

@@ -111,6 +111,7 @@ class CallResponse(Response):
         self._renderer = renderer
         self._stream = stream
         self._tenant = ""
+        self._gone: asyncio.Future[None] | None = None
         self._is_complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +139,7 @@ class CallResponse(Response):
             call.run_as(tenant, traced=traced, limits=limits)
         charge = state.get("charge", _free)
         charge(call.prompt_price)
-        watcher = asyncio.create_task(_watch_disconnect(receive, call))
+        watcher = self._gone = asyncio.create_task(_watch_disconnect(receive, call))
         try:
             with self._api_server.running(call):
                 refused = await self._run(scope, receive, send)
@@ -183,8 +184,14 @@ class CallResponse(Response):
             self._is_complete = True
 
     async def _written(self, work: Callable[[], Made]) -> Made:
-        """Write a part of a long answer in a thread. Tenants take turns there."""
-        return await self._api_server.writing.run(work, self._tenant)
+        """Write a part of a long answer in a thread. Tenants take turns there. A client that leaves
+        frees its place there.
+        """
+        assert self._gone is not None
+        try:
+            return await _before(self._gone, self._api_server.writing.run(work, self._tenant))
+        except ClientDisconnect:
+            raise ClientGone("the client closed the connection") from None
 
     async def _send_stream(self, send: Send, deltas: list[Delta] | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -255,15 +262,26 @@ async def unless_gone(request: Request, making: Coroutine[Any, Any, Made]) -> Ma
     Raises:
         ClientDisconnect: the client has left.
     """
-    made, gone = asyncio.ensure_future(making), asyncio.ensure_future(until_gone(request.receive))
+    gone = asyncio.ensure_future(until_gone(request.receive))
     try:
-        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await _before(gone, making)
+    finally:
+        gone.cancel()
+
+
+async def _before(gone: asyncio.Future[None], making: Coroutine[Any, Any, Made]) -> Made:
+    """Return what `making` returns. If `gone` is done before that, cancel it and raise
+    ClientDisconnect.
+    """
+    made = asyncio.ensure_future(making)
+    both: set[asyncio.Future[Any]] = {made, gone}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not made.done():
             raise ClientDisconnect
         return made.result()
     finally:
-        for task in (made, gone):
-            task.cancel()
+        made.cancel()
 
 
 def tenant_of(request: Request) -> str:

@@ -262,9 +262,13 @@ def test_a_client_that_leaves_during_tokenizing_frees_its_place_at_once(
     asyncio.run(main())
 
 
-def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_texts(
+@pytest.fixture
+def slow_writing(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> tuple[threading.Semaphore, threading.Event]:
+    """Have every completion written in the lane, where it waits for the event; the semaphore
+    counts those that were begun.
+    """
     begun, go_on = threading.Semaphore(0), threading.Event()
     whole = CompletionRenderer.whole
 
@@ -275,17 +279,30 @@ def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_text
 
     monkeypatch.setattr(CompletionRenderer, "whole", slow)
     monkeypatch.setattr("mooncake.api.http.response.MAX_SIZE_HERE", 0)
-    ask = {"prompt": "x", "max_tokens": 2}
+    return begun, go_on
+
+
+def asking(client: httpx.AsyncClient, who: str, count: int) -> list[asyncio.Task[httpx.Response]]:
+    """Ask for `count` completions at once."""
+    body = {"prompt": "x", "max_tokens": 2}
+    return [
+        asyncio.create_task(client.post("/v1/completions", json=body, headers=bearer(who)))
+        for _ in range(count)
+    ]
+
+
+def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_texts(
+    slow_writing: tuple[threading.Semaphore, threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = slow_writing
+    # No answer that was computed is refused, however many wait.
+    monkeypatch.setattr("mooncake.api.api_server.LANE_PLACES", 2)
 
     async def main() -> None:
         keys = key("alice"), key("bob")
         async with limited_api_server(ScriptedBackend(says("hello")), *keys) as client:
-            flood = [
-                asyncio.ensure_future(
-                    client.post("/v1/completions", json=ask, headers=bearer("alice"))
-                )
-                for _ in range(50)
-            ]
+            flood = asking(client, "alice", 50)
             for _ in range(2):
                 assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
             # A probe asks in a thread, too.
@@ -299,6 +316,38 @@ def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_text
             assert {each.status_code for each in await asyncio.gather(*flood)} == {200}
 
     asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_its_answer_waits_to_be_written_frees_its_place_at_once(
+    slow_writing: tuple[threading.Semaphore, threading.Event],
+) -> None:
+    begun, go_on = slow_writing
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        keys = key("alice"), key("bob", max_concurrent=1)
+        async with limited_api_server(backend, *keys) as client:
+            busy = asking(client, "alice", 2)
+            for _ in range(2):
+                assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+            (leaving,) = asking(client, "bob", 1)
+            async with asyncio.timeout(LIMIT_S):
+                while len(backend.requests) < 3 or backend.num_running:
+                    await asyncio.sleep(0.01)
+                assert (await client.post(CHAT, json={}, headers=bearer("bob"))).status_code == 429
+                leaving.cancel()
+                await asyncio.gather(leaving, return_exceptions=True)
+                while (
+                    reply := await client.post(CHAT, json={}, headers=bearer("bob"))
+                ).status_code == 429:
+                    await asyncio.sleep(0.01)
+            assert reply.status_code == 400
+            assert not go_on.is_set()
+            go_on.set()
+            assert {each.status_code for each in await asyncio.gather(*busy)} == {200}
+
+    asyncio.run(main())
+    assert not begun.acquire(blocking=False), "what nobody waits for is not written"
 
 
 def test_the_cluster_is_shown_to_operators_only() -> None:
