@@ -188,15 +188,19 @@ class Listener(Generic[SessionT]):
             oldest.loop.post(oldest.close)
 
     def fenced(self, identity: PeerIdentity) -> list[SessionT]:
-        """Return the earlier sessions of a client that its hello asks to end."""
+        """Return the earlier sessions of a client that its hello asks to end, if they were opened
+        with the same keys: the ids travel in clear, so others may know them.
+        """
         if not identity.fenced:
             return []
+        key = identity.certificate.signing_key
         return [
             session
             for session in self.sessions
-            if session.identity is not None
-            and session.identity.engine_id == identity.engine_id
-            and session.identity.connection_id in identity.fenced
+            if (earlier := session.identity) is not None
+            and earlier.certificate.signing_key == key
+            and earlier.engine_id == identity.engine_id
+            and earlier.connection_id in identity.fenced
         ]
 
     def too_many_of(self, identity: PeerIdentity) -> list[SessionT]:

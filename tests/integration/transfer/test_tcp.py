@@ -8,7 +8,7 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -378,18 +378,26 @@ def connect(owner: RoutedTransfer) -> socket.socket:
     return sock
 
 
-def write_from(owner: RoutedTransfer) -> tuple[socket.socket, Seals]:
-    """Connect and shake hands with the right secret; return also what seals requests."""
-    sock = connect(owner)
-    side = Credentials(
-        engine_id="client",
-        credential=own_credential(SECRET, CredentialRole.WORKER),
-        ids=SystemIds(),
-    ).connect("owner")
+def client(role: CredentialRole = CredentialRole.WORKER) -> Credentials:
+    """Return what an engine with the id "client" proves, with keys of its own."""
+    return Credentials(engine_id="client", credential=own_credential(SECRET, role), ids=SystemIds())
+
+
+def shake(
+    owner: RoutedTransfer, credentials: Credentials, fenced: Sequence[str] = ()
+) -> tuple[socket.socket, ConnectingSide]:
+    """Connect and shake hands; have the earlier connections `fenced` end."""
+    sock, side = connect(owner), credentials.connect("owner", fenced)
     message: bytes | None = side.first_message
     while message is not None:
         sock.sendall(wire.pack_handshake(message))
         message = side.step(read_message(sock))
+    return sock, side
+
+
+def write_from(owner: RoutedTransfer) -> tuple[socket.socket, Seals]:
+    """Connect and shake hands with the right secret; return also what seals requests."""
+    sock, side = shake(owner, client())
     assert side.channel is not None
     return sock, side.channel.sent
 
@@ -471,31 +479,38 @@ def test_a_client_that_hangs_up_in_mid_write_applies_no_more(open_tcp: Open) -> 
 def test_a_fenced_connection_applies_no_more(open_tcp: Open) -> None:
     owner = open_tcp("owner")
     theirs = owner.allocate(4096, "theirs")
-    credentials = Credentials(
-        engine_id="client",
-        credential=own_credential(SECRET, CredentialRole.WORKER),
-        ids=SystemIds(),
-    )
-
-    def shake(fenced: list[str]) -> tuple[socket.socket, ConnectingSide]:
-        sock, side = connect(owner), credentials.connect("owner", fenced)
-        message: bytes | None = side.first_message
-        while message is not None:
-            sock.sendall(wire.pack_handshake(message))
-            message = side.step(read_message(sock))
-        return sock, side
-
-    old, side = shake([])
+    credentials = client()
+    old, side = shake(owner, credentials)
     assert side.channel is not None
     head = wire.pack_request(wire.WRITE, 1, [TransferOp(0, 0, 1, 0, 4096)], 4096)
     old.sendall(side.channel.sent.seal(head))
-    new, _ = shake([side.hello.connection_id])
+    new, _ = shake(owner, credentials, [side.hello.connection_id])
     with contextlib.suppress(OSError):
         old.sendall(b"\x07" * 4096)
     assert hung_up(old)
     assert not theirs.array.any()
     old.close()
     new.close()
+
+
+@pytest.mark.parametrize("role", [CredentialRole.WORKER, CredentialRole.POOL_CLIENT])
+def test_nobody_ends_the_connections_of_others_by_their_names(
+    open_tcp: Open, role: CredentialRole
+) -> None:
+    """Names of engines and connections travel in clear: who reads them can say that they are his,
+    but has not the keys that opened them.
+    """
+    owner = open_tcp("owner")
+    owner.allocate(4096, "theirs").buffer[:4] = b"here"
+    sock, side = shake(owner, client())
+    assert side.channel is not None
+    with sock:
+        foreign, _ = shake(owner, client(role), [side.hello.connection_id])
+        head = wire.pack_request(wire.READ, 1, [TransferOp(0, 0, 1, 0, 4)], 4)
+        sock.sendall(side.channel.sent.seal(head))
+        answer = sock.recv(wire.HEADER_BYTES + TAG_BYTES + 4, socket.MSG_WAITALL)
+        assert answer.endswith(b"here")
+        foreign.close()
 
 
 def test_an_unproven_connection_is_closed_in_time_and_too_many_are_refused(open_tcp: Open) -> None:
