@@ -32,7 +32,7 @@ from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
 from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs
-from mooncake.base.pool_messages import RemoveBlocks
+from mooncake.base.pool_messages import ForgetBlocks, RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate
 from mooncake.rpc.channel import PeerEnded
@@ -438,13 +438,15 @@ class ZmqChannel:
         self._context.destroy(linger=self._limits.linger_ms)
 
 
-_AUDITED = {Drain: "drain", RemoveBlocks: "removal"}
-"""Messages for which the audit log records the sender."""
+_AUDITED = {Drain: "drain", RemoveBlocks: "removal", ForgetBlocks: "removal"}
+"""Messages for which the audit log records the sender. A gateway passes on what `ForgetBlocks` says
+to nodes that are away, which then see only the gateway's name.
+"""
 
 
 def _audit(message: AnyMessage, who: str, whence: str) -> None:
     event = _AUDITED[type(message)]
-    num_blocks = len(message.keys) if isinstance(message, RemoveBlocks) else None
+    num_blocks = len(message.keys) if isinstance(message, (RemoveBlocks, ForgetBlocks)) else None
     audit(event, kind=who, who=who, whence=whence, num_blocks=num_blocks)
 
 
@@ -620,7 +622,7 @@ class _Gate:
         self._clusters = credential.clusters
         self._unix_time = unix_time
         self._known: BoundedMap[str, _Holder] = BoundedMap(_MAX_KNOWN)
-        self._complained: set[str] = set()
+        self._complained: BoundedMap[str, None] = BoundedMap(_MAX_KNOWN)
         self._trusted: dict[bytes, object] = {}
         """Certificates, and the clusters by which each was checked last."""
 
@@ -677,10 +679,12 @@ class _Gate:
         return _Holder(head_of(signed), certificate, certificate.sender(), signed, names)
 
     def complain(self, channel_key: str, reason: str) -> None:
-        """Log why a message is refused, once for each peer."""
-        if channel_key not in self._complained and len(self._complained) < _MAX_KNOWN:
-            self._complained.add(channel_key)
+        """Log why a message is refused, once for each of the peers refused lately. However many
+        strangers were refused before, the next peer's refusal is logged.
+        """
+        if channel_key not in self._complained:
             _LOG.warning("message refused: %s", reason)
+        self._complained[channel_key] = None
 
 
 @dataclass

@@ -97,6 +97,9 @@ class RankHost:
                     link = SealedLink.accept(sock, self._credential, HOSTS_NAME)
                 except EOFError:  # a probe
                     return
+                except MooncakeError as error:
+                    audit("proof_failed", proof="rank", whence=whence, reason=error.message)
+                    raise
                 finally:
                     with self._lock:
                         self._unproven.pop(sock, None)
@@ -108,7 +111,6 @@ class RankHost:
                     self._places.release()
         except (OSError, MooncakeError, msgspec.MsgspecError) as error:
             _log.warning("no rank is started for %s: %s", whence, error)
-            audit("proof_failed", proof="rank", whence=whence, reason=str(error))
 
     def _follow(self, link: SealedLink, whence: str) -> None:
         """Run the follower of a proven lead for as long as both live."""

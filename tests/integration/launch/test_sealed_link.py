@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -207,6 +208,28 @@ def test_a_host_of_ranks_is_greeted_and_probed_without_a_word_in_its_log(
     assert all("refused" in line for line in said), caplog.text
     with pytest.raises(OSError, match=f"127.0.0.1:{host.port} does not answer"):
         FarStages((address,), "127.0.0.1", MINE).greet()
+
+
+def test_only_who_does_not_prove_himself_is_written_into_the_audit_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that does not start, or a link that breaks, is nobody's failed proof."""
+    written: list[str] = []
+    told: queue.Queue[str] = queue.Queue()
+
+    def fail(_: RankHost, link: SealedLink, whence: str) -> None:
+        raise OSError("no rank starts")
+
+    monkeypatch.setattr(RankHost, "_follow", fail)
+    monkeypatch.setattr(rank_host, "audit", lambda event, **facts: written.append(facts["reason"]))
+    monkeypatch.setattr(rank_host._log, "warning", lambda text, *of: told.put(text % of))
+    with listening_host() as host:
+        SealedLink.connect(("127.0.0.1", host.port), MINE, HOSTS_NAME).close()
+        assert "no rank starts" in told.get(timeout=60)
+        with pytest.raises(HandshakeRefused):
+            SealedLink.connect(("127.0.0.1", host.port), OTHER, HOSTS_NAME)
+        assert "wrong cluster secret" in told.get(timeout=60)
+    assert written == ["a peer was refused: wrong cluster secret"]
 
 
 def test_a_host_that_is_told_to_end_waits_for_who_is_there_but_not_for_ever(

@@ -52,6 +52,7 @@ from mooncake.rpc.zmq_channel import (
     ZmqChannel,
     ZmqLimits,
     _Bound,
+    _Gate,
 )
 from tests.support.clock import ManualClock
 
@@ -683,6 +684,16 @@ def client_ref(credential: Credential, number: int, address: str) -> WorkerRef:
     return WorkerRef(
         client_id(credential.certificate.channel_key.hex()) + str(number), "e", address
     )
+
+
+def test_refusals_of_many_strangers_hide_no_other_s(caplog: pytest.LogCaptureFixture) -> None:
+    gate = _Gate(own(SECRET), lambda: 0.0)
+    for number in range(5000):
+        gate.complain(f"key {number}", "of another cluster")
+    caplog.clear()
+    for _ in range(2):
+        gate.complain("a key", "a client may not")
+    assert caplog.messages == ["message refused: a client may not"]
 
 
 def test_a_client_is_answered_at_the_host_that_it_sends_from_alone(open_channel: Open) -> None:
