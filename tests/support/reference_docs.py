@@ -371,7 +371,8 @@ def prices() -> list[str]:
         ["token ids for `/detokenize`", "1 context of the model", "400"],
         [
             "open connections", f"{config.max_connections:,}",
-            "the oldest that has proven no key is closed",
+            "the oldest that has proven no key is closed; if all have, the oldest for which "
+            "nothing is computed",
         ],
     ]  # fmt: skip
     lines += ["", "These hold for whole requests; one key has at most half of what the others "

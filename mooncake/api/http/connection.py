@@ -30,7 +30,7 @@ UVICORN = "0.54.0"
 _ATTRIBUTES = frozenset({"cycle", "flow", "headers", "loop", "pipeline", "transport"})
 """uvicorn's attributes of a connection that are used here. Its constructor sets all of them."""
 
-_OWN = frozenset({"forget", "is_idle", "promote"})
+_OWN = frozenset({"forget", "is_idle", "is_unserved", "promote"})
 """Attributes that connections use of each other; uvicorn does not know them."""
 
 _log = logging.getLogger(__name__)
@@ -121,13 +121,15 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """Close the oldest connection that has proven no key. If all have, close the oldest one
-        between two requests, otherwise this one.
+        between two requests, otherwise the oldest one of whose request the head is not here or the
+        answer has been given; otherwise this one.
         """
         for connection in list(self.unproven):
             connection.promote()
         strangers = (each for each in self.unproven if each is not self)
         idle = (each for each in self.proven if each.is_idle)
-        closed = next(strangers, None) or next(idle, self)
+        unserved = (each for each in self.proven if each.is_unserved)
+        closed = next(strangers, None) or next(idle, None) or next(unserved, self)
         _log.warning(
             "a connection was closed: more than %d are open (`max-connections`)",
             self.limits.max_connections,
@@ -144,7 +146,12 @@ class _LimitedProtocol(HttpToolsProtocol):
     @property
     def is_idle(self) -> bool:
         """True if it is between two requests."""
-        return self._phase is _Phase.IDLE and (self.cycle is None or self.cycle.response_complete)
+        return self._phase is _Phase.IDLE and self.is_unserved
+
+    @property
+    def is_unserved(self) -> bool:
+        """True if nobody works on an answer for it. More of a request may still come."""
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def forget(self) -> None:
         self.unproven.pop(self, None)

@@ -398,11 +398,51 @@ def test_the_pinned_uvicorn_is_the_one_that_is_extended() -> None:
         check_uvicorn(Later)
 
 
+def ask(key: bytes) -> bytes:
+    return b"GET /v1/models HTTP/1.1\r\nhost: a\r\nauthorization: Bearer " + key + b"\r\n\r\n"
+
+
+async def answered(reader: asyncio.StreamReader) -> bytes:
+    """Read one whole answer and return its head."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    await reader.readexactly(length)
+    return head
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /v1/models HTTP/1.1\r\nho",
+        HEAD + b"content-length: 9999\r\nauthorization: Bearer guess\r\n\r\n{",
+    ],
+    ids=["a head", "a body that is refused"],
+)
+def test_requests_that_are_begun_and_never_sent_keep_no_client_out(begun: bytes) -> None:
+    """Nothing is computed for them, so they take none of the places that a key has."""
+
+    async def main() -> None:
+        limits = config(max_connections=4, api_keys=("sesame",))
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), config=limits) as url,
+            contextlib.AsyncExitStack() as opened,
+        ):
+            flood = [await opened.enter_async_context(connected(url)) for _ in range(4)]
+            for reader, writer in flood:
+                writer.write(ask(b"sesame"))
+                assert b"200 OK" in await answered(reader)
+                writer.write(begun)
+                if b"guess" in begun:
+                    assert b"401" in await answered(reader)
+            async with connected(url) as (late, to_late):
+                to_late.write(ask(b"sesame"))
+                assert b"200 OK" in await answered(late)
+
+    asyncio.run(main())
+
+
 def test_of_too_many_connections_the_oldest_that_proved_nothing_is_closed() -> None:
     """A flood of strangers takes the place of no client that has shown a key."""
-
-    def ask(key: bytes) -> bytes:
-        return b"GET /v1/models HTTP/1.1\r\nhost: a\r\nauthorization: Bearer " + key + b"\r\n\r\n"
 
     async def main() -> None:
         limits = config(max_connections=4, api_keys=("sesame",))
@@ -423,11 +463,7 @@ def test_of_too_many_connections_the_oldest_that_proved_nothing_is_closed() -> N
                     to_late.write(ask(b"sesame"))
                     assert b"200 OK" in await late.readline()
                 to_server.write(ask(b"sesame"))
-                head = b""
-                while b"\r\n\r\n" not in head:
-                    head += await client.readline()
-                length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-                await client.readexactly(length)
+                await answered(client)
                 assert b"200 OK" in await client.readline()
 
     asyncio.run(main())
