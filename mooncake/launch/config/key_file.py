@@ -29,6 +29,10 @@ LIMITS = (
     *(f"min_{name}" for name in LATENCIES),
 )  # fmt: skip
 FIELDS = ("name", "key", "sha256", "tenant", "priorities", "operator", *LIMITS)
+_NAMES_OF_PLAIN_KEYS = re.compile(r"key [0-9]+")
+"""`unlimited_keys` numbers the keys of `api-key` so. A name is also a tenant, and owns answers that
+are kept for repeats.
+"""
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 LOOK_S = 2.0
 """How often the file is looked at."""
@@ -122,6 +126,11 @@ def _read(entry: Any, where: str) -> ApiKey:
     name, tenant = entry.get("name"), entry.get("tenant", "")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"api-keys-file: {where} needs a name")
+    if _NAMES_OF_PLAIN_KEYS.fullmatch(name):
+        raise ConfigError(
+            f"api-keys-file: {where}: the keys of `api-key` are named {name!r} and so on: choose "
+            "another name"
+        )
     if not isinstance(tenant, str):
         raise ConfigError(f"api-keys-file: {where} ({name}): tenant must be a text")
     operator = entry.get("operator", False)

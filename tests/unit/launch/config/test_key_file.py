@@ -60,6 +60,7 @@ def test_keys_with_their_limits(tmp_path: Path) -> None:
         ("keys: [{name: a, key: secret}", "is not YAML"),
         ("keys: [secret]", "key 1 must be `name: value` lines"),
         ("keys: [{key: secret}]", "key 1 needs a name"),
+        ("keys: [{name: key 7, key: secret}]", "the keys of `api-key` are named 'key 7'"),
         ("keys: [{name: a}]", r"key 1 \(a\) needs one of key and sha256"),
         ("keys: [{name: a, key: secret, sha256: '00'}]", "needs one of key and sha256"),
         ("keys: [{name: a, sha256: abc}]", "64 hexadecimal digits"),
