@@ -1,4 +1,8 @@
-"""These tests have a GPU: an emulated one, in this process. They skip where there can be none."""
+"""These tests have a GPU: an emulated one, in this process. They skip where there can be none.
+
+With a real GPU those marked `any_gpu` run on it, so that what the emulated one does is compared
+with what a GPU does, and the others skip.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ import pytest
 import torch
 
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from tests.support.cuda.install import Emulated, emulated, why_not
+from tests.support.cuda.install import Emulated, Real, one_gpu, why_not
 
 
-@pytest.fixture(autouse=True, scope="session")
-def needs_the_emulator() -> None:
-    """Skip all, saying why, where there is none."""
-    if (reason := why_not()) is not None:
+@pytest.fixture(autouse=True)
+def needs_a_gpu(request: pytest.FixtureRequest) -> None:
+    """Skip, saying why, what cannot run on the GPU that there is."""
+    if torch.cuda.is_available():
+        if request.node.get_closest_marker("any_gpu") is None:
+            pytest.skip("looks into the emulated GPU, and torch sees a real one here")
+    elif (reason := why_not()) is not None:
         pytest.skip(reason)
 
 
@@ -29,9 +36,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpu() -> Iterator[Emulated]:
+def gpu() -> Iterator[Real | Emulated]:
     """One GPU; what is still queued at the test's end runs, and nothing may have raced."""
-    with emulated() as made:
+    with one_gpu() as made:
         yield made
         made.finish()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.cuda.install import Emulated, emulated
+from tests.support.cuda.install import Emulated, Real, emulated
 from tests.support.cuda.streams import ORDERS
 
 CUDA = torch.device("cuda")
@@ -80,7 +80,8 @@ def test_a_use_after_free_between_streams_is_found(gpu: Emulated) -> None:
     gpu.machine.races.clear()
 
 
-def test_record_stream_keeps_memory_until_its_readers_have_run(gpu: Emulated) -> None:
+@pytest.mark.any_gpu
+def test_record_stream_keeps_memory_until_its_readers_have_run(gpu: Real | Emulated) -> None:
     side = torch.cuda.Stream()
     x = torch.ones(4, device=CUDA)
     side.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,6 @@
-"""Installs the emulated GPUs in this process, and takes them out again."""
+"""Installs the emulated GPUs in this process, and takes them out again. Where there is a real one,
+tests that hold on any GPU use it.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,14 @@ def why_not() -> str | None:
     return None
 
 
+class Real:
+    """A real GPU in the place of the emulated one. It does not show what raced."""
+
+    def finish(self) -> None:
+        """Wait for all that is queued. RuntimeError: a task failed."""
+        torch.cuda.synchronize()
+
+
 class Emulated:
     """The machine that is installed, and its memory."""
 
@@ -54,6 +64,16 @@ class Emulated:
         for device in range(self.machine.num_devices):
             self.machine.finish_all(device)
         assert not self.machine.races, "\n\n".join(self.machine.races[:3])
+
+
+@contextmanager
+def one_gpu(order: str = LATE, seed: int = 0) -> Iterator[Real | Emulated]:
+    """Have one GPU until the block ends: a real one where there is one, else an emulated one."""
+    if torch.cuda.is_available():
+        yield Real()
+        return
+    with emulated(order=order, seed=seed) as made:
+        yield made
 
 
 @contextmanager
