@@ -101,14 +101,14 @@ class Side:
             outputs = self.engine.on_step(self._wait(), time.perf_counter())
             wall, cpu = time.perf_counter() - began, time.process_time() - began_cpu
             # The first tokens come with prompts.
-            first = any(len(out.sequence.output_tokens) == len(out.tokens) for out in outputs)
+            first = any(output.start == 0 for _, output in outputs)
             if not first:
                 wall_s, cpu_s = wall_s + wall, cpu_s + cpu
                 # Where fewer are left, a step gives fewer: as if it had taken less.
-                num_made += sum(len(output.tokens) for output in outputs) / len(outputs)
-            for output in outputs:
+                num_made += sum(len(output.tokens) for _, output in outputs) / len(outputs)
+            for sequence, output in outputs:
                 if output.finish is not None:
-                    self.engine.release(output.sequence)
+                    self.engine.release(sequence)
                     num_running -= 1
         return 1e3 * wall_s / num_made, 1e3 * cpu_s / num_made
 

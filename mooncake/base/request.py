@@ -317,17 +317,16 @@ Sink = Callable[[OutputEvent], None]
 
 def request_finish(
     request: GenerateRequest, output_tokens: Sequence[int], max_model_len: int | None = None
-) -> tuple[FinishReason | None, int | None]:
-    """Return (reason, stop token) when the newest of `output_tokens` ends the request, else two
-    Nones.
+) -> FinishInfo | None:
+    """Return how the newest of `output_tokens` ends the request; None if it does not.
 
     A stop token ends it only after `min_tokens` tokens before it, in agreement with the sampler's
     mask.
     """
     sampling, num_outputs = request.sampling, len(output_tokens)
     if num_outputs > sampling.min_tokens and output_tokens[-1] in sampling.stop_token_ids:
-        return FinishReason.STOP, output_tokens[-1]
+        return FinishInfo(reason=FinishReason.STOP, stop_token_id=output_tokens[-1])
     num_tokens = len(request.prompt_tokens) + num_outputs
     if num_outputs >= sampling.max_tokens or num_tokens >= (max_model_len or math.inf):
-        return FinishReason.LENGTH, None
-    return None, None
+        return FinishInfo(reason=FinishReason.LENGTH)
+    return None

@@ -28,7 +28,7 @@ from mooncake.base.messages import (
     Welcome,
     WorkerRef,
 )
-from mooncake.base.request import Failure, FinishInfo, Flow
+from mooncake.base.request import Failure, Flow, RequestOutput
 from mooncake.decode.task import (
     MAX_WAITING_LOOKED_AT,
     DecodeJob,
@@ -39,9 +39,9 @@ from mooncake.decode.task import (
     may_reserve,
 )
 from mooncake.engine.plan import StepResult
-from mooncake.engine.sequence import SequenceOutput
+from mooncake.engine.sequence import Made, Sequence
 from mooncake.instance import Instance, PrefixReuse
-from mooncake.instance.job_table import JobTable, JobTrace, told
+from mooncake.instance.job_table import JobTable
 
 
 class DecodeWorker:
@@ -366,52 +366,37 @@ class DecodeWorker:
 
     # ------------------------------------------------------------ generating
 
-    def _take(self, outputs: list[SequenceOutput], now: float) -> None:
+    def _take(self, outputs: list[Made], now: float) -> None:
         """Send tokens and ends to the gateways, put full blocks into the pool, and drop ended
         jobs.
         """
-        for output in outputs:
-            job = self._jobs.of_sequence(output.sequence.sequence_id)
+        for sequence, output in outputs:
+            job = self._jobs.of_sequence(sequence.sequence_id)
             assert job is not None, "a sequence without a job"
-            if output.failure is None:
+            if output.finish is None or output.finish.failure is None:
                 self._write_through(job, now)
-            self._send_output(job, output, now)
+            self._send_output(job, sequence, output, now)
             if output.finish is not None:
-                self.instance.engine.release(output.sequence)
+                self.instance.engine.release(sequence)
                 self._jobs.end_sequence(job)
                 self._jobs.remove(job)
 
-    def _send_output(self, job: DecodeJob, output: SequenceOutput, now: float) -> None:
-        finish = None
-        if output.finish is not None:
-            finish = FinishInfo(
-                reason=output.finish, stop_token_id=output.stop_token_id, failure=output.failure
-            )
-        cached = output.sequence.num_cached_tokens
-        num_before = len(output.sequence.output_tokens) - len(output.tokens)
-        first = job.local and num_before == len(job.task.output_tokens)
+    def _send_output(
+        self, job: DecodeJob, sequence: Sequence, output: RequestOutput, now: float
+    ) -> None:
+        cached = sequence.num_cached_tokens
+        first = job.local and output.start == len(job.task.output_tokens)
         if first and output.tokens:
             self.instance.count("prompt_tokens", job.num_tokens)
             self.instance.count("prompt_tokens_cached", cached)
         if job.trace is not None:
-            self._note(job, job.trace, output, first=first, now=now)
-        made = job.output(
-            output,
-            finish,
-            num_cached_tokens=cached if first else None,
-            spans=told(job.trace),
-        )
+            if first and output.tokens:
+                job.trace.computed(sequence, job.num_tokens, now)
+            if output.finish is not None:
+                num_made = len(sequence.output_tokens) - len(job.output_tokens)
+                job.trace.decoded(sequence, num_made, now)
+        made = job.output(output, cached if first else None)
         self.instance.queue_output(job.task.gateway, made)
-
-    def _note(
-        self, job: DecodeJob, trace: JobTrace, output: SequenceOutput, *, first: bool, now: float
-    ) -> None:
-        """Record the prompt that was computed here, and the end of the request."""
-        sequence, came_with = output.sequence, len(job.output_tokens)
-        if first and output.tokens:
-            trace.computed(sequence, job.num_tokens, now)
-        if output.finish is not None:
-            trace.decoded(sequence, len(sequence.output_tokens) - came_with, now)
 
     def _write_through(self, job: DecodeJob, now: float) -> None:
         """Put the blocks that have become full into this node's pool."""

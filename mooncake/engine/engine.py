@@ -22,10 +22,13 @@ from mooncake.base.errors import InternalError
 from mooncake.base.messages import CostSample, WorkerLoad
 from mooncake.base.request import (
     Failure,
+    FinishInfo,
     FinishReason,
     Flow,
     GenerateRequest,
+    RequestOutput,
     TokenLogprobs,
+    packed_logprobs,
     request_finish,
 )
 from mooncake.engine.audit import check_holds, check_pages, check_queues, check_steps
@@ -42,7 +45,7 @@ from mooncake.engine.plan import (
     StepResult,
     StepSlot,
 )
-from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState, Standing
+from mooncake.engine.sequence import Made, Sequence, SequenceState, Standing
 from mooncake.engine.speculation import Drafter, Speculation, drafter_of
 from mooncake.engine.step_shares import StepShare
 
@@ -221,7 +224,7 @@ class Engine:
 
     # ------------------------------------------------------------ steps
 
-    def tick(self, now: float) -> list[SequenceOutput]:
+    def tick(self, now: float) -> list[Made]:
         """Plan and submit steps while fewer than `max_steps_in_flight` run.
 
         Returns the ends of sequences that can never run here (too long for the memory or the
@@ -232,15 +235,12 @@ class Engine:
                 steps have ten times as long.
         """
         self._check_progress(now)
-        outputs: list[SequenceOutput] = []
+        outputs: list[Made] = []
         while len(self._in_flight) < self.config.max_steps_in_flight:
             batch = self._batcher.plan(now)
             self._count_preempted(batch.preempted)
             for sequence, failure in batch.failed:
-                self._end(sequence)
-                outputs.append(
-                    SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)
-                )
+                outputs.append(self._fail(sequence, failure))
             if not batch.shares:
                 break
             self._submit(batch, now)
@@ -276,7 +276,7 @@ class Engine:
         """
         return self._in_flight[step_id]
 
-    def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
+    def on_step(self, result: StepResult, now: float) -> list[Made]:
         """Commit the end of a step and return the outputs of its sequences, in slot order.
 
         Sequences with `finish` set have left the engine, except for their pages (`release`). A
@@ -294,7 +294,7 @@ class Engine:
         for sample in result.samples:
             samples.setdefault(sample.sequence_id, []).append(sample)
         self._account(step, result, samples, now)
-        outputs: list[SequenceOutput] = []
+        outputs: list[Made] = []
         for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
             sequence.steps.remove(result.step_id)
             sequence.num_in_flight -= len(slot.tokens) - slot.num_drafts
@@ -302,7 +302,7 @@ class Engine:
             failure = sequence.failure or _failure(result, slot, sampled)
             if sequence.aborted or failure is not None:
                 sampled = []
-            finish, stop_token_id = self._append(sequence, sampled)
+            finish = self._append(sequence, sampled)
             if failure is None:
                 logprobs = result.prompt_logprobs.get(sequence.sequence_id)
                 num_new = len(slot.tokens) - slot.num_drafts + max(0, len(sampled) - 1)
@@ -314,7 +314,7 @@ class Engine:
             elif failure is not None:
                 outputs.append(self._fail(sequence, failure))
             elif sampled:
-                outputs.append(self._output(sequence, sampled, finish, stop_token_id))
+                outputs.append(self._output(sequence, sampled, finish))
         return outputs
 
     def calibrate(self, samples: Iterable[CostSample]) -> None:
@@ -493,58 +493,50 @@ class Engine:
             self.pool.publish(sequence.keys[index], sequence.pages[index])
         sequence.num_published = max(sequence.num_published, num_full)
 
-    def _append(
-        self, sequence: Sequence, sampled: list[Sample]
-    ) -> tuple[FinishReason | None, int | None]:
+    def _append(self, sequence: Sequence, sampled: list[Sample]) -> FinishInfo | None:
         """Append the sampled tokens up to the one that ends the sequence; drop those after it.
-        Return why it ends and the token that stopped it.
+        Return how it ends, if it does.
         """
-        finish: FinishReason | None = None
-        stop_token_id: int | None = None
+        finish: FinishInfo | None = None
         for index, sample in enumerate(sampled):
             sequence.output_tokens.append(sample.token)
-            finish, stop_token_id = request_finish(
+            finish = request_finish(
                 sequence.request, sequence.output_tokens, self.config.max_model_len
             )
             if finish is None and len(sequence.output_tokens) >= sequence.max_new_tokens:
-                finish = FinishReason.LENGTH
+                finish = FinishInfo(reason=FinishReason.LENGTH)
             if finish is not None:
                 del sampled[index + 1 :]
                 break
         self.extend_keys(sequence)
-        return finish, stop_token_id
+        return finish
 
-    def _output(
-        self,
-        sequence: Sequence,
-        sampled: list[Sample],
-        finish: FinishReason | None,
-        stop_token_id: int | None,
-    ) -> SequenceOutput:
-        """Return the sequence's output with its new tokens. The sequence leaves the engine if they
-        end it.
-        """
-        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    def _output(self, sequence: Sequence, sampled: list[Sample], finish: FinishInfo | None) -> Made:
+        """Return the sequence's new tokens. With `finish` it leaves the engine."""
+        prompt_logprobs = None
+        if sampled:
+            prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if finish is not None:
-            self._batcher.remove(sequence)
             self._end(sequence)
         logprobs = [sample.logprobs for sample in sampled if sample.logprobs is not None]
-        return SequenceOutput(
-            sequence=sequence,
+        output = RequestOutput(
+            request_id=sequence.request.request_id,
+            attempt=sequence.attempt,
+            start=len(sequence.output_tokens) - len(sampled),
             tokens=[sample.token for sample in sampled],
             logprobs=logprobs or None,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=packed_logprobs(prompt_logprobs),
             finish=finish,
-            stop_token_id=stop_token_id,
         )
+        return sequence, output
 
-    def _fail(self, sequence: Sequence, failure: Failure) -> SequenceOutput:
-        self._batcher.remove(sequence)
-        self._end(sequence)
-        return SequenceOutput(sequence=sequence, finish=FinishReason.ERROR, failure=failure)
+    def _fail(self, sequence: Sequence, failure: Failure) -> Made:
+        return self._output(sequence, [], FinishInfo(reason=FinishReason.ERROR, failure=failure))
 
     def _end(self, sequence: Sequence) -> None:
-        """Move a sequence that left the batcher to those whose pages the role must release."""
+        """Move a sequence to those whose pages the role must release."""
+        if sequence.state is not SequenceState.ENDED:
+            self._batcher.remove(sequence)
         self.counters["sequences_ended"] += 1
         self._forget_in_runner(sequence)
         del self._sequences[sequence.sequence_id]

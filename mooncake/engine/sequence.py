@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -24,9 +23,9 @@ from types import MappingProxyType
 from mooncake.base.blocks import BlockKey, chain_root, extend_chain
 from mooncake.base.request import (
     Failure,
-    FinishReason,
     Flow,
     GenerateRequest,
+    RequestOutput,
     TokenLogprobs,
     fair_shares,
 )
@@ -187,27 +186,12 @@ class Sequence:
         return pages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOutput:
-    """A step's result for one sequence: tokens, its end, or both."""
-
-    sequence: Sequence
-    tokens: Seq[int] = ()
-    """The tokens, already appended to `sequence.output_tokens`. There are several where drafts were
-    accepted.
-    """
-    logprobs: list[TokenLogprobs] | None = None
-    """One entry for each token, if requested."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Set with the first token, if requested: one entry per prompt token, None for the first."""
-    finish: FinishReason | None = None
-    """Set when the sequence has ended here. Its pages stay held until `Engine.release`. LENGTH may
-    mean only that this engine's own `max_new_tokens` is reached: `request_finish` tells whether the
-    request is complete.
-    """
-    stop_token_id: int | None = None
-    failure: Failure | None = None
-    """Set exactly when `finish` is ERROR."""
+Made = tuple[Sequence, RequestOutput]
+"""What a step made of a sequence: its new tokens, already appended to `output_tokens`, its end, or
+both. The pages of a sequence that has ended stay held until `Engine.release`. LENGTH may mean only
+that this engine's own `max_new_tokens` is reached: `request_finish` tells whether the request is
+complete.
+"""
 
 
 def rank(sequence: Sequence) -> tuple[float, int, int]:

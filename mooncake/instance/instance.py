@@ -39,7 +39,7 @@ from mooncake.base.request import Failure, FinishInfo, FinishReason, RequestOutp
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import Counted, LayerDone, StepResult
 from mooncake.engine.ranks.kv_moves import Fenced, Hashed, Moved, OfRank
-from mooncake.engine.sequence import SequenceOutput
+from mooncake.engine.sequence import Made
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.job_table import JobT, JobTable, JobTrace
 from mooncake.instance.mover import (
@@ -187,7 +187,7 @@ class Instance:
                 self._writer.on_peer_lost(event.worker, now)
                 self.page_pins.on_peer_lost(event.worker)
 
-    def on_step(self, result: StepResult, now: float) -> list[SequenceOutput]:
+    def on_step(self, result: StepResult, now: float) -> list[Made]:
         """Commit a step to the engine and report its cost; return what its sequences produced."""
         outputs = self.engine.on_step(result, now)
         sample = self.engine.cost_sample()
@@ -195,7 +195,7 @@ class Instance:
             self._membership.add_sample(sample)
         return outputs
 
-    def start_steps(self, now: float) -> list[SequenceOutput]:
+    def start_steps(self, now: float) -> list[Made]:
         """Start as many steps as the engine can. Return outputs that end sequences which can never
         run here.
         """

@@ -24,9 +24,9 @@ from mooncake.base.messages import (
     WorkerRef,
     is_former,
 )
-from mooncake.base.request import CacheHits, FinishInfo, Flow, RequestOutput, packed_logprobs
+from mooncake.base.request import CacheHits, Flow, RequestOutput
 from mooncake.base.work_span import Fact, WorkEvent, WorkSpan
-from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.engine.sequence import Sequence
 from mooncake.instance.push import Destination
 from mooncake.instance.reuse import PrefixReuse
 
@@ -126,11 +126,6 @@ class JobTrace:
         self._spans.append(WorkSpan(name, self._worker_id, start_s, end_s, known, list(events)))
 
 
-def told(trace: JobTrace | None) -> tuple[WorkSpan, ...]:
-    """Return what a job has to report now: nothing if it is not traced."""
-    return trace.take() if trace is not None else ()
-
-
 class Job(Generic[TaskT]):
     """The state that every job has: its task, block keys, prefix reuse and sequence."""
 
@@ -192,33 +187,24 @@ class Job(Generic[TaskT]):
             keys=self.keys[: num_tokens // self._block_tokens],
         )
 
-    def output(
-        self,
-        made: SequenceOutput,
-        finish: FinishInfo | None,
-        *,
-        num_cached_tokens: int | None,
-        spans: tuple[WorkSpan, ...],
-    ) -> RequestOutput:
-        """Return the message to the gateway about the tokens that a step has made.
+    def take_spans(self) -> tuple[WorkSpan, ...]:
+        """Return what is to be reported now: nothing if the request is not traced."""
+        return () if self.trace is None else self.trace.take()
+
+    def output(self, made: RequestOutput, num_cached_tokens: int | None) -> RequestOutput:
+        """Return what the engine made, with what the job adds for the gateway.
 
         num_cached_tokens: given with the first output of an attempt.
         """
-        tokens = list(made.tokens)
-        output = RequestOutput(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            start=len(made.sequence.output_tokens) - len(tokens),
-            tokens=tokens,
-            logprobs=made.logprobs,
-            prompt_logprobs=packed_logprobs(made.prompt_logprobs),
+        spans = self.take_spans()
+        if num_cached_tokens is None and not spans:
+            return made
+        return msgspec.structs.replace(
+            made,
             num_cached_tokens=num_cached_tokens,
-            finish=finish,
+            fetched=None if num_cached_tokens is None else self.fetched,
+            spans=spans,
         )
-        fetched = None if num_cached_tokens is None else self.fetched
-        if fetched is None and not spans:
-            return output  # most have neither, and are made in two thirds of the time
-        return msgspec.structs.replace(output, fetched=fetched, spans=spans)
 
     def reusable_keys(self, num_outputs: int) -> list[BlockKey]:
         """Return the keys of the blocks that may come from a cache, when `num_outputs` output

@@ -34,14 +34,14 @@ from mooncake.base.messages import (
 )
 from mooncake.base.request import (
     Failure,
-    FinishInfo,
     Flow,
+    RequestOutput,
     request_finish,
 )
 from mooncake.engine.plan import LayerDone, StepResult
-from mooncake.engine.sequence import SequenceOutput
+from mooncake.engine.sequence import Made, Sequence
 from mooncake.instance import Destination, Instance, PrefixReuse, Push
-from mooncake.instance.job_table import Job, JobTable, told
+from mooncake.instance.job_table import Job, JobTable
 
 
 class Stage(Enum):
@@ -307,38 +307,36 @@ class PrefillWorker:
             if job is not None and job.trace is not None:
                 job.trace.chunk(slot.start, len(slot.tokens), now)
 
-    def _take(self, outputs: list[SequenceOutput], now: float) -> None:
+    def _take(self, outputs: list[Made], now: float) -> None:
         """Take the outputs of a step. Each output ends its sequence, which samples only one
         token.
         """
-        for output in outputs:
-            self.instance.engine.release(output.sequence)
-            job = self._jobs.of_sequence(output.sequence.sequence_id)
+        for sequence, output in outputs:
+            self.instance.engine.release(sequence)
+            job = self._jobs.of_sequence(sequence.sequence_id)
             assert job is not None, "a sequence without a job"
             self._jobs.end_sequence(job)
-            if not output.tokens:
-                assert output.failure is not None
-                self._fail(job, output.failure, now)
+            if output.tokens:
+                self._on_sampled(job, sequence, output, now)
             else:
-                self._on_sampled(job, output, output.tokens[0], now)
+                assert output.finish is not None
+                assert output.finish.failure is not None
+                self._fail(job, output.finish.failure, now)
 
-    def _on_sampled(self, job: PrefillJob, output: SequenceOutput, token: int, now: float) -> None:
-        reason, stop_token_id = request_finish(
-            job.task.request,
-            output.sequence.output_tokens,
-            self.instance.engine.config.max_model_len,
+    def _on_sampled(
+        self, job: PrefillJob, sequence: Sequence, output: RequestOutput, now: float
+    ) -> None:
+        finish = request_finish(
+            job.task.request, sequence.output_tokens, self.instance.engine.config.max_model_len
         )
-        finish = FinishInfo(reason=reason, stop_token_id=stop_token_id) if reason else None
-        job.num_cached_tokens = output.sequence.num_cached_tokens
+        job.num_cached_tokens = sequence.num_cached_tokens
         self.instance.count("prompt_tokens", job.num_tokens)
         self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
         if job.trace is not None:
-            job.trace.computed(output.sequence, job.num_tokens, now)
-        first = job.output(
-            output, finish, num_cached_tokens=job.num_cached_tokens, spans=told(job.trace)
-        )
+            job.trace.computed(sequence, job.num_tokens, now)
+        first = job.output(msgspec.structs.replace(output, finish=finish), job.num_cached_tokens)
         self.instance.queue_output(job.task.gateway, first)
-        job.token, job.sampled_s, job.stage = token, now, Stage.PUSHING
+        job.token, job.sampled_s, job.stage = output.tokens[0], now, Stage.PUSHING
         if finish is not None:
             self._leave(job)
         self._settle(job, now)
@@ -387,7 +385,7 @@ class PrefillWorker:
                 pushed=pushed,
                 sources=sources,
                 checksums=[known[index] for index in sorted(known)],
-                spans=told(job.trace),
+                spans=job.take_spans(),
             ),
         )
         job.handed_over = True

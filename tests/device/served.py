@@ -84,9 +84,9 @@ class Served:
                 if sample.logprobs is not None:
                     found = self.logprobs.setdefault(sample.sequence_id, [])
                     found.append(sample.logprobs.logprob)
-            for output in self.engine.on_step(event, 0.0):
+            for sequence, output in self.engine.on_step(event, 0.0):
                 if output.finish is not None:
-                    self.engine.release(output.sequence)
+                    self.engine.release(sequence)
 
 
 @contextmanager

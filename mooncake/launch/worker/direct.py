@@ -27,8 +27,8 @@ from mooncake.base import (
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
+from mooncake.engine.sequence import Made
 from mooncake.engine.sequence import Sequence as EngineSequence
-from mooncake.engine.sequence import SequenceOutput
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.host import machine_facts
@@ -115,12 +115,13 @@ class DirectEngine:
             outputs = self._engine.tick(time.monotonic())
             if not outputs:
                 outputs = self._step()
-            for output in outputs:
-                if output.failure is not None:
-                    raise InternalError(output.failure.message)
-                if output.finish is not None:
-                    self._engine.release(output.sequence)
-                    left -= 1
+            for sequence, output in outputs:
+                if output.finish is None:
+                    continue
+                if output.finish.failure is not None:
+                    raise InternalError(output.finish.failure.message)
+                self._engine.release(sequence)
+                left -= 1
         return [list(sequence.output_tokens) for sequence in everyone]
 
     @property
@@ -173,7 +174,7 @@ class DirectEngine:
             made.append(EngineSequence(sequence_id=number, request=request))
         return made
 
-    def _step(self) -> list[SequenceOutput]:
+    def _step(self) -> list[Made]:
         if not self._poller.poll(STEP_TIMEOUT_S * 1000):
             raise InternalError(f"a step did not end within {STEP_TIMEOUT_S:.0f} s")
         return [

@@ -312,8 +312,7 @@ class RequestRecord:
         """Return how the request has ended if its last token ends it, in case the worker was lost
         after that token and before it reported the end.
         """
-        reason, stop_token_id = request_finish(self.request, self.tokens)
-        return FinishInfo(reason=reason, stop_token_id=stop_token_id) if reason else None
+        return request_finish(self.request, self.tokens)
 
     def block_keys(self, layout: Layout | None) -> KeyChain:
         """Return the keys of all full blocks of prompt and output so far, under `layout`. Only

@@ -179,7 +179,7 @@ def check_end(bench: Bench, sequence: Sequence) -> None:
     end = bench.ends[sequence.sequence_id]
     config = bench.config
     want = expected_output(bench.layout, sequence.request, max_model_len=config.max_model_len)
-    if end.finish is FinishReason.ERROR:
+    if end.reason is FinishReason.ERROR:
         assert end.failure is not None
         assert end.failure.status == 400
         assert end.failure.message
@@ -190,7 +190,7 @@ def check_end(bench: Bench, sequence: Sequence) -> None:
         assert sequence.output_tokens == want
         stops = want[-1] in sequence.request.sampling.stop_token_ids
         stops = stops and len(want) > sequence.request.sampling.min_tokens
-        assert end.finish is (FinishReason.STOP if stops else FinishReason.LENGTH)
+        assert end.reason is (FinishReason.STOP if stops else FinishReason.LENGTH)
 
 
 def abort_due(bench: Bench, living: list[tuple[Sequence, Arrival, int]], step: int) -> set[int]:

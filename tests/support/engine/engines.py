@@ -7,12 +7,19 @@ from typing import Any
 
 from mooncake.base import pack_tokens
 from mooncake.base.kv_layout import KvLayout
-from mooncake.base.request import GenerateRequest, Priority
+from mooncake.base.request import (
+    Failure,
+    FinishInfo,
+    FinishReason,
+    GenerateRequest,
+    Priority,
+    RequestOutput,
+)
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult
-from mooncake.engine.sequence import Sequence, SequenceOutput
+from mooncake.engine.sequence import Made, Sequence
 from mooncake.engine.speculation import Drafter
 from tests.support.engine.fake_runner import FakeRunner, small_layout
 
@@ -46,6 +53,14 @@ def request(
     )
 
 
+def failure_of(output: RequestOutput) -> Failure:
+    """Return the failure with which `output` ends its sequence."""
+    assert output.finish is not None
+    assert output.finish.reason is FinishReason.ERROR
+    assert output.finish.failure is not None
+    return output.finish.failure
+
+
 class Bench:
     """An engine, its fake runner, and a clock that counts steps."""
 
@@ -58,7 +73,7 @@ class Bench:
         self.engine = Engine(self.config, self.layout.fingerprint, self.runner, drafter)
         self.now = 0.0
         self.tokens: dict[int, list[int]] = {}
-        self.ends: dict[int, SequenceOutput] = {}
+        self.ends: dict[int, FinishInfo] = {}
         self._last_id = 0
 
     def sequence(self, prompt: list[int], **settings: Any) -> Sequence:
@@ -72,13 +87,13 @@ class Bench:
         assert self.engine.add(sequence, self.now)
         return sequence
 
-    def tick(self) -> list[SequenceOutput]:
+    def tick(self) -> list[Made]:
         """Let the engine submit what it can."""
         outputs = self.engine.tick(self.now)
         self._take(outputs)
         return outputs
 
-    def finish_step(self) -> list[SequenceOutput]:
+    def finish_step(self) -> list[Made]:
         """Run the oldest step to its end and commit it; ended sequences are released."""
         self.now += 1.0
         while True:
@@ -89,7 +104,7 @@ class Bench:
                 self._take(outputs)
                 return outputs
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> list[Made]:
         """One round: submit, run a step, commit, check the booking table."""
         outputs = self.tick()
         if self.runner.num_steps:
@@ -105,12 +120,12 @@ class Bench:
             self.step()
         raise AssertionError("the engine does not come to an end")
 
-    def _take(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            sequence_id = output.sequence.sequence_id
+    def _take(self, outputs: list[Made]) -> None:
+        for sequence, output in outputs:
+            sequence_id = sequence.sequence_id
             assert sequence_id not in self.ends, f"sequence {sequence_id} goes on after its end"
             if output.tokens:
                 self.tokens.setdefault(sequence_id, []).extend(output.tokens)
             if output.finish is not None:
-                self.ends[sequence_id] = output
-                self.engine.release(output.sequence)
+                self.ends[sequence_id] = output.finish
+                self.engine.release(sequence)

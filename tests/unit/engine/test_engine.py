@@ -8,11 +8,17 @@ import pytest
 
 from mooncake.base.blocks import block_keys
 from mooncake.base.errors import InternalError
-from mooncake.base.request import FinishReason, Priority
+from mooncake.base.request import (
+    FinishReason,
+    Priority,
+    PromptLogprobs,
+    RequestOutput,
+    unpacked_logprobs,
+)
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import LayerDone, Sample, StepResult
-from mooncake.engine.sequence import Sequence, SequenceOutput, SequenceState
-from tests.support.engine.engines import Bench, request
+from mooncake.engine.sequence import Made, Sequence, SequenceState
+from tests.support.engine.engines import Bench, failure_of, request
 from tests.support.engine.fake_runner import History, expected_output, fake_logprobs
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -37,6 +43,12 @@ def received(bench: Bench, prompt: list[int], **settings: Any) -> Sequence:
     )
 
 
+def prompt_logprobs(output: RequestOutput) -> PromptLogprobs | None:
+    """Return the entries that come with `output`; None if it brings none."""
+    packed = output.prompt_logprobs
+    return unpacked_logprobs(packed) if memoryview(packed) else None
+
+
 # ------------------------------------------------------------ from prompt to tokens
 
 
@@ -46,7 +58,7 @@ def test_tokens_do_not_depend_on_the_chunk_size(chunk: int) -> None:
     sequence = bench.add(PROMPT, max_tokens=6)
     bench.run()
     assert bench.tokens[sequence.sequence_id] == expected_output(bench.layout, sequence.request)
-    assert bench.ends[sequence.sequence_id].finish is FinishReason.LENGTH
+    assert bench.ends[sequence.sequence_id].reason is FinishReason.LENGTH
     assert len(bench.runner.plans) == -(-9 // chunk) + 5
 
 
@@ -114,12 +126,13 @@ def displaced(bench: Bench, **settings: Any) -> Sequence:
 def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt() -> None:
     bench = Bench(num_blocks=6, max_chunk_tokens=5)
     low = displaced(bench, num_prompt_logprobs=0)
-    outputs: list[SequenceOutput] = []
+    outputs: list[Made] = []
     while not bench.engine.idle:
         outputs += bench.step()
-    (first,) = [output for output in outputs if output.prompt_logprobs is not None]
-    assert first.sequence is low
-    assert first.prompt_logprobs == [None, *(fake_logprobs(token, 0) for token in PROMPT[1:])]
+    found = [(sequence, prompt_logprobs(output)) for sequence, output in outputs]
+    assert [each for each in found if each[1] is not None] == [
+        (low, [None, *(fake_logprobs(token, 0) for token in PROMPT[1:])])
+    ]
 
 
 def test_blocks_computed_again_are_published_again() -> None:
@@ -138,7 +151,7 @@ def test_stop_tokens_end_a_sequence() -> None:
     sequence = bench.add(PROMPT, max_tokens=9, stop_token_ids=frozenset({stop}))
     bench.run()
     end = bench.ends[sequence.sequence_id]
-    assert (end.finish, end.stop_token_id) == (FinishReason.STOP, stop)
+    assert (end.reason, end.stop_token_id) == (FinishReason.STOP, stop)
     assert bench.tokens[sequence.sequence_id] == want[: want.index(stop) + 1]
 
 
@@ -147,7 +160,7 @@ def test_the_model_length_ends_a_sequence() -> None:
     sequence = bench.add(PROMPT, max_tokens=9)
     bench.run()
     assert len(bench.tokens[sequence.sequence_id]) == 3
-    assert bench.ends[sequence.sequence_id].finish is FinishReason.LENGTH
+    assert bench.ends[sequence.sequence_id].reason is FinishReason.LENGTH
 
 
 def test_a_prefill_worker_gets_one_token() -> None:
@@ -157,7 +170,7 @@ def test_a_prefill_worker_gets_one_token() -> None:
     assert bench.engine.add(sequence, 0.0)
     bench.run()
     assert sequence.output_tokens == expected_output(bench.layout, sequence.request)[:1]
-    assert bench.ends[sequence.sequence_id].finish is FinishReason.LENGTH
+    assert bench.ends[sequence.sequence_id].reason is FinishReason.LENGTH
 
 
 def test_a_request_goes_on_after_tokens_streamed_elsewhere() -> None:
@@ -174,14 +187,16 @@ def test_a_request_goes_on_after_tokens_streamed_elsewhere() -> None:
 def test_logprobs_reach_the_output() -> None:
     bench = Bench(max_chunk_tokens=4)
     sequence = bench.add(PROMPT, max_tokens=2, num_logprobs=2, num_prompt_logprobs=0)
-    outputs: list[SequenceOutput] = []
+    outputs: list[Made] = []
     while not bench.engine.idle:
         outputs += bench.step()
-    assert [each for output in outputs for each in output.logprobs or []] == [
+    assert [each for _, output in outputs for each in output.logprobs or []] == [
         fake_logprobs(token, 2) for token in bench.tokens[sequence.sequence_id]
     ]
-    assert outputs[0].prompt_logprobs == [None, *(fake_logprobs(token, 0) for token in PROMPT[1:])]
-    assert outputs[1].prompt_logprobs is None
+    assert [prompt_logprobs(output) for _, output in outputs] == [
+        [None, *(fake_logprobs(token, 0) for token in PROMPT[1:])],
+        None,
+    ]
 
 
 # ------------------------------------------------------------ the prefix cache
@@ -257,9 +272,8 @@ def test_prompt_logprobs_are_worth_computing_a_fetched_prefix_again() -> None:
     sequence = bench.sequence(PROMPT, num_prompt_logprobs=0)
     sequence.pages, sequence.num_computed, sequence.num_cached_tokens = prefix.pages, 8, 8
     assert bench.engine.add(sequence, 0.0)
-    outputs = bench.step()
-    assert outputs[0].prompt_logprobs is not None
-    assert len(outputs[0].prompt_logprobs) == 9
+    ((_, output),) = bench.step()
+    assert len(unpacked_logprobs(output.prompt_logprobs)) == 9
     assert sequence.num_cached_tokens == 0
 
 
@@ -307,7 +321,7 @@ def end_one(bench: Bench) -> Sequence:
     bench.engine.tick(0.0)
     (result,) = bench.runner.poll()
     assert isinstance(result, StepResult)
-    (output,) = bench.engine.on_step(result, 0.0)
+    ((_, output),) = bench.engine.on_step(result, 0.0)
     assert output.finish is not None
     return sequence
 
@@ -398,11 +412,11 @@ def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
     first = bench.add(PROMPT)
     bench.step()
     bench.runner.fail_next("out of memory")
-    (output,) = bench.step()
-    assert (output.sequence, output.tokens, output.finish) == (first, (), FinishReason.ERROR)
-    assert output.failure is not None
-    assert output.failure.status == 500
-    assert "out of memory" in output.failure.message
+    ((sequence, output),) = bench.step()
+    assert (sequence, output.tokens) == (first, [])
+    failure = failure_of(output)
+    assert failure.status == 500
+    assert "out of memory" in failure.message
     assert bench.engine.cost_sample() is None
     assert len(bench.engine.pool.match(block_keys("fake", PROMPT, 4))) == 1
     again = bench.add(PROMPT)
@@ -417,19 +431,18 @@ def test_a_sequence_without_its_sample_fails_alone() -> None:
     (result,) = bench.runner.poll()
     assert isinstance(result, StepResult)
     short = StepResult(step_id=0, samples=result.samples[:1], seconds=0.1)
-    outputs = bench.engine.on_step(short, 1.0)
-    assert [(output.sequence, output.finish) for output in outputs] == [
-        (first, None),
-        (second, FinishReason.ERROR),
-    ]
+    (of_first, of_second) = bench.engine.on_step(short, 1.0)
+    assert (of_first[0], of_first[1].finish) == (first, None)
+    assert of_second[0] is second
+    failure_of(of_second[1])
 
 
 def test_what_can_never_run_ends_through_tick() -> None:
     bench = Bench(num_blocks=2)
     never = bench.add([1] * 9)
-    (output,) = bench.tick()
-    assert (output.sequence, output.finish) == (never, FinishReason.ERROR)
-    assert output.failure is not None
+    ((sequence, output),) = bench.tick()
+    assert sequence is never
+    failure_of(output)
     assert bench.engine.idle
 
 
@@ -521,9 +534,8 @@ def test_a_failed_chunk_ends_its_sequence_after_those_behind_it() -> None:
     results += [StepResult(step_id=2, samples=[token], seconds=1.0)]
     ends = [bench.engine.on_step(result, 0.0) for result in results]
     assert ends[:2] == [[], []]
-    [end] = ends[2]
-    assert end.failure is not None
-    assert "out of memory" in end.failure.message
+    [(_, end)] = ends[2]
+    assert "out of memory" in failure_of(end).message
     assert (sequence.num_computed, sequence.output_tokens) == (0, [])
     bench.engine.release(sequence)
     bench.engine.check_integrity(role_holds=(), unreleased_ids=())

@@ -8,11 +8,12 @@ import pytest
 
 from mooncake.base import pack_tokens
 from mooncake.base.blocks import block_keys
-from mooncake.base.request import FinishReason, request_finish
+from mooncake.base.request import FinishInfo, FinishReason, request_finish
 from mooncake.engine.sequence import Sequence
 from tests.support.engine.engines import request
 
-STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+STOPPED_BY_9 = FinishInfo(reason=FinishReason.STOP, stop_token_id=9)
+LENGTH = FinishInfo(reason=FinishReason.LENGTH)
 
 
 def test_tokens_are_prompt_then_output() -> None:
@@ -62,23 +63,23 @@ def test_prompt_logprobs_are_collected_by_the_first_attempt_only() -> None:
 @pytest.mark.parametrize(
     ("outputs", "settings", "max_model_len", "want"),
     [
-        ([5], {}, 100, (None, None)),
-        ([5, 6, 7, 8], {}, 100, (LENGTH, None)),
-        ([5, 9], {"stop_token_ids": frozenset({9})}, 100, (STOP, 9)),
-        ([9, 5], {"stop_token_ids": frozenset({9})}, 100, (None, None)),
-        ([5, 6, 7, 9], {"stop_token_ids": frozenset({9})}, 100, (STOP, 9)),
-        ([5, 9], {"stop_token_ids": frozenset({9}), "min_tokens": 2}, 100, (None, None)),
-        ([5, 6, 9], {"stop_token_ids": frozenset({9}), "min_tokens": 2}, 100, (STOP, 9)),
-        ([5, 6], {}, 4, (LENGTH, None)),
-        ([5, 6], {}, 5, (None, None)),
-        ([], {"stop_token_ids": frozenset({9})}, 100, (None, None)),
+        ([5], {}, 100, None),
+        ([5, 6, 7, 8], {}, 100, LENGTH),
+        ([5, 9], {"stop_token_ids": frozenset({9})}, 100, STOPPED_BY_9),
+        ([9, 5], {"stop_token_ids": frozenset({9})}, 100, None),
+        ([5, 6, 7, 9], {"stop_token_ids": frozenset({9})}, 100, STOPPED_BY_9),
+        ([5, 9], {"stop_token_ids": frozenset({9}), "min_tokens": 2}, 100, None),
+        ([5, 6, 9], {"stop_token_ids": frozenset({9}), "min_tokens": 2}, 100, STOPPED_BY_9),
+        ([5, 6], {}, 4, LENGTH),
+        ([5, 6], {}, 5, None),
+        ([], {"stop_token_ids": frozenset({9})}, 100, None),
     ],
 )
 def test_when_a_request_is_over(
     outputs: list[int],
     settings: dict[str, Any],
     max_model_len: int,
-    want: tuple[FinishReason | None, int | None],
+    want: FinishInfo | None,
 ) -> None:
     order = request([1, 2], max_tokens=4, **settings)
     assert request_finish(order, outputs, max_model_len) == want

@@ -272,9 +272,9 @@ def test_a_stop_token_among_accepted_drafts_ends_the_sequence_there() -> None:
     while not bench.engine.idle:
         outputs += bench.step()
     assert bench.tokens[sequence.sequence_id] == output[: output.index(stop) + 1]
-    assert bench.ends[sequence.sequence_id].finish is FinishReason.STOP
-    assert any(len(each.tokens) > 1 for each in outputs)
-    assert all(len(each.tokens) == len(each.logprobs or ()) for each in outputs)
+    assert bench.ends[sequence.sequence_id].reason is FinishReason.STOP
+    assert any(len(each.tokens) > 1 for _, each in outputs)
+    assert all(len(each.tokens) == len(each.logprobs or ()) for _, each in outputs)
 
 
 def test_drafts_displace_nobody() -> None:

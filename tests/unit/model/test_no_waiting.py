@@ -229,9 +229,9 @@ class Bench:
             for event in self.runner.poll():
                 assert isinstance(event, StepResult)
                 assert event.error is None
-                for output in self.engine.on_step(event, 0.0):
+                for sequence, output in self.engine.on_step(event, 0.0):
                     if output.finish is not None:
-                        self.engine.release(output.sequence)
+                        self.engine.release(sequence)
             step += 1
         return {number: list(sequence.output_tokens) for number, sequence in made.items()}
 
