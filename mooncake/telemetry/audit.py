@@ -21,6 +21,7 @@ from typing import IO
 import msgspec
 
 from mooncake.base.errors import ConfigError
+from mooncake.telemetry.log import Throttle
 
 STANDARD_ERROR = "-"
 MOST_A_MINUTE = 60
@@ -30,11 +31,8 @@ of them.
 OPERATOR_ROUTE = "operator_route"
 FEWER = {OPERATOR_ROUTE: 1}
 """The smaller limits of some events, because pages that show the cluster ask every second."""
-MAX_KINDS = 1024
-"""How many kinds are counted separately in a minute. All further kinds of an event count as one."""
 MAX_CHARS = 1000
 """How much of one text is written, because a refused client chooses its path and its name."""
-MINUTE_S = 60.0
 _BREAKS = re.compile(r"[\x7f-\x9f\u2028\u2029]")
 """Characters that JSON keeps, but that some readers take for the end of a line or for commands."""
 _LOGGER = logging.getLogger("mooncake.audit")
@@ -56,34 +54,6 @@ def audit(event: str, *, kind: str = "", **facts: object) -> None:
 def _cut(fact: object) -> object:
     is_long = isinstance(fact, str) and len(fact) > MAX_CHARS
     return f"{fact:.{MAX_CHARS}}..." if is_long else fact
-
-
-class Throttle(logging.Filter):
-    """Drops the lines of a kind beyond its number in a minute. The next line that is written says
-    in `left_out` how many.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun_s = 0.0
-        self._written: dict[tuple[str, str], int] = {}
-        self._left_out: dict[tuple[str, str], int] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if abs(record.created - self._begun_s) >= MINUTE_S:
-            self._begun_s, self._written = record.created, {}
-        kind = (record.msg, vars(record)["kind"])
-        if kind not in self._written and len(self._written) >= MAX_KINDS:
-            kind = (record.msg, "")
-        written = self._written.get(kind, 0)
-        if written >= FEWER.get(record.msg, MOST_A_MINUTE):
-            if kind in self._left_out or len(self._left_out) < MAX_KINDS:
-                self._left_out[kind] = self._left_out.get(kind, 0) + 1
-            return False
-        self._written[kind] = written + 1
-        if left_out := self._left_out.pop(kind, 0):
-            vars(record)["facts"]["left_out"] = left_out
-        return True
 
 
 class _Formatter(logging.Formatter):
@@ -137,7 +107,7 @@ def configure_audit(process: str, target: str | None) -> None:
     except OSError as error:
         raise ConfigError(f"audit-log: cannot open {target}: {error.strerror}") from error
     handler.setFormatter(_Formatter(process))
-    handler.addFilter(Throttle())
+    handler.addFilter(Throttle(MOST_A_MINUTE, FEWER))
     for old in _LOGGER.handlers:
         old.close()
     _LOGGER.handlers[:] = [handler]

@@ -7,6 +7,8 @@ from __future__ import annotations
 import datetime
 import logging
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TextIO
 
 import msgspec
@@ -27,29 +29,41 @@ COMPLETE_LOGGERS = frozenset({"mooncake.api.http.access_log"})
 """Loggers whose records are all written, because the user asked for the access log."""
 
 
-class RepeatFilter(logging.Filter):
-    """Drops the records of one message beyond `MAX_ALIKE_A_MINUTE`. The next minute's first one
-    says in `left_out` how many.
+MAX_KINDS = 1024
+"""How many kinds are counted separately in a minute. Further kinds of a message count as one."""
+
+
+class Throttle(logging.Filter):
+    """Drops the records of a kind beyond its number in a minute. The next one that is written says
+    in `left_out` how many. A kind is a logger, a message and the record's `kind`, if it has one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, fewer: Mapping[str, int] = MappingProxyType({})) -> None:
+        """most: records of a kind in a minute. fewer: smaller numbers for some messages."""
         super().__init__()
+        self._most = most
+        self._fewer = fewer
         self._begun_s = 0.0
-        self._counts: dict[tuple[str, str], int] = {}
-        self._left_out: dict[tuple[str, str], int] = {}
+        self._written: dict[tuple[str, str, str], int] = {}
+        self._left_out: dict[tuple[str, str, str], int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name in COMPLETE_LOGGERS:
             return True
-        if record.created - self._begun_s >= MINUTE_S:
-            self._begun_s, self._counts = record.created, {}
-        kind = (record.name, str(record.msg))
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        if self._counts[kind] > MAX_ALIKE_A_MINUTE:
-            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+        if abs(record.created - self._begun_s) >= MINUTE_S:
+            self._begun_s, self._written = record.created, {}
+        facts, message = vars(record), str(record.msg)
+        kind = (record.name, message, facts.get("kind", ""))
+        if kind not in self._written and len(self._written) >= MAX_KINDS:
+            kind = (record.name, message, "")
+        written = self._written.get(kind, 0)
+        if written >= self._fewer.get(message, self._most):
+            if kind in self._left_out or len(self._left_out) < MAX_KINDS:
+                self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return False
+        self._written[kind] = written + 1
         if left_out := self._left_out.pop(kind, 0):
-            vars(record)["left_out"] = left_out
+            facts.get("facts", facts)["left_out"] = left_out
         return True
 
 
@@ -124,7 +138,7 @@ def configure_logging(
         handlers[1].setLevel(logging.INFO)
     for handler in handlers:
         handler.setFormatter(FORMATTERS[form](worker_id))
-        handler.addFilter(RepeatFilter())
+        handler.addFilter(Throttle(MAX_ALIKE_A_MINUTE))
     for name in LOGGERS:
         logger = logging.getLogger(name)
         for before in logger.handlers:

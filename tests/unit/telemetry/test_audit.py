@@ -17,14 +17,14 @@ import pytest
 from mooncake.base import ConfigError
 from mooncake.telemetry import audit as module
 from mooncake.telemetry.audit import (
+    FEWER,
     MAX_CHARS,
-    MAX_KINDS,
     MOST_A_MINUTE,
     OPERATOR_ROUTE,
-    Throttle,
     audit,
     configure_audit,
 )
+from mooncake.telemetry.log import MAX_KINDS, Throttle
 
 Lines = Callable[[], list[dict[str, Any]]]
 
@@ -137,7 +137,7 @@ def record(event: str, kind: str, at_s: float) -> logging.LogRecord:
 
 
 def test_the_next_line_says_how_many_were_left_out() -> None:
-    throttle = Throttle()
+    throttle = Throttle(MOST_A_MINUTE, FEWER)
     assert sum(throttle.filter(record("proof_failed", "", 100.0)) for _ in range(100)) == 60
     after = record("proof_failed", "", 160.0)
     assert throttle.filter(after)
@@ -148,14 +148,14 @@ def test_the_next_line_says_how_many_were_left_out() -> None:
 
 
 def test_a_route_that_is_asked_each_second_is_written_once_a_minute_for_each_who() -> None:
-    throttle = Throttle()
+    throttle = Throttle(MOST_A_MINUTE, FEWER)
     for second in range(120):
         for who in ("ann", "bob"):
             assert throttle.filter(record(OPERATOR_ROUTE, who, second)) == (second % 60 == 0)
 
 
 def test_kinds_are_bounded() -> None:
-    throttle = Throttle()
+    throttle = Throttle(MOST_A_MINUTE, FEWER)
     written = sum(throttle.filter(record("removal", str(n), 1.0)) for n in range(10 * MAX_KINDS))
     assert written == MAX_KINDS + MOST_A_MINUTE
     assert len(throttle._left_out) <= MAX_KINDS
