@@ -7,8 +7,8 @@ Their users own them. They are not safe for several threads.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -68,3 +68,49 @@ class SizedMap(BoundedMap[K, V]):
 
     def _is_over(self) -> bool:
         return self.size > self.bound
+
+
+class SharedMap(Generic[K, V]):
+    """A map of at most `bound` entries that several owners share. One entry too many drops, of the
+    owner that has most, the entry that was set longest ago. So an owner that sets many drops its
+    own, and none of an owner that has fewer.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._owner: dict[K, str] = {}
+        self._of: dict[str, dict[K, V]] = {}
+        """The entries of each owner, the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._owner
+
+    def get(self, key: K) -> V | None:
+        """Return the value of `key`; None when there is none."""
+        owner = self._owner.get(key)
+        return None if owner is None else self._of[owner][key]
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        """Yield all entries: owner by owner, the oldest first."""
+        for entries in self._of.values():
+            yield from entries.items()
+
+    def put(self, owner: str, key: K, value: V) -> None:
+        """Set an entry, which is its newest, for an owner; it is no other owner's any more."""
+        self._take(key)
+        self._owner[key] = owner
+        self._of.setdefault(owner, {})[key] = value
+        if len(self._owner) > self._bound:
+            most = max(self._of.values(), key=len)
+            self._take(next(iter(most)))
+
+    def _take(self, key: K) -> None:
+        owner = self._owner.pop(key, None)
+        if owner is not None:
+            entries = self._of[owner]
+            del entries[key]
+            if not entries:
+                del self._of[owner]

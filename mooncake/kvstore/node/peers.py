@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mooncake.base import BlockKey, PutStart, WorkerRef
-from mooncake.base.bounded_map import BoundedMap
+from mooncake.base.bounded_map import SharedMap
 from mooncake.base.rights import client_key
 from mooncake.kvstore.config import KvStoreConfig
 
 MAX_REMEMBERED = 4_096
 """Number of lost boots and ended tickets that are remembered, so that a late or repeated message
-has no effect.
+has no effect. A client that ends many makes none of others be forgotten.
 """
 
 Peer = tuple[str, str]
@@ -80,8 +80,8 @@ class Peers:
         self.states: dict[Peer, PeerState] = {}
         self._config = config
         self._counters = counters
-        self._lost: BoundedMap[Peer, None] = BoundedMap(MAX_REMEMBERED)
-        self._ended: BoundedMap[tuple[Peer, str, int], None] = BoundedMap(MAX_REMEMBERED)
+        self._lost: SharedMap[Peer, None] = SharedMap(MAX_REMEMBERED)
+        self._ended: SharedMap[tuple[Peer, str, int], None] = SharedMap(MAX_REMEMBERED)
 
     @property
     def num_open(self) -> int:
@@ -123,7 +123,7 @@ class Peers:
 
     def remember_ended(self, worker: WorkerRef, kind: str, ticket: int) -> None:
         """Never again open a ticket that ended, or that was granted nothing."""
-        self._ended[peer_of(worker), kind, ticket] = None
+        self._ended.put(client_key(worker), (peer_of(worker), kind, ticket), None)
 
     def drop_if_idle(self, worker: WorkerRef) -> None:
         """Forget a peer that has nothing open."""
@@ -135,7 +135,7 @@ class Peers:
         """Ignore a boot from now on. Return what it had open, for the caller to end."""
         state = self.find(worker)
         self.states.pop(peer_of(worker), None)
-        self._lost[peer_of(worker)] = None
+        self._lost.put(client_key(worker), peer_of(worker), None)
         return state
 
     def check_integrity(self) -> None:

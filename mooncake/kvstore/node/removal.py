@@ -56,7 +56,7 @@ class Removals:
             if self._blocks.dram.is_hard_pinned(key):
                 removal.left.add(key)
                 continue
-            self._tiering.tombstones.add(key, now)
+            self._tiering.tombstones.add(key, request.asker, now)
             self._blocks.replicator.forget(key)
             if self._blocks.dram.condemn(key):
                 removal.was_here.add(key)

@@ -9,26 +9,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from mooncake.base import BlockKey
-from mooncake.base.bounded_map import BoundedMap
+from mooncake.base import BlockKey, WorkerRef
+from mooncake.base.bounded_map import SharedMap
+from mooncake.base.rights import client_key
 
 COPY_S = 30.0
 """A removal reaches all nodes of a pool within this time; until then another node may still hold
 the block, and offer it.
 """
 MAX_REMEMBERED = 65_536
-"""Keys of removed blocks that are remembered; the oldest is forgotten first."""
+"""Keys of removed blocks that are remembered. When there are more, the oldest of the client
+credential that has removed most is forgotten.
+"""
 
 
 class Tombstones:
     """The keys of the blocks that were removed from the pool most recently."""
 
     def __init__(self) -> None:
-        self._removed_at_s: BoundedMap[BlockKey, float] = BoundedMap(MAX_REMEMBERED)
+        self._removed_at_s: SharedMap[BlockKey, float] = SharedMap(MAX_REMEMBERED)
 
-    def add(self, key: BlockKey, now: float) -> None:
-        """Remember that a block was removed at `now` (seconds)."""
-        self._removed_at_s[key] = now
+    def add(self, key: BlockKey, asker: WorkerRef, now: float) -> None:
+        """Remember that `asker` removed a block at `now` (seconds)."""
+        self._removed_at_s.put(client_key(asker), key, now)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._removed_at_s

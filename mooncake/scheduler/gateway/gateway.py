@@ -247,7 +247,7 @@ class Gateway:
             case FindReplicas():
                 self._channel.send(event.asker.address, find_replicas(event, self._conductor))
             case ForgetBlocks():
-                self._removed.on_removed(event.keys)
+                self._removed.on_removed(event.keys, event.asker)
                 self._channel.send(event.asker.address, find_all(event, self._conductor))
             case FindHomes():
                 self._channel.send(event.asker.address, find_homes(event, self._conductor))

@@ -11,7 +11,7 @@ from itertools import islice
 from zlib import crc32
 
 from mooncake.base import BlockKey, Role, WorkerHello, WorkerRef
-from mooncake.base.bounded_map import BoundedMap
+from mooncake.base.bounded_map import BoundedMap, SharedMap
 from mooncake.base.pool_messages import (
     FindHomes,
     FindReplicas,
@@ -21,6 +21,7 @@ from mooncake.base.pool_messages import (
     RemoveBlocks,
     ReplicasFound,
 )
+from mooncake.base.rights import client_key
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.placement.views import InstanceView
 
@@ -29,7 +30,9 @@ MAX_HOLDERS = 16
 MAX_HOMES = 16
 """Nodes named in one answer: those with the most free blocks."""
 MAX_REMOVED = 65_536
-"""Blocks remembered; the oldest removals are dropped first."""
+"""Blocks remembered. When there are more, the oldest removals of the client credential that has
+removed most are dropped.
+"""
 MAX_AWAY = 4_096
 """Nodes remembered; the oldest are dropped first. An unknown node is told of all blocks."""
 MESSAGE_BLOCKS = 4_096
@@ -99,17 +102,18 @@ class RemovedBlocks:
 
     def __init__(self, own: WorkerRef) -> None:
         self._own = own
-        self._numbers: BoundedMap[BlockKey, int] = BoundedMap(MAX_REMOVED)
+        self._numbers: SharedMap[BlockKey, int] = SharedMap(MAX_REMOVED)
         """Block -> the number of the removal that it was part of."""
         self._last = 0
         self._away: BoundedMap[str, int] = BoundedMap(MAX_AWAY)
         """Node id -> the last removal before the node was lost."""
 
-    def on_removed(self, keys: Sequence[BlockKey]) -> None:
-        """Record that these blocks are being removed from all nodes that are present."""
+    def on_removed(self, keys: Sequence[BlockKey], asker: WorkerRef) -> None:
+        """Record that `asker` removes these blocks from all nodes that are present."""
         self._last += 1
+        credential = client_key(asker)
         for key in keys:
-            self._numbers[key] = self._last
+            self._numbers.put(credential, key, self._last)
 
     def on_lost(self, worker_id: str) -> None:
         """Record that a node is away from now on."""

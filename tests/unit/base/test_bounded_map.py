@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.base.bounded_map import BoundedMap, SizedMap
+from mooncake.base.bounded_map import BoundedMap, SharedMap, SizedMap
 
 
 def test_the_oldest_goes_first() -> None:
@@ -75,3 +75,36 @@ def test_an_entry_larger_than_the_whole_map_drops_no_other() -> None:
     assert (dict(kept), kept.size) == ({4: "four", 6: "six"}, 10)
     kept[10] = "ten"
     assert (dict(kept), kept.size) == ({10: "ten"}, 10)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 12)), max_size=80))
+def test_of_a_shared_map_the_owner_of_most_loses_its_oldest(puts: list[tuple[str, int]]) -> None:
+    kept: SharedMap[int, str] = SharedMap(6)
+    wanted: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for owner, key in puts:
+        kept.put(owner, key, f"{owner}{key}")
+        for own in wanted.values():
+            if key in own:
+                own.remove(key)
+        wanted[owner].append(key)
+        if sum(map(len, wanted.values())) > 6:
+            most = max(map(len, wanted.values()))
+            [dropped] = [own for own in wanted.values() if not all(each in kept for each in own)]
+            assert len(dropped) == most
+            del dropped[0]
+        assert dict(kept.items()) == {
+            key: f"{owner}{key}" for owner, own in wanted.items() for key in own
+        }
+        assert len(kept) == sum(map(len, wanted.values())) <= 6
+        assert all(kept.get(key) == value and key in kept for key, value in kept.items())
+    assert kept.get(99) is None
+    assert 99 not in kept
+
+
+def test_a_flood_of_one_owner_drops_none_of_others() -> None:
+    kept: SharedMap[int, None] = SharedMap(10)
+    for number in range(3):
+        kept.put("few", number, None)
+    for number in range(100, 200):
+        kept.put("flood", number, None)
+    assert [key for key, _ in kept.items()] == [0, 1, 2, *range(193, 200)]

@@ -8,13 +8,15 @@ from collections import Counter
 from mooncake.base import PeerLost, PinBlocks, PutEnd, PutGranted, Unpin, WorkerRef
 from mooncake.base.messages import ChainHead, PutStart
 from mooncake.base.pool_messages import RemoveBlocks
-from mooncake.kvstore.config import LEAST_CLIENT_BLOCKS
+from mooncake.kvstore.config import LEAST_CLIENT_BLOCKS, KvStoreConfig
+from mooncake.kvstore.node.peers import MAX_REMEMBERED, Peers
 from mooncake.sim.world.disk import SimMedium
 from mooncake.transfer.grants import FIRST_LOOK_S, Fence
 from tests.support.kvstore.node_world import NodeWorld, key
 
 KEYS = [bytes([n]) * 16 for n in range(6)]
 WORKER = WorkerRef("decode-0", "e1", "tcp://10.0.0.8:1")
+LOST = WorkerRef("decode-1", "e1", "tcp://10.0.0.9:1")
 
 
 def client(name: str, epoch: str = "e1") -> WorkerRef:
@@ -107,6 +109,20 @@ def test_clients_of_one_credential_have_so_many_tickets_together() -> None:
     assert world.pin(B, KEYS[:1]).num_blocks == 1, "of another credential"
     world.unpin(A, pinned)
     assert world.pin(third, KEYS[:1]).num_blocks == 1
+
+
+def test_a_client_that_ends_many_tickets_makes_none_of_others_be_forgotten() -> None:
+    """An ended ticket is never opened again, also by a message that comes late."""
+    peers = Peers(KvStoreConfig(), Counter())
+    peers.remember_ended(WORKER, "put", 1)
+    peers.remember_ended(B, "put", 1)
+    peers.lose(LOST)
+    for ticket in range(2 * MAX_REMEMBERED):
+        peers.remember_ended(A, "pin", ticket)
+        peers.lose(client("aa", f"e{ticket}"))
+    for peer, ticket in ((WORKER, 1), (B, 1), (LOST, 2)):
+        assert not peers.may_open(peer, "put", ticket, 1)
+    assert peers.may_open(WORKER, "put", 2, 1)
 
 
 def test_clients_of_one_credential_hold_so_much_memory_together() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import PeerLost, PinBlocks, PinGranted, Tier
+from mooncake.base import PeerLost, PinBlocks, PinGranted, Tier, WorkerRef
 from mooncake.base.messages import Refused, Replicate
 from mooncake.base.pool_messages import (
     BlockCopy,
@@ -25,6 +25,7 @@ from mooncake.sim.world.disk import SimDiskConfig, SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
 
 WRITER, READER, OTHER = worker("prefill-0"), worker("decode-0"), worker("kv-1")
+CLIENT = WorkerRef("client-aa", "e1", "tcp://10.0.0.7:1#aa")
 
 
 def world_of(num_blocks: int = 2, num_disks: int = 1) -> NodeWorld:
@@ -211,15 +212,18 @@ def test_no_copy_is_made_of_what_is_being_removed_from_all_nodes() -> None:
 def test_what_is_removed_is_remembered_up_to_a_bound() -> None:
     removed = Tombstones()
     for number in range(MAX_REMEMBERED + 1):
-        removed.add(key(number), 1.0)
+        removed.add(key(number), READER, 1.0)
     assert key(0) not in removed
     assert key(1) in removed
     assert removed.is_fresh(key(1), 1.0 + COPY_S / 2)
     assert not removed.is_fresh(key(1), 1.0 + COPY_S)
-    removed.add(key(1), 50.0)
-    removed.add(key(MAX_REMEMBERED + 1), 50.0)
+    removed.add(key(1), READER, 50.0)
+    removed.add(key(MAX_REMEMBERED + 1), READER, 50.0)
     assert key(1) in removed
     assert key(2) not in removed
+    for number in range(MAX_REMEMBERED + 2, 2 * MAX_REMEMBERED):
+        removed.add(key(number), CLIENT, 60.0)
+    assert key(1) in removed, "a client that removes much hides no removal of others"
 
 
 def describe(world: NodeWorld, number: int) -> list[BlockCopy]:

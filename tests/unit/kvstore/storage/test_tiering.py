@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from mooncake.base import BlockKey, InternalError, Tier
+from mooncake.base import BlockKey, InternalError, Tier, WorkerRef
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
 from mooncake.kvstore.storage.dram import DramTier
@@ -92,7 +92,7 @@ class Tiers:
 
     def remove(self, block: BlockKey) -> bool:
         """Do what a node does to remove a block."""
-        self.tiering.tombstones.add(block, 0.0)
+        self.tiering.tombstones.add(block, WorkerRef("us", "e", "a"), 0.0)
         if self.dram.condemn(block):
             self.tiering.evicted([block])
         here = self.tiering.remove(block)
