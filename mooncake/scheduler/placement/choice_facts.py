@@ -21,7 +21,7 @@ from mooncake.scheduler.placement.choice_replay import (
     EngineLoad,
     estimates,
 )
-from mooncake.scheduler.placement.pair_choice import Wanted
+from mooncake.scheduler.placement.prefill_choice import Wanted
 from mooncake.scheduler.placement.views import Column, FleetFacts
 from mooncake.telemetry.receipt import Choice
 

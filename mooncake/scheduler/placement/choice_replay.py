@@ -36,10 +36,10 @@ from mooncake.scheduler.placement.pair_choice import (
     Pair,
     PairChoice,
     PairQuery,
-    Wanted,
     usable_views,
 )
 from mooncake.scheduler.placement.pools import FetchCosts, Pools
+from mooncake.scheduler.placement.prefill_choice import Wanted
 from mooncake.scheduler.placement.views import Fleet, InstanceView
 from mooncake.telemetry.receipt import Choice, DecodeEstimate, PrefillEstimate
 
@@ -134,14 +134,14 @@ def estimates(placement: BundledPlacement) -> Choice:
     world = _World(placement)
     query, wanted = world.query, placement.wanted
     whole = placement.prefill is None
-    decodes, refused = _able(world.decodes, wanted, query.decode.num_blocks_now)
+    decodes, refused = _able(world.decodes, wanted, wanted.num_blocks_now)
     prefills = decodes
     if not whole:
         num_blocks = -(-wanted.num_tokens // wanted.block_tokens)
         prefills, also_refused = _able(world.prefills, wanted, num_blocks)
         refused = {**also_refused, **refused}
-    ways = [world.search.option(query.prefill, view) for view in prefills]
-    joins = [decode_choice.evaluate(query.decode, view) for view in decodes]
+    ways = [world.search.option(query, view) for view in prefills]
+    joins = [decode_choice.evaluate(query, view) for view in decodes]
     ways.sort(key=prefill_choice.rank)
     joins.sort(key=decode_choice.rank)
     taken = placement.decode if placement.prefill is None else placement.prefill

@@ -41,18 +41,13 @@ from mooncake.scheduler.placement.admission import (
 )
 from mooncake.scheduler.placement.booking_table import BookingTable
 from mooncake.scheduler.placement.choice_facts import ChoiceFacts
-from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery
+from mooncake.scheduler.placement.decode_choice import DecodeOption
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
-from mooncake.scheduler.placement.pair_choice import (
-    COLUMNS_FROM,
-    Pair,
-    PairChoice,
-    PairQuery,
-    Wanted,
-)
+from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
 from mooncake.scheduler.placement.pools import HOT_BLOCKS, FetchCosts, Pools, Replication
 from mooncake.scheduler.placement.prefill_choice import (
     PrefillOption,
+    Wanted,
     make_policy,
     option_maker,
 )
@@ -242,7 +237,7 @@ class Conductor:
         query = self._query(request, keys, num_output_so_far, exclude)
         chosen = self._choice.choose(query)
         if chosen is None:
-            return too_large(query.prefill.num_tokens)
+            return too_large(query.wanted.num_tokens)
         prefill, decode = chosen
         ttft_s = self._ttft_s(prefill, queue_position, now)
         if admit or request.priority is Priority.BATCH:
@@ -256,7 +251,7 @@ class Conductor:
         self._queues.add(
             prefill.view.worker_id, request.request_id, queue_position.order, prefill.compute_s, now
         )
-        self._book(request.request_id, keys, chosen, query.decode, now)
+        self._book(request.request_id, keys, chosen, query.wanted, now)
         whole = prefill.view is decode.view
         return Placement(
             prefill=None if whole else prefill.view.worker,
@@ -264,7 +259,7 @@ class Conductor:
             sources=tuple(query.sources.with_others(prefill.sources)),
             predicted_ttft_s=ttft_s,
             predicted_tbt_s=decode.tbt_s,
-            num_cached_tokens=prefill.num_cached_blocks * query.prefill.block_tokens,
+            num_cached_tokens=prefill.num_cached_blocks * query.wanted.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
             num_replicate_blocks=0 if whole else self._replicate(keys, query.prefix_match, now),
             prefix_ends=self._prefix_ends(keys, query, prefill.num_cached_blocks),
@@ -324,7 +319,7 @@ class Conductor:
         self, keys: Sequence[BlockKey], query: PairQuery, num_planned: int
     ) -> PrefixEnds:
         """Return what is known about the blocks after those that a placement counts on."""
-        stop = query.prefill.max_cached_blocks
+        stop = query.wanted.max_cached_blocks
         fetchable = held = num_planned
         if num_planned < stop:
             fetchable = query.prefix_match.run_of(num_planned, self._pools.mask)
@@ -375,7 +370,7 @@ class Conductor:
             num_blocks=len(keys),
             holders=query.prefix_match.looked_up(),
             names=self._index.worker_names,
-            inflight=query.held.inflight,
+            inflight=query.own_matches.inflight,
             prefill=None if pair[0].view is pair[1].view else pair[0].view.worker_id,
             decode=pair[1].view.worker_id,
         )
@@ -401,7 +396,7 @@ class Conductor:
         patient and would not fill idle capacity.
         """
         prefill, decode = pair
-        tbt_s = self._admission_tbt_s(prefill, decode, query.decode, now)
+        tbt_s = self._admission_tbt_s(prefill, decode, query.wanted, now)
         if position.is_patient:
             return check_idle(self._config, prefill, decode, tbt_s, position.share)
         missed = check_limits(self._config, request, ttft_s, tbt_s, position.share)
@@ -410,7 +405,7 @@ class Conductor:
         return check_room(self._config, request, decode) or missed
 
     def _admission_tbt_s(
-        self, prefill: PrefillOption, decode: DecodeOption, wanted: DecodeQuery, now: float
+        self, prefill: PrefillOption, decode: DecodeOption, wanted: Wanted, now: float
     ) -> float:
         """Return the gap between tokens that is compared with the limit on arrival."""
         if prefill.view is decode.view:
@@ -435,7 +430,7 @@ class Conductor:
         request_id: str,
         keys: Sequence[BlockKey],
         pair: Pair,
-        wanted: DecodeQuery,
+        wanted: Wanted,
         now: float,
     ) -> None:
         prefill, decode = pair

@@ -5,34 +5,11 @@ Pure; facts come from the views.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from mooncake.scheduler.placement.prefill_choice import Query
 from mooncake.scheduler.placement.views import InstanceView
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeQuery:
-    """What a request will need on a decode worker."""
-
-    num_tokens: int
-    """Prompt and output so far."""
-    num_output_tokens: int
-    """Output tokens expected from now on."""
-    block_tokens: int
-    own_matches: Mapping[str, int] = field(default_factory=dict)
-    """Worker id -> leading blocks it holds already, which need not be pushed."""
-    push_s_per_block: float = 0.0
-
-    @property
-    def num_blocks_now(self) -> int:
-        """Blocks needed to join the batch: for all tokens so far and the next one."""
-        return -(-(self.num_tokens + 1) // self.block_tokens)
-
-    @property
-    def num_blocks_expected(self) -> int:
-        """Blocks held when the expected output is complete."""
-        return -(-(self.num_tokens + max(self.num_output_tokens, 1)) // self.block_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,33 +33,36 @@ class DecodeOption:
         return self.tbt_s + self.push_s / max(self.num_output_tokens, 1)
 
 
-def evaluate(query: DecodeQuery, view: InstanceView) -> DecodeOption:
+def evaluate(query: Query, view: InstanceView) -> DecodeOption:
     """Return what joining this worker means for the request and for those that run there."""
+    wanted = query.wanted
     free = view.num_free_blocks()
     limit = view.hello.max_num_seqs
     sequences = view.num_sequences() + 1
     # The batch grows to the worker's limit at most; sequences above it wait.
     batch = min(sequences, limit) if limit else sequences
-    context = view.num_context_tokens() + query.num_tokens
-    missing = max(0, query.num_blocks_now - query.own_matches.get(view.worker_id, 0))
+    context = view.num_context_tokens() + wanted.num_tokens
+    missing = max(0, wanted.num_blocks_now - query.own_matches.get(view.worker_id, 0))
     return DecodeOption(
         view=view,
         tbt_s=view.cost.tbt_s(batch, round(context * batch / sequences)),
-        num_short_blocks=max(0, query.num_blocks_expected - free),
-        push_s=missing * query.push_s_per_block,
-        num_output_tokens=query.num_output_tokens,
-        full=query.num_blocks_now > free or (limit > 0 and sequences > limit),
+        num_short_blocks=max(0, wanted.num_blocks_expected - free),
+        push_s=missing * wanted.push_s_per_block,
+        num_output_tokens=wanted.num_output_tokens,
+        full=wanted.num_blocks_now > free or (limit > 0 and sequences > limit),
     )
 
 
-def choose_decode(query: DecodeQuery, instances: Sequence[InstanceView]) -> DecodeOption | None:
+def choose_decode(query: Query, instances: Sequence[InstanceView]) -> DecodeOption | None:
     """Return the best worker: one with room before one without, then the smallest score.
 
     If all are full, it is the one that lacks the fewest blocks. Workers too small for the request
     even when empty are never chosen; None when there is no other.
     """
     options = [
-        evaluate(query, view) for view in instances if view.hello.num_blocks >= query.num_blocks_now
+        evaluate(query, view)
+        for view in instances
+        if view.hello.num_blocks >= query.wanted.num_blocks_now
     ]
     return min(options, key=rank, default=None)
 

@@ -16,14 +16,14 @@ import numpy as np
 
 from mooncake.engine.cost import chunk_features
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
-from mooncake.scheduler.placement.decode_choice import DecodeOption, DecodeQuery, evaluate
+from mooncake.scheduler.placement.decode_choice import DecodeOption, evaluate
 from mooncake.scheduler.placement.pools import Pools
 from mooncake.scheduler.placement.prefill_choice import (
     WORK_WEIGHT,
     Chain,
     OptionMaker,
     PrefillOption,
-    PrefillQuery,
+    Query,
     Sources,
     StoreRun,
     rank,
@@ -49,27 +49,27 @@ Best = tuple[float, int, str]
 
 
 def choose_decode_among(
-    query: DecodeQuery, fleet: Fleet, usable: Bools, own: Ints
+    query: Query, fleet: Fleet, usable: Bools, own: Ints
 ) -> DecodeOption | None:
     """Return the result of `decode_choice.choose_decode` for the usable workers of a fleet. `own`:
     the blocks of the prompt that each worker holds.
     """
-    columns = fleet.refresh()
+    wanted, columns = query.wanted, fleet.refresh()
     free, limit = columns[Column.FREE_BLOCKS], columns[Column.MAX_SEQS]
     sequences = columns[Column.SEQUENCES] + 1
     batch = np.where(limit > 0, np.minimum(sequences, limit), sequences)
-    context = np.rint((columns[Column.CONTEXT] + query.num_tokens) * batch / sequences)
+    context = np.rint((columns[Column.CONTEXT] + wanted.num_tokens) * batch / sequences)
     stages = columns[Column.STAGES]
     each, share = np.ceil(batch / stages), np.rint(context / stages)
     gap_s = columns[Column.FIXED] + columns[Column.TOKEN] * each
     gap_s = gap_s + (columns[Column.PAIR] + columns[Column.READ]) * share
     gap_s = stages * (gap_s + columns[Column.SQUARE] * each)
-    missing = np.maximum(0, query.num_blocks_now - own)
-    push_s = missing * query.push_s_per_block
-    score_s = gap_s + push_s / max(query.num_output_tokens, 1)
-    full = (query.num_blocks_now > free) | ((limit > 0) & (sequences > limit))
-    short = np.maximum(0, query.num_blocks_expected - free)
-    members = np.flatnonzero(usable & (columns[Column.NUM_BLOCKS] >= query.num_blocks_now))
+    missing = np.maximum(0, wanted.num_blocks_now - own)
+    push_s = missing * wanted.push_s_per_block
+    score_s = gap_s + push_s / max(wanted.num_output_tokens, 1)
+    full = (wanted.num_blocks_now > free) | ((limit > 0) & (sequences > limit))
+    short = np.maximum(0, wanted.num_blocks_expected - free)
+    members = np.flatnonzero(usable & (columns[Column.NUM_BLOCKS] >= wanted.num_blocks_now))
     if not len(members):
         return None
     with_room = members[~full[members]]
@@ -86,7 +86,7 @@ def choose_decode_among(
 class Candidates:
     """The facts from which one prefill worker is chosen."""
 
-    query: PrefillQuery
+    query: Query
     fleet: Fleet
     members: Ints
     """Positions in the fleet of the workers to choose from, ascending."""
@@ -122,7 +122,7 @@ class FleetSearch:
         self._index = index
 
     def choose(
-        self, query: PrefillQuery, fleet: Fleet, able: Bools, own: Ints, prefix_match: PrefixMatch
+        self, query: Query, fleet: Fleet, able: Bools, own: Ints, prefix_match: PrefixMatch
     ) -> PrefillOption | None:
         """Return the result of `LeastTtft` for the workers that are `able`. `own`: the blocks of
         the prompt that each worker holds.
@@ -134,7 +134,7 @@ class FleetSearch:
             query=query,
             fleet=fleet,
             members=members,
-            own=np.minimum(own[members], query.max_cached_blocks),
+            own=np.minimum(own[members], query.wanted.max_cached_blocks),
             pool_slots=fleet.pool_slots(self._index, self._pools.slot_of_node)[members],
             prefix_match=prefix_match,
         )
@@ -149,7 +149,7 @@ class FleetSearch:
         assert at >= 0
         return self._option(candidates, at)
 
-    def option(self, query: PrefillQuery, view: InstanceView) -> PrefillOption:
+    def option(self, query: Query, view: InstanceView) -> PrefillOption:
         """Return the fastest way for one worker to compute the prompt."""
         return self._make(query, view, view.queued_s())
 
@@ -181,7 +181,7 @@ class FleetSearch:
         of each stretch).
         """
         region, pools = candidates.prefix_match.region(0), self._pools.mask
-        limit = candidates.query.max_cached_blocks
+        limit = candidates.query.wanted.max_cached_blocks
         rows, lengths = [], []
         present = candidates.pool_slots >= 0
         for stretch, mask in enumerate(region.masks):
@@ -199,15 +199,15 @@ class FleetSearch:
         and computing it.
         """
         query, columns = candidates.query, candidates.fleet.columns[:, candidates.members]
-        limit = query.max_cached_blocks
+        limit = query.wanted.max_cached_blocks
         end = min(candidates.prefix_match.region(0).end, limit)
         reach = np.where(candidates.own > end, limit, end)
         num_blocks = np.maximum(reach - candidates.own, 0)
         num_local = np.minimum(lengths @ held, num_blocks)
         token_s = columns[Column.TOKEN]
-        block_s = token_s * query.block_tokens
+        block_s = token_s * query.wanted.block_tokens
         local_s, remote_s = self._pools.cheapest_block_s()
-        rest = query.num_tokens - (candidates.own + num_blocks) * query.block_tokens
+        rest = query.wanted.num_tokens - (candidates.own + num_blocks) * query.wanted.block_tokens
         work_s = columns[Column.FIXED] + token_s * rest
         work_s += num_local * np.minimum(block_s, min(local_s, remote_s))
         work_s += (num_blocks - num_local) * np.minimum(block_s, remote_s)
@@ -273,7 +273,7 @@ class FleetSearch:
         for chain in chains:
             have, fetch_s = own, np.zeros(1)
             for run in chain:
-                stop = min(run.stop, query.max_cached_blocks)
+                stop = min(run.stop, query.wanted.max_cached_blocks)
                 if run.node_id == node_id:
                     if local_fixed_s is None:
                         local_fixed_s = self._pools.local_fixed_s(candidates.pool_slots[group])
@@ -281,8 +281,8 @@ class FleetSearch:
                 else:
                     fetch_s = fetch_s + run.fetch_s(stop - have, local=False)
                 have = stop
-            context = have * query.block_tokens
-            num_new = query.num_tokens - context
+            context = have * query.wanted.block_tokens
+            num_new = query.wanted.num_tokens - context
             compute_s = prefill_s(columns, num_new, context)
             ttft_s = queue_s + fetch_s + compute_s + tail_s(columns, num_new, context)
             way_s = ttft_s + WORK_WEIGHT * (fetch_s + compute_s)

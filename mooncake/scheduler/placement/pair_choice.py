@@ -9,27 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated
-
-import msgspec
 
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
-from mooncake.scheduler.placement.decode_choice import (
-    DecodeOption,
-    DecodeQuery,
-    choose_decode,
-    evaluate,
-)
-from mooncake.scheduler.placement.fleet_choice import (
-    FleetSearch,
-    choose_decode_among,
-)
+from mooncake.scheduler.placement.decode_choice import DecodeOption, choose_decode, evaluate
+from mooncake.scheduler.placement.fleet_choice import FleetSearch, choose_decode_among
 from mooncake.scheduler.placement.pools import Pools, PoolSources
 from mooncake.scheduler.placement.prefill_choice import (
     LeastTtft,
     PrefillOption,
     PrefillPolicy,
-    PrefillQuery,
+    Query,
+    Wanted,
 )
 from mooncake.scheduler.placement.views import Column, Fleet, InstanceView, PrefixLengths
 
@@ -38,32 +28,13 @@ COLUMNS_FROM = 8
 Pair = tuple[PrefillOption, DecodeOption]
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request asks of the pair: numbers, and no tokens."""
-
-    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    """Prompt and output so far."""
-    num_output_tokens: int
-    """Output tokens expected from now on."""
-    block_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    push_s_per_block: float
-    exclude: list[str]
-    """Workers that are used only when there is no other."""
-    tbt_slo_s: float | None
-    max_whole_tokens: int
-    """With so many new tokens at most it may run on its decode worker alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairQuery:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairQuery(Query):
     """The facts from which a pair is chosen."""
 
-    wanted: Wanted
-    prefill: PrefillQuery
-    decode: DecodeQuery
-    held: PrefixLengths
-    prefix_match: PrefixMatch
+    own_matches: PrefixLengths
     sources: PoolSources
+    prefix_match: PrefixMatch
 
     @classmethod
     def of(
@@ -77,26 +48,11 @@ class PairQuery:
         """Return the query of a request whose blocks have these holders. `inflight`: worker id ->
         leading blocks that it is computing.
         """
-        held = PrefixLengths(index, prefix_match, ~pools.node_mask, inflight)
-        sources = PoolSources(pools, prefix_match)
         return cls(
             wanted=wanted,
-            prefill=PrefillQuery(
-                num_tokens=wanted.num_tokens,
-                block_tokens=wanted.block_tokens,
-                own_matches=held,
-                sources=sources,
-            ),
-            decode=DecodeQuery(
-                num_tokens=wanted.num_tokens,
-                num_output_tokens=wanted.num_output_tokens,
-                block_tokens=wanted.block_tokens,
-                own_matches=held,
-                push_s_per_block=wanted.push_s_per_block,
-            ),
-            held=held,
+            own_matches=PrefixLengths(index, prefix_match, ~pools.node_mask, inflight),
+            sources=PoolSources(pools, prefix_match),
             prefix_match=prefix_match,
-            sources=sources,
         )
 
 
@@ -137,30 +93,30 @@ class PairChoice:
     def _choose_decode(self, query: PairQuery) -> DecodeOption | None:
         fleet = self._decodes
         if len(fleet) < self._columns_from:
-            return choose_decode(query.decode, usable_views(fleet, query.wanted.exclude))
-        own = query.held.in_fleet(fleet)
-        return choose_decode_among(query.decode, fleet, fleet.usable(query.wanted.exclude), own)
+            return choose_decode(query, usable_views(fleet, query.wanted.exclude))
+        own = query.own_matches.in_fleet(fleet)
+        return choose_decode_among(query, fleet, fleet.usable(query.wanted.exclude), own)
 
     def _choose_prefill(self, query: PairQuery) -> PrefillOption | None:
         fleet = self._prefills
-        num_blocks = -(-query.prefill.num_tokens // query.prefill.block_tokens)
+        num_blocks = -(-query.wanted.num_tokens // query.wanted.block_tokens)
         if len(fleet) < self._columns_from or not isinstance(self._policy, LeastTtft):
             views = usable_views(fleet, query.wanted.exclude)
             able = [view for view in views if view.hello.num_blocks >= num_blocks]
-            return self._policy.choose(query.prefill, able)
+            return self._policy.choose(query, able)
         usable = fleet.usable(query.wanted.exclude)
         fits = fleet.columns[Column.NUM_BLOCKS] >= num_blocks
-        own = query.held.in_fleet(fleet)
-        return self._search.choose(query.prefill, fleet, usable & fits, own, query.prefix_match)
+        own = query.own_matches.in_fleet(fleet)
+        return self._search.choose(query, fleet, usable & fits, own, query.prefix_match)
 
     def _choose_whole(self, query: PairQuery) -> Pair | None:
         """Return the decode worker that finishes the whole request first; workers with room come
         first.
         """
         pairs = [
-            (self._search.option(query.prefill, view), evaluate(query.decode, view))
+            (self._search.option(query, view), evaluate(query, view))
             for view in usable_views(self._decodes, query.wanted.exclude)
-            if view.hello.num_blocks >= query.decode.num_blocks_now
+            if view.hello.num_blocks >= query.wanted.num_blocks_now
         ]
         return min(
             pairs,

@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import msgspec
 
 from mooncake.base import BlockSource, IdSource, WorkerRef
 from mooncake.scheduler.config import SchedulerConfig
@@ -66,16 +68,20 @@ class Sources(Protocol):
         """Return the best run of a node's own pools, by the same order."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillQuery:
-    """One prompt, and the workers that hold a part of it."""
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request asks of the pair: numbers, and no tokens."""
 
-    num_tokens: int
-    """Prompt, plus the output so far when a request is placed again."""
-    block_tokens: int
-    own_matches: Mapping[str, int]
-    """Worker id of an engine -> leading blocks in its HBM, or being computed there."""
-    sources: Sources
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    """Prompt and output so far."""
+    num_output_tokens: int
+    """Output tokens expected from now on."""
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    push_s_per_block: float
+    exclude: list[str]
+    """Workers that are used only when there is no other."""
+    tbt_slo_s: float | None
+    max_whole_tokens: int
+    """With so many new tokens at most it may run on its decode worker alone."""
 
     @property
     def max_cached_blocks(self) -> int:
@@ -84,9 +90,29 @@ class PrefillQuery:
         """
         return (self.num_tokens - 1) // self.block_tokens
 
+    @property
+    def num_blocks_now(self) -> int:
+        """Blocks needed to join a batch: for all tokens so far and the next one."""
+        return -(-(self.num_tokens + 1) // self.block_tokens)
+
+    @property
+    def num_blocks_expected(self) -> int:
+        """Blocks held when the expected output is complete."""
+        return -(-(self.num_tokens + max(self.num_output_tokens, 1)) // self.block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Query:
+    """One request, and the workers that hold a part of its tokens."""
+
+    wanted: Wanted
+    own_matches: Mapping[str, int]
+    """Worker id of an engine -> leading blocks in its HBM, or being computed there."""
+    sources: Sources
+
     def own_blocks(self, worker_id: str) -> int:
-        """Return how many leading blocks the worker holds itself."""
-        return min(self.own_matches.get(worker_id, 0), self.max_cached_blocks)
+        """Return how many leading blocks the worker holds itself, of those that can be reused."""
+        return min(self.own_matches.get(worker_id, 0), self.wanted.max_cached_blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +147,7 @@ class PrefillOption:
 class PrefillPolicy(Protocol):
     """A way to choose a prefill worker."""
 
-    def choose(
-        self, query: PrefillQuery, instances: Sequence[InstanceView]
-    ) -> PrefillOption | None:
+    def choose(self, query: Query, instances: Sequence[InstanceView]) -> PrefillOption | None:
         """Return the chosen option, or None when there are no instances."""
 
 
@@ -135,7 +159,7 @@ class OptionMaker:
     def __init__(self, ways: Ways) -> None:
         self.ways = ways
 
-    def __call__(self, query: PrefillQuery, view: InstanceView, queue_s: float) -> PrefillOption:
+    def __call__(self, query: Query, view: InstanceView, queue_s: float) -> PrefillOption:
         chains = self.ways(query, query.own_blocks(view.worker_id), view.hello.node_id)
         options = [_option(query, view, queue_s, chain) for chain in chains]
         return min(options, key=lambda option: option.score_s)
@@ -149,9 +173,7 @@ class LeastTtft:
     def __init__(self, make: OptionMaker) -> None:
         self._make = make
 
-    def choose(
-        self, query: PrefillQuery, instances: Sequence[InstanceView]
-    ) -> PrefillOption | None:
+    def choose(self, query: Query, instances: Sequence[InstanceView]) -> PrefillOption | None:
         best: PrefillOption | None = None
         for view in instances:
             queue_s = view.queued_s()
@@ -169,9 +191,7 @@ class LoadBalance:
     def __init__(self, make: OptionMaker) -> None:
         self._make = make
 
-    def choose(
-        self, query: PrefillQuery, instances: Sequence[InstanceView]
-    ) -> PrefillOption | None:
+    def choose(self, query: Query, instances: Sequence[InstanceView]) -> PrefillOption | None:
         ranked = [(view.queued_s(), view.num_assigned, view.worker_id, view) for view in instances]
         if not ranked:
             return None
@@ -186,9 +206,7 @@ class RoundRobin:
         self._make = make
         self._last_id = ""
 
-    def choose(
-        self, query: PrefillQuery, instances: Sequence[InstanceView]
-    ) -> PrefillOption | None:
+    def choose(self, query: Query, instances: Sequence[InstanceView]) -> PrefillOption | None:
         if not instances:
             return None
         ordered = sorted(instances, key=lambda view: view.worker_id)
@@ -205,9 +223,7 @@ class RandomChoice:
         self._make = make
         self._ids = ids
 
-    def choose(
-        self, query: PrefillQuery, instances: Sequence[InstanceView]
-    ) -> PrefillOption | None:
+    def choose(self, query: Query, instances: Sequence[InstanceView]) -> PrefillOption | None:
         if not instances:
             return None
         view = instances[self._ids.integer(32) % len(instances)]
@@ -236,18 +252,18 @@ def option_maker(config: SchedulerConfig) -> OptionMaker:
 
 Chain = tuple[StoreRun, ...]
 """Runs to fetch one after another; each begins where the one before stops."""
-Ways = Callable[[PrefillQuery, int, str], list[Chain]]
+Ways = Callable[[Query, int, str], list[Chain]]
 """(prompt, leading blocks that a worker has itself, its node) -> what it may fetch after them: the
 alternatives to compare, the first of which is to fetch nothing.
 """
 
 
-def local_ways(query: PrefillQuery, own: int, node_id: str) -> list[Chain]:
+def local_ways(query: Query, own: int, node_id: str) -> list[Chain]:
     """Return two ways: use what the worker has, or also fetch from its own node's pool."""
     return list(_parts(_local_chain(query, own, node_id)))
 
 
-def all_ways(query: PrefillQuery, own: int, node_id: str, threshold: float) -> list[Chain]:
+def all_ways(query: Query, own: int, node_id: str, threshold: float) -> list[Chain]:
     """Return these ways: recompute, or gather more or less of the prefix from the own node's pool
     and from others.
 
@@ -270,19 +286,19 @@ def all_ways(query: PrefillQuery, own: int, node_id: str, threshold: float) -> l
         for part in _parts(chain):
             if all(run.node_id == node_id for run in part):
                 continue  # among the local ones already
-            if min(part[-1].stop, query.max_cached_blocks) > threshold * here:
+            if min(part[-1].stop, query.wanted.max_cached_blocks) > threshold * here:
                 ways.append(part)
     return ways
 
 
-def _local_chain(query: PrefillQuery, own: int, node_id: str) -> Chain:
+def _local_chain(query: Query, own: int, node_id: str) -> Chain:
     return _chain(query, own, lambda first: query.sources.local(first, node_id))
 
 
-def _chain(query: PrefillQuery, first: int, pick: Callable[[int], StoreRun | None]) -> Chain:
+def _chain(query: Query, first: int, pick: Callable[[int], StoreRun | None]) -> Chain:
     """Return the runs that `pick` chooses one after another, from block `first` on."""
     runs: list[StoreRun] = []
-    while first < query.max_cached_blocks and len(runs) < MAX_RUNS:
+    while first < query.wanted.max_cached_blocks and len(runs) < MAX_RUNS:
         run = pick(first)
         if run is None:
             break
@@ -297,17 +313,17 @@ def _parts(chain: Chain) -> Iterator[Chain]:
         yield chain[:count]
 
 
-def _option(query: PrefillQuery, view: InstanceView, queue_s: float, chain: Chain) -> PrefillOption:
+def _option(query: Query, view: InstanceView, queue_s: float, chain: Chain) -> PrefillOption:
     """Return the option to fetch the runs of `chain` after the worker's own blocks."""
     have, fetch_s = query.own_blocks(view.worker_id), 0.0
     sources: list[BlockSource] = []
     for run in chain:
-        stop = min(run.stop, query.max_cached_blocks)
+        stop = min(run.stop, query.wanted.max_cached_blocks)
         sources.append(BlockSource(store=run.store, first=have, stop=stop))
         fetch_s += run.fetch_s(stop - have, local=run.node_id == view.hello.node_id)
         have = stop
-    context = have * query.block_tokens
-    num_new = query.num_tokens - context
+    context = have * query.wanted.block_tokens
+    num_new = query.wanted.num_tokens - context
     shape = num_new, context, view.hello.max_batched_tokens
     return PrefillOption(
         view=view,

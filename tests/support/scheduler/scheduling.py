@@ -39,6 +39,7 @@ from mooncake.base.request import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.scheduler.placement.prefill_choice import Wanted
 from mooncake.telemetry.events import EventList
 
 FINGERPRINT = "layout-1"
@@ -52,6 +53,15 @@ PROFILE = [
     for context in (0, 1000, 8000)
 ]
 """A millisecond a token and a little attention."""
+
+
+def wanted(num_tokens: int, **fields: Any) -> Wanted:
+    """Return what a request of `num_tokens` tokens asks of its workers."""
+    plain = {
+        "num_output_tokens": 1, "block_tokens": BLOCK_TOKENS, "push_s_per_block": 0.0,
+        "exclude": [], "tbt_slo_s": None, "max_whole_tokens": 0,
+    }  # fmt: skip
+    return Wanted(num_tokens=num_tokens, **(plain | fields))
 
 
 def ref(worker_id: str, epoch: str = "e0") -> WorkerRef:

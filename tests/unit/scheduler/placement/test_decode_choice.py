@@ -1,16 +1,32 @@
 """Decode workers are weighed by tokens and blocks, not by how many requests they have."""
 
 from mooncake.base import CostSample, Role, WorkerLoad
-from mooncake.scheduler.placement.decode_choice import DecodeQuery, choose_decode, evaluate
+from mooncake.scheduler.placement.decode_choice import choose_decode, evaluate
+from mooncake.scheduler.placement.prefill_choice import Query, StoreRun
 from mooncake.scheduler.placement.views import InstanceView
-from tests.support.scheduler.scheduling import hello
+from tests.support.scheduler.scheduling import hello, wanted
 
 PROFILE = [
     CostSample(batch, context, batch, 5e-3 + 1e-4 * batch + 1e-6 * context)
     for batch in (1, 4, 16)
     for context in (0, 1000, 10_000)
 ]
-WANTED = DecodeQuery(num_tokens=100, num_output_tokens=40, block_tokens=4)
+
+
+class NoSources:
+    def longest(self, first: int) -> list[StoreRun]:
+        return []
+
+    def local(self, first: int, node_id: str) -> None:
+        return None
+
+
+def query(matches: dict[str, int], push_s_per_block: float = 0.0) -> Query:
+    request = wanted(100, num_output_tokens=40, push_s_per_block=push_s_per_block)
+    return Query(wanted=request, own_matches=matches, sources=NoSources())
+
+
+WANTED = query({})
 
 
 def worker(
@@ -37,9 +53,9 @@ def chosen(*workers: InstanceView) -> str:
 
 
 def test_blocks_are_rounded_up_with_room_for_the_next_token() -> None:
-    assert DecodeQuery(num_tokens=8, num_output_tokens=1, block_tokens=4).num_blocks_now == 3
-    assert DecodeQuery(num_tokens=7, num_output_tokens=1, block_tokens=4).num_blocks_now == 2
-    assert WANTED.num_blocks_expected == 35
+    assert wanted(8).num_blocks_now == 3
+    assert wanted(7).num_blocks_now == 2
+    assert WANTED.wanted.num_blocks_expected == 35
 
 
 def test_few_long_sequences_weigh_more_than_many_short_ones() -> None:
@@ -84,15 +100,8 @@ def test_blocks_held_already_attract_as_far_as_the_push_matters() -> None:
     matches = {"d1": 25}
 
     def taken(push_s_per_block: float, batch_of_d1: int) -> str:
-        query = DecodeQuery(
-            num_tokens=100,
-            num_output_tokens=40,
-            block_tokens=4,
-            own_matches=matches,
-            push_s_per_block=push_s_per_block,
-        )
         workers[1] = worker("d1", batch_of_d1, 1000 * batch_of_d1)
-        option = choose_decode(query, workers)
+        option = choose_decode(query(matches, push_s_per_block), workers)
         assert option is not None
         return option.view.worker_id
 

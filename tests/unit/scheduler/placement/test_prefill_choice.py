@@ -13,7 +13,7 @@ from mooncake.scheduler.placement.prefill_choice import (
     MAX_ALTERNATIVES,
     OptionMaker,
     PrefillOption,
-    PrefillQuery,
+    Query,
     StoreRun,
     all_ways,
     local_ways,
@@ -21,6 +21,7 @@ from mooncake.scheduler.placement.prefill_choice import (
 )
 from mooncake.scheduler.placement.views import Assignment, InstanceView
 from tests.support.scheduler.scheduling import BLOCK_TOKENS, TOKEN_S, hello, ref
+from tests.support.scheduler.scheduling import wanted as wanted_for
 
 BLOCK_S = TOKEN_S * BLOCK_TOKENS
 
@@ -28,7 +29,7 @@ local_option = OptionMaker(local_ways)
 
 
 def best_option(
-    query: PrefillQuery, view: InstanceView, queue_s: float, threshold: float
+    query: Query, view: InstanceView, queue_s: float, threshold: float
 ) -> PrefillOption:
     return OptionMaker(partial(all_ways, threshold=threshold))(query, view, queue_s)
 
@@ -80,13 +81,8 @@ class ListedSources:
 
 def query(
     num_tokens: int, own: dict[str, int] | None = None, runs: Sequence[StoreRun] = ()
-) -> PrefillQuery:
-    return PrefillQuery(
-        num_tokens=num_tokens,
-        block_tokens=BLOCK_TOKENS,
-        own_matches=own or {},
-        sources=ListedSources(runs),
-    )
+) -> Query:
+    return Query(wanted=wanted_for(num_tokens), own_matches=own or {}, sources=ListedSources(runs))
 
 
 def fetched(option: PrefillOption) -> list[tuple[str, int, int]]:
@@ -191,7 +187,7 @@ def test_no_way_found_is_slower_than_any_other_that_was_possible() -> None:
 
 
 def choose(
-    policy: str, wanted: PrefillQuery, workers: Sequence[InstanceView], **config: object
+    policy: str, wanted: Query, workers: Sequence[InstanceView], **config: object
 ) -> PrefillOption:
     settings = SchedulerConfig(policy=policy, **config)  # type: ignore[arg-type]  # as given
     option = make_policy(settings, SeededIds(0)).choose(wanted, workers)
