@@ -229,6 +229,8 @@ def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | No
     its own.
     """
     speaker = speaker_of(message)
+    if speaker is None and type(message) in SPEAKERS:
+        return f"{sender.name} names nobody in {type(message).__name__}: a client names itself"
     if speaker is not None and _is_long(speaker):
         return f"{sender.name} names itself by more than {MAX_NAME_CHARS} characters"
     if speaker is not None and not sender.is_own(speaker, whence):

@@ -6,6 +6,7 @@ Pure; owned by the node.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,15 @@ from mooncake.base.pool_messages import (
     SetPins,
     TenantUse,
 )
+from mooncake.base.rights import client_key
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Peers
 from mooncake.kvstore.storage.promotion import Prefetcher
+
+MAX_CLIENT_LIFTS = 16
+"""Orders to pin blocks that wait for these to come from SSD, of all pool clients that share a
+credential. Further orders pin only what is in DRAM.
+"""
 
 
 class Inquiries:
@@ -41,6 +48,8 @@ class Inquiries:
         prefetcher = Prefetcher(self._tiering, blocks.promotions, ports.counters)
         self._prefetcher = prefetcher
         self._num_promoted = 0
+        self._lifting: Counter[str] = Counter()
+        """Orders that wait for blocks from SSD, by the key of a pool client."""
         self.handlers: dict[type, Callable[[Any, float], object]] = {
             FindBlocks: self._on_find,
             DescribeBlocks: self._on_describe,
@@ -131,14 +140,20 @@ class Inquiries:
         done = [meant and self._dram.set_lasting_pin(key, message.pin) for key in message.keys]
         missing = [key for key, is_done in zip(message.keys, done, strict=True) if not is_done]
 
+        client = client_key(message.asker)
+
         def settled(at: float, _more: bool) -> None:
+            self._lifting[client] -= 1
             self._set_pins(message, len(missing), at)
 
-        if meant and message.lift and 0 < len(missing) < num_missing:
+        may_lift = meant and message.lift and self._lifting[client] < MAX_CLIENT_LIFTS
+        if may_lift and 0 < len(missing) < num_missing:
             self._num_promoted += 1
             name = ("pins", self._num_promoted)
             if self._blocks.promotions.begin(name, missing, now, settled) is None:
+                self._lifting[client] += 1
                 return
+        self._lifting += Counter()  # drops those that have none
         answer = PinsSet(asker=message.asker, ticket=message.ticket, store=self._worker, done=done)
         self._channel.send(message.asker.address, answer)
 

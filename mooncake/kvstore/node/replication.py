@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mooncake.base import BlockKey, PinGranted, WorkerRef
 from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import LastingPin, TakenOver, TakeOver
+from mooncake.base.rights import client_key
 from mooncake.kvstore.client.block_memory import BlockMemory, MemoryTransfers
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.storage.tiering import Tiering
@@ -26,8 +27,18 @@ if TYPE_CHECKING:
 
 MAX_PULLS = 64
 """Runs pulled at a time. Further orders are dropped, and may be sent again."""
+MAX_CLIENT_PULLS = 16
+"""The same limit for all pool clients that share a credential."""
 
 _Order = Replicate | TakeOver
+
+
+def _client_of(order: _Order) -> str:
+    """Return the key of the pool client that gave an order; empty when it was none."""
+    asker = order.asker if isinstance(order, Replicate) else None
+    return "" if asker is None else client_key(asker)
+
+
 Copied = Callable[[list[BlockKey], list[BlockKey]], None]
 """Called with (blocks that are complete now, blocks evicted to make room for copies or dropped as
 cold).
@@ -78,7 +89,7 @@ class Replicator:
         here = [key for key in run if self._dram.has(key)]
         wanted = [key for key in run if not self._dram.is_known(key)]
         granted: dict[BlockKey, int] = {}
-        may_pull = len(self._pulls) < MAX_PULLS and order.source != self._worker
+        may_pull = self._may_pull(order) and order.source != self._worker
         if wanted and may_pull and not refused:
             # All of the run: what of it is here is not to make room for the rest.
             granted, evicted = self._dram.reserve(list(run), order.tenant)
@@ -86,6 +97,11 @@ class Replicator:
         is_full = len(granted) < len(wanted)
         self._counters["replicas_refused"] += bool(wanted and not granted and not refused)
         self._pull(order, granted, here, now, is_full=is_full)
+
+    def _may_pull(self, order: Replicate) -> bool:
+        client = _client_of(order)
+        num_own = sum(_client_of(pull.order) == client for pull in self._pulls.values())
+        return len(self._pulls) < MAX_PULLS and not (client and num_own >= MAX_CLIENT_PULLS)
 
     def take_over(self, order: TakeOver, now: float, *, refused: bool) -> None:
         """Pull the blocks of a draining node, and answer it. `refused`: this node drains too.

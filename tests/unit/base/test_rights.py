@@ -126,6 +126,13 @@ def test_a_client_speaks_for_nobody_else(kind: type[m.Message]) -> None:
         assert speaker_of(message) == other
 
 
+def test_a_client_does_not_leave_out_who_it_is() -> None:
+    """What it orders is counted for it."""
+    order = m.Replicate(source=OTHER, keys=[KEY], tenant="acme")
+    assert "a client names itself" in str(refusal(sender(C), order))
+    assert refusal(sender(C), msgspec.structs.replace(order, asker=OWN)) is None
+
+
 @pytest.mark.parametrize("kind", SCOPED, ids=lambda kind: kind.__name__)
 def test_a_client_names_keys_of_its_tenant_only(kind: type[m.Message]) -> None:
     for key in (b"k" * 16, tenant_key(b"k" * 16, "other")):

@@ -20,6 +20,7 @@ from mooncake.base.pool_messages import (
     TakenOver,
 )
 from mooncake.kvstore.node import removal
+from mooncake.kvstore.node.inquiries import MAX_CLIENT_LIFTS
 from mooncake.kvstore.storage.traces import COPY_S, MAX_REMEMBERED, Tombstones
 from mooncake.sim.world.disk import SimDiskConfig, SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
@@ -264,6 +265,31 @@ def test_blocks_on_ssd_come_up_to_be_pinned(number: int) -> None:
     [answer] = [s for _, s in world.channel.sent if isinstance(s, PinsSet) and s.ticket == 78]
     assert answer.done == [True] * number + [False]
     assert find(world, *run) == [Tier.DRAM] * number
+
+
+def test_few_orders_of_one_client_wait_for_blocks_from_ssd() -> None:
+    world = world_of(num_blocks=4)
+    run = range(100, 102)
+    put(world, *run)
+    world.boot()
+    world.tick(world.now + 1)
+    other = WorkerRef("client-bb", "e1", "tcp://10.0.0.7:1#bb")
+    waiting = {CLIENT: range(1000, 1020), other: range(2000, 2020)}
+    for asker, tickets in waiting.items():
+        for ticket in tickets:
+            wish = SetPins(
+                asker=asker, ticket=ticket, keys=keys(*run), pin=LastingPin.SOFT, lift=True
+            )
+            world.handle(wish)
+
+    def done() -> dict[int, list[bool]]:
+        return {s.ticket: s.done for _, s in world.channel.sent if isinstance(s, PinsSet)}
+
+    more = [ticket for tickets in waiting.values() for ticket in tickets[MAX_CLIENT_LIFTS:]]
+    assert done() == {ticket: [False, False] for ticket in more}
+    world.tick(world.now + 1)
+    assert sum(each == [True, True] for each in done().values()) == 2 * MAX_CLIENT_LIFTS
+    world.node.check_integrity()
 
 
 @pytest.mark.parametrize("bound", ["MAX_REMOVALS", "MAX_REMOVED_KEYS"])

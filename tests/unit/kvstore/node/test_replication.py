@@ -25,6 +25,7 @@ from mooncake.base import (
 from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import TakenOver
 from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.kvstore.node.replication import MAX_CLIENT_PULLS, MAX_PULLS
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks
 from mooncake.sim.world.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
@@ -260,6 +261,23 @@ def test_a_run_that_comes_up_from_a_disk_in_pieces_is_copied_whole() -> None:
     assert world.read("b", run) == len(run)
     world.run(0.1)
     assert all(node.quiet for node in world.nodes.values())
+
+
+def test_one_client_s_orders_leave_pulls_to_others() -> None:
+    """Its sources may never answer."""
+    world, silent = NodeWorld(num_blocks=256), WorkerRef("kv-1", "e1", "inproc://kv-1")
+    clients = [WorkerRef(f"client-{key}", "e1", f"tcp://10.0.0.7:1#{key}") for key in ("aa", "bb")]
+    asked: list[int] = []
+    for client in clients:
+        before = len(world.channel.sent)
+        for number in range(MAX_CLIENT_PULLS + 4):
+            block = keys(1000 * len(asked) + number)
+            order = Replicate(source=silent, keys=block, asker=client, ticket=world.ticket())
+            world.handle(order)
+        sent = [message for _, message in world.channel.sent[before:]]
+        asked.append(sum(isinstance(message, PinBlocks) for message in sent))
+    assert asked == [MAX_CLIENT_PULLS] * 2
+    assert sum(asked) < MAX_PULLS
 
 
 def test_a_late_answer_to_an_earlier_boot_is_not_taken_for_one_to_this() -> None:
