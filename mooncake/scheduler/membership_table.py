@@ -10,8 +10,9 @@ import logging
 from dataclasses import dataclass
 
 from mooncake.base import AnyMessage, PeerLost, Role, Welcome, WorkerHello, WorkerRef
-from mooncake.base.bounded_map import BoundedMap
+from mooncake.base.bounded_map import BoundedMap, SharedMap
 from mooncake.base.messages import OWN_RELEASE, Refused, WhoAreYou
+from mooncake.base.rights import client_key
 from mooncake.rpc.channel import Channel
 
 MAX_FENCED = 4096
@@ -48,7 +49,7 @@ class MembershipTable:
         self._timeout_s = heartbeat_timeout_s
         self._gateways: list[WorkerRef] = []
         self._members: dict[str, Member] = {}
-        self._fenced: BoundedMap[tuple[str, str], float] = BoundedMap(MAX_FENCED)
+        self._fenced: SharedMap[tuple[str, str], float] = SharedMap(MAX_FENCED)
         """(id, epoch) of workers declared lost -> when they were last told so."""
         self._refused: BoundedMap[tuple[str, str], str] = BoundedMap(MAX_FENCED)
         self._checked_s: float | None = None
@@ -105,7 +106,7 @@ class MembershipTable:
         if sent_s is not None and now - sent_s >= REPEAT_S:
             # It was given up while it still lived (a pause, a cut line): peers have reclaimed what
             # it held, so it must not go on as it was.
-            self._fenced[worker.worker_id, worker.epoch] = now
+            self._set_fenced(worker, now)
             self._channel.send(worker.address, PeerLost(worker=worker))
         return False
 
@@ -134,7 +135,11 @@ class MembershipTable:
 
     def fence(self, worker: WorkerRef) -> None:
         """Ignore this epoch from now on."""
-        self._fenced[worker.worker_id, worker.epoch] = float("-inf")
+        self._set_fenced(worker, float("-inf"))
+
+    def _set_fenced(self, worker: WorkerRef, told_s: float) -> None:
+        # Clients of one credential that come and go make only their own be forgotten.
+        self._fenced.put(client_key(worker), (worker.worker_id, worker.epoch), told_s)
 
     @property
     def is_full(self) -> bool:
@@ -150,10 +155,15 @@ class MembershipTable:
 
     def foreign(self, hello: WorkerHello) -> str | None:
         """Return the members with whom a worker cannot work, because they understand no common
-        version of the protocol. None: it can work with all.
+        version of the protocol. None: it can work with all. Pool clients that are members keep
+        nobody out.
         """
         present = {"this gateway": OWN_RELEASE}
-        present |= {name: member.hello.release for name, member in self._members.items()}
+        present |= {
+            name: member.hello.release
+            for name, member in self._members.items()
+            if member.hello.role is not Role.CLIENT
+        }
         for name, release in present.items():
             if not hello.release.speaks_with(release):
                 return (

@@ -2,10 +2,12 @@
 
 import logging
 
+import msgspec
 import pytest
 
 from mooncake.base import Drain, PeerLost, Role, Welcome, WorkerRef
-from mooncake.scheduler.membership_table import MembershipTable
+from mooncake.base.messages import Release
+from mooncake.scheduler.membership_table import MAX_FENCED, MembershipTable
 from tests.support.scheduler.scheduling import GATEWAY, Inbox, hello, ref
 
 P0 = hello("p0", Role.PREFILL, node_id="n0")
@@ -107,6 +109,28 @@ def test_the_dead_that_speak_are_told_that_they_are_dead(
     assert not membership.note_alive(P0.worker, 3.1)
     assert len(channel.sent) == 2
     assert membership.is_fenced(P0.worker)
+
+
+def test_clients_that_come_and_go_make_no_lost_worker_be_forgotten(
+    membership: MembershipTable,
+) -> None:
+    membership.join(P0, 0.0)
+    membership.remove("p0", 1.0)
+    for epoch in range(2 * MAX_FENCED):
+        membership.fence(WorkerRef("client-aa", f"e{epoch}", "tcp://10.0.0.7:1#aa"))
+    assert membership.is_fenced(P0.worker)
+
+
+@pytest.mark.parametrize(("role", "is_kept_out"), [(Role.CLIENT, False), (Role.DECODE, True)])
+def test_a_client_of_an_old_release_keeps_no_worker_out(
+    membership: MembershipTable, role: Role, is_kept_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, own, new = Release("old", 6, 6), Release("own", 7, 6), Release("new", 8, 7)
+    monkeypatch.setattr("mooncake.scheduler.membership_table.OWN_RELEASE", own)
+    member = msgspec.structs.replace(hello("old", role), release=old)
+    assert membership.foreign(member) is None
+    membership.join(member, 0.0)
+    assert bool(membership.foreign(msgspec.structs.replace(P0, release=new))) == is_kept_out
 
 
 def test_strangers_are_not_heard(membership: MembershipTable, channel: Inbox) -> None:
