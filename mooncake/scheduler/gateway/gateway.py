@@ -318,7 +318,8 @@ class Gateway:
                 self._on_load(event, now)
             case BlockEvents():
                 self._conductor.on_blocks(event)
-                if self._feed is not None:
+                is_known = self._conductor.view(event.worker.worker_id) is not None
+                if self._feed is not None and is_known:  # a pool client holds no blocks
                     self._feed.on_blocks(event)
                 self._check_snapshot(event.worker, now)
             case DoubtPeers():

@@ -53,11 +53,14 @@ def num_rested(server: Server) -> int:
 
 
 @pytest.mark.slow
-def test_the_cluster_moves_on_and_a_late_writer_harms_nothing(tmp_path: Path) -> None:
-    """By shared memory; `transfer/test_fences.py` asks each protocol for what this relies on."""
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_cluster_moves_on_and_a_late_writer_harms_nothing(
+    tmp_path: Path, transport: str
+) -> None:
+    """`transfer/test_fences.py` asks RDMA, too, for what this relies on."""
     model = init_checkpoint("k2-tiny", seed=5, out=tmp_path / "nano", dtype="float32")
     args = ["--prefill", "2", "--decode", "1", "--kvstore", "0", "--max-model-len", "8192"]
-    args += ["--num-gpu-blocks-override", str(NUM_PAGES), "--transport", "shm"]
+    args += ["--num-gpu-blocks-override", str(NUM_PAGES), "--transport", transport]
     with (
         serving(str(model), *args, log=tmp_path / "log") as server,
         ThreadPoolExecutor(4) as pool,

@@ -22,6 +22,7 @@ from mooncake.base.messages import Refused as RefusedMessage
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse, FinishInfo
 from mooncake.scheduler import membership_table
 from mooncake.scheduler.placement.admission import MAX_RETRY_S
+from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.telemetry.events import (
     Finished,
     FirstToken,
@@ -491,6 +492,19 @@ def test_it_says_goodbye_to_workers_and_gateways(harness: Pair) -> None:
         and e.role is Role.GATEWAY
     ]
     assert seen == [(WorkerJoined, other.worker_id), (WorkerLeft, other.worker_id)]
+
+
+def test_a_pool_client_s_inventory_has_no_block_checked_again(
+    harness: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds none, and may say so as often as it likes."""
+    checked: list[None] = []
+    monkeypatch.setattr(BlockFeed, "doubt_all", lambda _: checked.append(None))
+    harness.gateway.publish_blocks(lambda _: None)
+    for worker, num in ((harness.join("client-1", Role.CLIENT), 0), (harness.p0, 1)):
+        whole = BlockEvents(worker=worker, tier=Tier.HBM, sequence_no=9, snapshot=True)
+        harness.gateway.handle(whole, harness.now)
+        assert len(checked) == num
 
 
 def test_members_have_a_bound_and_silent_clients_give_way(
