@@ -11,17 +11,14 @@ import contextlib
 import datetime
 import logging
 import os
-import re
 import signal
 import sys
 import threading
 from logging.handlers import WatchedFileHandler
 from typing import IO
 
-import msgspec
-
 from mooncake.base.errors import ConfigError
-from mooncake.telemetry.log import Throttle
+from mooncake.telemetry.log import Throttle, json_line
 
 STANDARD_ERROR = "-"
 MOST_A_MINUTE = 60
@@ -33,8 +30,6 @@ FEWER = {OPERATOR_ROUTE: 1}
 """The smaller limits of some events, because pages that show the cluster ask every second."""
 MAX_CHARS = 1000
 """How much of one text is written, because a refused client chooses its path and its name."""
-_BREAKS = re.compile(r"[\x7f-\x9f\u2028\u2029]")
-"""Characters that JSON keeps, but that some readers take for the end of a line or for commands."""
 _LOGGER = logging.getLogger("mooncake.audit")
 _LOGGER.propagate = False
 _LOGGER.addHandler(logging.NullHandler())
@@ -67,8 +62,7 @@ class _Formatter(logging.Formatter):
             "time": at.isoformat(timespec="milliseconds"), "process": self._process,
             "event": record.msg, **vars(record)["facts"],
         }  # fmt: skip
-        text = msgspec.json.encode(line).decode()
-        return _BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        return json_line(line)
 
 
 class _File(WatchedFileHandler):

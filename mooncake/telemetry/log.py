@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -110,7 +110,15 @@ class JsonFormatter(logging.Formatter):
         entry |= {name: str(value) for name, value in _extras(record).items()}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry).decode()
+        return json_line(entry)
+
+
+def json_line(entry: dict[str, Any]) -> str:
+    """Return an object as JSON without control characters: those that JSON keeps are spelled, too,
+    because some readers take them for the end of a line or for commands.
+    """
+    text = msgspec.json.encode(entry).decode()
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}

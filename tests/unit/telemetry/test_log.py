@@ -97,6 +97,11 @@ def test_control_characters_are_spelled_out() -> None:
     stream, logger = lines(json_lines=False)
     logger.info("a\x1b[2Jb\rc\x9bd\u2028e\nf")
     assert stream.getvalue().endswith(r": a\x1b[2Jb\rc\x9bd\u2028e | f" + "\n")
+    stream, logger = lines(json_lines=True)
+    logger.info("a\x1b[2Jb\rc\x9bd\u2028e\nf")
+    line = stream.getvalue()
+    assert line.removesuffix("\n").isprintable()
+    assert json.loads(line)["message"] == "a\x1b[2Jb\rc\x9bd\u2028e\nf"
 
 
 def test_one_message_is_logged_only_so_often_in_a_minute() -> None:
