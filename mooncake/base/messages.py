@@ -112,6 +112,22 @@ class CostSample(msgspec.Struct, frozen=True, array_like=True):
     num_sequences: int
     seconds: float
     """The duration of the slowest stage, where a step goes through several."""
+    num_streams: int = 0
+    """The sequences that compute one token after their last, not a chunk of a prompt. The fields
+    above include them, and so do the two below with the tokens that they compute and attend to.
+    """
+    num_stream_tokens: int = 0
+    """One each, and their drafts."""
+    num_stream_context_tokens: int = 0
+
+    def of_streams(self) -> CostSample:
+        """Return the sample of a step whose sequences were all streams."""
+        return msgspec.structs.replace(
+            self,
+            num_streams=self.num_sequences,
+            num_stream_tokens=self.num_new_tokens,
+            num_stream_context_tokens=self.num_context_tokens,
+        )
 
 
 class WorkerHello(Message, frozen=True, tag="hello"):

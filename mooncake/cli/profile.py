@@ -31,6 +31,7 @@ TERMS = (
     "s a step", "s a token", "s a pair of new and earlier token", "s a pair of new tokens",
     "s an earlier token",
 )  # fmt: skip
+STREAM_TERMS = ("s a step of streams", "s a stream", "s an earlier token of a stream")
 ENGINE, RESULT = "engine", "result"
 
 
@@ -104,6 +105,7 @@ def _document(found: Fit) -> dict[str, Any]:
     return {
         "samples": [msgspec.structs.asdict(sample) for sample in found.samples],
         "coefficients": list(found.coefficients),
+        "stream_coefficients": list(found.stream_coefficients),
         "error": {"median": statistics.median(found.errors), "max": max(found.errors)},
     }
 
@@ -137,7 +139,9 @@ def _show(found: Fit, title: str, console: Console) -> None:
             f"{error:.0%}",
         )
     console.print(table)
-    for value, term in zip(found.coefficients, TERMS, strict=True):
+    of_streams = any(sample.num_streams for sample in found.samples)
+    fitted = found.stream_coefficients if of_streams else found.coefficients
+    for value, term in zip(fitted, STREAM_TERMS if of_streams else TERMS, strict=True):
         console.print(f"{value:.3g} {term}", highlight=False)
     console.print(
         f"error of a step left out of the fit: median {statistics.median(found.errors):.0%}, "

@@ -7,21 +7,26 @@ the samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum, auto
+from operator import add, mul
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.base import CostSample
 
 Array = NDArray[np.float64]
+Row = tuple[float, ...]
 
-NUM_FEATURES = 5
-DEFAULT_COEFFICIENTS = (5e-3, 1e-4, 1e-9, 1e-9, 0.0)
+NUM_FEATURES = 7
+NUM_COEFFICIENTS = 5
+NUM_STREAM_COEFFICIENTS = 3
+DEFAULT_COEFFICIENTS: Row = (5e-3, 1e-4, 1e-9, 1e-9, 0.0, 0.0, 0.0)
 """First guesses, used until a sample comes: seconds per step, token, (token, context token) pair,
-(token, token) pair and context token.
+(token, token) pair, context token, and what each token and context token of a stream adds.
 """
 DECAY = 1 - 1 / 256
 """An old sample's weight falls to 1/e within 256 newer ones."""
@@ -43,82 +48,116 @@ OUTLIER_RATIO = 1.0
 a step's cost.
 """
 ERROR_DECAY = 1 - 1 / 64
+RECENT = 15
+"""The fit is corrected by the median error of this many steps of the same kind, so that it follows
+a machine whose speed changes. Up to half of them may be disturbed.
+"""
+LEAST_RECENT = 5
+"""There is no correction before this many."""
+MAX_ERROR = 1.0
+"""An error counts at most this much (a logarithm) where ways are compared."""
 
 
 class StepCostModel:
     """Seconds of one step: a polynomial with coefficients >= 0, fitted to *relative* errors.
 
-    For n new tokens in s sequences with c context tokens together, its terms are 1, n, n*c/s (pairs
-    of new and cached tokens), n*n/s (pairs within a chunk) and c (context that is read, and for a
-    chunk expanded, however many tokens attend to it). So one model covers a chunk of prefill (s =
-    1), a decode batch (n = s, where pairs and context are the same) and a mix (Mooncake, FAST'25,
-    6.1: polynomial of request length and prefix length).
+    For chunks with n new tokens in s sequences with c context tokens together, its terms are 1, n,
+    n*c/s (pairs of new and cached tokens), n*n/s (pairs within a chunk) and c (context that is
+    read, and for a chunk expanded, however many tokens attend to it). The streams of the step have
+    the same terms for themselves, and two more: their tokens and their context tokens, because on a
+    CPU a stream's token costs several times as much as one of a chunk. So one model covers a chunk
+    of prefill, a decode batch and a mix (Mooncake, FAST'25, 6.1: polynomial of request length and
+    prefix length).
+
+    The model begins with a profile and learns from measured steps, in bounded memory: equal
+    observations lead to equal predictions. For steps with prompts and for those without, it
+    predicts in three ways: by the profile alone, by the fit to all steps, and by this fit corrected
+    by the latest errors. It uses the way that has predicted the recent steps best, so it is soon no
+    worse than the profile alone.
 
     Where a step goes through several stages, the seconds are those of the slowest stage, because
     the next step can begin then. Queued work is predicted with these. The last chunk of a prompt,
     and each step of a stream, also goes through the other stages.
     """
 
-    def __init__(self, profile: Sequence[CostSample] = (), num_stages: int = 1) -> None:
+    def __init__(self, profile: Iterable[CostSample] = (), num_stages: int = 1) -> None:
         self.num_stages = num_stages
-        self._profile = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
-        self._online = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
-        self._coefficients: tuple[float, ...] = DEFAULT_COEFFICIENTS
-        self._profile_coefficients: tuple[float, ...] | None = None
+        self.start(profile)
+
+    def start(self, profile: Iterable[CostSample]) -> None:
+        """Forget all steps and begin with a profile."""
+        self._profile, self._online = _Sums(), _Sums()
+        self._fitted = self._started = DEFAULT_COEFFICIENTS
         self._log_slowdown = RunningMean(0.0, SPEED_WINDOW, guess_weight=PROFILE_TRUST)
         """The logarithm of measured seconds over the profile's prediction."""
-        self._stale = False
-        self._num_samples = 0
-        self._error_sum = 0.0
-        self._error_weight = 0.0
-        usable = [sample for sample in profile if sample.seconds > 0 and sample.num_new_tokens > 0]
+        self._error = DecayedMean()
+        self._kinds = _Kind(), _Kind()
+        """Of steps without and with prompts."""
+        self._is_stale = False
+        usable = _usable(profile)
+        for sample in usable:
+            self._profile.add(_features(sample), sample.seconds, PROFILE_WEIGHT / len(usable))
+        self._has_profile = self._has_samples = bool(usable)
         if usable:
-            gram, moment = self._profile
-            for sample in usable:
-                _accumulate(gram, moment, sample, PROFILE_WEIGHT / len(usable))
-            self._num_samples = len(usable)
-            self._profile_coefficients = self._coefficients = self._fit()
+            self._fitted = self._started = self._fit()
 
     @property
     def error_ratio(self) -> float | None:
         """The mean relative error of predictions made *before* each online sample was added. Recent
         ones count more. None before the first sample.
         """
-        return self._error_sum / self._error_weight if self._error_weight else None
+        return self._error.value
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The fitted coefficients, in the order of the class docstring."""
-        if self._stale:
-            self._coefficients = self._fit()
-            self._stale = False
-        return self._coefficients
+        """The first five coefficients, in the order of the class docstring: those of a step with
+        chunks of prompts.
+        """
+        return self._of_kind(has_prompts=True)[:NUM_COEFFICIENTS]
+
+    @property
+    def stream_coefficients(self) -> tuple[float, ...]:
+        """The seconds of a step of streams, and what each stream and each of their context tokens
+        adds.
+        """
+        fixed, token, pair, square, read, stream, stream_read = self._of_kind(has_prompts=False)
+        return fixed, token + square + stream, pair + read + stream_read
 
     def observe(self, samples: Iterable[CostSample]) -> None:
         """Refine the model with measured steps. Samples without time or tokens are skipped."""
-        usable = [s for s in samples if s.seconds > 0 and s.num_new_tokens > 0]
+        usable = _usable(samples)
         if not usable:
             return
-        predictions = [
-            self.step_s(s.num_new_tokens, s.num_context_tokens, s.num_sequences) for s in usable
-        ]
-        gram, moment = self._online
-        seen_any = self._num_samples > 0
-        for sample, predicted_s in zip(usable, predictions, strict=True):
-            self._compare_with_profile(sample)
-            error = abs(predicted_s - sample.seconds) / sample.seconds
-            gram *= DECAY
-            moment *= DECAY
-            self._error_sum = self._error_sum * ERROR_DECAY + error
-            self._error_weight = self._error_weight * ERROR_DECAY + 1.0
+        used = [self.sample_s(sample) for sample in usable]
+        fitted = self._newest_fit()
+        seen_any = self._has_samples
+        for sample, used_s in zip(usable, used, strict=True):
+            features, seconds = _features(sample), sample.seconds
+            self._compare_with_profile(features, seconds)
+            self._error.add(abs(used_s - seconds) / seconds)
+            kind = self._kinds[_has_prompts(sample)]
+            fitted_s = _dot(fitted, features)
+            kind.compare(seconds, _dot(self._started, features), fitted_s)
+            error = abs(fitted_s - seconds) / seconds
             weight = min(1.0, OUTLIER_RATIO / error) if seen_any and error > 0 else 1.0
-            _accumulate(gram, moment, sample, weight)
-        self._num_samples += len(usable)
-        self._stale = True
+            self._online.fade(DECAY)
+            self._online.add(features, seconds, weight)
+        self._has_samples = self._is_stale = True
+        for kind in self._kinds:
+            kind.correct()
+
+    def sample_s(self, sample: CostSample) -> float:
+        """Return the predicted seconds of a step of a sample's size."""
+        return _dot(self._of_kind(_has_prompts(sample)), _features(sample))
 
     def step_s(self, num_new_tokens: int, num_context_tokens: int, num_sequences: int) -> float:
-        """Return the predicted seconds of one step."""
-        return _dot(self.coefficients, num_new_tokens, num_context_tokens, num_sequences)
+        """Return the predicted seconds of one step with chunks of prompts."""
+        terms = _terms(num_new_tokens, num_context_tokens, num_sequences)
+        return _dot(self.coefficients, (1.0, *terms))
+
+    def streams_s(self, num_streams: int, num_context_tokens: int) -> float:
+        """Return the predicted seconds of one step of streams, each with one token."""
+        return _dot(self.stream_coefficients, (1.0, num_streams, num_context_tokens))
 
     def prefill_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
         """Return the predicted seconds to compute a prompt's last `num_new_tokens` tokens when the
@@ -156,26 +195,80 @@ class StepCostModel:
         """
         stages = self.num_stages
         each = -(-num_sequences // stages)
-        return stages * self.step_s(each, round(num_context_tokens / stages), each)
+        return stages * self.streams_s(each, round(num_context_tokens / stages))
 
-    def _compare_with_profile(self, sample: CostSample) -> None:
-        if self._profile_coefficients is None:
-            return
-        new, context, sequences, seconds = msgspec.structs.astuple(sample)
-        ratio = seconds / _dot(self._profile_coefficients, new, context, sequences)
-        ratio = min(max(ratio, 1 / MAX_SPEED_RATIO), MAX_SPEED_RATIO)
-        self._log_slowdown.add(math.log(ratio))
+    def _of_kind(self, has_prompts: bool) -> tuple[float, ...]:
+        """Return all coefficients with which steps of one kind are predicted now."""
+        kind = self._kinds[has_prompts]
+        if kind.way is _Way.STARTED:
+            return self._started
+        fixed, *others = self._newest_fit()
+        if kind.way is _Way.CORRECTED:
+            fixed, *others = (kind.correction * value for value in (fixed, *others))
+        return max(fixed, MIN_STEP_S), *others
+
+    def _newest_fit(self) -> tuple[float, ...]:
+        if self._is_stale:
+            self._fitted = self._fit()
+            self._is_stale = False
+        return self._fitted
+
+    def _compare_with_profile(self, features: Row, seconds: float) -> None:
+        if self._has_profile:
+            ratio = seconds / _dot(self._started, features)
+            ratio = min(max(ratio, 1 / MAX_SPEED_RATIO), MAX_SPEED_RATIO)
+            self._log_slowdown.add(math.log(ratio))
 
     def _fit(self) -> tuple[float, ...]:
         slowdown = math.exp(self._log_slowdown.value)
         # The profile's samples as they would be measured now: their seconds times the slowdown.
-        gram = self._profile[0] / slowdown**2 + self._online[0]
-        moment = self._profile[1] / slowdown + self._online[1]
+        gram = self._profile.gram / slowdown**2 + self._online.gram
+        moment = self._profile.moment / slowdown + self._online.moment
         diagonal = np.diag(gram).copy()
         ridge = np.where(diagonal > 0, RIDGE * diagonal, 1.0)
-        prior = np.array(DEFAULT_COEFFICIENTS)
+        prior = np.where(diagonal > 0, DEFAULT_COEFFICIENTS, 0.0)
         fixed, *others = non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
         return (max(fixed, MIN_STEP_S), *others)
+
+
+class _Way(Enum):
+    """A way to predict a step."""
+
+    STARTED = auto()
+    FITTED = auto()
+    CORRECTED = auto()
+
+
+class _Kind:
+    """How well each way has predicted the recent steps of one kind."""
+
+    def __init__(self) -> None:
+        self.way = _Way.FITTED
+        self.correction = 1.0
+        """The factor from the fit to the latest steps."""
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        """The logarithms of measured over fitted seconds."""
+        self._errors = {way: DecayedMean() for way in _Way}
+
+    def compare(self, seconds: float, started_s: float, fitted_s: float) -> None:
+        """Take in a step that was predicted in all ways."""
+        predicted = {
+            _Way.STARTED: started_s,
+            _Way.FITTED: fitted_s,
+            _Way.CORRECTED: self.correction * fitted_s,
+        }
+        for way, predicted_s in predicted.items():
+            error = abs(math.log(predicted_s / seconds))
+            self._errors[way].add(min(error, MAX_ERROR))
+        self._recent.append(math.log(seconds / fitted_s))
+
+    def correct(self) -> None:
+        """Correct by the latest steps, and choose the way that was best."""
+        if len(self._recent) >= LEAST_RECENT:
+            self.correction = math.exp(statistics.median(self._recent))
+        errors = {way: mean.value for way, mean in self._errors.items() if mean.value is not None}
+        if errors:
+            self.way = min(errors, key=lambda way: (errors[way], way is not _Way.FITTED))
 
 
 def last_chunk(num_new_tokens: int, chunk_tokens: int) -> int:
@@ -201,64 +294,109 @@ def chunk_features(
     return steps, num_pairs, full * chunk * chunk + rest * rest, num_read
 
 
-def _dot(
-    coefficients: tuple[float, ...],
-    num_new_tokens: int,
-    num_context_tokens: int,
-    num_sequences: int,
-) -> float:
-    """Return the predicted seconds: the terms of `StepCostModel` times their coefficients."""
-    fixed, token, pair, square, context = coefficients
-    spread = num_new_tokens / max(num_sequences, 1)
-    return (
-        fixed
-        + token * num_new_tokens
-        + pair * spread * num_context_tokens
-        + square * spread * num_new_tokens
-        + context * num_context_tokens
+class _Sums:
+    """The normal equations of sum((prediction / seconds - 1)^2) over samples."""
+
+    def __init__(self) -> None:
+        self.gram = np.zeros((NUM_FEATURES, NUM_FEATURES))
+        self.moment = np.zeros(NUM_FEATURES)
+
+    def fade(self, share: float) -> None:
+        """Reduce the weight of all samples so far to this share."""
+        self.gram *= share
+        self.moment *= share
+
+    def add(self, features: Row, seconds: float, weight: float) -> None:
+        """Add one sample."""
+        row = np.array(features) / seconds
+        self.gram += weight * np.outer(row, row)
+        self.moment += weight * row
+
+
+class DecayedMean:
+    """A mean in which recent values count more; None before the first."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    @property
+    def value(self) -> float | None:
+        return self._sum / self._weight if self._weight else None
+
+    def add(self, value: float) -> None:
+        self._sum = self._sum * ERROR_DECAY + value
+        self._weight = self._weight * ERROR_DECAY + 1.0
+
+
+def _usable(samples: Iterable[CostSample]) -> list[CostSample]:
+    return [each for each in samples if each.seconds > 0 and each.num_new_tokens > 0]
+
+
+def _has_prompts(sample: CostSample) -> bool:
+    return sample.num_streams < sample.num_sequences
+
+
+def _dot(coefficients: tuple[float, ...], features: Row) -> float:
+    return float(sum(map(mul, coefficients, features)))
+
+
+def _features(sample: CostSample) -> Row:
+    """Return the terms of `StepCostModel` for a measured step."""
+    tokens, context = sample.num_stream_tokens, sample.num_stream_context_tokens
+    chunks = _terms(
+        sample.num_new_tokens - tokens,
+        sample.num_context_tokens - context,
+        sample.num_sequences - sample.num_streams,
     )
+    streams = _terms(tokens, context, sample.num_streams)
+    return (1.0, *map(add, chunks, streams), tokens, context)
+
+
+def _terms(
+    num_new_tokens: int, num_context_tokens: int, num_sequences: int
+) -> tuple[float, float, float, float]:
+    """Return the terms of sequences of one kind: tokens, pairs of new and earlier tokens, pairs of
+    new tokens, and earlier tokens.
+    """
+    each = num_new_tokens / max(num_sequences, 1)
+    return num_new_tokens, each * num_context_tokens, each * num_new_tokens, num_context_tokens
 
 
 def non_negative_least_squares(gram: Array, moment: Array) -> tuple[float, ...]:
     """Return the x >= 0 that minimises x'Gx/2 - m'x, exactly, for a small positive definite G.
 
-    Tries the free solution first, then every choice of coefficients held at zero (2^5 of them).
+    Tries the free solution first, then the method of active sets (Lawson and Hanson, Solving Least
+    Squares Problems, chapter 23).
     """
     scale = 1.0 / np.sqrt(np.diag(gram))
     scaled_gram, scaled_moment = gram * np.outer(scale, scale), moment * scale
-    size = len(scaled_moment)
-    free = np.linalg.solve(scaled_gram, scaled_moment)
-    if (free >= 0).all():
-        return tuple(float(value) for value in free * scale)
-    best, best_value = np.zeros(size), 0.0
-    for count in range(1, size):
-        for kept in combinations(range(size), count):
-            index = list(kept)
-            part = np.linalg.solve(scaled_gram[np.ix_(index, index)], scaled_moment[index])
-            if (part < 0).any():
-                continue
-            value = -0.5 * float(part @ scaled_moment[index])
-            if value < best_value:
-                best, best_value = np.zeros(size), value
-                best[index] = part
-    return tuple(float(value) for value in best * scale)
+    found = np.linalg.solve(scaled_gram, scaled_moment)
+    if not (found >= 0).all():
+        found = _active_set(scaled_gram, scaled_moment)
+    return tuple(float(value) for value in found * scale)
 
 
-def _accumulate(gram: Array, moment: Array, sample: CostSample, weight: float) -> None:
-    """Add one sample to the normal equations of sum((prediction / seconds - 1)^2)."""
-    spread = sample.num_new_tokens / max(sample.num_sequences, 1)
-    row = np.array(
-        (
-            1.0,
-            sample.num_new_tokens,
-            spread * sample.num_context_tokens,
-            spread * sample.num_new_tokens,
-            sample.num_context_tokens,
-        )
-    )
-    row /= sample.seconds
-    gram += weight * np.outer(row, row)
-    moment += weight * row
+def _active_set(gram: Array, moment: Array) -> Array:
+    found, kept = np.zeros(len(moment)), np.zeros(len(moment), np.bool_)
+    tolerance = 1e-12 * float(np.abs(moment).max())
+    for _ in range(3 * len(moment)):
+        gain = np.where(kept, -math.inf, moment - gram @ found)
+        best = int(np.argmax(gain))
+        if gain[best] <= tolerance:
+            break
+        kept[best] = True
+        while True:
+            wanted = np.zeros(len(moment))
+            wanted[kept] = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
+            below = kept & (wanted <= 0)
+            if not below.any():
+                found = wanted
+                break
+            step = float((found[below] / (found[below] - wanted[below])).min())
+            found = found + step * (wanted - found)
+            kept &= found > tolerance
+            found[~kept] = 0.0
+    return found
 
 
 class BandwidthEstimate:

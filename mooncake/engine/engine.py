@@ -318,9 +318,9 @@ class Engine:
         return outputs
 
     def calibrate(self, samples: Iterable[CostSample]) -> None:
-        """Learn from steps that were timed before the first one."""
+        """Begin to learn anew, with steps that were timed before the first one."""
         samples = list(samples)
-        self._step_cost.observe(samples)
+        self._step_cost.start(samples)
         self._batcher.sharing.times.calibrate(samples)
         if self._speculation is not None:
             self._speculation.calibrate(samples)
@@ -575,13 +575,17 @@ class Engine:
             return
         slots = step.plan.slots
         self.counters["tokens_computed"] += step.plan.num_tokens
+        streams = [slot for slot in slots if len(slot.tokens) == 1 + slot.num_drafts]
+        has_prompts = len(streams) < len(slots)
         self._cost = CostSample(
             num_new_tokens=step.plan.num_tokens,
             num_context_tokens=sum(slot.start for slot in slots),
             num_sequences=len(slots),
             seconds=result.seconds,
+            num_streams=len(streams),
+            num_stream_tokens=sum(len(slot.tokens) for slot in streams),
+            num_stream_context_tokens=sum(slot.start for slot in streams),
         )
-        has_prompts = any(len(slot.tokens) > 1 + slot.num_drafts for slot in slots)
         self._batcher.sharing.observe(self._cost, step.share, has_prompts=has_prompts)
         if self.config.num_stages > 1 or self.config.max_gap_s is not None:
             self._unlearned.append(self._cost)

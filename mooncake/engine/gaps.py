@@ -93,7 +93,7 @@ def prompt_time(
     they are looked at only if the smallest chunk of one of `longest` tokens does not fit.
     """
     limit_s = math.inf if config.max_gap_s is None else config.max_gap_s
-    left_s = limit_s / config.num_stages - cost.step_s(len(streams), sum(streams), len(streams))
+    left_s = limit_s / config.num_stages - cost.streams_s(len(streams), sum(streams))
     time = PromptTime(cost, left_s, config.first_token_s is not None, streams_left_s=left_s)
     time.may_wait = time.is_too_short(UNIT, longest, is_limited=False)
     if time.may_wait and _any_is_late(prompts, now, config, time):

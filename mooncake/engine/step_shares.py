@@ -26,8 +26,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from mooncake.base import CostSample
 from mooncake.base.request import Flow, Priority, fair_shares
 from mooncake.engine.chunks import UNIT, largest_chunk
@@ -69,7 +67,7 @@ class StepTimes:
     def calibrate(self, samples: Iterable[CostSample]) -> None:
         """Learn from steps that were timed before the first one."""
         samples = [sample for sample in samples if sample.seconds > 0]
-        rows = [one for one in samples if one.num_new_tokens == one.num_sequences]
+        rows = [_as_rows(one) for one in samples if one.num_new_tokens == one.num_sequences]
         self._knows_rows, self._has_learned = bool(rows), bool(samples)
         self._rows = StepCostModel(rows)
         others = [one for one in samples if one.num_new_tokens > one.num_sequences]
@@ -85,11 +83,7 @@ class StepTimes:
         if len(self._unlearned) < (_LEARNED_TOGETHER if self._has_learned else 1):
             return
         self._has_learned = True
-        rows = [
-            msgspec.structs.replace(sample, num_sequences=sample.num_new_tokens)
-            for sample, has_prompts in self._unlearned
-            if not has_prompts
-        ]
+        rows = [_as_rows(sample) for sample, has_prompts in self._unlearned if not has_prompts]
         self._rows.observe(rows)
         self._knows_rows |= bool(rows)
         self._prompts.observe(
@@ -130,9 +124,22 @@ class StepTimes:
         return largest_chunk(self._prompts, most, min(least, most), num_context_tokens, limit_s)
 
     def _without_rows(self, sample: CostSample) -> CostSample:
-        rest_s = sample.seconds - self.rows_s(sample.num_sequences, 0)
-        rest_s = max(rest_s, _LEAST_REST * sample.seconds)
-        return msgspec.structs.replace(sample, seconds=rest_s)
+        """Return a step as if it had only its chunks, without the row that each of them has."""
+        num_chunks = sample.num_sequences - sample.num_streams
+        num_rows = num_chunks + sample.num_stream_tokens
+        rest_s = sample.seconds - self.rows_s(num_rows, sample.num_stream_context_tokens)
+        return CostSample(
+            num_new_tokens=sample.num_new_tokens - sample.num_stream_tokens,
+            num_context_tokens=sample.num_context_tokens - sample.num_stream_context_tokens,
+            num_sequences=num_chunks,
+            seconds=max(rest_s, _LEAST_REST * sample.seconds),
+        )
+
+
+def _as_rows(sample: CostSample) -> CostSample:
+    """Return a step of streams with each of their tokens as a row of its own."""
+    sizes = sample.num_new_tokens, sample.num_context_tokens, sample.num_new_tokens
+    return CostSample(*sizes, sample.seconds)
 
 
 @dataclass(slots=True)

@@ -100,7 +100,8 @@ def profile(
 
 def _sample(shape: Shape, seconds: float) -> CostSample:
     sequences, new, before = shape
-    return CostSample(sequences * new, sequences * before, sequences, seconds)
+    sample = CostSample(sequences * new, sequences * before, sequences, seconds)
+    return sample.of_streams() if new == 1 else sample
 
 
 def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
@@ -185,6 +186,8 @@ class Fit:
 
     samples: Sequence[CostSample]
     coefficients: tuple[float, ...]
+    """Of a step with chunks of prompts."""
+    stream_coefficients: tuple[float, ...]
     predicted_s: Sequence[float]
     """Prediction for each sample by a model fitted to all the others, so that the error is
     honest.
@@ -213,7 +216,6 @@ def fit(samples: Sequence[CostSample]) -> Fit:
     predicted = []
     for left_out, sample in enumerate(samples):
         model = StepCostModel([*samples[:left_out], *samples[left_out + 1 :]])
-        predicted.append(
-            model.step_s(sample.num_new_tokens, sample.num_context_tokens, sample.num_sequences)
-        )
-    return Fit(samples, StepCostModel(samples).coefficients, predicted)
+        predicted.append(model.sample_s(sample))
+    model = StepCostModel(samples)
+    return Fit(samples, model.coefficients, model.stream_coefficients, predicted)

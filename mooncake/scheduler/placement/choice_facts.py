@@ -114,6 +114,7 @@ def _engines(facts: FleetFacts) -> dict[str, EngineLoad]:
             queue_s=row[Column.QUEUE_S],
             num_assigned=int(row[Column.ASSIGNED]),
             coefficients=tuple(row[Column.FIXED : Column.READ + 1]),
+            stream_coefficients=tuple(row[Column.STREAM_FIXED : Column.STREAM_READ + 1]),
             is_usable=row[Column.USABLE] > 0,
             num_free_blocks=int(row[Column.FREE_BLOCKS]),
             num_sequences=int(row[Column.SEQUENCES]),

@@ -26,7 +26,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.blocks import KEY_BYTES
-from mooncake.engine.cost import NUM_FEATURES, StepCostModel
+from mooncake.engine.cost import NUM_COEFFICIENTS, NUM_STREAM_COEFFICIENTS, StepCostModel
 from mooncake.kvstore.index.prefix_index import PrefixIndex
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement import decode_choice, prefill_choice
@@ -72,6 +72,8 @@ class EngineLoad(_Fact, frozen=True):
     """Negative when more were promised than there are."""
     num_sequences: Count
     num_context_tokens: Count
+    stream_coefficients: tuple[float, ...] = ()
+    """Empty where a release recorded it that predicted streams like chunks of one token."""
 
 
 class BundledWorker(_Fact, frozen=True):
@@ -212,11 +214,27 @@ def _able(
 class _RecordedCost(StepCostModel):
     """A cost model that has been fitted already."""
 
-    def __init__(self, coefficients: tuple[float, ...], num_stages: int) -> None:
+    def __init__(self, load: EngineLoad, num_stages: int) -> None:
         super().__init__(num_stages=num_stages)
-        if len(coefficients) != NUM_FEATURES:
-            raise ConfigError(f"coefficients: must be {NUM_FEATURES}, not {len(coefficients)}")
-        self._coefficients = coefficients
+        if len(load.coefficients) == NUM_COEFFICIENTS and not load.stream_coefficients:
+            fixed, token, pair, square, read = load.coefficients
+            streams = fixed, token + square, pair + read
+            load = msgspec.structs.replace(load, stream_coefficients=streams)
+        for name, found, wanted in (
+            ("coefficients", load.coefficients, NUM_COEFFICIENTS),
+            ("stream_coefficients", load.stream_coefficients, NUM_STREAM_COEFFICIENTS),
+        ):
+            if len(found) != wanted:
+                raise ConfigError(f"{name}: must be {wanted}, not {len(found)}")
+        self._load = load
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return self._load.coefficients
+
+    @property
+    def stream_coefficients(self) -> tuple[float, ...]:
+        return self._load.stream_coefficients
 
 
 class _RecordedView(InstanceView):
@@ -226,7 +244,7 @@ class _RecordedView(InstanceView):
         super().__init__(
             hello=_hello(worker, block_tokens),
             load=WorkerLoad(),
-            cost=_RecordedCost(load.coefficients, worker.num_stages),
+            cost=_RecordedCost(load, worker.num_stages),
             _draining=not load.is_usable,
         )
         self.recorded = load

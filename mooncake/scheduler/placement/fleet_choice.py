@@ -61,9 +61,8 @@ def choose_decode_among(
     context = np.rint((columns[Column.CONTEXT] + wanted.num_tokens) * batch / sequences)
     stages = columns[Column.STAGES]
     each, share = np.ceil(batch / stages), np.rint(context / stages)
-    gap_s = columns[Column.FIXED] + columns[Column.TOKEN] * each
-    gap_s = gap_s + (columns[Column.PAIR] + columns[Column.READ]) * share
-    gap_s = stages * (gap_s + columns[Column.SQUARE] * each)
+    gap_s = columns[Column.STREAM_FIXED] + columns[Column.STREAM] * each
+    gap_s = stages * (gap_s + columns[Column.STREAM_READ] * share)
     missing = np.maximum(0, wanted.num_blocks_now - own)
     push_s = missing * wanted.push_s_per_block
     score_s = gap_s + push_s / max(wanted.num_output_tokens, 1)

@@ -258,17 +258,21 @@ class Column(IntEnum):
     PAIR = 4
     SQUARE = 5
     READ = 6
-    """The last coefficient: the time for each context token."""
-    CHUNK = 7
+    """The last of `coefficients`: the time for each context token."""
+    STREAM_FIXED = 7
+    """The first of `stream_coefficients`."""
+    STREAM = 8
+    STREAM_READ = 9
+    CHUNK = 10
     """`max_batched_tokens`."""
-    NUM_BLOCKS = 8
-    USABLE = 9
+    NUM_BLOCKS = 11
+    USABLE = 12
     """1, or 0 while the worker drains."""
-    FREE_BLOCKS = 10
-    SEQUENCES = 11
-    CONTEXT = 12
-    MAX_SEQS = 13
-    STAGES = 14
+    FREE_BLOCKS = 13
+    SEQUENCES = 14
+    CONTEXT = 15
+    MAX_SEQS = 16
+    STAGES = 17
 
 
 def _row(view: InstanceView) -> tuple[float, ...]:
@@ -277,6 +281,7 @@ def _row(view: InstanceView) -> tuple[float, ...]:
         view.queued_s(),
         view.num_assigned,
         *view.cost.coefficients,
+        *view.cost.stream_coefficients,
         hello.max_batched_tokens,
         hello.num_blocks,
         not view.draining,

@@ -415,10 +415,11 @@ class InstanceCost:
                 for batch in _grid(1, max_batch)
                 for context in (1024, 8192, 32768)
             ]
-        return [
+        samples = [
             CostSample(new, context, sequences, self._shape_s(new, context, sequences))
             for new, context, sequences in shapes
         ]
+        return samples if role is Role.PREFILL else [each.of_streams() for each in samples]
 
     def _shape_s(self, new: int, context: int, sequences: int) -> float:
         each = new / sequences

@@ -11,6 +11,7 @@ from mooncake.base import CostSample
 from mooncake.engine.cost import (
     DEFAULT_COEFFICIENTS,
     MIN_STEP_S,
+    NUM_COEFFICIENTS,
     BandwidthEstimate,
     RunningMean,
     StepCostModel,
@@ -88,7 +89,7 @@ def test_large_batches_are_not_forgotten_in_a_quiet_hour() -> None:
 
 def test_without_samples_the_defaults_speak() -> None:
     model = StepCostModel()
-    assert model.coefficients == DEFAULT_COEFFICIENTS
+    assert model.coefficients == DEFAULT_COEFFICIENTS[:NUM_COEFFICIENTS]
     assert model.error_ratio is None
     assert model.prefill_s(1000, 0, 0) > model.prefill_s(100, 0, 0) > 0
 
@@ -96,7 +97,7 @@ def test_without_samples_the_defaults_speak() -> None:
 def test_samples_without_time_or_tokens_are_skipped() -> None:
     model = StepCostModel([CostSample(0, 0, 0, 1.0), CostSample(8, 0, 1, 0.0)])
     model.observe([CostSample(0, 5, 1, 0.2)])
-    assert model.coefficients == DEFAULT_COEFFICIENTS
+    assert model.coefficients == DEFAULT_COEFFICIENTS[:NUM_COEFFICIENTS]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,7 +17,7 @@ def test_the_cost_of_a_step_is_measured() -> None:
     assert bench.engine.cost_sample() == CostSample(8, 0, 1, 0.01 + 0.008)
     bench.add([1, 2])
     bench.step()
-    assert bench.engine.cost_sample() == CostSample(3, 8, 2, 0.01 + 0.003)
+    assert bench.engine.cost_sample() == CostSample(3, 8, 2, 0.01 + 0.003, 1, 1, 8)
 
 
 def test_figures_tell_what_waits_and_what_runs() -> None:

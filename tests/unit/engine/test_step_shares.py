@@ -131,7 +131,10 @@ class Clocked:
             drafts = sum(map(len, batch.drafts.values()))
             seconds = step_s(len(shares) + drafts) + self.token_s * tokens
             seconds += self.context_s * context + self.late_s
-            cost = CostSample(rows + drafts + tokens, context, len(shares), seconds)
+            streams = [one for one, count in batch.shares.values() if count == 1]
+            read = sum(one.num_computed for one in streams)
+            sizes = rows + drafts + tokens, context, len(shares)
+            cost = CostSample(*sizes, seconds, len(streams), rows + drafts, read)
             if self.learns:
                 self.batcher.sharing.observe(cost, batch.share, has_prompts=tokens > 0)
             elif batch.share is not None:
