@@ -23,6 +23,7 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.generation.sampling import MAX_COUNTED_CONTEXTS
 from mooncake.api.http.limits import SLO_TBT, SLO_TTFT
 from mooncake.api.http.repeats import HEADER, MAX_READERS
+from mooncake.api.http.server import MAX_SHAKING
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.messages import MessagesRequest
@@ -374,6 +375,7 @@ def prices() -> list[str]:
             "the oldest that has proven no key is closed; if all have, the oldest for which "
             "nothing is computed",
         ],
+        ["TLS handshakes at a time", f"{MAX_SHAKING:,}", "the oldest ends"],
     ]  # fmt: skip
     lines += ["", "These hold for whole requests; one key has at most half of what the others "
               "leave of bodies, recorded answers, requests and lanes. A key of which nothing waits "

@@ -9,6 +9,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -25,12 +26,27 @@ LISTEN_BACKLOG = 2048
 START_POLL_S = 0.01
 GRACE_S = 2.0
 """Seconds after the drain time in which the last events may still be sent."""
+MAX_SHAKING = 512
+"""TLS handshakes at a time. When there are more, the connection whose handshake began first is
+closed. So a flood of connections that say nothing takes no client's place: a client shakes hands
+within milliseconds.
+"""
+REST_S = 0.5
+"""When descriptors run out, no connection is accepted for this long."""
 RENEWAL_S = 2.0
 """Seconds between two looks at the files of a certificate."""
 
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the launcher handles signals."""
+
+    def protocol(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection. Call it once the server has started."""
+        make: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -118,6 +134,69 @@ def _looks(tls: TlsConfig) -> list[tuple[int, ...]]:
     return found
 
 
+class _TlsDoor:
+    """Accepts connections and shakes hands with them: until then uvicorn and our limits do not know
+    them. A handshake has as long as the headers of a request.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        make: Callable[[], asyncio.BaseProtocol],
+        limit_s: float,
+    ) -> None:
+        """`make` returns the protocol of a new connection."""
+        self._listener = listener
+        self._context = context
+        self._make = make
+        self._limit_s = limit_s
+        self._shaking: dict[asyncio.Task[None], None] = {}
+        """The handshakes under way, the oldest first."""
+
+    async def open(self) -> None:
+        """Accept connections until cancelled; that ends the handshakes under way, too."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        try:
+            while True:
+                try:
+                    accepted, _ = await loop.sock_accept(self._listener)
+                except OSError as error:
+                    _log.warning("cannot accept a connection: %s", error)
+                    await asyncio.sleep(REST_S)
+                    continue
+                shaking = asyncio.create_task(self._shake_hands(accepted))
+                self._shaking[shaking] = None
+                shaking.add_done_callback(partial(self._ended, accepted))
+                if len(self._shaking) > MAX_SHAKING:
+                    _log.warning("a connection was closed: %d others shake hands", MAX_SHAKING)
+                    oldest = next(iter(self._shaking))
+                    del self._shaking[oldest]
+                    oldest.cancel()
+                await asyncio.sleep(0)  # others' turn: with a connection there, nothing above waits
+        finally:
+            for shaking in self._shaking:
+                shaking.cancel()
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make,
+                accepted,
+                ssl=self._context,
+                ssl_handshake_timeout=self._limit_s,
+            )
+        except OSError as error:  # those of TLS are some, too
+            _log.debug("a connection did not shake hands: %s", error)
+            accepted.close()
+
+    def _ended(self, accepted: socket.socket, shaking: asyncio.Task[None]) -> None:
+        self._shaking.pop(shaking, None)
+        if shaking.cancelled():
+            accepted.close()  # it may not have begun
+
+
 async def serve(
     app: FastAPI,
     config: ApiConfig,
@@ -150,24 +229,29 @@ async def serve(
     )
     settings.load()
     server = _Server(settings)
-    renewing: asyncio.Task[None] | None = None
-    if config.tls is not None and settings.ssl is not None:
-        renewing = asyncio.create_task(_renew(config.tls, settings.ssl))
-    running = asyncio.create_task(server.serve(sockets=[listener]))
+    is_tls = config.tls is not None and settings.ssl is not None
+    running = asyncio.create_task(server.serve(sockets=[] if is_tls else [listener]))
     stopping = asyncio.create_task(stop.wait())
-    watching = asyncio.create_task(app.state.watch_loop())
+    aside = [asyncio.create_task(app.state.watch_loop())]
+    accepting: set[asyncio.Task[None]] = set()
     try:
         while not server.started and not running.done():
             await asyncio.sleep(START_POLL_S)
+        if config.tls is not None and settings.ssl is not None:
+            door = _TlsDoor(listener, settings.ssl, server.protocol, config.header_timeout_s)
+            accepting.add(asyncio.create_task(door.open()))
+            aside.append(asyncio.create_task(_renew(config.tls, settings.ssl)))
         if ready is not None and server.started:
             host, port = listener.getsockname()[:2]
             ready(host, port)
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({running, stopping, *accepting}, return_when=asyncio.FIRST_COMPLETED)
         api_server.drain()
         end_s = asyncio.get_running_loop().time() + config.drain_s
         await api_server.calls_ended(config.drain_s)
-        for accepting in server.servers:  # at once, not at the server's next look around
-            accepting.close()
+        for plain in server.servers:  # at once, not at the server's next look around
+            plain.close()
+        for each in accepting:
+            each.cancel()
         server.should_exit = True
         left_s = max(0.0, end_s - asyncio.get_running_loop().time())
         done, _ = await asyncio.wait({running}, timeout=left_s)
@@ -176,10 +260,8 @@ async def serve(
             api_server.fail_all(Unavailable("the server is shutting down", retry_after_s=1.0))
         await running
     finally:
-        stopping.cancel()
-        watching.cancel()
-        if renewing is not None:
-            renewing.cancel()
+        for each in (stopping, *accepting, *aside):
+            each.cancel()
         if not running.done():
             running.cancel()
         listener.close()

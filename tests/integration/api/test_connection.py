@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 from mooncake.api.config import ApiConfig, TlsConfig
 from mooncake.api.http import server
 from mooncake.api.http.connection import UVICORN, check_uvicorn
+from mooncake.api.http.event_loop import run_in_loop
 from mooncake.api.http.server import bind
 from mooncake.base import ConfigError
 from tests.support.api.server import ScriptedBackend, live_api_server, says
@@ -32,6 +33,10 @@ CHAT = "/v1/chat/completions"
 HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 )
+
+
+RUNS = pytest.mark.parametrize("run", [asyncio.run, run_in_loop], ids=["asyncio", "uvloop"])
+Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 def config(**limits: Any) -> ApiConfig:
@@ -294,7 +299,8 @@ def certificate(tls_host: Host) -> TlsConfig:
     return TlsConfig(certfile=tls_host.cert, keyfile=tls_host.key)
 
 
-def test_https_serves_and_streams(certificate: TlsConfig, tls_host: Host) -> None:
+@RUNS
+def test_https_serves_and_streams(certificate: TlsConfig, tls_host: Host, run: Run) -> None:
     async def main() -> None:
         trust = tls_host.trusting()
         async with (
@@ -307,7 +313,45 @@ def test_https_serves_and_streams(certificate: TlsConfig, tls_host: Host) -> Non
             with pytest.raises(httpx.HTTPError):
                 await client.get(f"{url}/health")
 
-    asyncio.run(main())
+    run(main())
+
+
+@RUNS
+def test_connections_that_do_not_shake_hands_keep_no_client_out(
+    certificate: TlsConfig, tls_host: Host, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr(server, "MAX_SHAKING", 2)
+
+    async def main() -> None:
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), config=config(tls=certificate)) as url,
+            contextlib.AsyncExitStack() as opened,
+        ):
+            silent = [await opened.enter_async_context(connected(url)) for _ in range(4)]
+            for reader, _ in silent[:2]:
+                async with asyncio.timeout(LIMIT_S / 2):
+                    assert await reader.read() == b"", "the oldest give way"
+            async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LIMIT_S) as client:
+                secure = url.replace("http:", "https:")
+                assert (await client.get(f"{secure}/ping")).status_code == 200
+
+    run(main())
+
+
+@RUNS
+def test_a_handshake_has_as_long_as_the_headers_of_a_request(
+    certificate: TlsConfig, run: Run
+) -> None:
+    async def main() -> None:
+        limits = config(tls=certificate, header_timeout_s=0.2)
+        async with (
+            live_api_server(ScriptedBackend(says("x")), config=limits) as url,
+            connected(url) as (reader, _),
+        ):
+            async with asyncio.timeout(LIMIT_S / 2):
+                assert await reader.read() == b""
+
+    run(main())
 
 
 def test_a_certificate_put_in_the_place_of_the_old_one_is_shown_to_who_comes_next(
