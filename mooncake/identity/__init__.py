@@ -14,6 +14,7 @@ from mooncake.identity.credential import (
     cluster_keys,
     issue,
     listening_seed,
+    objection,
     own_credential,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "cluster_keys",
     "issue",
     "listening_seed",
+    "objection",
     "own_credential",
 ]

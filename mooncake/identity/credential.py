@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
+import functools
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
@@ -30,8 +30,6 @@ PREFIX = "mooncake-credential-1:"
 """The beginning of a credential's text; no cluster secret may begin with it."""
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-MAX_CERTIFICATE_BYTES = 1024
-MAX_NAME_CHARACTERS = 64
 MAX_SECRETS = 2
 
 
@@ -290,20 +288,39 @@ def check_certificate(signed: bytes, trust: Trust) -> Certificate:
     """Return the certificate in `signed`. Raises ProtocolError unless a trusted cluster has signed
     it.
     """
-    signature, encoded = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+    return _checked(signed, tuple(trust.clusters))
+
+
+def objection(
+    certificate: Certificate, unix_s: float, trust: Trust, signed: bytes = b""
+) -> str | None:
+    """Return why a certificate that a peer has proven is valid no more; None: it is valid. Without
+    `signed` only its time is looked at.
+    """
     try:
-        _verify_any(trust, signature, _certified(encoded), "it is of another cluster")
-        return _CERTIFICATE.decode(encoded)
-    except (Forbidden, ValueError) as error:
-        raise ProtocolError(f"no certificate of this cluster: {error}") from error
+        certificate.check_time(unix_s)
+        if signed:
+            check_certificate(signed, trust)
+    except ProtocolError:
+        return f"the secret that signed the credential {certificate.name!r} is no longer valid"
+    except Forbidden as error:
+        return error.message
+    return None
 
 
-def _verify_any(trust: Trust, signature: bytes, data: bytes, problem: str) -> None:
-    for cluster in trust.clusters:
-        with contextlib.suppress(Forbidden):
-            _verify(cluster.signing_key, signature, data, problem)
-            return
-    raise Forbidden(problem)
+@functools.lru_cache(maxsize=4096)  # connections are looked at every few seconds
+def _checked(signed: bytes, clusters: Sequence[ClusterKeys]) -> Certificate:
+    signature, encoded = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+    problem = "it is of another cluster"
+    for cluster in clusters:
+        try:
+            _verify(cluster.signing_key, signature, _certified(encoded), problem)
+            return _CERTIFICATE.decode(encoded)
+        except Forbidden:
+            continue
+        except ValueError as error:
+            problem = str(error)
+    raise ProtocolError(f"no certificate of this cluster: {problem}")
 
 
 def secrets_in(given: str) -> list[str]:

@@ -34,7 +34,7 @@ from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
 from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs
 from mooncake.base.pool_messages import ForgetBlocks, RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
-from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate
+from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate, objection
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import (
     MAX_MESSAGE_BYTES,
@@ -623,8 +623,6 @@ class _Gate:
         self._unix_time = unix_time
         self._known: BoundedMap[str, _Holder] = BoundedMap(_MAX_KNOWN)
         self._complained: BoundedMap[str, None] = BoundedMap(_MAX_KNOWN)
-        self._trusted: dict[bytes, object] = {}
-        """Certificates, and the clusters by which each was checked last."""
 
     def holder(self, data: bytes, channel_key: str) -> _Holder:
         """Return who sent `data` on a connection that has proven `channel_key`.
@@ -646,26 +644,11 @@ class _Gate:
 
     def objection(self, holder: _Holder) -> str | None:
         """Return why a connection of `holder` is valid no more; None: it is valid."""
-        if self._trusted.get(holder.signed) is not self._credential.clusters:
-            try:
-                check_certificate(holder.signed, self._credential)
-            except ProtocolError:
-                name = holder.certificate.name
-                return f"the secret that signed the credential {name!r} is no longer valid"
-            if len(self._trusted) >= _MAX_KNOWN:
-                self._trusted.clear()
-            self._trusted[holder.signed] = self._credential.clusters
-        return self.expiry(holder.certificate)
+        return objection(holder.certificate, self._unix_time(), self._credential, holder.signed)
 
     def expiry(self, certificate: Certificate) -> str | None:
-        """Return why a certificate is valid no more; None: it is valid."""
-        if not certificate.expires_s:
-            return None
-        try:
-            certificate.check_time(self._unix_time())
-        except Forbidden as error:
-            return error.message
-        return None
+        """Return why a certificate has expired; None: it has not."""
+        return objection(certificate, self._unix_time(), self._credential)
 
     def _check(
         self, signed: bytes, channel_key: str, names: OrderedDict[tuple[str, str, str], float]

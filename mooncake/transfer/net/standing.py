@@ -20,8 +20,8 @@ import weakref
 from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mooncake.base.errors import Forbidden, MooncakeError, ProtocolError
-from mooncake.identity import Certificate, Credential, check_certificate
+from mooncake.base.errors import MooncakeError
+from mooncake.identity import Certificate, Credential, objection
 from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.blocking import shake_hands
 from mooncake.transfer.net.endpoint import PeerKey, address_of, new_stream
@@ -64,8 +64,6 @@ class Standing:
         """What each owner has proven to us, by engine id."""
         self._used: set[bytes | str] = set()
         """Those of them that were proven or asked about since the last look."""
-        self._checked: dict[bytes, object] = {}
-        """The clusters by which the newest certificate was checked, by the key that signs."""
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._forgotten: list[str] = []
         self._shown = credential.signed
@@ -88,7 +86,6 @@ class Standing:
         key = certificate.signing_key
         with self._lock:
             self._newest[key] = signed, certificate
-            self._checked.pop(key, None)
             self._used.add(key)
             if owner:
                 self._owners[owner] = certificate
@@ -98,22 +95,11 @@ class Standing:
         """Return why a peer that has proven a certificate may have no session any more. None: this
         certificate, or a newer one of the same keys, is valid.
         """
-        key, clusters = certificate.signing_key, self._credential.clusters
+        key = certificate.signing_key
         with self._lock:
             self._used.add(key)
             signed, newest = self._newest.get(key, (b"", certificate))
-            is_checked = self._checked.get(key) is clusters
-        try:
-            newest.check_time(self._unix_time())
-            if signed and not is_checked:
-                check_certificate(signed, self._credential)
-                with self._lock:
-                    self._checked[key] = clusters
-        except ProtocolError:
-            return f"the secret that signed the credential {newest.name!r} is no longer valid"
-        except Forbidden as error:
-            return error.message
-        return None
+        return objection(newest, self._unix_time(), self._credential, signed)
 
     def objection_to(self, engine_id: str) -> str | None:
         """Return the same for an owner; None also if it has proven nothing yet."""
@@ -141,7 +127,7 @@ class Standing:
         with self._lock:
             self._used.difference_update(self._forgotten)
             self._forgotten.clear()
-            for known in (self._newest, self._owners, self._checked):
+            for known in (self._newest, self._owners):
                 _keep(known, self._used)
             self._used.clear()
         if self._credential.signed is not self._shown:
