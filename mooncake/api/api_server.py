@@ -91,6 +91,7 @@ class ApiServer:
         self.receipts = receipts
         self.recent = recent or dict
         self._vitals = vitals or list
+        self._looking: asyncio.Future[Sequence[Vitals]] | None = None
         self.num_listeners = 0
         """Number of clients that follow the feed of cluster events."""
         self._stopping = asyncio.Event()
@@ -139,8 +140,11 @@ class ApiServer:
         """Return why this process fails `probe`; None when it passes."""
         if probe is Probe.READY:
             return None if self.ready else self.not_ready
-        vitals = await asyncio.to_thread(self._vitals)  # this call may wait for a busy loop
-        passes, verdict = judge(probe, vitals)
+        # A look may wait for a busy loop. Probes that come meanwhile share it, so that a flood of
+        # them keeps no later one waiting.
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._vitals))
+        passes, verdict = judge(probe, await asyncio.shield(self._looking))
         return None if passes else Unavailable(f"{verdict.status}: {verdict.reason}")
 
     def drain(self) -> None:

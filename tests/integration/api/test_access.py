@@ -28,6 +28,7 @@ from mooncake.api.routes.completions import CompletionRenderer
 from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
 from mooncake.telemetry.audit import MOST_A_MINUTE, configure_audit
 from mooncake.telemetry.events import EventList, Refused
+from mooncake.telemetry.health import Vitals
 from tests.support.api.server import Script, ScriptedBackend, answer, refusal, says, tiny_model
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -312,6 +313,27 @@ def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_text
             assert reply.status_code == 200
             assert not go_on.is_set()
             assert not begun.acquire(blocking=False), "more were begun than there are threads"
+            go_on.set()
+            assert {each.status_code for each in await asyncio.gather(*flood)} == {200}
+
+    asyncio.run(main())
+
+
+def test_a_flood_of_probes_asks_how_the_workers_are_once_at_a_time() -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def vitals() -> list[Vitals]:
+        begun.release()
+        assert go_on.wait(LIMIT_S)
+        return []
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        async with limited_api_server(backend, key("alice"), vitals=vitals) as client:
+            flood = [asyncio.create_task(client.get("/health/live")) for _ in range(50)]
+            assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+            assert (await client.get("/ping")).status_code == 200
+            assert not begun.acquire(blocking=False)
             go_on.set()
             assert {each.status_code for each in await asyncio.gather(*flood)} == {200}
 
