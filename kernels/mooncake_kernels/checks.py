@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mooncake_kernels.dispatch import NATIVE, REFERENCE, TRITON, backends, kernel, ops
+from mooncake_kernels.dispatch import FIXED, NATIVE, REFERENCE, TRITON, backends, kernel, ops
 from mooncake_kernels.native import build
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.fp8 import widen_rows
@@ -84,8 +84,10 @@ def _unusable(backend: str, device: torch.device) -> str:
         interpreted = importlib.import_module("mooncake_kernels.triton.device").INTERPRETED
         if device.type != "cuda" and not interpreted.value:
             return "needs a CUDA GPU"
+    if backend in (NATIVE, FIXED) and device.type != "cpu":
+        return "computes on the CPU"
     if backend == NATIVE:
-        return "computes on the CPU" if device.type != "cpu" else build.why_not() or ""
+        return build.why_not() or ""
     weight = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
     if backend == "onednn" and not onednn.supported(weight):
         return "needs a CPU with bfloat16"

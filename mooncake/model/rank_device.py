@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from mooncake.base import ConfigError, PageArray
+from mooncake.base import ConfigError, PageArray, format_bytes
 from mooncake.base.kv_layout import ALL_PAGES, Home
 from mooncake.model.backends import settle
 from mooncake.model.checkpoint.weights import Checkpoint
@@ -121,10 +121,23 @@ class RankDevice:
         return CudaDevice(self.device)
 
     def allocate(self, pages: PageArray) -> KvTensors:
-        """Return zeroed pages on the device."""
+        """Return zeroed pages on the device.
+
+        Raises:
+            ConfigError: the device has no longer as much memory.
+        """
         home = ALL_PAGES if pages.home is None else Home(pages.home, pages.num_homes)
         held = pages.num_homes_here * pages.pages_of_home
-        return KvTensors.allocate(pages.layout, held, self.device, home, pages.layers)
+        try:
+            return KvTensors.allocate(pages.layout, held, self.device, home, pages.layers)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"gpu-memory-utilization: {self.device} has no room for "
+                f"{format_bytes(pages.num_bytes)} of KV pages, although it had when its memory was "
+                "measured: another process has taken memory since. Start workers that share a GPU "
+                "one after the other and give each later one a larger share, such as 0.4 and then "
+                "0.8, or give `num-gpu-blocks-override`"
+            ) from None
 
     def pages(self, pages: PageArray) -> PageMemory:
         """Return pages in the device's own memory, for a transfer engine and for a rank. They are

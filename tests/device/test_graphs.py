@@ -68,6 +68,7 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # what a real one says then too
 @pytest.mark.parametrize("work", FORBIDDEN.values(), ids=FORBIDDEN)
 def test_what_cuda_forbids_in_a_capture_raises(
     gpu: Gpu, work: Callable[[torch.Tensor], object]

@@ -9,6 +9,7 @@ import torch
 from mooncake_kernels import checks, dispatch
 from mooncake_kernels.checks import CheckRow, check_kernels, difference
 from mooncake_kernels.onednn import linear as onednn
+from mooncake_kernels.synthetic import Maker
 
 from tests.support.kernels.gates import DEVICE
 
@@ -55,6 +56,18 @@ def test_a_kernel_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = rows_of(monkeypatch, "rms_norm", broken)
     assert not row.passed
     assert row.note == "RuntimeError: no such instruction"
+
+
+@pytest.mark.parametrize("backend", ["native", "fixed"])
+def test_code_for_cpus_is_not_given_memory_of_a_gpu(backend: str) -> None:
+    assert backend in dispatch.backends("choose") + dispatch.backends("experts")
+    assert checks._unusable(backend, torch.device("cuda")) == "computes on the CPU"
+
+
+def test_synthetic_fp8_weights_are_numbers_however_many_there_are() -> None:
+    values, factors, *_ = Maker(torch.device("cpu")).experts("fp8", 1, 2048, 4096)
+    assert not values.float().isnan().any()
+    assert factors.isfinite().all()
 
 
 def test_a_missing_dependency_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,3 +82,16 @@ def test_a_rank_has_pages_for_its_part(homes: int, held: int, home: Home) -> Non
     memory = found.pages(PageArray(LAYOUT, 6, homes).of_rank(1))
     assert (memory.kv.num_pages, memory.kv.home) == (held, home)
     assert memory.num_bytes == held * LAYOUT.block_bytes
+
+
+def test_memory_that_another_process_took_meanwhile_is_an_error_that_says_what_to_do(
+    gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 97.20 GiB")
+
+    monkeypatch.setattr(rank_device.KvTensors, "allocate", full)
+    found = RankDevice(ModelOptions(device="cuda"), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"cuda has no room for .* KiB of KV pages") as raised:
+        found.pages(PageArray(LAYOUT, 8))
+    assert "one after the other" in str(raised.value)
