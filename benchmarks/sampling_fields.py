@@ -111,10 +111,11 @@ class Batch:
         """Return the milliseconds of one step."""
         begun = time.thread_time()
         self._sampler.broken(self._ids)
-        for sample in self._sampler.sample(logits, self._ids):
-            output = self._outputs[sample.sequence_id]
-            output.append(sample.token)
-            request_finish(self._requests[sample.sequence_id], output)
+        tokens, _ = self._sampler.sample(logits, self._ids)
+        for sequence_id, token in zip(self._ids, tokens, strict=True):
+            output = self._outputs[sequence_id]
+            output.append(token)
+            request_finish(self._requests[sequence_id], output)
         return 1e3 * (time.thread_time() - begun)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from mooncake.base import Grammar, KvLayout, MonotonicClock, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.plan import LayerDone, PolledRunner, RunnerEvent, Sample, StepPlan, StepResult
+from mooncake.engine.plan import LayerDone, PolledRunner, RunnerEvent, StepPlan, StepResult
 from mooncake.identity import own_credential
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.process import WorkerSettings, build
@@ -78,15 +78,12 @@ class NullRunner:
         if plan.report_layers:
             layers = range(self._num_layers)
             self._events.extend(LayerDone(step_id=plan.step_id, layer=layer) for layer in layers)
-        samples = [
-            Sample(
-                sequence_id=slot.sequence_id,
-                token=FIRST_TOKEN + (slot.start + len(slot.tokens)) % NUM_TOKENS,
-            )
+        tokens = {
+            slot.sequence_id: [FIRST_TOKEN + (slot.start + len(slot.tokens)) % NUM_TOKENS]
             for slot in plan.slots
             if slot.sample
-        ]
-        self._events.append(StepResult(step_id=plan.step_id, samples=samples, seconds=1e-6))
+        }
+        self._events.append(StepResult(step_id=plan.step_id, tokens=tokens, seconds=1e-6))
         os.write(self._signal, b"\0")
 
 

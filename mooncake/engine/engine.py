@@ -39,7 +39,6 @@ from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import (
     Counted,
     Runner,
-    Sample,
     SequenceStart,
     StepPlan,
     StepResult,
@@ -290,23 +289,20 @@ class Engine:
             raise InternalError(f"the runner ended step {result.step_id}, which is not in flight")
         self._num_steps_ended += 1
         self.on_progress()
-        samples: dict[int, list[Sample]] = {}
-        for sample in result.samples:
-            samples.setdefault(sample.sequence_id, []).append(sample)
-        self._account(step, result, samples, now)
+        self._account(step, result, now)
         outputs: list[Made] = []
         for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
             sequence.steps.remove(result.step_id)
             sequence.num_in_flight -= len(slot.tokens) - slot.num_drafts
-            sampled = samples.get(sequence.sequence_id, [])
+            sampled = result.tokens.get(sequence.sequence_id, [])
             failure = sequence.failure or _failure(result, slot, sampled)
             if sequence.aborted or failure is not None:
                 sampled = []
             finish = self._append(sequence, sampled)
             if failure is None:
-                logprobs = result.prompt_logprobs.get(sequence.sequence_id)
+                of_prompt = result.prompt_logprobs.get(sequence.sequence_id)
                 num_new = len(slot.tokens) - slot.num_drafts + max(0, len(sampled) - 1)
-                self._commit(sequence, slot.start + num_new, logprobs)
+                self._commit(sequence, slot.start + num_new, of_prompt)
             if sequence.steps:  # later chunks of the sequence, which use its pages
                 sequence.failure = failure
             elif sequence.aborted:
@@ -314,7 +310,8 @@ class Engine:
             elif failure is not None:
                 outputs.append(self._fail(sequence, failure))
             elif sampled:
-                outputs.append(self._output(sequence, sampled, finish))
+                logprobs = result.logprobs.get(sequence.sequence_id)
+                outputs.append(self._output(sequence, sampled, logprobs, finish))
         return outputs
 
     def calibrate(self, samples: Iterable[CostSample]) -> None:
@@ -493,13 +490,13 @@ class Engine:
             self.pool.publish(sequence.keys[index], sequence.pages[index])
         sequence.num_published = max(sequence.num_published, num_full)
 
-    def _append(self, sequence: Sequence, sampled: list[Sample]) -> FinishInfo | None:
+    def _append(self, sequence: Sequence, sampled: list[int]) -> FinishInfo | None:
         """Append the sampled tokens up to the one that ends the sequence; drop those after it.
         Return how it ends, if it does.
         """
         finish: FinishInfo | None = None
-        for index, sample in enumerate(sampled):
-            sequence.output_tokens.append(sample.token)
+        for index, token in enumerate(sampled):
+            sequence.output_tokens.append(token)
             finish = request_finish(
                 sequence.request, sequence.output_tokens, self.config.max_model_len
             )
@@ -511,27 +508,33 @@ class Engine:
         self.extend_keys(sequence)
         return finish
 
-    def _output(self, sequence: Sequence, sampled: list[Sample], finish: FinishInfo | None) -> Made:
+    def _output(
+        self,
+        sequence: Sequence,
+        sampled: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishInfo | None,
+    ) -> Made:
         """Return the sequence's new tokens. With `finish` it leaves the engine."""
         prompt_logprobs = None
         if sampled:
             prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if finish is not None:
             self._end(sequence)
-        logprobs = [sample.logprobs for sample in sampled if sample.logprobs is not None]
         output = RequestOutput(
             request_id=sequence.request.request_id,
             attempt=sequence.attempt,
             start=len(sequence.output_tokens) - len(sampled),
-            tokens=[sample.token for sample in sampled],
-            logprobs=logprobs or None,
+            tokens=sampled,
+            logprobs=logprobs and logprobs[: len(sampled)],
             prompt_logprobs=packed_logprobs(prompt_logprobs),
             finish=finish,
         )
         return sequence, output
 
     def _fail(self, sequence: Sequence, failure: Failure) -> Made:
-        return self._output(sequence, [], FinishInfo(reason=FinishReason.ERROR, failure=failure))
+        finish = FinishInfo(reason=FinishReason.ERROR, failure=failure)
+        return self._output(sequence, [], None, finish)
 
     def _end(self, sequence: Sequence) -> None:
         """Move a sequence to those whose pages the role must release."""
@@ -559,13 +562,7 @@ class Engine:
             sequence.known_to_runner = False
             self._ended[sequence.sequence_id] = None
 
-    def _account(
-        self,
-        step: InFlight,
-        result: StepResult,
-        samples: Mapping[int, list[Sample]],
-        now: float,
-    ) -> None:
+    def _account(self, step: InFlight, result: StepResult, now: float) -> None:
         self._cost = None
         self.counters["steps"] += 1
         self.counters |= result.counters
@@ -595,7 +592,7 @@ class Engine:
         if self._speculation is None:
             return
         outcomes = [
-            (sequence, slot.num_drafts, max(0, len(samples.get(slot.sequence_id, [])) - 1))
+            (sequence, slot.num_drafts, max(0, len(result.tokens.get(slot.sequence_id, [])) - 1))
             for slot, sequence in zip(slots, step.sequences, strict=True)
         ]
         self._speculation.count(outcomes)
@@ -604,7 +601,7 @@ class Engine:
             self._speculation.observe(outcomes, self._cost)
 
 
-def _failure(result: StepResult, slot: StepSlot, sampled: list[Sample]) -> Failure | None:
+def _failure(result: StepResult, slot: StepSlot, sampled: list[int]) -> Failure | None:
     """Return why the sequence of `slot` failed, alone or with the whole step, or None."""
     if result.error is not None:
         message = f"the step that computed this request failed: {result.error}"

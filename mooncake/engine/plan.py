@@ -78,14 +78,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(slot.tokens) for slot in self.slots)
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled token."""
-
-    sequence_id: int
-    token: int
-    logprobs: TokenLogprobs | None = None
-
-
 class LayerDone(msgspec.Struct, frozen=True, kw_only=True):
     """The KV of `layer`, and of all layers before it, is in the pages for all tokens of the step,
     so it can be pushed. The event of a later step may come before that of an earlier step: its
@@ -100,17 +92,17 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a step, as an event for the engine."""
 
     step_id: int
-    samples: list[Sample]
-    """One sample for each slot that samples, and one more for each accepted draft. Those of a
-    sequence come in the order of its tokens.
-    """
     seconds: float
+    tokens: dict[int, list[int]] = {}
+    """sequence_id -> the token that its slot sampled, and one more for each accepted draft."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """sequence_id -> one entry for each of its tokens, where requested."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """sequence_id -> logprobs of the *next* prompt token, for each token of the slot (where
     requested and known).
     """
     failures: dict[int, Failure] = {}
-    """sequence_id -> why only this sequence failed; it has no sample."""
+    """sequence_id -> why only this sequence failed; it has no tokens."""
     error: str | None = None
     """Why the whole step failed. Then nothing that it wrote is valid."""
     counters: dict[str, float] = {}

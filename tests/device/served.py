@@ -80,10 +80,9 @@ class Served:
                 continue
             assert event.error is None, event.error
             self.counters |= event.counters
-            for sample in event.samples:
-                if sample.logprobs is not None:
-                    found = self.logprobs.setdefault(sample.sequence_id, [])
-                    found.append(sample.logprobs.logprob)
+            for sequence_id, entries in event.logprobs.items():
+                found = self.logprobs.setdefault(sequence_id, [])
+                found += [entry.logprob for entry in entries]
             for sequence, output in self.engine.on_step(event, 0.0):
                 if output.finish is not None:
                     self.engine.release(sequence)

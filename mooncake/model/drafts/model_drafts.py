@@ -9,14 +9,14 @@ before they must be final. All ranks of a model make the same calls in the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import torch
 
-from mooncake.engine.plan import Sample, StepSlot
+from mooncake.engine.plan import StepSlot
 from mooncake.model.copies import Copies
 from mooncake.model.inputs import SlotRows
 from mooncake.model.parallel.group import Group, Solo
@@ -184,23 +184,23 @@ class ModelDrafts:
         self,
         step_rows: Sequence[SlotRows],
         read: ReadStates,
-        samples: Sequence[Sample] | None,
+        sampled: Mapping[int, list[int]] | None,
         *,
         handed_on: bool,
     ) -> bool:
         """Keep the states of a step, and compute the rows that must be final by now. Return whether
         there were any.
 
-        step_rows: the rows of all slots in `read`. samples: the samples of the step; None: another
-        rank has them. handed_on: blocks go to other engines, with the row of the token just sampled
-        if there is room for it.
+        step_rows: the rows of all slots in `read`. sampled: the step's tokens by sequence; None:
+        another rank has them. handed_on: blocks go to other engines, with the row of the token just
+        sampled if there is room for it.
         """
-        sampled = self._sampled([each.slot for each in step_rows], samples)
+        tokens_of = self._gathered([each.slot for each in step_rows], sampled or {})
         every, block_tokens = read.rows, self._layer.block_tokens
         rows, states = [], []
         for each in step_rows:
             slot = each.slot
-            made = sampled.get(slot.sequence_id, [])
+            made = tokens_of.get(slot.sequence_id, [])
             left = self._add(each, every, len(made))
             room = 0 if block_tokens is None else len(slot.pages) * block_tokens
             final = handed_on and block_tokens is not None
@@ -246,13 +246,10 @@ class ModelDrafts:
         made = self._layer.states(torch.cat(list(read)))
         return list(torch.split(made, [len(each) for each in read]))
 
-    def _sampled(
-        self, slots: Sequence[StepSlot], samples: Sequence[Sample] | None
-    ) -> dict[int, list[int]]:
+    def _gathered(
+        self, slots: Sequence[StepSlot], made: Mapping[int, list[int]]
+    ) -> Mapping[int, list[int]]:
         """Return the tokens that each sequence has sampled. The lead sends them to all ranks."""
-        made: dict[int, list[int]] = {}
-        for sample in samples or ():
-            made.setdefault(sample.sequence_id, []).append(sample.token)
         if self._group.size == 1:
             return made
         width = 1 + max(slot.num_drafts for slot in slots)

@@ -29,7 +29,7 @@ from mooncake.base import (
     Unavailable,
 )
 from mooncake.base.bounded_map import BoundedMap
-from mooncake.engine.plan import Sample, SequenceStart
+from mooncake.engine.plan import SequenceStart
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammars.following import Follower, Grammars
@@ -86,6 +86,10 @@ class Drawn:
     """float64 [2, rows]: the tokens, and each row's largest logit."""
     logits: torch.Tensor | None
     """The unmodified logits when logprobs are wanted. They must not change until `finish`."""
+
+
+Sampled = tuple[list[int], dict[int, TokenLogprobs]]
+"""The token of each row, and by row the log-probabilities of those whose sequences want them."""
 
 
 class Sampler:
@@ -197,8 +201,8 @@ class Sampler:
                 sequence.mask = mask
         return failures
 
-    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
-        """Return one sample per row of `logits` [rows, vocab] fp32, and add each to its sequence.
+    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Sampled:
+        """Return one token per row of `logits` [rows, vocab] fp32, and add each to its sequence.
 
         Raises:
             InternalError: a sequence was not started, its logits hold NaN or infinity, or all its
@@ -227,8 +231,8 @@ class Sampler:
         wanted = any(sequence.sampling.num_logprobs is not None for sequence in sequences)
         return Drawn(tokens, sequence_ids, arriving, logits if wanted else None)
 
-    def finish(self, drawn: Drawn) -> list[Sample]:
-        """Wait for the tokens, add each to its sequence, and return the samples."""
+    def finish(self, drawn: Drawn) -> Sampled:
+        """Wait for the tokens, add each to its sequence, and return them."""
         chosen, largest = drawn.arriving.wait().tolist()
         for sequence_id, logit in zip(drawn.sequence_ids, largest, strict=True):
             if not math.isfinite(logit):
@@ -245,10 +249,7 @@ class Sampler:
                 if sequence.place is not None
             ]
         )
-        return [
-            Sample(sequence_id=sequence_id, token=token, logprobs=logprobs.get(row))
-            for row, (sequence_id, token) in enumerate(zip(drawn.sequence_ids, tokens, strict=True))
-        ]
+        return tokens, logprobs
 
     def try_out(self, logits: torch.Tensor) -> None:
         """Begin to sample a token of each row of `logits` [rows, vocab] fp32 with all features that

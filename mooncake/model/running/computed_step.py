@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.engine.plan import Sample, StepSlot
+from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.copies import Copies
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
@@ -154,12 +154,13 @@ class ComputedStep:
         places = self._copies.send(torch.tensor(rows, dtype=torch.int64))
         return self._model.logits(self._hidden.index_select(0, places))
 
-    def keep(self, samples: Sequence[Sample] | None, *, handed_on: bool) -> bool:
+    def keep(self, sampled: Mapping[int, list[int]] | None, *, handed_on: bool) -> bool:
         """Keep what drafts are made from (see `ModelDrafts.keep`). Return whether pages were
         written.
 
-        samples: the lead's samples; None: this is another rank, which gets them from the lead.
+        sampled: the lead's tokens by sequence; None: this is another rank, which gets them from
+        the lead.
         """
         if self._drafts is None or self._read is None:
             return False
-        return self._drafts.keep(self._inputs.input_rows, self._read, samples, handed_on=handed_on)
+        return self._drafts.keep(self._inputs.input_rows, self._read, sampled, handed_on=handed_on)

@@ -10,12 +10,12 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
-from mooncake.base import Failure, Grammar, InternalError, TokenLogprobs
+from mooncake.base import Grammar, InternalError, TokenLogprobs
 from mooncake.base.mailbox import Mailbox
 from mooncake.base.parallel import stage_layers
 from mooncake.base.vital_thread import VitalThread
@@ -23,7 +23,6 @@ from mooncake.engine.plan import (
     Counted,
     LayerDone,
     RunnerEvent,
-    Sample,
     SequenceStart,
     StepPlan,
     StepResult,
@@ -36,7 +35,7 @@ from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.sampler import Sampler
+from mooncake.model.layers.sampler import Sampled, Sampler
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.stages import StageTimes
@@ -55,13 +54,6 @@ _LOOK_S = 0.5
 """How often to check whether a rank has been lost meanwhile."""
 _COUNTED_EVERY = 16
 """The runner reports its counts once for this many steps of others in which it takes part."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    samples: list[Sample]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
-    failures: dict[int, Failure]
 
 
 class ModelRunner:
@@ -345,14 +337,13 @@ class ModelRunner:
         begin = time.perf_counter()
         try:
             try:
-                outcome = self._execute(plan)
+                result = self._execute(plan)
             finally:
                 self._layers.drain()  # no event of a step may follow its result
         except Exception as error:  # after any error, the engine must hear that the step ended
             self._fail(f"step {plan.step_id}: {error}")
             return StepResult(
                 step_id=plan.step_id,
-                samples=[],
                 seconds=time.perf_counter() - begin,
                 error=f"step {plan.step_id}: {type(error).__name__}: {error}",
             )
@@ -361,16 +352,10 @@ class ModelRunner:
             of_stages = self._model.stage.seconds
             self._stages.add(of_stages, time.monotonic())
             seconds = max(of_stages)
-        return StepResult(
-            step_id=plan.step_id,
-            samples=outcome.samples,
-            seconds=seconds,
-            prompt_logprobs=outcome.prompt_logprobs,
-            failures=outcome.failures,
-            counters=self._counters(),
-        )
+        return msgspec.structs.replace(result, seconds=seconds, counters=self._counters())
 
-    def _execute(self, plan: StepPlan) -> _Outcome:
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step. The result lacks its time."""
         for sequence_id in plan.ended:
             self._sampler.forget(sequence_id)
         for start in plan.starts:
@@ -379,7 +364,7 @@ class ModelRunner:
         if self._drafts is not None:
             self._drafts.forget([*plan.ended, *(start.sequence_id for start in plan.starts)])
         if not plan.slots:
-            return _Outcome([], {}, {})
+            return StepResult(step_id=plan.step_id, seconds=0.0)
         lead = self._lead
         if lead is not None:
             lead.begin_step()
@@ -388,7 +373,7 @@ class ModelRunner:
             self._peers.wake(self._model.exchange.num_steps + 1)
         if self._decoder is not None:
             if way is not Way.AS_IT_COMES:
-                return self._decode(self._decoder, plan.slots)
+                return self._decode(self._decoder, plan)
             self._decoder.interrupt()
 
         def after_write(layer: int) -> None:
@@ -410,13 +395,17 @@ class ModelRunner:
         if not computed.has_drafts:
             self._leave_pages()
         failures = self._sampler.broken([slot.sequence_id for slot in computed.sampled])
-        samples = [] if logits is None else self._sample(logits, computed.sampled, failures)
-        written = computed.keep(samples, handed_on=plan.report_layers)
+        result = StepResult(
+            step_id=plan.step_id, seconds=0.0, prompt_logprobs=logprobs, failures=failures
+        )
+        if logits is not None:
+            self._sample(logits, computed.sampled, result)
+        written = computed.keep(result.tokens, handed_on=plan.report_layers)
         if computed.has_drafts:
             self._leave_pages()
-        if written or not samples:  # samples would have come last
+        if written or not result.tokens:  # tokens would have come last
             self._wait()
-        return _Outcome(samples, logprobs, failures)
+        return result
 
     def _leave_pages(self) -> None:
         """Return when no rank writes to pages of this step any more."""
@@ -424,19 +413,16 @@ class ModelRunner:
             self._model.stage.ranks.meet()
             self._lead.reached(ALL_LAYERS)
 
-    def _sample(
-        self, logits: torch.Tensor, slots: Sequence[StepSlot], failures: Mapping[int, Failure]
-    ) -> list[Sample]:
+    def _sample(self, logits: torch.Tensor, slots: Sequence[StepSlot], result: StepResult) -> None:
         """Sample for those of `slots` that have not failed: after the token before its drafts, and
         in further rounds after each draft that equals the sampled token. So every token is sampled
         as in a step of its own, from settings and a grammar that know all tokens before it.
 
         logits: for each slot the rows of that token and of its drafts, slot after slot.
         """
-        samples: list[Sample] = []
         row, open_ = 0, []
         for slot in slots:
-            if slot.sequence_id not in failures:
+            if slot.sequence_id not in result.failures:
                 open_.append((row, slot))
             row += 1 + slot.num_drafts
         for turn in itertools.count():
@@ -445,29 +431,32 @@ class ModelRunner:
                 # A sequence that breaks here fails in the next step, which begins with this token.
                 open_ = [(row, slot) for row, slot in open_ if slot.sequence_id not in broken]
             if not open_:
-                return samples
+                return
             rows = [row + turn for row, _ in open_]
             part = logits
             if rows != list(range(len(logits))):
                 part = logits.index_select(0, self._copies.send(torch.tensor(rows)))
-            made = self._sampler.sample(part, [slot.sequence_id for _, slot in open_])
-            samples += made
+            ids = [slot.sequence_id for _, slot in open_]
+            sampled = self._sampler.sample(part, ids)
+            _add(result, ids, sampled)
             open_ = [
                 (row, slot)
-                for (row, slot), sample in zip(open_, made, strict=True)
-                if turn < slot.num_drafts and slot.drafts[turn] == sample.token
+                for (row, slot), token in zip(open_, sampled[0], strict=True)
+                if turn < slot.num_drafts and slot.drafts[turn] == token
             ]
         raise AssertionError("rounds end with the drafts")
 
-    def _decode(self, decoder: DecodeGraphs, slots: Sequence[StepSlot]) -> _Outcome:
+    def _decode(self, decoder: DecodeGraphs, plan: StepPlan) -> StepResult:
         """Replay a step. When the batch has settled, begin the next step before this one's tokens
         are read.
         """
+        slots = plan.slots
         logits = decoder.logits(slots)
         if self._lead is not None:
             self._lead.reached(ALL_LAYERS)
         asked = [slot.sequence_id for slot in slots if slot.sample]
         failures = self._sampler.broken(asked)
+        result = StepResult(step_id=plan.step_id, seconds=0.0, failures=failures)
         rows = [
             row
             for row, slot in enumerate(slots)
@@ -475,23 +464,25 @@ class ModelRunner:
         ]
         if not rows:
             self._wait()
-            return _Outcome([], {}, failures)
+            return result
         every = len(rows) == len(slots)
         if not every:
             logits = logits[: len(slots)].index_select(0, self._copies.send(torch.tensor(rows)))
-        drawn = self._sampler.begin(logits, [slots[row].sequence_id for row in rows])
+        ids = [slots[row].sequence_id for row in rows]
+        drawn = self._sampler.begin(logits, ids)
         # A stage before this one would compute a guess before steps that it knows of.
         settled = self._untold is None and decoder.settled(slots)
         if every and drawn.logits is None and settled:
             if self._lead is not None:
                 self._lead.ahead(drawn.tokens)
             decoder.run_ahead(slots, drawn.tokens)
-        samples = self._sampler.finish(drawn)
-        decoder.confirm([sample.token for sample in samples])
+        sampled = self._sampler.finish(drawn)
+        _add(result, ids, sampled)
+        decoder.confirm(sampled[0])
         if self._lead is not None:
-            # Whoever gets these samples may give the pages of an ended sequence to others.
+            # Whoever gets these tokens may give the pages of an ended sequence to others.
             self._lead.wait_until_guesses_are_heard()
-        return _Outcome(samples, {}, failures)
+        return result
 
     def _wait(self) -> None:
         """Block until the device has finished the step, so that its pages may be reused."""
@@ -506,6 +497,15 @@ class ModelRunner:
         """Return the prompt tokens that follow each token of a slot."""
         first = slot.start + 1
         return self._starts[slot.sequence_id].prompt_tokens[first : first + len(slot.tokens)]
+
+
+def _add(result: StepResult, sequence_ids: Sequence[int], sampled: Sampled) -> None:
+    """Add a token of each of these sequences."""
+    tokens, logprobs = sampled
+    for sequence_id, token in zip(sequence_ids, tokens, strict=True):
+        result.tokens.setdefault(sequence_id, []).append(token)
+    for row, entry in logprobs.items():
+        result.logprobs.setdefault(sequence_ids[row], []).append(entry)
 
 
 def _await(thread: threading.Thread, lost: Callable[[], str | None]) -> None:

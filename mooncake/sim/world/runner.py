@@ -17,7 +17,7 @@ import msgspec
 from mooncake.base.grammar import Grammar
 from mooncake.base.parallel import stage_layers
 from mooncake.base.sampling import SamplingParams
-from mooncake.engine.plan import LayerDone, Sample, StepPlan, StepResult
+from mooncake.engine.plan import LayerDone, StepPlan, StepResult
 from mooncake.sim.world.clock import EventHeap
 
 VOCAB_SIZE = 32000
@@ -125,14 +125,14 @@ class SimRunner:
     def _finish(self, plan: StepPlan, seconds: float) -> None:
         if self.hung:
             return
-        samples: list[Sample] = []
+        tokens: dict[int, list[int]] = {}
         for slot in plan.slots:
             if slot.sample:
-                known = self._known[slot.sequence_id]
+                known, made = self._known[slot.sequence_id], tokens.setdefault(slot.sequence_id, [])
                 for draft in (*slot.drafts, None):
                     token = self._oracle(known.sampling, known.num_outputs)
                     known.num_outputs += 1
-                    samples.append(Sample(sequence_id=slot.sequence_id, token=token))
+                    made.append(token)
                     if token != draft:
                         break
-        self._deliver(StepResult(step_id=plan.step_id, samples=samples, seconds=seconds))
+        self._deliver(StepResult(step_id=plan.step_id, tokens=tokens, seconds=seconds))

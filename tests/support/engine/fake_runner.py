@@ -21,7 +21,6 @@ from mooncake.base.sampling import SamplingParams
 from mooncake.engine.plan import (
     LayerDone,
     RunnerEvent,
-    Sample,
     SequenceStart,
     StepPlan,
     StepResult,
@@ -230,16 +229,20 @@ class FakeRunner:
                 self._states[slot.sequence_id].spoiled |= error is not None
             if plan.report_layers and error is None:
                 yield LayerDone(step_id=plan.step_id, layer=layer)
-        samples = []
-        prompt_logprobs = {}
+        tokens, logprobs, prompt_logprobs = {}, {}, {}
         if error is None:
-            samples = [each for slot in plan.slots if slot.sample for each in self._samples(slot)]
             for slot in plan.slots:
+                if slot.sample:
+                    made = tokens[slot.sequence_id] = list(self._sampled(slot))
+                    num = self._states[slot.sequence_id].sampling.num_logprobs
+                    if num is not None:
+                        logprobs[slot.sequence_id] = [fake_logprobs(token, num) for token in made]
                 if self._states[slot.sequence_id].sampling.num_prompt_logprobs is not None:
                     prompt_logprobs[slot.sequence_id] = self._prompt_logprobs(slot)
         yield StepResult(
             step_id=plan.step_id,
-            samples=samples,
+            tokens=tokens,
+            logprobs=logprobs,
             seconds=0.01 + 0.001 * plan.num_tokens,
             prompt_logprobs=prompt_logprobs,
             error=error,
@@ -302,25 +305,22 @@ class FakeRunner:
             at = position % block_tokens * row_bytes
             target[at : at + row_bytes] = b"\xff" * row_bytes if rubbish else row
 
-    def _samples(self, slot: StepSlot) -> Iterator[Sample]:
+    def _sampled(self, slot: StepSlot) -> Iterator[int]:
         """Yield what is sampled after the last token, and after each draft that is right."""
         end = slot.start + len(slot.tokens) - slot.num_drafts
         for num_tokens, draft in enumerate((*slot.drafts, None), end):
-            sample = self._sample(slot, num_tokens)
-            yield sample
-            if sample.token != draft:
+            token = self._sample(slot, num_tokens)
+            yield token
+            if token != draft:
                 return
 
-    def _sample(self, slot: StepSlot, num_tokens: int) -> Sample:
+    def _sample(self, slot: StepSlot, num_tokens: int) -> int:
         state = self._states[slot.sequence_id]
         kv = [self.read(layer, slot.pages, num_tokens) for layer in range(self._layout.num_layers)]
         position = num_tokens - state.num_prompt_tokens
         token = choose_token(kv, state.sampling, position, self._vocab_size)
         state.history.append(token)
-        logprobs = None
-        if state.sampling.num_logprobs is not None:
-            logprobs = fake_logprobs(token, state.sampling.num_logprobs)
-        return Sample(sequence_id=slot.sequence_id, token=token, logprobs=logprobs)
+        return token
 
     def _prompt_logprobs(self, slot: StepSlot) -> list[TokenLogprobs]:
         state = self._states[slot.sequence_id]

@@ -16,7 +16,7 @@ from mooncake.base.request import (
     unpacked_logprobs,
 )
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.plan import LayerDone, Sample, StepResult
+from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Made, Sequence, SequenceState
 from tests.support.engine.engines import Bench, failure_of, request
 from tests.support.engine.fake_runner import History, expected_output, fake_logprobs
@@ -430,7 +430,7 @@ def test_a_sequence_without_its_sample_fails_alone() -> None:
     bench.tick()
     (result,) = bench.runner.poll()
     assert isinstance(result, StepResult)
-    short = StepResult(step_id=0, samples=result.samples[:1], seconds=0.1)
+    short = StepResult(step_id=0, tokens={1: result.tokens[1]}, seconds=0.1)
     (of_first, of_second) = bench.engine.on_step(short, 1.0)
     assert (of_first[0], of_first[1].finish) == (first, None)
     assert of_second[0] is second
@@ -449,7 +449,7 @@ def test_what_can_never_run_ends_through_tick() -> None:
 def test_a_step_that_is_not_in_flight_is_our_fault() -> None:
     bench = Bench()
     with pytest.raises(InternalError, match="step 5, which is not in flight"):
-        bench.engine.on_step(StepResult(step_id=5, samples=[], seconds=0.0), 0.0)
+        bench.engine.on_step(StepResult(step_id=5, seconds=0.0), 0.0)
     with pytest.raises(KeyError):
         bench.engine.step(5)
 
@@ -528,10 +528,9 @@ def test_a_failed_chunk_ends_its_sequence_after_those_behind_it() -> None:
     bench = Bench(max_steps_in_flight=3, max_batched_tokens=8, max_num_seqs=4)
     sequence = bench.add(list(range(24)), max_tokens=3)
     bench.tick()
-    results = [StepResult(step_id=0, samples=[], seconds=1.0, error="out of memory")]
-    results += [StepResult(step_id=1, samples=[], seconds=1.0)]
-    token = Sample(sequence_id=sequence.sequence_id, token=7)
-    results += [StepResult(step_id=2, samples=[token], seconds=1.0)]
+    results = [StepResult(step_id=0, seconds=1.0, error="out of memory")]
+    results += [StepResult(step_id=1, seconds=1.0)]
+    results += [StepResult(step_id=2, tokens={sequence.sequence_id: [7]}, seconds=1.0)]
     ends = [bench.engine.on_step(result, 0.0) for result in results]
     assert ends[:2] == [[], []]
     [(_, end)] = ends[2]

@@ -43,7 +43,8 @@ def first_step(runner: FakeRunner) -> None:
 def sampled(runner: FakeRunner) -> int:
     result = runner.poll()[-1]
     assert isinstance(result, StepResult)
-    return result.samples[0].token
+    [[token]] = result.tokens.values()
+    return token
 
 
 def test_kv_and_tokens_are_those_of_the_oracle() -> None:
@@ -90,7 +91,7 @@ def test_a_failed_step_leaves_rubbish() -> None:
     runner.submit(plan(0, slot(0, PROMPT, [0, 1]), starts=[start()], report_layers=True))
     (result,) = runner.poll()
     assert isinstance(result, StepResult)
-    assert (result.error, result.samples) == ("no luck", [])
+    assert (result.error, result.tokens) == ("no luck", {})
     with pytest.raises(AssertionError, match="block 0 is not in page 0"):
         runner.check([0, 1], PROMPT)
 

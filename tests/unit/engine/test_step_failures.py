@@ -6,7 +6,7 @@ import pytest
 
 from mooncake.base.request import Failure
 from mooncake.engine.engine import EngineHung
-from mooncake.engine.plan import Sample, StepResult
+from mooncake.engine.plan import StepResult
 from tests.support.engine.engines import Bench, failure_of
 
 
@@ -16,7 +16,7 @@ def test_one_sequence_fails_and_the_others_go_on() -> None:
     bench.engine.tick(0.0)
     result = StepResult(
         step_id=0,
-        samples=[Sample(sequence_id=good.sequence_id, token=7)],
+        tokens={good.sequence_id: [7]},
         seconds=0.1,
         failures={bad.sequence_id: Failure.invalid("its grammar cannot be followed")},
     )
@@ -37,7 +37,6 @@ def test_a_failed_step_is_the_fault_of_no_request() -> None:
     bench.engine.tick(0.0)
     result = StepResult(
         step_id=0,
-        samples=[],
         seconds=0.1,
         failures={first.sequence_id: Failure.invalid("odd")},
         error="no memory",
@@ -58,8 +57,8 @@ def after_steps(count: int) -> Bench:
     sequence = bench.add([1, 2, 3], max_tokens=count + 2)
     for step_id in range(count):
         bench.engine.tick(0.0)
-        sample = Sample(sequence_id=sequence.sequence_id, token=7)
-        bench.engine.on_step(StepResult(step_id=step_id, samples=[sample], seconds=0.0), 0.0)
+        made = {sequence.sequence_id: [7]}
+        bench.engine.on_step(StepResult(step_id=step_id, tokens=made, seconds=0.0), 0.0)
     bench.engine.tick(0.0)
     return bench
 

@@ -47,7 +47,7 @@ def generate(
             )
         tokens = (prompt + output)[computed:]
         logits = forward(model, kv, [slot(5, computed, tokens, pages)])[5]
-        output = [*output, sampler.sample(logits[-1:], [5])[0].token]
+        output = [*output, *sampler.sample(logits[-1:], [5])[0]]
         computed += len(tokens)
     return output
 

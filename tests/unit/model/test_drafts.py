@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import SamplingParams
-from mooncake.engine.plan import Sample, SequenceStart, StepPlan, StepResult
+from mooncake.base import SamplingParams, TokenLogprobs
+from mooncake.engine.plan import SequenceStart, StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.running.runner import ModelRunner
@@ -25,6 +25,7 @@ from tests.support.model.tiny_models import (
 
 PAGES = {1: [0, 5, 2, 9, 11], 2: [3, 7, 8, 4, 12]}
 NUM_TOKENS = 24
+Token = tuple[int, TokenLogprobs | None]
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.9, "seed": 5},
@@ -48,11 +49,11 @@ def model() -> KimiK2:
     return ours(source_of(truth("plain")))
 
 
-def answers(model: KimiK2, sampling: dict[str, Any], draft: Draft) -> dict[int, list[Sample]]:
-    """Return the samples of two sequences that run together."""
+def answers(model: KimiK2, sampling: dict[str, Any], draft: Draft) -> dict[int, list[Token]]:
+    """Return the tokens of two sequences that run together."""
     runner = ModelRunner(model, kv_for(model.spec), Sampler(model.spec.vocab_size), num_threads=1)
     prompts = {key: random_tokens(20 + key, key) for key in PAGES}
-    found: dict[int, list[Sample]] = {key: [] for key in PAGES}
+    found: dict[int, list[Token]] = {key: [] for key in PAGES}
     starts = [
         SequenceStart(
             sequence_id=key, sampling=SamplingParams(**sampling), prompt_tokens=prompts[key],
@@ -65,14 +66,16 @@ def answers(model: KimiK2, sampling: dict[str, Any], draft: Draft) -> dict[int, 
     try:
         while slots:
             runner.submit(StepPlan(step_id=step, starts=starts, slots=slots, ended=[]))
-            for sample in result_of(runner).samples:
-                found[sample.sequence_id].append(sample)
+            result = result_of(runner)
+            for key, tokens in result.tokens.items():
+                entries = result.logprobs.get(key) or [None] * len(tokens)
+                found[key] += zip(tokens, entries, strict=True)
             starts, slots, step = [], [], step + 1
             for key, samples in found.items():
                 if len(samples) < NUM_TOKENS:
                     start = len(prompts[key]) + len(samples) - 1
                     drafts = draft(key, len(samples))[: NUM_TOKENS - len(samples) - 1]
-                    slots.append(slot(key, start, [samples[-1].token], PAGES[key], drafts=drafts))
+                    slots.append(slot(key, start, [samples[-1][0]], PAGES[key], drafts=drafts))
     finally:
         runner.close()
     return found
@@ -90,7 +93,7 @@ def result_of(runner: ModelRunner) -> StepResult:
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_tokens_do_not_depend_on_drafts(model: KimiK2, name: str) -> None:
     alone = answers(model, SAMPLINGS[name], lambda key, at: [])
-    right = {key: [sample.token for sample in samples] for key, samples in alone.items()}
+    right = {key: [token for token, _ in samples] for key, samples in alone.items()}
     drafts: dict[str, Draft] = {
         "right": lambda key, at: right[key][at : at + 6],
         "wrong": lambda key, at: [1 + token % 200 for token in right[key][at : at + 3]],
@@ -100,14 +103,12 @@ def test_tokens_do_not_depend_on_drafts(model: KimiK2, name: str) -> None:
     for kind, draft in drafts.items():
         found = answers(model, SAMPLINGS[name], draft)
         for key, samples in found.items():
-            assert [sample.token for sample in samples] == right[key], kind
-            for sample, before in zip(samples, alone[key], strict=True):
-                assert (sample.logprobs is None) == (before.logprobs is None)
-                if sample.logprobs is not None and before.logprobs is not None:
-                    assert sample.logprobs.rank == before.logprobs.rank
-                    assert sample.logprobs.logprob == pytest.approx(
-                        before.logprobs.logprob, abs=1e-4
-                    )
+            assert [token for token, _ in samples] == right[key], kind
+            for (_, entry), (_, before) in zip(samples, alone[key], strict=True):
+                assert (entry is None) == (before is None)
+                if entry is not None and before is not None:
+                    assert entry.rank == before.rank
+                    assert entry.logprob == pytest.approx(before.logprob, abs=1e-4)
 
 
 ALLOWED = [7, 20, 33, 150]
@@ -151,10 +152,7 @@ def test_what_is_sampled_behind_a_draft_has_the_models_distribution(model: KimiK
             slots = [slot(key, 0, prompt, [key % num_each], drafts=[draft]) for key in ids]
             ended = list(range((step - 1) * num_each, step * num_each)) if step else []
             runner.submit(StepPlan(step_id=step, starts=starts, slots=slots, ended=ended))
-            made: dict[int, list[int]] = {}
-            for sample in result_of(runner).samples:
-                made.setdefault(sample.sequence_id, []).append(sample.token)
-            for tokens in made.values():
+            for tokens in result_of(runner).tokens.values():
                 assert (len(tokens) == 2) == (tokens[0] == draft)
                 for place, token in enumerate(tokens):
                     counts[place][token] = counts[place].get(token, 0) + 1

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from mooncake.base import CheckpointError
-from mooncake.engine.plan import BY_MODEL, Sample
+from mooncake.engine.plan import BY_MODEL
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.eagle3 import EMBEDDING, HEAD, IS_DRAFTED, TO_TARGET, Eagle3Files
 from mooncake.model.copies import HostCopies
@@ -176,11 +176,7 @@ def test_drafts_are_those_of_the_whole_text(model: KimiK2, tmp_path: Path, kind:
             inputs = build_inputs(given, wanted, kv.page_shape, model.prefers_absorbed)
             read = drafting.read_states()
             model.forward(inputs, kv, read=read)
-            samples = [
-                Sample(sequence_id=key, token=0)
-                for key, num in num_right.items()
-                for _ in range(1 + num)
-            ]
+            samples = {key: [0] * (1 + num) for key, num in num_right.items()}
             drafting.keep(inputs.input_rows, read, samples, handed_on=True)
             for each in given:
                 num_new = len(each.tokens) - each.num_drafts + num_right[each.sequence_id]
@@ -208,8 +204,7 @@ def test_a_sequence_from_elsewhere_begins_without_what_was_before(
         inputs, read = build_inputs([first], frozenset(), kv.page_shape, rule), None
         read = drafting.read_states()
         model.forward(inputs, kv, read=read)
-        drafting.keep(inputs.input_rows, read, [Sample(sequence_id=1, token=text[38])],
-                      handed_on=False)  # fmt: skip
+        drafting.keep(inputs.input_rows, read, {1: [text[38]]}, handed_on=False)
         asked = slot(1, 38, text[38:39], [0, 1, 2], drafts=[BY_MODEL])
         [made] = drafting.make([asked])
         fused = reference.fused(reference.read(text[:38])[-1:])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mooncake.base import KvLayout, ModelSpec
-from mooncake.engine.plan import BY_MODEL, Sample, StepSlot
+from mooncake.engine.plan import BY_MODEL, StepSlot
 from mooncake.model.copies import HostCopies
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.drafts.mtp import MtpRows
@@ -121,11 +121,7 @@ def test_drafts_and_full_blocks_are_those_of_the_whole_text(
             inputs = build_inputs(given, every, kv.page_shape, model.prefers_absorbed)
             read = drafting.read_states()
             model.forward(inputs, kv, read=read)
-            samples = [
-                Sample(sequence_id=key, token=0)
-                for key, num in num_right.items()
-                for _ in range(1 + num)
-            ]
+            samples = {key: [0] * (1 + num) for key, num in num_right.items()}
             drafting.keep(inputs.input_rows, read, samples, handed_on=False)
             for each in given:
                 num_new = len(each.tokens) - each.num_drafts + num_right[each.sequence_id]
@@ -151,8 +147,7 @@ def step(
     inputs = build_inputs([asked], frozenset([1]), kv.page_shape, model.prefers_absorbed)
     read = drafting.read_states()
     model.forward(inputs, kv, read=read)
-    samples = [Sample(sequence_id=1, token=sampled)]
-    drafting.keep(inputs.input_rows, read, samples, handed_on=handed_on)
+    drafting.keep(inputs.input_rows, read, {1: [sampled]}, handed_on=handed_on)
 
 
 @pytest.mark.parametrize("num_prompt", [21, 31, 32])

@@ -47,7 +47,7 @@ def tokens_of(
     sampling: SamplingParams, steps: list[torch.Tensor], output: list[int] | None = None
 ) -> list[int]:
     sampler = sampler_of(start(sampling, output=output), vocab=steps[0].shape[0])
-    return [sampler.sample(row[None], [0])[0].token for row in steps]
+    return [sampler.sample(row[None], [0])[0][0] for row in steps]
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0, std: float = 3.0) -> torch.Tensor:
@@ -119,15 +119,13 @@ class TestGreedy:
     def test_takes_the_most_likely_token_of_each_row(self) -> None:
         logits = logits_of(5, 97)
         sampler = sampler_of(*(start(SamplingParams(temperature=0), i) for i in range(5)), vocab=97)
-        samples = sampler.sample(logits, list(range(5)))
-        assert [sample.token for sample in samples] == logits.argmax(-1).tolist()
-        assert all(sample.logprobs is None for sample in samples)
+        assert sampler.sample(logits, list(range(5))) == (logits.argmax(-1).tolist(), {})
 
     def test_mixes_with_drawn_rows(self) -> None:
         logits = logits_of(4, 97)
         params = [SamplingParams(temperature=0), SamplingParams(seed=3)]
         sampler = sampler_of(*(start(params[i % 2], i) for i in range(4)), vocab=97)
-        tokens = [sample.token for sample in sampler.sample(logits, [0, 1, 2, 3])]
+        tokens, _ = sampler.sample(logits, [0, 1, 2, 3])
         assert [tokens[0], tokens[2]] == logits[[0, 2]].argmax(-1).tolist()
         assert tokens[1] == tokens_of(params[1], [logits[1]])[0]
 
@@ -245,8 +243,8 @@ class TestRepeatability:
         for step, row in enumerate(steps):
             order = [*range(1, 1 + step % 6), 0, *range(1 + step % 6, 6)]
             rows = torch.stack([row if i == 0 else noise[step * 5 + i - 1] for i in order])
-            samples = sampler.sample(rows, order)
-            together += [sample.token for sample in samples if sample.sequence_id == 0]
+            tokens, _ = sampler.sample(rows, order)
+            together.append(tokens[order.index(0)])
         assert together == alone
 
     def test_other_seeds_give_other_tokens(self) -> None:
@@ -286,7 +284,7 @@ class TestAdjustments:
                 shifted = row.clone()
                 shifted[token] = unpenalized(wanted[rival] + side * 1e-3, token, prompt, output)
                 sampler = sampler_of(start(sampling, prompt=prompt, output=output), vocab=8)
-                chosen = sampler.sample(shifted[None], [0])[0].token
+                [chosen], _ = sampler.sample(shifted[None], [0])
                 assert (chosen == token) == (side > 0), (token, side)
 
     def test_penalties_of_all_rows_are_taken_off_by_one_call(self) -> None:
@@ -306,10 +304,10 @@ class TestAdjustments:
         sampler = Sampler(4, ops=SamplingOps(penalize=counted))
         for number, each in enumerate(settings):
             sampler.start(start(each, number))
-        found = [sampler.sample(rows, [0, 1, 2, 3]) for _ in range(3)]
+        found = [sampler.sample(rows, [0, 1, 2, 3])[0] for _ in range(3)]
         for number, each in enumerate(settings):
             alone = tokens_of(each, list(rows[:3]))
-            assert [step[number].token for step in found] == alone
+            assert [step[number] for step in found] == alone
         assert calls == [3, 3, 3]
 
     def test_sampled_tokens_count_at_once(self) -> None:
@@ -372,11 +370,10 @@ class TestAdjustments:
         for step in range(12):
             logits = logits_of(rows, vocab, seed=100 * seed + step, std=1.0)
             order = random.sample(range(rows), random.randrange(1, rows + 1))
-            samples = sampler.sample(logits[: len(order)], order)
-            for sample, row in zip(samples, logits, strict=False):
-                who = sample.sequence_id
+            tokens, _ = sampler.sample(logits[: len(order)], order)
+            for who, token, row in zip(order, tokens, logits, strict=False):
                 wanted = plain_choice(row, settings[who], outputs[who])
-                assert sample.token == wanted, (settings[who], outputs[who])
+                assert token == wanted, (settings[who], outputs[who])
                 outputs[who].append(wanted)
 
 
@@ -442,20 +439,17 @@ class TestLogprobs:
             SamplingParams(temperature=0, num_logprobs=4, logit_bias={7: 50.0}),
         ]
         sampler = sampler_of(*(start(p, i) for i, p in enumerate(params)), vocab=50)
-        first, second, third = sampler.sample(logits, [0, 1, 2])
-        assert first.logprobs is not None
-        assert first.logprobs.top == []
-        assert first.logprobs.logprob == pytest.approx(float(raw[0, first.token]), abs=1e-5)
-        assert second.logprobs is None
-        assert third.token == 7
-        assert third.logprobs is not None
-        assert third.logprobs.logprob == pytest.approx(float(raw[2, 7]), abs=1e-5)
-        assert third.logprobs.rank == 1 + int((raw[2] > raw[2, 7]).sum())
+        tokens, logprobs = sampler.sample(logits, [0, 1, 2])
+        assert logprobs.keys() == {0, 2}
+        first, third = logprobs[0], logprobs[2]
+        assert first.top == []
+        assert first.logprob == pytest.approx(float(raw[0, tokens[0]]), abs=1e-5)
+        assert tokens[2] == 7
+        assert third.logprob == pytest.approx(float(raw[2, 7]), abs=1e-5)
+        assert third.rank == 1 + int((raw[2] > raw[2, 7]).sum())
         best = raw[2].topk(4)
-        assert [token for token, _ in third.logprobs.top] == best.indices.tolist()
-        assert [value for _, value in third.logprobs.top] == pytest.approx(
-            best.values.tolist(), abs=1e-5
-        )
+        assert [token for token, _ in third.top] == best.indices.tolist()
+        assert [value for _, value in third.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
     def test_of_a_prompt_longer_than_one_chunk(self) -> None:
         logits = logits_of(150, 30)
@@ -507,4 +501,4 @@ class TestErrors:
             sampler_of(start(SamplingParams()), vocab=5).sample(torch.zeros(1, 4), [0])
 
     def test_an_empty_batch_is_no_error(self) -> None:
-        assert Sampler(5).sample(torch.empty(0, 5), []) == []
+        assert Sampler(5).sample(torch.empty(0, 5), []) == ([], {})

@@ -175,7 +175,7 @@ def test_busy_instances_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             begun = [start_of(1, prompt)] if not step else []
             runners[number].submit(plan(step, [slot(1, start, tokens, range(4))], begun))
             start += len(tokens)
-            tokens = [result_of(runners[number])[0].samples[0].token]
+            tokens = result_of(runners[number])[0].tokens[1]
         runners[number].submit(plan(steps, [], ended=[1]))
 
     with ThreadPoolExecutor(2) as threads:

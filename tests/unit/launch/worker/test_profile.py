@@ -55,9 +55,7 @@ class TimedRunner:
             seconds += self._once_s
             self._seen.add(plan.num_tokens)
         self._clock.advance_to(self._clock.now() + seconds)
-        self._results.append(
-            StepResult(step_id=plan.step_id, samples=[], seconds=seconds, error=self._error)
-        )
+        self._results.append(StepResult(step_id=plan.step_id, seconds=seconds, error=self._error))
         os.eventfd_write(self._fd, 1)
 
     def fileno(self) -> int:

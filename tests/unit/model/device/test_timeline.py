@@ -119,7 +119,7 @@ def test_a_layer_is_handed_on_while_the_device_is_at_the_next() -> None:
         (result,) = events(runner, 1)
         assert isinstance(result, StepResult)
         assert result.error is None
-        assert len(result.samples) == 1
+        assert len(result.tokens) == 1
     finally:
         timeline.run_to(10**6)
         runner.close()

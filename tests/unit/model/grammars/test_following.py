@@ -225,8 +225,7 @@ class TestInTheSampler:
         tokens: list[int] = []
         while len(tokens) < 200 and (not tokens or tokens[-1] != special(END)):
             assert sampler.broken([0]) == {}
-            [sample] = sampler.sample(likely(wish, len(tokens)), [0])
-            tokens.append(sample.token)
+            tokens += sampler.sample(likely(wish, len(tokens)), [0])[0]
         return TOKENIZER.decode(tokens)
 
     @pytest.mark.parametrize(
@@ -271,8 +270,8 @@ class TestInTheSampler:
         assert reasons[1].status == 400
         assert "does not compile" in reasons[1].message
         assert len(reasons[1].message.splitlines()) == 1
-        [sample] = sampler.sample(torch.zeros(1, TOKENIZER.vocab_size), [2])
-        assert sample.token == encode("a")[0]
+        [token], _ = sampler.sample(torch.zeros(1, TOKENIZER.vocab_size), [2])
+        assert token == encode("a")[0]
 
     def test_a_model_without_tokenizer_files_fails_alone(self) -> None:
         def load() -> NoReturn:

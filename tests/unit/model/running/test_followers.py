@@ -269,8 +269,8 @@ def scenario(go: Callable[[StepPlan], StepResult]) -> list[object]:
             sequence: [round(each.logprob, 3) for each in rows]
             for sequence, rows in result.prompt_logprobs.items()
         }
-        found.append(([(each.sequence_id, each.token) for each in result.samples], rounded))
-        return {sample.sequence_id: sample.token for sample in result.samples}
+        found.append((result.tokens, rounded))
+        return {sequence: tokens[-1] for sequence, tokens in result.tokens.items()}
 
     step([slot(1, 0, long[:30], [3, 1], sample=False), slot(2, 0, short, [5])], starts)
     one = step([slot(1, 30, long[30:], [3, 1, 7])])[1]
@@ -281,9 +281,9 @@ def scenario(go: Callable[[StepPlan], StepResult]) -> list[object]:
     step([], [], [2])
     again = [start(1, long)]
     two = step([slot(1, 0, long, [11, 12, 13])], again, [])[1]
-    firsts = [tokens[0][1] for tokens, _ in found[3:7]]
+    firsts = [tokens[1][0] for tokens, _ in found[3:7]]
     step([slot(1, 40, [two], [11, 12, 13], drafts=firsts)])
-    assert len(found[-1][0]) >= 4, "its tokens of before are drafts that are accepted"
+    assert len(found[-1][0][1]) >= 4, "its tokens of before are drafts that are accepted"
     step([slot(4, 0, short, [5])], [start(4, short)], [1])
     return found
 
@@ -304,14 +304,14 @@ def test_followers_compute_with_the_lead(instance: Open, source: DictSource, wor
     assert made.lead.lost is None
 
 
-def drafted(go: Callable[[StepPlan], StepResult]) -> list[list[tuple[int, int]]]:
+def drafted(go: Callable[[StepPlan], StepResult]) -> list[dict[int, list[int]]]:
     """Prompts, one in chunks that are handed on, then steps whose drafts the model makes, one of
     the sequences begun anew in between; return what is sampled.
     """
     prompts = {1: random_tokens(40, seed=1), 2: random_tokens(21, seed=2)}
     pages = {1: [3, 1, 7, 9, 10], 2: [5, 6, 4]}
     known = {key: list(tokens) for key, tokens in prompts.items()}
-    found: list[list[tuple[int, int]]] = []
+    found: list[dict[int, list[int]]] = []
 
     def step(
         slots: list[StepSlot], starts: Sequence[int] = (), ended: Sequence[int] = (),
@@ -320,9 +320,9 @@ def drafted(go: Callable[[StepPlan], StepResult]) -> list[list[tuple[int, int]]]
         made = plan(len(found), slots, [start(key, prompts[key]) for key in starts], list(ended))
         result = go(msgspec.structs.replace(made, report_layers=handed_on))
         assert result.error is None
-        found.append([(each.sequence_id, each.token) for each in result.samples])
-        for each in result.samples:
-            known[each.sequence_id].append(each.token)
+        found.append(result.tokens)
+        for key, tokens in result.tokens.items():
+            known[key] += tokens
 
     def more(key: int, num_drafts: int) -> StepSlot:
         at = len(known[key]) - 1
@@ -357,7 +357,8 @@ def test_drafts_are_made_by_all_ranks(words: str) -> None:
     alone = ModelRunner(model, kv, Sampler(spec.vocab_size), draft_layer=layer)
     expected = drafted(lambda each: run(alone, each))
     alone.close()
-    assert max(map(len, expected)) > 4, "no draft was accepted"
+    most = max(sum(map(len, tokens.values())) for tokens in expected)
+    assert most > 4, "no draft was accepted"
     made = Instance(source, Shape.parse(words), captured=False, with_mtp=True)
     try:
         assert drafted(made.run) == expected
@@ -416,7 +417,7 @@ def test_captured_steps_are_replayed_by_all_ranks(
             starts = [start(n, prompts[n]) for n in joins]
             result = run(runner, plan(len(found), slots, starts, list(ended)))
             assert result.error is None
-            found.append({sample.sequence_id: sample.token for sample in result.samples})
+            found.append({number: tokens[-1] for number, tokens in result.tokens.items()})
             for number, token in found[-1].items():
                 known[number].append(token)
 
@@ -460,7 +461,7 @@ def test_samples_are_told_once_all_ranks_have_heard_of_the_step_begun_on_them(
     monkeypatch.setattr("mooncake.model.device.graphs._SETTLED", 1)
     made, prompt = instance(Shape(tp=2), captured=True), [5, 6, 7]
     runner = made.runner
-    tokens = [run(runner, plan(0, [slot(1, 0, prompt, [4])], [start(1, prompt)])).samples[0].token]
+    tokens = run(runner, plan(0, [slot(1, 0, prompt, [4])], [start(1, prompt)])).tokens[1]
     for step in (1, 2):
         made.answering.clear()
         runner.submit(plan(step, [slot(1, 2 + step, tokens[-1:], [4])]))
@@ -469,7 +470,7 @@ def test_samples_are_told_once_all_ranks_have_heard_of_the_step_begun_on_them(
         made.answering.set()
         *_, result = events_until(runner, step)
         assert isinstance(result, StepResult)
-        tokens.append(result.samples[0].token)
+        tokens += result.tokens[1]
     decoded = [size for size in made.graphs[1].replayed if size < 16]
     assert len(decoded) == 3, "one of them is begun on a guess"
 
@@ -517,7 +518,8 @@ def test_chunks_in_flight_give_the_bits_of_one_rank(
     assert layers == list(range(source.spec.num_hidden_layers))
     made = instance(Shape(pp=2))
     found, layers = first_token(made.runner)
-    assert found.samples == expected.samples, "log-probabilities too, bit by bit"
+    assert found.tokens == expected.tokens
+    assert found.logprobs == expected.logprobs != {}, "log-probabilities too, bit by bit"
     own = made.runner._model.stage.layers
     assert set(layers) >= {own[0] - 1, *own}, "the lead knows that stages before it have ended"
     assert torch.equal(made.kv.pages[:, pages], kv.pages[:, pages])

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from mooncake.base import Failure, InternalError, SamplingParams, TokenLogprobs
-from mooncake.engine.plan import LayerDone, Sample, SequenceStart, StepPlan, StepResult
+from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.layers.sampler import Sampled
 from mooncake.model.running.runner import _END_S, _STEP_S, ModelRunner, _await
 from tests.support.model.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
 
@@ -43,15 +44,15 @@ class GreedySampler:
             if self.history[sequence_id][0] == BROKEN
         }
 
-    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[Sample]:
+    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Sampled:
         assert logits.dtype == torch.float32
         assert logits.shape[0] == len(sequence_ids)
-        samples = []
+        tokens = []
         for row, sequence_id in zip(logits, sequence_ids, strict=True):
             token = int(row.argmax())
             self.history[sequence_id].append(token)
-            samples.append(Sample(sequence_id=sequence_id, token=token))
-        return samples
+            tokens.append(token)
+        return tokens, {}
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_tokens: Sequence[int], num: int
@@ -145,8 +146,8 @@ def test_tokens_equal_transformers_over_steps_of_two_sequences(reference, model:
             assert result.error is None
             assert result.step_id == step - 1
             assert result.seconds > 0
-            for sample in result.samples:
-                found[sample.sequence_id].append(sample.token)
+            for key, tokens in result.tokens.items():
+                found[key] += tokens
             slots = [
                 slot(key, len(prompts[key]) + step - 1, found[key][-1:], tables[key])
                 for key in prompts
@@ -164,13 +165,13 @@ def test_layers_are_reported_in_order_and_before_the_result(model: KimiK2) -> No
         result, layers = result_of(runner)
     assert [event.layer for event in layers] == [0, 1, 2]
     assert {event.step_id for event in layers} == {4}
-    assert len(result.samples) == 1
+    assert result.tokens.keys() == {1}
 
 
 def test_a_chunk_that_does_not_sample_gives_no_samples(model: KimiK2) -> None:
     with running(model) as runner:
         runner.submit(plan(1, [slot(1, 0, [1, 2], [0], sample=False)], [start_of(1, [1, 2, 3])]))
-        assert result_of(runner)[0].samples == []
+        assert result_of(runner)[0].tokens == {}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_a_bad_plan_ends_in_one_result_with_an_error(model: KimiK2, slots, messa
         runner.submit(plan(2, [slot(1, 0, [1], [0])]))
         (failed, after), _ = results_of(runner, 2)
         assert failed.step_id == 1
-        assert failed.samples == []
+        assert failed.tokens == {}
         assert failed.error is not None
         assert re.search(message, failed.error), failed.error
         assert after.step_id == 2
@@ -218,7 +219,7 @@ def test_prompt_logprobs_of_every_chunk_make_the_whole_prompt(reference, model: 
         for result in results:
             assert list(result.prompt_logprobs) == [1]
             found += [entry.logprob for entry in result.prompt_logprobs[1]]
-        assert [sample.token for sample in results[1].samples] == [int(raw[-1].argmax())]
+        assert results[1].tokens[1] == [int(raw[-1].argmax())]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-4, rtol=0)
 
 
@@ -299,4 +300,4 @@ def test_a_sequence_that_cannot_go_on_fails_alone(model: KimiK2) -> None:
         result, _ = result_of(runner)
     assert result.error is None
     assert result.failures == {2: Failure.invalid("it is broken")}
-    assert [sample.sequence_id for sample in result.samples] == [1]
+    assert result.tokens.keys() == {1}
