@@ -78,13 +78,11 @@ class GatewayBackend:
 
     @property
     def ready(self) -> bool:
-        if self._loop is None or self._draining:
-            return False
-        return self._gateway.status(self._clock.now()).ready
+        return self._loop is not None and not self._draining and self._gateway.ready
 
     @property
     def missing(self) -> Sequence[str]:
-        return self._gateway.status(self._clock.now()).missing
+        return self._gateway.missing
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         self._gateway.submit(request, sink, self._clock.now())

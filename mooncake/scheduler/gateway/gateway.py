@@ -145,6 +145,16 @@ class Gateway:
         self._peers.broadcast(gone)
         self._membership.broadcast(gone)
 
+    @property
+    def missing(self) -> list[str]:
+        """The roles that a request needs and that no worker has."""
+        return missing_roles(self._conductor.views, needs_prefill=self._config.needs_prefill)
+
+    @property
+    def ready(self) -> bool:
+        """True if a request would be served now. Probes ask it, so it costs little."""
+        return self._draining_since_s is None and not self.missing
+
     def status(self, now: float) -> ClusterStatus:
         """Return the present state of the cluster."""
         views = self._conductor.views
@@ -154,7 +164,6 @@ class Gateway:
             if view is not None:  # a client of the pool has none
                 workers.append(worker_status(member, view, now))
         is_draining = self._draining_since_s is not None
-        missing = missing_roles(views, needs_prefill=self._config.needs_prefill)
         own = GatewayStatus(
             id=self._own.worker_id,
             address=shown_address(self._own.address),
@@ -162,10 +171,10 @@ class Gateway:
             num_inflight=len(self._request_manager),
         )
         return ClusterStatus(
-            ready=not is_draining and not missing,
+            ready=self.ready,
             draining=is_draining,
             gateways=[own, *self._peers.status(now)],
-            missing=missing,
+            missing=self.missing,
             workers=workers,
             pool=pool_status(views, self._conductor.num_indexed_blocks),
             load=load_status(views, self._request_manager.states()),

@@ -42,15 +42,13 @@ class Note(msgspec.Struct):
     text: str
 
 
-class Status(msgspec.Struct):
-    """What the recorded machine says."""
-
-    ready: bool
-    missing: list[str] = []
-
-
 class RecordingMachine:
-    """Writes down what it is told; answers "finish" messages with the end of all requests."""
+    """Writes down what it is told; answers "finish" messages with the end of all requests. It has
+    no status: probes, which anybody may send, do not ask for one.
+    """
+
+    ready = True
+    missing: Sequence[str] = ()
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -93,9 +91,6 @@ class RecordingMachine:
 
     def worker_lost(self, worker_id: str, now: float) -> None:
         self._note(f"lost {worker_id}")
-
-    def status(self, now: float) -> Status:
-        return Status(ready=True)
 
     def drain(self, now: float) -> None:
         self._note("drain")

@@ -452,7 +452,9 @@ def test_a_prompt_computed_for_its_log_probabilities_has_no_misses(harness: Pair
 def test_it_is_ready_when_a_request_has_all_the_workers_it_needs() -> None:
     def says(harness: SchedulerHarness) -> tuple[bool, list[str]]:
         status = harness.gateway.status(harness.now)
-        return status.ready, status.missing
+        found = harness.gateway.ready, harness.gateway.missing
+        assert found == (status.ready, status.missing)
+        return found
 
     alone, both = SchedulerHarness(), SchedulerHarness(needs_prefill=True)
     assert says(alone) == (False, ["decode"])
@@ -468,7 +470,9 @@ def test_it_is_ready_when_a_request_has_all_the_workers_it_needs() -> None:
     both.gateway.worker_lost("p0", both.now)
     assert says(both) == (False, ["prefill"])
     assert not both.gateway.status(both.now).draining
+    both.join("p1", Role.PREFILL)
     both.gateway.drain(both.now)
+    assert says(both) == (False, [])
     assert both.gateway.status(both.now).gateways[0].state == "draining"
 
 
