@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from mooncake.api.generation.sampling import (
     choice_seed,
     request_priority,
 )
-from mooncake.api.lane import Lane
+from mooncake.api.lane import Lane, Look
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields, RequestBody, SharedFields
 from mooncake.api.text.conversation import Guard
@@ -90,8 +91,10 @@ class ApiServer:
         self.draining = False
         self.receipts = receipts
         self.recent = recent or dict
-        self._vitals = vitals or list
-        self._looking: asyncio.Future[Sequence[Vitals]] | None = None
+        self._vitals: Look[Sequence[Vitals]] = Look(vitals or list)
+        """It may wait for a busy loop."""
+        self._metrics = {is_all: Look(partial(backend.metrics, is_all)) for is_all in (False, True)}
+        """Those of many workers take seconds."""
         self.num_listeners = 0
         """Number of clients that follow the feed of cluster events."""
         self._stopping = asyncio.Event()
@@ -140,12 +143,12 @@ class ApiServer:
         """Return why this process fails `probe`; None when it passes."""
         if probe is Probe.READY:
             return None if self.ready else self.not_ready
-        # A look may wait for a busy loop. Probes that come meanwhile share it, so that a flood of
-        # them keeps no later one waiting.
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(asyncio.to_thread(self._vitals))
-        passes, verdict = judge(probe, await asyncio.shield(self._looking))
+        passes, verdict = judge(probe, await self._vitals.result())
         return None if passes else Unavailable(f"{verdict.status}: {verdict.reason}")
+
+    async def metrics(self, for_operator: bool) -> bytes:
+        """Return the metrics in Prometheus' text format; those of tenants only for an operator."""
+        return await self._metrics[for_operator].result()
 
     def drain(self) -> None:
         """Refuse new calls from now on, and end the feeds of cluster events."""

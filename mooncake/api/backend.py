@@ -53,7 +53,9 @@ class Backend(Protocol):
         """Return what `mooncake status` shows: anything that msgspec encodes as a JSON object."""
 
     def metrics(self, for_operator: bool) -> bytes:
-        """Return the metrics in Prometheus' text format; those of tenants only for an operator."""
+        """Return the metrics in Prometheus' text format; those of tenants only for an operator.
+        From any thread.
+        """
 
     def drain(self) -> None:
         """Accept no new requests from now on; finish those that run."""

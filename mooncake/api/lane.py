@@ -160,6 +160,22 @@ class Lane:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+class Look(Generic[Result]):
+    """Asks for something in a thread, once at a time: all who ask meanwhile share the answer. So
+    anybody may ask as often as they like. Used in the event loop.
+    """
+
+    def __init__(self, ask: Callable[[], Result]) -> None:
+        self._ask = ask
+        self._asking: asyncio.Future[Result] | None = None
+
+    async def result(self) -> Result:
+        """Return the answer."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(asyncio.to_thread(self._ask))
+        return await asyncio.shield(self._asking)
+
+
 class _Work:
     """One piece of work and the future that waits for its result."""
 

@@ -67,7 +67,7 @@ def operation_routes(api_server: ApiServer) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format; those of tenants need an operator's key."""
-        shown = api_server.backend.metrics(request.state.is_operator)
+        shown = await api_server.metrics(request.state.is_operator)
         return Response(shown, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/v1/cluster/status")

@@ -319,7 +319,9 @@ def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_text
     asyncio.run(main())
 
 
-def test_a_flood_of_probes_asks_how_the_workers_are_once_at_a_time() -> None:
+@pytest.mark.parametrize("path", ["/health/live", "/metrics"])
+def test_a_flood_of_what_needs_no_key_asks_once_at_a_time(path: str) -> None:
+    """The loop goes on meanwhile: the metrics of many workers take seconds."""
     begun, go_on = threading.Semaphore(0), threading.Event()
 
     def vitals() -> list[Vitals]:
@@ -327,10 +329,15 @@ def test_a_flood_of_probes_asks_how_the_workers_are_once_at_a_time() -> None:
         assert go_on.wait(LIMIT_S)
         return []
 
+    class Slow(ScriptedBackend):
+        def metrics(self, for_operator: bool) -> bytes:
+            vitals()
+            return super().metrics(for_operator)
+
     async def main() -> None:
-        backend = ScriptedBackend(says("hello"))
+        backend = Slow(says("hello"))
         async with limited_api_server(backend, key("alice"), vitals=vitals) as client:
-            flood = [asyncio.create_task(client.get("/health/live")) for _ in range(50)]
+            flood = [asyncio.create_task(client.get(path)) for _ in range(50)]
             assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
             assert (await client.get("/ping")).status_code == 200
             assert not begun.acquire(blocking=False)
