@@ -68,6 +68,10 @@ MAX_CLIENT_BYTES = 2 * 2**20
 """Longest message of a client, because the receiver may keep it. A message that names as many
 blocks as is allowed (`rights.MAX_KEYS`) has half of it.
 """
+MAX_ANSWERED_BYTES = 4 * MAX_CLIENT_BYTES
+"""A longer message of a client is not even read, so the client is not told why it is refused. What
+a client sends so is thrown away faster than it comes.
+"""
 _CLIENT_IDLE_S = 60.0
 """Another client may take a name that was not used for this long."""
 LOOK_S = 2.0
@@ -373,6 +377,10 @@ class ZmqChannel:
             self._connections.reject(frame.get(zmq.SRCFD), self._port)
             return None
         self._connections.proven(frame.get(zmq.SRCFD), holder, self._port)
+        who = holder.certificate.name
+        if holder.sender.speaks_for_itself and len(data) > MAX_ANSWERED_BYTES:
+            self._refuse_message(key, who, whence, f"a message of {len(data)} bytes is not read")
+            return None
         try:
             message = decode(data, len(holder.head))
         except UnknownMessage as error:
@@ -388,15 +396,17 @@ class ZmqChannel:
             or refusal(holder.sender, message, whence)
             or holder.over(message, len(data), self._clock.now())
         )
-        who = holder.certificate.name
         if reason is None:
             if type(message) in _AUDITED:
                 _audit(message, who, whence)
             return message
-        self._refuse(key, reason)
-        audit("message_refused", kind=key, who=who, whence=whence, reason=reason)
+        self._refuse_message(key, who, whence, reason)
         self._send_refusal(holder.sender, message, reason, whence)
         return None
+
+    def _refuse_message(self, key: str, who: str, whence: str, reason: str) -> None:
+        self._refuse(key, reason)
+        audit("message_refused", kind=key, who=who, whence=whence, reason=reason)
 
     def _refuse(self, key: str, reason: str) -> None:
         self.counters.num_refused += 1

@@ -41,11 +41,12 @@ from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
 from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
 from mooncake.identity import Credential, certify, issue, own_credential
 from mooncake.rpc.channel import PeerEnded
-from mooncake.rpc.codec import encode, head_of
+from mooncake.rpc.codec import decode, encode, head_of
 from mooncake.rpc.ended_peers import MAX_ASKED, EndedPeers
 from mooncake.rpc.zmq_channel import (
     FIRST_RETRY_S,
     LOOK_S,
+    MAX_ANSWERED_BYTES,
     MAX_CLIENT_BYTES,
     MAX_PER_CLIENT,
     MAX_UNPROVEN,
@@ -764,6 +765,29 @@ def test_what_a_client_says_at_once_is_short(open_channel: Open) -> None:
     (refused,) = receive(client, 1)
     assert isinstance(refused, Refused)
     assert f"more than {MAX_CLIENT_BYTES}" in refused.reason
+
+
+def test_what_a_client_sends_that_is_far_too_long_is_not_read(
+    open_channel: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it takes longer than sending it, and what waits here fills the memory."""
+    read: list[int] = []
+
+    def reading(data: bytes, start: int = 0) -> AnyMessage:
+        read.append(len(data))
+        return decode(data, start)
+
+    monkeypatch.setattr("mooncake.rpc.zmq_channel.decode", reading)
+    credential = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT])
+    server, client = open_channel(), open_channel(credential=credential)
+    own = client_ref(credential, 1, client.address)
+    long = PutStart(writer=own, ticket=1, keys=[], tenant="x" * MAX_ANSWERED_BYTES)
+    client.send(server.address, long)
+    client.send(server.address, PutStart(writer=own, ticket=2, keys=[]))
+    assert receive(server, 1)[0].ticket == 2
+    assert server.counters.num_refused == 1
+    assert len(read) == 1
+    assert read[0] < MAX_CLIENT_BYTES
 
 
 def test_of_too_many_connections_of_one_client_the_oldest_is_hung_up(
