@@ -217,9 +217,11 @@ class ApiServer:
         fields: GenerationFields,
         options: TextOptions,
         review: Review | None = None,
+        num_kept: int | None = None,
     ) -> Call:
         """Return the call of these prompts, not yet started: `n` sequences for each prompt.
-        `review` checks finished answers.
+        `review` checks finished answers. `num_kept`: how many leading tokens the pool is to keep if
+        `fields` ask for it; None: the whole prompts.
 
         Clients may choose the same id for two calls, here or at another gateway. So the ids that
         the cluster sees end in the gateway's name and a random part.
@@ -244,7 +246,9 @@ class ApiServer:
         receipt_id = "-".join(filter(None, (self.config.gateway_id, self._ids.hex(4))))
         base = f"{call_id}-{receipt_id}"
         requests: list[GenerateRequest] = []
+        keep_s = fields.keep_s
         for tokens, sampling in prompts:
+            kept = len(tokens) if num_kept is None else num_kept
             prompt = pack_tokens(tokens)
             others = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
             for which in range(len(requests), len(requests) + n):
@@ -259,6 +263,8 @@ class ApiServer:
                         ),
                         cache_salt=fields.cache_salt or "",
                         priority=request_priority(fields),
+                        num_kept_tokens=kept if keep_s else 0,
+                        keep_s=keep_s,
                     )
                 )
         choices = [

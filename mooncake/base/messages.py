@@ -8,6 +8,7 @@ needs an answer carries the `WorkerRef` to answer to and a `ticket`; the `Answer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
@@ -549,11 +550,24 @@ class ChainHead(msgspec.Struct, frozen=True, array_like=True):
     keys: list[BlockKey] = []
     num_counted: int = 0
     """This request has already counted this many leading blocks as used."""
+    num_kept: int = 0
+    """The request wants so many leading blocks kept, of these and of those that the message names.
+    """
+    keep_s: float = 0.0
+    """For how many seconds from now on."""
 
     @property
     def counted(self) -> frozenset[BlockKey]:
         """The blocks that are already counted."""
         return frozenset(self.keys[: self.num_counted])
+
+    def kept(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the blocks that the request wants kept, when `keys` are those that the message
+        names.
+        """
+        if self.num_kept <= 0 or not self.keep_s > 0:
+            return []
+        return list(dict.fromkeys([*self.keys, *keys]))[: self.num_kept]
 
 
 NO_HEAD = ChainHead()

@@ -265,3 +265,5 @@ class PoolState(Answer, frozen=True, tag="pool_state"):
     """The progress of the drain, when the node drains."""
     tenants: tuple[TenantUse, ...] = ()
     """The use of each tenant that has a quota."""
+    num_kept: int = 0
+    """Blocks in DRAM that are kept for a time, because requests asked for it."""

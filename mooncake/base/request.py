@@ -87,6 +87,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     timeout_s: float | None = None
     """The request fails with 408 when it has not finished this many seconds after it was accepted.
     """
+    num_kept_tokens: int = 0
+    """The pool keeps the KV of so many leading tokens of the prompt, as far as the tenant may."""
+    keep_s: float = 0.0
+    """For how many seconds after the request."""
     traced: bool = False
     """Its workers report what they did for it and when (`RequestOutput.spans`)."""
 

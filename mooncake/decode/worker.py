@@ -18,7 +18,6 @@ import msgspec
 from mooncake.base.messages import (
     AbortTask,
     BlocksPushed,
-    ChainHead,
     DecodeTask,
     KVReady,
     PeerLost,
@@ -281,6 +280,7 @@ class DecodeWorker:
             job.reusable_keys(len(job.output_tokens)),
             job.sources,
             gathered,
+            job.chain_head,
         )
         job.reuse.start(now)
 
@@ -408,7 +408,7 @@ class DecodeWorker:
         num_cached = sequence.num_cached_tokens // self.instance.layout.block_tokens
         indexes = range(max(job.num_blocks_put, num_cached), num_full)
         before = sequence.keys[job.first_own : indexes.start]
-        head = ChainHead(before, job.num_counted - job.first_own)
+        head = job.chain_head(before, job.num_counted - job.first_own, job.first_own)
         job.num_blocks_put = job.num_counted = num_full
         if not indexes:
             self.instance.report_use(head)

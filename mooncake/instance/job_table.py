@@ -19,6 +19,7 @@ from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import (
     AbortTask,
+    ChainHead,
     RequestTask,
     Reserved,
     WorkerRef,
@@ -167,6 +168,14 @@ class Job(Generic[TaskT]):
     def rank(self) -> tuple[float, int]:
         """Return the sort key of queues: smaller goes first."""
         return self.task.turn, self.task.request.priority.order
+
+    def chain_head(self, keys: list[BlockKey], num_counted: int, first: int = 0) -> ChainHead:
+        """Return what a message to a pool says of the chain before the blocks that it names, and of
+        how much of the prompt is to be kept. `first`: the number of the chain's first block.
+        """
+        request = self.task.request
+        num_kept = max(0, request.num_kept_tokens // self._block_tokens - first)
+        return ChainHead(keys, num_counted, num_kept, request.keep_s if num_kept else 0.0)
 
     def new_sequence(
         self, sequence_id: int, output_tokens: list[int], pages: list[int], num_computed: int

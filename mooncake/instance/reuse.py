@@ -48,12 +48,17 @@ class PrefixReuse:
         keys: list[BlockKey],
         sources: list[BlockSource],
         gathered: Gathered,
+        head_of: Callable[[list[BlockKey], int], ChainHead] = ChainHead,
     ) -> None:
+        """`head_of`: (leading blocks, how many of them are counted) -> what pool nodes are told of
+        them.
+        """
         self._pool = pool
         self._fetches = fetches
         self._keys = keys
         self._sources = sorted(sources, key=lambda source: source.first)
         self._gathered = gathered
+        self._head_of = head_of
         self._pages: list[int] = []
         self._fetched: dict[WorkerRef, tuple[int, int]] = {}
         """Pool node -> (blocks that came from it, how many of these came from its disks)."""
@@ -122,7 +127,7 @@ class PrefixReuse:
             pages,
             now + self._fetches.timeout_s,
             partial(self._on_fetched, source, pages, have),
-            head=ChainHead(self._keys[:have], self.num_counted(source.store)),
+            head=self._head_of(self._keys[:have], self.num_counted(source.store)),
         )
 
     def _on_fetched(

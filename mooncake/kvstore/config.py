@@ -9,10 +9,14 @@ from mooncake.kvstore.eviction import POLICIES
 
 SHARES = {
     "ssd_write_at": True, "hard_pin_share": True, "high_watermark": False, "evict_fraction": False,
-    "client_share": False, "client_quota_share": False,
+    "client_share": False, "client_quota_share": False, "kept_share": True,
+    "tenant_kept_share": True,
 }  # fmt: skip
 """Settings that are shares, and whether 0 makes sense."""
 
+
+MAX_KEEP_S = 3600.0
+"""A block is kept for so long at most after the last request that asks for it."""
 
 LEAST_CLIENT_BLOCKS = 16
 """Blocks that one transfer of a client carries. A client's bounds are never smaller, however small
@@ -104,6 +108,12 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Largest rate of these copies, because others use the network too."""
     hard_pin_share: float = 0.5
     """Share of the DRAM blocks that may have hard pins; the rest remains a cache."""
+    kept_share: float = 0.25
+    """Share of the DRAM blocks that may be kept for requests that ask for it (`cache_control`,
+    `prompt_cache_key`); 0: nothing is kept.
+    """
+    tenant_kept_share: float = 0.125
+    """The same for any one tenant. A tenant with a quota may keep half of it at most."""
     tenant_quota_bytes: dict[str, int] = {}
     """Most bytes of DRAM that a tenant may hold. A tenant at its quota evicts its own blocks.
     Tenants that are not named have no quota.

@@ -22,7 +22,6 @@ from mooncake.base.messages import (
     AbortTask,
     BlockSource,
     BlocksPushed,
-    ChainHead,
     KVReady,
     PeerLost,
     PrefillTask,
@@ -189,7 +188,9 @@ class PrefillWorker:
             self._on_gathered(job, pages, at)
 
         reusable = job.reusable_keys(len(taken.output_tokens))
-        job.reuse = PrefixReuse(instance.pool, instance.fetches, reusable, taken.sources, gathered)
+        job.reuse = PrefixReuse(
+            instance.pool, instance.fetches, reusable, taken.sources, gathered, job.chain_head
+        )
         job.reuse.start(now)
 
     def _on_gathered(self, job: PrefillJob, pages: list[int], now: float) -> None:
@@ -290,7 +291,7 @@ class PrefillWorker:
             own = range(num_cached, len(job.keys))
             new = {job.keys[index]: index for index in (*hot, *own)}
             tenant = job.task.request.tenant
-            head = ChainHead(job.keys[:num_cached], job.num_counted)
+            head = job.chain_head(job.keys[:num_cached], job.num_counted)
             self.instance.put(job.push, new, tenant, lambda at: self._settle(job, at), head)
             if not new:
                 self.instance.report_use(head)

@@ -18,6 +18,7 @@ from mooncake.api.errors import anthropic_error
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.response import event
 from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.schema.fields import CACHE_MARK
 from mooncake.api.schema.message_replies import (
     AnswerBlock,
     BlockDelta,
@@ -57,9 +58,13 @@ def messages_chat(body: PromptFields) -> ChatRequest:
 
     If the last turn is text of the assistant, the model continues it, as this API defines.
     """
-    messages = [] if not body.system else [{"role": "system", "content": _text(body.system)}]
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system)} | _mark(body.system))
     for turn in body.messages:
         messages += _assistant_turns(turn) if turn.role == "assistant" else _other_turns(turn)
+        if turn.cache_control is not None:
+            messages[-1][CACHE_MARK] = turn.cache_control
     chat = shared_fields(body) | _output_fields(body)
     chat |= {
         "messages": messages,
@@ -97,6 +102,7 @@ def _output_fields(body: PromptFields) -> dict[str, Any]:
 def _assistant_turns(turn: Turn) -> list[dict[str, Any]]:
     """Return an assistant's turn; its thoughts, text and calls become one turn."""
     message: dict[str, Any] = {"role": "assistant", "content": _text(turn.content)}
+    message |= _mark(turn.content)
     blocks = turn.content if isinstance(turn.content, list) else []
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
     if thoughts:
@@ -128,6 +134,8 @@ def _other_turns(turn: Turn) -> list[dict[str, Any]]:
             if not turns or turns[-1]["role"] != turn.role:
                 turns.append({"role": turn.role, "content": ""})
             turns[-1]["content"] += block.text or ""
+        if turns:
+            turns[-1] |= _mark([block])
     return turns or [{"role": turn.role, "content": ""}]
 
 
@@ -137,6 +145,17 @@ def _text(content: Blocks | Sequence[Block]) -> str:
     return "".join(block.text or "" for block in content if block.type == "text")
 
 
+def _mark(content: Blocks | Sequence[Block]) -> dict[str, Any]:
+    """Return the mark of a message with this content: that of the block which asks for longest."""
+    blocks = [] if isinstance(content, str) else content
+    marked = [each for block in blocks for each in (block, *_parts(block)) if each.mark_s]
+    return {CACHE_MARK: max(marked, key=lambda each: each.mark_s).cache_control} if marked else {}
+
+
+def _parts(block: Block) -> Sequence[Block]:
+    return block.content if isinstance(block.content, list) else []
+
+
 def _tool(tool: MessagesTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
@@ -144,7 +163,10 @@ def _tool(tool: MessagesTool) -> dict[str, Any]:
     function["parameters"] = tool.input_schema
     if tool.strict is not None:
         function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    made: dict[str, Any] = {"type": "function", "function": function}
+    if tool.cache_control is not None:
+        made[CACHE_MARK] = tool.cache_control
+    return made
 
 
 class MessageStream:

@@ -44,7 +44,9 @@ async def new_chat_call(
     if calls and not api_server.tool_markers:
         raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
     # A long conversation or a large schema takes seconds, in which no stream may stutter.
-    tokens, sampling = await api_server.tokenizing.run(lambda: _prompt(api_server, body), tenant)
+    tokens, sampling, num_kept = await api_server.tokenizing.run(
+        lambda: _prompt(api_server, body), tenant
+    )
     review = None
     if calls or asks_form(body):
         sampling, review = await api_server.compiling.run(
@@ -53,18 +55,45 @@ async def new_chat_call(
     markers = api_server.think_markers | (api_server.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None
     options = text_options(body, markers=markers, max_calls=max_calls)
-    return api_server.new_call(name, [(tokens, sampling)], body, options, review)
+    return api_server.new_call(name, [(tokens, sampling)], body, options, review, num_kept)
 
 
-def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], SamplingParams]:
-    """Return the conversation's tokens, and the sampling without a grammar. Runs in a thread."""
+def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], SamplingParams, int]:
+    """Return the conversation's tokens, the sampling without a grammar, and how many leading tokens
+    the pool is to keep. Runs in a thread.
+    """
     wanted, model = _wanted(body), api_server.model
     sampling = sampling_params(body, wanted, model, api_server.config)
     found = chat_prompt(api_server, body, prompt_window(body, model))
     tokens = fit_prompt(found, body, sampling, model)
     most = most_tokens(body, sampling, len(tokens))
     sampling = fit_output(len(tokens), sampling, wanted, model, most)
-    return tokens, with_grammar(sampling, None, "")
+    return tokens, with_grammar(sampling, None, ""), _num_kept(api_server, body, tokens)
+
+
+def _num_kept(api_server: ApiServer, body: ChatRequest, tokens: list[int]) -> int:
+    """Return how many leading tokens of the prompt lie before the end of the last marked message.
+    All of them if the prompt was cut, or if the template does not take these messages alone.
+    """
+    num_messages = body.num_kept_messages
+    if not body.keep_s:
+        return 0
+    if num_messages == len(body.messages) or body.truncate_prompt_tokens is not None:
+        return len(tokens)
+    fields = {
+        "messages": body.messages[:num_messages],
+        "add_generation_prompt": False,
+        "continue_final_message": None,
+    }
+    head = body.model_copy(update=fields)
+    try:
+        found = chat_prompt(api_server, head, prompt_window(head, api_server.model))
+    except InvalidRequest:
+        return len(tokens)
+    if tokens[: len(found)] == found:
+        return len(found)
+    pairs = enumerate(zip(tokens, found, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(tokens), len(found)))
 
 
 def _constrained(

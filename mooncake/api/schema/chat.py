@@ -18,6 +18,7 @@ from mooncake.api.schema.fields import (
     Count,
     GenerationFields,
     JsonObject,
+    Markable,
     Positive,
 )
 
@@ -37,7 +38,7 @@ class ToolCall(JsonObject):
     function: FunctionCall
 
 
-class ContentPart(JsonObject):
+class ContentPart(Markable):
     """A piece of a message's content; this model takes text only."""
 
     type: str
@@ -51,7 +52,7 @@ class ContentPart(JsonObject):
         return value
 
 
-class ChatMessage(JsonObject):
+class ChatMessage(Markable):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -71,6 +72,12 @@ class ChatMessage(JsonObject):
         return self
 
     @property
+    def mark_s(self) -> float:
+        """The longest time for which a mark on it, or on a part of it, asks; 0: it has none."""
+        parts = self.content if isinstance(self.content, list) else []
+        return max([super().mark_s, *(part.mark_s for part in parts)])
+
+    @property
     def text(self) -> str:
         """The content as one text; None and empty lists give the empty text."""
         if isinstance(self.content, list):
@@ -84,7 +91,7 @@ class OfFunction(JsonObject):
     type: Literal["function"]
 
 
-class FunctionSpec(JsonObject):
+class FunctionSpec(Markable):
     """A function the model may call."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -96,7 +103,7 @@ class FunctionSpec(JsonObject):
     """
 
 
-class Tool(OfFunction):
+class Tool(OfFunction, Markable):
     """One entry of `tools`."""
 
     function: FunctionSpec
@@ -117,6 +124,11 @@ class Tool(OfFunction):
         if CACHE_MARK in raw or CACHE_MARK in function:
             raw = {**_unmarked(raw), "function": _unmarked(function)}
         self._raw = raw
+
+    @property
+    def mark_s(self) -> float:
+        """The time for which a mark on it, or on its function, asks; 0: it has none."""
+        return max(super().mark_s, self.function.mark_s)
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -165,6 +177,20 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
+
+    @property
+    def keep_s(self) -> float:
+        """The longest time for which any field or mark asks."""
+        marked = [*self.messages, *(self.tools or [])]
+        return max([self.whole_keep_s, *(each.mark_s for each in marked)])
+
+    @property
+    def num_kept_messages(self) -> int:
+        """How many leading messages are to be kept: those up to the last mark."""
+        if self.whole_keep_s:
+            return len(self.messages)
+        marked = [number for number, each in enumerate(self.messages, start=1) if each.mark_s]
+        return max(marked, default=0)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -35,11 +35,13 @@ ones may cost seconds, in which no stream would move.
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
 MIN_BIAS, MAX_BIAS = -100, 100
 CACHE_MARK = "cache_control"
-"""Anthropic's mark for where a cached prefix may end, on requests, blocks and tools."""
+"""Anthropic's mark for where a cached prefix ends, on requests, messages, their parts and tools."""
+KEEP_S = {"5m": 300.0, "1h": 3600.0}
+"""Anthropic's times to live -> seconds for which the pool keeps a marked prefix."""
 QUIET_FIELDS = frozenset(
     {
-        CACHE_MARK, "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "session_id", "spaces_between_special_tokens", "store", "user",
+        "metadata", "safety_identifier", "session_id", "spaces_between_special_tokens", "store",
+        "user",
     }
 )  # fmt: skip
 """Fields that are accepted silently: they have no effect on the tokens here."""
@@ -81,6 +83,26 @@ class JsonObject(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
+
+
+class CacheControl(JsonObject):
+    """A mark: the pool keeps the prompt up to here."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    """For how long; 5 minutes by default. Each request that asks again begins the time anew."""
+
+
+class Markable(JsonObject):
+    """An object that may carry a mark."""
+
+    cache_control: CacheControl | None = None
+
+    @property
+    def mark_s(self) -> float:
+        """Seconds for which its mark asks; 0: it has none."""
+        mark = self.cache_control
+        return 0.0 if mark is None else KEEP_S[mark.ttl or "5m"]
 
 
 class RequestBody(JsonObject):
@@ -207,7 +229,7 @@ class AnswerFields(SamplingFields):
     """With beam search, answers are compared by logprob / number of tokens ** length_penalty."""
 
 
-class SharedFields(SamplingFields, RequestBody):
+class SharedFields(SamplingFields, RequestBody, Markable):
     """The fields of a generating call that all HTTP APIs have."""
 
     quiet: ClassVar[frozenset[str]] = QUIET_FIELDS
@@ -228,12 +250,28 @@ class SharedFields(SamplingFields, RequestBody):
     """
     cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
     """Only requests with the same salt share cached blocks."""
+    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    """The pool keeps the prompt for 5 minutes, whatever the key is."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """"24h": the pool keeps the prompt for an hour, the longest that it keeps anything."""
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
 
     @property
     def json_texts(self) -> list[str]:
         asked = self.structured_outputs
         return _texts(asked.json_ if asked is not None else None)
+
+    @property
+    def whole_keep_s(self) -> float:
+        """Seconds for which the pool is to keep the whole prompt; 0: no field asks for it."""
+        key_s = KEEP_S["5m"] if self.prompt_cache_key else 0.0
+        retention_s = KEEP_S["1h"] if self.prompt_cache_retention == "24h" else 0.0
+        return max(self.mark_s, key_s, retention_s)
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds for which the pool is to keep the prompt, or a part of it."""
+        return self.whole_keep_s
 
     @field_validator("cache_salt")
     @classmethod

@@ -11,6 +11,7 @@ from mooncake.api.schema.fields import (
     MAX_ITEMS,
     UNSUPPORTED_FIELDS,
     JsonObject,
+    Markable,
     Positive,
     SharedFields,
     Texts,
@@ -26,7 +27,7 @@ _NEEDED = {
 }
 
 
-class Block(JsonObject):
+class Block(Markable):
     """A piece of a turn: text, the model's thinking, a call it made, or a call's result."""
 
     type: str
@@ -54,14 +55,14 @@ class Block(JsonObject):
 Blocks = str | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
-class Turn(JsonObject):
+class Turn(Markable):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
-class MessagesTool(JsonObject):
+class MessagesTool(Markable):
     """One entry of `tools`: only the client's own tools, because nothing is searched or run
     here.
     """

@@ -165,7 +165,7 @@ class _Read:
     def advance(self) -> None:
         """Go on to the next piece: all of this one has arrived."""
         before = [*self.head.keys, *self.keys[: self.num_blocks]]
-        self.head = ChainHead(before, len(before))
+        self.head = ChainHead(before, len(before), self.head.num_kept, self.head.keep_s)
         self.keys, self.places = self.keys[self.num_blocks :], self.places[self.num_blocks :]
         self.stage, self.answer_by_s = _Stage.PINNING, self.deadline_s
         self.num_verified, self.block_bytes = 0, 0

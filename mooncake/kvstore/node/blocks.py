@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mooncake.base import BlockKey, BlockPlaces, KvLayout, Tier, WorkerRef, packed_places
 from mooncake.base.rights import client_key
-from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.config import MAX_KEEP_S, KvStoreConfig
 from mooncake.kvstore.eviction import Keys
 from mooncake.kvstore.node.drain_migration import DrainMigration
 from mooncake.kvstore.node.peers import Peers
@@ -148,6 +148,9 @@ COUNTERS = {
     "blocks_reported_corrupt": "blocks that arrived at a reader with a wrong checksum",
     "blocks_damaged": "blocks whose contents in DRAM have changed since they were written",
     "messages_refused": "messages whose sender's credential does not allow them",
+    "blocks_kept": "blocks that requests began to keep for a time",
+    "keeps_expired": "blocks kept no longer, because their time was over",
+    "keeps_displaced": "blocks kept no longer, because newer ones had to fit into the limits",
     "stray_messages": "messages about unknown or ended tickets, or from lost workers",
 }
 """Counter name -> what it counts."""
@@ -251,6 +254,17 @@ class NodeBlocks:
         if not self.migration.is_home(user):  # a node that takes over blocks is not a request
             self.tiering.used(run, counted)
         self.replicator.used(run, now)
+
+    def keep(self, run: Sequence[BlockKey], seconds: float, now: float) -> None:
+        """Keep the stored blocks of a run for so long, within the limits."""
+        num_new, num_displaced = self.dram.keep(run, now + min(seconds, MAX_KEEP_S))
+        self._ports.counters["blocks_kept"] += num_new
+        self._ports.counters["keeps_displaced"] += num_displaced
+
+    def end_keeps(self, now: float) -> float | None:
+        """Let blocks be evicted whose time is over. Return when to call again."""
+        self._ports.counters["keeps_expired"] += self.dram.end_keeps(now)
+        return self.dram.keeps_end_s
 
     def stored(self, keys: list[BlockKey]) -> None:
         """Report blocks that have become complete in DRAM."""

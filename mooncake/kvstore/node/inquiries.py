@@ -92,6 +92,7 @@ class Inquiries:
             num_quarantined=self._dram.num_quarantined,
             num_hard_pinned=self._dram.num_lasting(LastingPin.HARD),
             num_soft_pinned=self._dram.num_lasting(LastingPin.SOFT),
+            num_kept=self._dram.num_kept,
             draining=self._blocks.migration.begun,
             drained=self._blocks.drained,
             drain=self._blocks.migration.progress(),

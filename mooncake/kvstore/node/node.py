@@ -149,6 +149,7 @@ class KvNode:
         blocks = self.blocks
         times = [self._puts.tick(now)]
         times += [blocks.promotions.tick(now), blocks.replicator.tick(now)]
+        times.append(blocks.end_keeps(now))
         blocks.hashing.start()
         blocks.tiering.start_writes(now)
         blocks.evicted(blocks.dram.evict_to_watermark())

@@ -29,7 +29,7 @@ def peer_of(worker: WorkerRef) -> Peer:
 class Grant:
     """A put between `PutStart` and its last `PutEnd`."""
 
-    __slots__ = ("before", "number", "pending", "run")
+    __slots__ = ("before", "keep_s", "kept", "number", "pending", "run")
 
     def __init__(self, message: PutStart, granted: Sequence[BlockKey], number: int) -> None:
         keys = set(message.keys)
@@ -39,6 +39,9 @@ class Grant:
         """The whole chain, stored before or now: its order is given to eviction at the end."""
         self.pending = dict.fromkeys(granted)
         """Blocks that may still be written."""
+        self.kept = message.head.kept(message.keys)
+        """The blocks of the chain that the writer's request wants kept for `keep_s` seconds."""
+        self.keep_s = message.head.keep_s
         self.number = number
         """The number by which they are written."""
 

@@ -243,10 +243,11 @@ class Replicator:
             if used_s + idle_s > now:
                 break
             del self._copies[key]
-            if not self._dram.is_hard_pinned(key) and self._dram.discard(key):
+            held = self._dram.is_hard_pinned(key) or self._dram.is_kept(key)
+            if not held and self._dram.discard(key):
                 cold.append(key)
             else:
-                self._copies[key] = now  # it is pinned: it is not cold
+                self._copies[key] = now  # it is pinned or kept: it is not cold
         self._counters["replicas_dropped"] += len(cold)
         self._copied([], cold)
         times = [] if wake_s is None else [wake_s]

@@ -76,6 +76,7 @@ class PutSessions:
         grant = Grant(message, list(granted), number)
         run = grant.before if granted else grant.run
         self._blocks.use(run, head.counted, message.writer, now)
+        self._blocks.keep(grant.kept, head.keep_s, now)
         self._counters["puts"] += 1
         self._counters["blocks_granted"] += len(granted)
         refused = sum(not (dram.is_known(key) or tiering.ssd.has(key)) for key in message.keys)
@@ -128,7 +129,8 @@ class PutSessions:
         self._blocks.stored(written)
         if not grant.pending:
             self._blocks.use(grant.run, frozenset(grant.before), message.writer, now)
-            grant.run = []
+            self._blocks.keep(grant.kept, grant.keep_s, now)
+            grant.run = grant.kept = []
             self._overdue_at.pop(grant, None)
             self._ports.transfer.revoke(grant.number)
             self._close(message.writer, message.ticket)
@@ -285,7 +287,9 @@ class PinSessions:
         reader, ticket = message.reader, message.ticket
         run = message.keys[: min(num_blocks, max(0, self._blocks.room_of(reader)))]
         if run:
-            self._blocks.use([*message.head.keys, *run], message.head.counted, reader, now)
+            head = message.head
+            self._blocks.use([*head.keys, *run], head.counted, reader, now)
+            self._blocks.keep(head.kept(run), head.keep_s, now)
             self._blocks.dram.pin(run)
             self._blocks.lend(reader, run, write=False)
             self._peers.state_of(reader, now).pins[ticket] = run

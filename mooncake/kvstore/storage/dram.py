@@ -14,6 +14,7 @@ from mooncake.base import BlockKey, InternalError
 from mooncake.base.pool_messages import LastingPin
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import NONE, POLICIES, Keys
+from mooncake.kvstore.storage.kept import KeptBlocks
 from mooncake.kvstore.storage.tenants import TenantEviction
 
 
@@ -63,8 +64,8 @@ class DramBlock:
     """
 
     __slots__ = (
-        "checksum", "condemned", "expected", "from_ssd", "lasting_pin", "offset", "pins", "tenant",
-        "uses", "whole",
+        "checksum", "condemned", "expected", "from_ssd", "kept", "lasting_pin", "offset", "pins",
+        "tenant", "uses", "whole",
     )  # fmt: skip
 
     def __init__(self, offset: int, tenant: str) -> None:
@@ -73,6 +74,7 @@ class DramBlock:
         self.checksum: int | None = None
         self.pins = 0
         self.lasting_pin = LastingPin.NONE
+        self.kept = False
         self.whole = False
         self.condemned = False
         self.uses = 0
@@ -85,7 +87,7 @@ class DramBlock:
     @property
     def loose(self) -> bool:
         """True if this is a complete block that may be evicted."""
-        return not self.pins and self.lasting_pin is not LastingPin.HARD
+        return not (self.pins or self.kept) and self.lasting_pin is not LastingPin.HARD
 
 
 class DramTier:
@@ -107,6 +109,13 @@ class DramTier:
         self._num_pinned = 0
         self._num_lasting: Counter[LastingPin] = Counter()
         self._max_hard = math.floor(num_blocks * config.hard_pin_share)
+        self._kept = KeptBlocks(
+            math.floor(num_blocks * config.kept_share),
+            lambda tenant: min(
+                math.floor(num_blocks * config.tenant_kept_share),
+                quotas.get(tenant, 2 * num_blocks) // 2,
+            ),
+        )
         self._resting: set[int] = set()
         """Byte offsets of memory that a lost writer might still write to."""
         # Rounded up: a pool of a few blocks may be used to the last one.
@@ -132,6 +141,11 @@ class DramTier:
     def num_pinned(self) -> int:
         """Number of blocks, stored or condemned, with at least one pin."""
         return self._num_pinned
+
+    @property
+    def num_kept(self) -> int:
+        """Number of blocks that are kept for a time, because requests asked for it."""
+        return len(self._kept)
 
     @property
     def num_quarantined(self) -> int:
@@ -233,6 +247,7 @@ class DramTier:
         if block is None or not block.whole or block.pins:
             return False
         self._eviction.forget(key)
+        self._kept.forget(key)
         self._num_lasting[block.lasting_pin] -= 1
         self._allocator.free(self._blocks.pop(key).offset)
         return True
@@ -245,6 +260,7 @@ class DramTier:
         if block is None or not block.whole:
             return False
         if block.pins:
+            self._let_go([key])
             self.set_lasting_pin(key, LastingPin.NONE)
             self._num_lasting[LastingPin.NONE] -= 1
             block.whole, block.condemned = False, True
@@ -320,6 +336,48 @@ class DramTier:
         elif block.loose and not was_loose:
             self._eviction.release([key])
         return True
+
+    def keep(self, run: Sequence[BlockKey], until_s: float) -> tuple[int, int]:
+        """Keep stored blocks of a run from eviction until then, within the limits of their tenant
+        and of all tenants; blocks that are not stored are skipped.
+
+        Returns (how many were not kept before, how many others are kept no longer).
+        """
+        here = [key for key in run if self.has(key)]
+        tenant = self._blocks[here[0]].tenant if here else ""
+        own = [key for key in here if self._blocks[key].tenant == tenant]
+        new, displaced = self._kept.keep(own, tenant, until_s)
+        for key in new:
+            block = self._blocks[key]
+            if block.loose:
+                self._eviction.hold(key)
+            block.kept = True
+        self._free_to_go(displaced)
+        return len(new), len(displaced)
+
+    def end_keeps(self, now: float) -> int:
+        """Let the blocks be evicted again whose time is over; return how many these are."""
+        over = self._kept.expire(now)
+        self._free_to_go(over)
+        return len(over)
+
+    @property
+    def keeps_end_s(self) -> float | None:
+        """When to call `end_keeps` again; None: nothing is kept."""
+        return self._kept.next_s
+
+    def is_kept(self, key: BlockKey) -> bool:
+        """Return whether a block is kept for a time."""
+        return key in self._kept
+
+    def _let_go(self, keys: Sequence[BlockKey]) -> None:
+        self._free_to_go([key for key in keys if self._kept.forget(key)])
+
+    def _free_to_go(self, keys: Sequence[BlockKey]) -> None:
+        """Let blocks be evicted again that `_kept` has forgotten, of each chain the tail first."""
+        for key in keys:
+            self._blocks[key].kept = False
+        self._eviction.release([key for key in reversed(keys) if self._blocks[key].loose])
 
     def is_hard_pinned(self, key: BlockKey) -> bool:
         """Return whether a block has a hard pin."""
@@ -457,4 +515,8 @@ class DramTier:
             assert self._num_lasting[pin] == sum(block.lasting_pin is pin for block in stored)
         assert self._num_lasting[LastingPin.HARD] <= self._max_hard
         assert all(block.lasting_pin is LastingPin.NONE for block in writing)
+        kept = {key for key, block in self._blocks.items() if block.kept}
+        assert all(self._blocks[key].whole and key in self._kept for key in kept)
+        assert len(kept) == len(self._kept)
+        self._kept.check_integrity()
         self._eviction.check_integrity()

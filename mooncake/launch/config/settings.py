@@ -115,6 +115,11 @@ class ServeConfig:
     client_quota_share: float = owned(KvStoreConfig, "client_quota_share", share, POOL, "SHARE",
         "largest share of a worker's DRAM, and of its SSD, that all pool clients of a tenant "
         "without a quota may fill together")
+    kept_share: float = owned(KvStoreConfig, "kept_share", part, POOL, "SHARE",
+        "largest share of a worker's DRAM that is kept for requests which ask for it "
+        "(cache_control, prompt_cache_key); 0: nothing is kept")
+    tenant_kept_share: float = owned(KvStoreConfig, "tenant_kept_share", part, POOL, "SHARE",
+        "largest share of a worker's DRAM that is kept for any one tenant")
     ssd_min_uses: int = owned(KvStoreConfig, "ssd_min_uses", count(1), POOL, "N",
         "blocks that were asked for this often are written to SSD; 1: all blocks")
     ssd_write_at: float = owned(KvStoreConfig, "ssd_write_at", part, POOL, "SHARE",

@@ -74,6 +74,8 @@ LONG_STOPS = 0.5
 START_S = 1.5
 SETTLE_S = 240.0
 """How long to run after the last fault, so that every time-out runs out."""
+KEEP_S = 5.0
+"""For how long pools keep the prompts of every third request."""
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +273,8 @@ class Trial:
             tenant=random.choice(["", "", "other"]),
             priority=random.choice([Priority.INTERACTIVE, *Priority]),
             timeout_s=None,
+            num_kept_tokens=0 if index % 3 else len(prompt),
+            keep_s=0.0 if index % 3 else KEEP_S,
         )
         aborted_s = random.choice([0.0, 0.05, 0.5]) if random.random() < 0.12 else None
         gateway_id = random.choice(self._gateways)

@@ -315,10 +315,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
         }),
     ],
 )  # fmt: skip
-def test_fields_about_caches_change_nothing_that_is_asked_of_the_model(
-    route: str, ask: dict[str, Any]
-) -> None:
-    """But for `cache_salt`, as docs/apis.md says."""
+def test_fields_about_caches_change_no_token_of_the_prompt(route: str, ask: dict[str, Any]) -> None:
+    """They say what the pool keeps, and `cache_salt` who shares it, as docs/apis.md says."""
     plain = {"seed": 1} | ask
     marked = json.loads(json.dumps(plain))
     places = [marked, *marked.get("tools", []), *marked.get("system", [])]
@@ -341,7 +339,8 @@ def test_fields_about_caches_change_nothing_that_is_asked_of_the_model(
         one, other, salted = (
             msgspec.structs.replace(each, request_id="") for each in backend.requests
         )
-        assert other == one
+        kept = {"num_kept_tokens": len(one.prompt_tokens), "keep_s": 3600.0}
+        assert other == msgspec.structs.replace(one, **kept)
         assert salted == msgspec.structs.replace(one, cache_salt="s")
 
     asyncio.run(main())

@@ -37,7 +37,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.messages import DoubtPeers, Prefetch, Replicate
+from mooncake.base.messages import ChainHead, DoubtPeers, Prefetch, Replicate
 from mooncake.base.pool_messages import (
     FindHomes,
     Home,
@@ -70,6 +70,7 @@ NAMES = ["a", "b", "c"]
 CLIENT = worker("client")
 SSD_BLOCKS = 6
 JUNK = b"\xee" * BLOCK
+KEEP_S = 3.0
 WORKERS = Sender(name="w", roles=frozenset((CredentialRole.WORKER,)), tenant=None, channel_key="")
 
 a_name = st.sampled_from(NAMES)
@@ -189,7 +190,8 @@ class Pool(RuleBasedStateMachine):
         self.config = KvStoreConfig(
             dram_bytes=num_blocks * BLOCK, ssd=ssd, ssd_min_uses=uses, ssd_write_at=0.3,
             checksums=hashed, quarantine_s=1.0, replica_idle_s=3.0, replicate_timeout_s=2.0,
-            drain_s=8.0, ssd_retry_s=0.5, doubt_interval_s=2.0,
+            drain_s=8.0, ssd_retry_s=0.5, doubt_interval_s=2.0, kept_share=0.5,
+            tenant_kept_share=0.5,
         )  # fmt: skip
         self.heap = EventHeap()
         self.wire: list[tuple[str, AnyMessage]] = []
@@ -295,11 +297,12 @@ class Pool(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ the client
 
-    @rule(name=a_name, run=a_run)
-    def put(self, name: str, run: list[bytes]) -> None:
+    @rule(name=a_name, run=a_run, num_kept=st.sampled_from([0, 0, 1, 4]))
+    def put(self, name: str, run: list[bytes], num_kept: int = 0) -> None:
         node, ticket = self.nodes[name], self.ticket()
         first = len(self.wire)
-        self.bring(node, PutStart(writer=CLIENT, ticket=ticket, keys=run))
+        head = ChainHead([], 0, num_kept, KEEP_S)
+        self.bring(node, PutStart(writer=CLIENT, ticket=ticket, keys=run, head=head))
         for _, message in self.wire[first:]:
             if isinstance(message, PutGranted) and message.ticket == ticket and message.keys:
                 self.grants[node.ref, ticket] = message
@@ -330,11 +333,12 @@ class Pool(RuleBasedStateMachine):
         ended = {"written" if well else "dropped": granted.keys}
         self.wire.append((node.address, PutEnd(writer=CLIENT, ticket=at[1], **ended)))
 
-    @rule(name=a_name, run=a_run)
-    def pin(self, name: str, run: list[bytes]) -> None:
+    @rule(name=a_name, run=a_run, num_kept=st.sampled_from([0, 0, 4]))
+    def pin(self, name: str, run: list[bytes], num_kept: int) -> None:
         node, ticket = self.nodes[name], self.ticket()
         self.pins[node.ref, ticket] = list(run)
-        self.wire.append((name, PinBlocks(reader=CLIENT, ticket=ticket, keys=run)))
+        head = ChainHead([], 0, num_kept, KEEP_S)
+        self.wire.append((name, PinBlocks(reader=CLIENT, ticket=ticket, keys=run, head=head)))
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -493,6 +497,7 @@ class Pool(RuleBasedStateMachine):
         for name, node in self.nodes.items():
             state = node.machine.state()
             assert node.machine.quiet, f"{name} still holds something"
+            assert state.num_kept == 0, f"{name} still keeps something"
             assert node.machine.drained == state.draining, f"{name} is told to go and does not"
             blocks = node.machine.blocks
             tiers = blocks.dram.stored_keys(), blocks.tiering.ssd.stored_keys()
