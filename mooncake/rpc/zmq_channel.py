@@ -31,7 +31,7 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
-from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs
+from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs, WorkerHello
 from mooncake.base.pool_messages import ForgetBlocks, RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate, objection
@@ -68,6 +68,8 @@ MAX_CLIENT_BYTES = 2 * 2**20
 """Longest message of a client, because the receiver may keep it. A message that names as many
 blocks as is allowed (`rights.MAX_KEYS`) has half of it.
 """
+MAX_HELLO_BYTES = 16 * 2**10
+"""Longest hello of a client, because gateways remember it for as long as the client is there."""
 MAX_ANSWERED_BYTES = 4 * MAX_CLIENT_BYTES
 """A longer message of a client is not even read, so the client is not told why it is refused. What
 a client sends so is thrown away faster than it comes.
@@ -601,10 +603,11 @@ class _Holder:
         """
         if not self.sender.speaks_for_itself:
             return None
-        if num_bytes > MAX_CLIENT_BYTES:
+        most = MAX_HELLO_BYTES if isinstance(message, WorkerHello) else MAX_CLIENT_BYTES
+        if num_bytes > most:
             return (
-                f"{type(message).__name__} has {num_bytes} bytes, more than {MAX_CLIENT_BYTES}: "
-                "clients send it in parts"
+                f"{type(message).__name__} has {num_bytes} bytes, more than the {most} that a "
+                "client may send at once"
             )
         speaker = speaker_of(message)
         if speaker is None:

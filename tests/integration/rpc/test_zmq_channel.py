@@ -48,6 +48,7 @@ from mooncake.rpc.zmq_channel import (
     LOOK_S,
     MAX_ANSWERED_BYTES,
     MAX_CLIENT_BYTES,
+    MAX_HELLO_BYTES,
     MAX_PER_CLIENT,
     MAX_UNPROVEN,
     ZmqChannel,
@@ -753,18 +754,20 @@ def test_what_a_client_says_at_once_is_short(open_channel: Open) -> None:
     keys = [bytes(16)] * MAX_KEYS
     put = PutEnd(writer=own, ticket=1, written=keys, checksums=[2**64 - 1] * MAX_KEYS)
     hello = WorkerHello(
-        worker=own, role=Role.CLIENT, node_id="x" * MAX_CLIENT_BYTES, host="h", pid=1,
+        worker=own, role=Role.CLIENT, node_id="x" * MAX_HELLO_BYTES, host="h", pid=1,
         layout_fingerprint="", block_tokens=1, num_blocks=0,
     )  # fmt: skip
     client.send(server.address, put)
     assert receive(server, 1) == [put]
     client.send(server.address, hello)
+    long = PutStart(writer=own, ticket=3, keys=[], tenant="x" * MAX_CLIENT_BYTES)
+    client.send(server.address, long)
     client.send(server.address, PutStart(writer=own, ticket=2, keys=[]))
     assert receive(server, 1)[0].ticket == 2
-    assert server.counters.num_refused == 1
-    (refused,) = receive(client, 1)
-    assert isinstance(refused, Refused)
-    assert f"more than {MAX_CLIENT_BYTES}" in refused.reason
+    assert server.counters.num_refused == 2
+    for most, refused in zip((MAX_HELLO_BYTES, MAX_CLIENT_BYTES), receive(client, 2), strict=True):
+        assert isinstance(refused, Refused)
+        assert f"more than the {most} that" in refused.reason
 
 
 def test_what_a_client_sends_that_is_far_too_long_is_not_read(
