@@ -6,17 +6,21 @@ Pure; owned by the node. Readers finish what they read; disks take their time to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey
 from mooncake.base.messages import Refused
 from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
+from mooncake.base.rights import client_key
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 
 MAX_REMOVALS = 4096
 """Requests that may wait for disks. When there are more, the newest is told to try again."""
 MAX_REMOVED_KEYS = 1 << 20
 """Blocks that all these requests may name together."""
+CLIENT_PART = 4
+"""All pool clients that share a credential may have this part of both: a quarter."""
 
 
 @dataclass(slots=True)
@@ -27,6 +31,13 @@ class _Removal:
     was_here: set[BlockKey] = field(default_factory=set)
     left: set[BlockKey] = field(default_factory=set)
     fading: set[BlockKey] = field(default_factory=set)
+
+
+def _is_full(waiting: Sequence[_Removal], request: RemoveBlocks, part: int) -> bool:
+    """Return whether so many requests wait that one more exceeds 1/`part` of the bounds."""
+    num_keys = sum(len(each.request.keys) for each in waiting) + len(request.keys)
+    is_long = bool(waiting) and num_keys > MAX_REMOVED_KEYS // part
+    return is_long or len(waiting) >= max(1, MAX_REMOVALS // part)
 
 
 class Removals:
@@ -42,8 +53,9 @@ class Removals:
         """Remove blocks; no reader finds them from now on. The request is refused, and nothing is
         removed, while too many requests wait for disks.
         """
-        num_keys = sum(len(each.request.keys) for each in self._removals) + len(request.keys)
-        if len(self._removals) >= MAX_REMOVALS or (self._removals and num_keys > MAX_REMOVED_KEYS):
+        client = client_key(request.asker)
+        own = [each for each in self._removals if client_key(each.request.asker) == client]
+        if _is_full(self._removals, request, 1) or (client and _is_full(own, request, CLIENT_PART)):
             reason = f"{len(self._removals)} removals wait for the disks of this node: try again"
             refused = Refused(
                 asker=request.asker, ticket=request.ticket, message=type(request).__name__,

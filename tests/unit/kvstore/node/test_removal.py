@@ -210,6 +210,20 @@ def test_no_copy_is_made_of_what_is_being_removed_from_all_nodes() -> None:
     assert not [s for _, s in world.channel.sent if isinstance(s, TakenOver) and key(1) in s.keys]
 
 
+@pytest.mark.parametrize("bound", ["MAX_REMOVALS", "MAX_REMOVED_KEYS"])
+def test_removals_of_one_client_leave_room_for_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(removal, bound, 8)
+    world = NodeWorld(2, media=[SimMedium()])  # not scanned yet: any block may lie there
+    for number in range(4):
+        asker = OTHER if number == 3 else CLIENT
+        ticket = world.ticket()
+        world.handle(RemoveBlocks(asker=asker, ticket=ticket, keys=keys(number)))
+    (told,) = [sent for _, sent in world.channel.sent if isinstance(sent, Refused)]
+    assert told.asker == CLIENT
+
+
 def test_what_is_removed_is_remembered_up_to_a_bound() -> None:
     removed = Tombstones()
     for number in range(MAX_REMEMBERED + 1):
