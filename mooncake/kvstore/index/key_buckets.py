@@ -8,7 +8,7 @@ key moves another one to its other bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from struct import unpack
 
 import numpy as np
@@ -209,15 +209,13 @@ class Buckets:
         if len(left):
             self._numbers[left * ROW_NUMBERS + LEFT] = 1
 
-    def items(self) -> Iterator[tuple[BlockKey, int]]:
-        """Yield the keys with their numbers, one by one (for checks)."""
+    def entries(self) -> tuple[Words, Numbers]:
+        """Return the keys and their numbers (for checks)."""
         assert not self._rows[-1].any(), "something is in the row that is no bucket"
         numbers = self._rows.view(np.uint32)[:, FIRST_NUMBER:LEFT]
         at, slots = numbers.nonzero()
         words = np.stack((self._rows[at, slots], self._rows[at, slots + SLOTS]), axis=1)
-        keys, size = words.tobytes(), words.itemsize * words.shape[1]
-        for place, number in enumerate(numbers[at, slots].tolist()):
-            yield keys[place * size : (place + 1) * size], number
+        return words, numbers[at, slots]
 
     def _home(self, low: NDArray[np.uint64]) -> Ints:
         return (low >> self._shift).astype(np.int64)

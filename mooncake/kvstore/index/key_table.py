@@ -221,18 +221,26 @@ class KeyTable:
 
     # ------------------------------------------------------------ checks
 
+    def entries(self) -> tuple[Words, Numbers]:
+        """Return all keys and their numbers (for checks)."""
+        tables = [each.entries() for each in (self._table, self._old) if each is not None]
+        homeless = words_of(list(self._homeless)), np.array([*self._homeless.values()], np.uint32)
+        words, numbers = zip(*tables, homeless, strict=True)
+        return np.concatenate(words), np.concatenate(numbers)
+
     def items(self) -> Iterator[tuple[BlockKey, int]]:
         """Yield all keys with their numbers, one by one (for checks)."""
-        for table in (self._table, self._old):
-            if table is not None:
-                yield from table.items()
-        yield from self._homeless.items()
+        words, numbers = self.entries()
+        packed = words.tobytes()
+        for place, number in enumerate(numbers.tolist()):
+            yield packed[place * KEY_BYTES : (place + 1) * KEY_BYTES], number
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when a key is stored twice, or where it would not be found."""
-        keys: dict[BlockKey, int] = {}
-        for key, number in self.items():
-            assert key not in keys, "a key is there twice"
-            keys[key] = number
-        assert len(keys) == len(self), "keys are miscounted"
-        assert self.get(words_of(list(keys))).tolist() == list(keys.values())
+    def check_integrity(self) -> Numbers:
+        """Raise AssertionError when a key is stored twice, or where it would not be found. Return
+        the numbers of all keys.
+        """
+        words, numbers = self.entries()
+        assert len(set(zip(*words.T.tolist(), strict=True))) == len(words), "a key is there twice"
+        assert len(words) == len(self), "keys are miscounted"
+        assert np.array_equal(self.get(words), numbers), "a key would not be found"
+        return numbers

@@ -463,8 +463,7 @@ class PrefixIndex:
         assert (live, dead) == (self._live, self._dead)
         assert live.bit_count() == sum(map(len, self._streams.values()))
         assert not self._sweeping & ~self._dead
-        self._table.check_integrity()
-        numbers = Counter(number for _, number in self._table.items())
+        numbers = Counter(self._table.check_integrity().tolist())
         self._sets.check_integrity(numbers)
         for number in numbers:
             mask = self._sets.masks[number]

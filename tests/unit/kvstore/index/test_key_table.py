@@ -140,6 +140,24 @@ def test_idle_keys_are_left_behind_and_the_table_stays_as_it_is() -> None:
     assert table._table.bits == 10
 
 
+def test_checks_find_keys_that_are_there_twice_or_miscounted_or_elsewhere() -> None:
+    table, model = KeyTable(Owner()), dict.fromkeys(block_keys("some", range(90), 1), 3)
+    put(table, model)
+    assert table.check_integrity().tolist() == [3] * len(model)
+    twice = next(iter(model))
+    table._homeless[twice] = 3
+    with pytest.raises(AssertionError, match="a key is there twice"):
+        table.check_integrity()
+    del table._homeless[twice]
+    table._table.count += 1
+    with pytest.raises(AssertionError, match="keys are miscounted"):
+        table.check_integrity()
+    table._table.count -= 1
+    table._table._rows[:-1] = np.roll(table._table._rows[:-1], 7, axis=0)
+    with pytest.raises(AssertionError, match="a key would not be found"):
+        table.check_integrity()
+
+
 def test_a_key_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         words_of([bytes(16), b"short"])
