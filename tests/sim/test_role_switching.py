@@ -227,11 +227,10 @@ def at_the_limit(seed: int, switching: bool) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_gaps_at_their_limit_have_no_worker_to_spare(seed: int) -> None:
+def test_gaps_at_their_limit_have_no_worker_to_spare() -> None:
     """More prompts would be computed, and all of them would decode too slowly."""
-    without, _ = at_the_limit(seed, switching=False)
-    inside, _ = at_the_limit(seed, switching=True)
+    without, _ = at_the_limit(0, switching=False)
+    inside, _ = at_the_limit(0, switching=True)
     assert inside >= without
 
 
