@@ -47,9 +47,3 @@ def gpu() -> Iterator[Real | Emulated]:
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of k2-nano."""
     return init_checkpoint("k2-nano", 0, tmp_path_factory.mktemp("nano") / "nano", dtype="float32")
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of k2-tiny."""
-    return init_checkpoint("k2-tiny", 0, tmp_path_factory.mktemp("tiny") / "tiny", dtype="float32")

@@ -49,8 +49,7 @@ def wanted(with_mtp: Path) -> dict[int, list[int]]:
 @pytest.mark.parametrize(
     ("words", "backend", "method"),
     [
-        ("tp1", EAGER, MTP), ("tp2", EAGER, MTP), ("tp2-dcp2", EAGER, MTP),
-        ("tp2", CAPTURED, NGRAM),
+        ("tp1", EAGER, MTP), ("tp2-dcp2", EAGER, MTP), ("tp2", CAPTURED, NGRAM),
     ],
 )  # fmt: skip
 def test_drafts_change_no_token(
