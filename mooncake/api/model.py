@@ -59,7 +59,10 @@ def load_served_model(
     spec = ModelSpec.from_config(read_json(path / "config.json"))
     limit = spec.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
-        raise ConfigError(f"max_model_len {max_model_len}: this model does 1 to {limit} tokens")
+        raise ConfigError(
+            f"max_model_len: {max_model_len} is not in the range of this model; give 1 to {limit} "
+            "tokens"
+        )
     tokenizer = load_tokenizer(path)
     generation = read_json(path / "generation_config.json")
     return ServedModel(

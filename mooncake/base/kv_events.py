@@ -29,9 +29,13 @@ class KvEventsConfig:
 
     def __post_init__(self) -> None:
         if self.publisher != "zmq":
-            raise ConfigError(f"publisher: {self.publisher!r} is not zmq")
+            raise ConfigError(
+                f"publisher: {self.publisher!r} is not known; write zmq, or leave it out"
+            )
         if not isinstance(self.buffer_steps, int) or self.buffer_steps < 1:
-            raise ConfigError(f"buffer_steps: {self.buffer_steps!r} is not a number above 0")
+            raise ConfigError(
+                f"buffer_steps: {self.buffer_steps!r} is not a whole number of at least 1"
+            )
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if value is not None and not str(value).startswith(("tcp://", "ipc://")):

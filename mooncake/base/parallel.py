@@ -55,12 +55,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.dp > 1 and self.ep == 1:
             raise ConfigError(
-                f"{DP_FLAG}={self.dp}: ranks that share no experts are workers (`prefill`, "
-                f"`decode`); to share them add `{EP_FLAG}`"
+                f"{DP_FLAG}={self.dp}: workers share their experts only with `{EP_FLAG}`; add it, "
+                f"or start {self.dp} workers that share none with `prefill` and `decode`"
             )
         if self.ep not in (1, self.tp * self.dp):
             raise ConfigError(
-                f"shape: the experts lie on 1 or on all {self.tp * self.dp} ranks, not on {self.ep}"
+                f"shape: ep is {self.ep}, but experts lie on 1 rank or are shared out among all "
+                f"{self.tp * self.dp}; give one of these numbers"
             )
 
     @classmethod
@@ -117,7 +118,8 @@ def stage_layers(num_layers: int, pp: int) -> list[range]:
     """
     if pp > num_layers:
         raise ConfigError(
-            f"{PP_FLAG}: {pp} stages need as many layers, and this model has {num_layers}"
+            f"{PP_FLAG}: each of {pp} stages needs a layer, and this model has {num_layers}; give "
+            f"at most {num_layers}"
         )
     each, rest = divmod(num_layers, pp)
     larger = [*range(1, pp - 1), 0, pp - 1][:rest]

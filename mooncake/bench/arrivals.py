@@ -23,9 +23,14 @@ class Ramp:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start_rps < self.end_rps:
-            raise ConfigError("ramp-up-end-rps: must be more than --ramp-up-start-rps")
+            raise ConfigError(
+                f"ramp-up-end-rps: {self.end_rps:g} must be more than --ramp-up-start-rps "
+                f"({self.start_rps:g}), and that at least 0"
+            )
         if self.strategy == "exponential" and self.start_rps == 0:
-            raise ConfigError("ramp-up-start-rps: an exponential ramp cannot begin at 0")
+            raise ConfigError(
+                "ramp-up-start-rps: an exponential ramp cannot begin at 0; give a rate above 0"
+            )
 
     def rate(self, share: float) -> float:
         """Return the rate after `share` (0 to 1) of all requests, never zero."""
@@ -50,9 +55,13 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
-            raise ConfigError("request-rate: must be above 0, or inf")
+            raise ConfigError(
+                f"request-rate: {self.rate:g} is not above 0; give requests per second, or inf"
+            )
         if not self.burstiness > 0:
-            raise ConfigError("burstiness: must be above 0")
+            raise ConfigError(
+                f"burstiness: {self.burstiness:g} is not above 0; 1 is Poisson's process"
+            )
         if self.ramp is not None and self.rate != math.inf:
             raise ConfigError(
                 "ramp-up-strategy: a ramp has its own rates; leave out --request-rate"

@@ -75,7 +75,9 @@ def read_samples(
     except msgspec.MsgspecError as error:
         raise ConfigError(f"dataset-path: {path} is not in the format of {name}: {error}") from None
     if not samples:
-        raise ConfigError(f"dataset-path: {path}: there is no usable request in it")
+        raise ConfigError(
+            f"dataset-path: {path} has no usable request in the format of {name}; give another file"
+        )
     return samples
 
 

@@ -124,7 +124,10 @@ class HttpClient:
         except ValueError as error:
             raise ConfigError(f"base-url: {base_url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"base-url: {base_url!r} is not like http://127.0.0.1:8000")
+            raise ConfigError(
+                f"base-url: {base_url!r} is not a URL of a server; write it like "
+                "http://127.0.0.1:8000"
+            )
         self._host = parts.hostname
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._netloc = parts.netloc.rpartition("@")[2]

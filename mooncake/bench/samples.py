@@ -112,14 +112,18 @@ def random_samples(
         ConfigError: the lengths in `shape` contradict each other.
     """
     if not 0 <= shape.range_ratio < 1:
-        raise ConfigError("random-range-ratio: must be at least 0 and below 1")
+        raise ConfigError(
+            f"random-range-ratio: {shape.range_ratio:g} is not at least 0 and below 1"
+        )
     source = random.Random(seed)
     prefix = prompts.draw(source, shape.prefix_len)
     samples = []
     for _ in range(count):
         tokens = prefix + prompts.draw(source, _length(source, shape.input_len, shape.range_ratio))
         if not tokens:
-            raise ConfigError("random-input-len: a prompt needs at least one token")
+            raise ConfigError(
+                "random-input-len: a prompt has no token; give a length of at least 1"
+            )
         prompt, num_tokens = prompts.prompt(source, tokens)
         samples.append(
             Sample(
@@ -141,8 +145,8 @@ def repetition_samples(
     """
     if not 1 <= shape.num_prefixes <= count:
         raise ConfigError(
-            f"prefix-repetition-num-prefixes: {shape.num_prefixes} prefixes need as many prompts, "
-            f"there are {count}"
+            f"prefix-repetition-num-prefixes: {shape.num_prefixes} prefixes need at least "
+            f"{shape.num_prefixes} prompts, and there are {count}; give 1 to {count}"
         )
     source = random.Random(seed)
     prefixes = [prompts.draw(source, shape.prefix_len) for _ in range(shape.num_prefixes)]

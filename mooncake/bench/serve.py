@@ -72,7 +72,7 @@ async def benchmark(
     """
     warmups, samples = samples[: run.num_warmups], samples[run.num_warmups :]
     if not samples:
-        raise ConfigError("num-prompts: there is nothing to send")
+        raise ConfigError("num-prompts: no request is left to measure; give at least 1")
     if run.ready_timeout_s > 0:
         await _ready(client, target, (warmups or samples)[0], run.ready_timeout_s)
     gate = asyncio.Semaphore(run.max_concurrency or len(samples))
@@ -189,5 +189,7 @@ def rendered(document: dict[str, Any], old: str | None) -> str:
     try:
         before = json.loads(old) if old.strip() else []
     except ValueError as error:
-        raise ConfigError(f"append-result: the file is not JSON ({error})") from error
+        raise ConfigError(
+            f"append-result: the file is not JSON ({error}); name another file"
+        ) from error
     return json.dumps([*(before if isinstance(before, list) else [before]), document])

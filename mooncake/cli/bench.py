@@ -215,7 +215,9 @@ def _save(wanted: BenchServe, model: str, fields: dict[str, Any]) -> None:
         old = path.read_text() if wanted.append_result and path.exists() else None
         path.write_text(rendered(whole, old))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(
+            f"{path}: the result cannot be written: {error.strerror}; name another file"
+        ) from error
 
 
 # ---------------------------------------------------------------- engine
@@ -302,7 +304,9 @@ def _show_engine_result(wanted: BenchEngine, result: Any) -> None:
         try:
             Path(wanted.output_json).write_text(json.dumps(result.document(), indent=4))
         except OSError as error:
-            raise ConfigError(f"output-json: {error}") from error
+            raise ConfigError(
+                f"output-json: the result cannot be written: {error}; name another file"
+            ) from error
 
 
 # ---------------------------------------------------------------- words
@@ -324,7 +328,10 @@ def _json_object(text: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{name}: not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{name}: must be a JSON object")
+        raise ConfigError(
+            f"{name}: {text!r} is JSON, but not an object; write pairs of names and values in "
+            "braces"
+        )
     return value
 
 
@@ -342,7 +349,7 @@ def _percentiles(text: str) -> tuple[float, ...]:
     except ValueError as error:
         raise ConfigError(f"metric-percentiles: {text!r} is not like 50,99") from error
     if not all(0 <= value <= 100 for value in values):
-        raise ConfigError("metric-percentiles: must be from 0 to 100")
+        raise ConfigError(f"metric-percentiles: {text!r} has a number that is not from 0 to 100")
     return values
 
 

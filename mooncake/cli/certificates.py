@@ -75,7 +75,10 @@ def authority(wanted: Authority) -> int:
 
     place = Path(wanted.out)
     if (place / CA_KEY).exists():
-        raise ConfigError(f"out: {place / CA_KEY} is there already: what it signed would be lost")
+        raise ConfigError(
+            f"out: {place / CA_KEY} exists already, and certificates that it signed would be "
+            "worth nothing with another; name another directory"
+        )
     _check_days(wanted.days)
     made = make_authority(wanted.name, wanted.days)
     _write(place, {CA_CERTIFICATE: made.certificate, CA_KEY: made.key})

@@ -60,8 +60,8 @@ def make(wanted: Wanted) -> int:
     secret = wanted.cluster_secret or ""
     if not secret or secret.startswith(PREFIX):
         raise ConfigError(
-            "cluster-secret: give the cluster's own, by --cluster-secret-file or "
-            "MOONCAKE_CLUSTER_SECRET; a credential cannot make others"
+            "cluster-secret: a credential cannot make others; give the cluster's own secret by "
+            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     name = wanted.name or "-".join([*wanted.role, *([wanted.tenant] if wanted.tenant else [])])
     credential = issue(
@@ -82,11 +82,20 @@ def _check(wanted: Wanted, roles: list[CredentialRole]) -> None:
     if not wanted.days > 0:
         raise ConfigError(f"days: must be more than 0, not {wanted.days:g}")
     if is_client and (wanted.tenant is None) != wanted.all_tenants:
-        raise ConfigError("tenant: a pool client is of one --tenant NAME, or of --all-tenants")
+        raise ConfigError(
+            "tenant: a pool client needs one tenant or all of them; give --tenant NAME or "
+            "--all-tenants"
+        )
     if not is_client and (wanted.tenant or wanted.all_tenants):
-        raise ConfigError("tenant: only pool clients have one: add --role pool-client")
+        raise ConfigError(
+            "tenant: only pool clients belong to a tenant; add --role pool-client, or leave the "
+            "tenant out"
+        )
     if is_client and {CredentialRole.WORKER, CredentialRole.GATEWAY} & {*roles}:
-        raise ConfigError("role: workers and gateways handle all tenants; make two credentials")
+        raise ConfigError(
+            "role: a pool client may belong to one tenant, but workers and gateways handle all of "
+            "them; make two credentials"
+        )
 
 
 COMMANDS = (

@@ -36,9 +36,13 @@ def run(wanted: Eval) -> int:
 
     for task, _ in wanted.at_least:
         if task not in wanted.tasks:
-            raise ConfigError(f"at-least: {task} is not among the tasks that are sent")
+            raise ConfigError(
+                f"at-least: {task} is not among the tasks that are sent; add it to --tasks"
+            )
     if wanted.json is not None and not Path(wanted.json).absolute().parent.is_dir():
-        raise ConfigError(f"json: the directory of {wanted.json} is not there")
+        raise ConfigError(
+            f"json: the directory of {wanted.json} does not exist; create it, or name another file"
+        )
     return run_in_loop(_run(wanted, HttpClient(wanted.base_url, insecure=wanted.insecure)))
 
 

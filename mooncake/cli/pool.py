@@ -374,8 +374,8 @@ def _config(wanted: Node) -> Any:
 
     if not wanted.cluster_secret:
         raise ConfigError(
-            "cluster-secret: give that of the pool, by --cluster-secret-file or "
-            "MOONCAKE_CLUSTER_SECRET"
+            "cluster-secret: the pool lets nobody in without its secret; give it by "
+            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     return msgspec.structs.replace(
         locate(wanted.url, wanted.cluster_secret, _tls(wanted)),
@@ -402,7 +402,9 @@ def _key(written: str) -> bytes:
     try:
         return bytes.fromhex(written)
     except ValueError as error:
-        raise ConfigError(f"block: {written!r} is no key (32 hexadecimal digits)") from error
+        raise ConfigError(
+            f"block: {written!r} is not a block key; write its 32 hexadecimal digits"
+        ) from error
 
 
 def _read(file: str) -> bytes:

@@ -63,7 +63,9 @@ def run(wanted: Profile) -> int:
     from mooncake.launch.worker.direct import DirectEngine
 
     if wanted.out is not None and not Path(wanted.out).absolute().parent.is_dir():
-        raise ConfigError(f"out: the directory of {wanted.out} is not there")
+        raise ConfigError(
+            f"out: the directory of {wanted.out} does not exist; create it, or name another file"
+        )
     console = Console(stderr=wanted.json)
     with DirectEngine.open(**shared_values(wanted, ServeConfig)) as engine:
         config = engine.config

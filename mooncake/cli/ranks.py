@@ -55,13 +55,13 @@ def run(wanted: Ranks) -> int:
 
     if not wanted.cluster_secret:
         raise ConfigError(
-            "cluster-secret: give that of the cluster whose workers may come, by "
-            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+            "cluster-secret: ranks let in only workers that know their cluster's secret; give it "
+            "by --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     if wanted.bind_host in ("0.0.0.0", "::"):
         raise ConfigError(
-            f"bind-host: ranks prove nothing to each other, so they do not listen on "
-            f"{wanted.bind_host}; give one address"
+            "bind-host: ranks do not check who connects to them, so they do not listen on "
+            f"{wanted.bind_host}, which is every network; give one address"
         )
     configure_logging("ranks", sys.stderr)
     configure_audit("ranks", wanted.audit_log)

@@ -33,18 +33,26 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             raise ConfigError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
         if self.method != NGRAM and (self.prompt_lookup_max or self.prompt_lookup_min):
-            raise ConfigError(f"prompt_lookup_max: the method {self.method} looks up nothing")
+            raise ConfigError(
+                f"prompt_lookup_max: only the method {NGRAM} looks prompts up; leave it out with "
+                f"{self.method}"
+            )
         if not isinstance(self.model, str) or (self.model and self.method != EAGLE3):
-            raise ConfigError(f"model: {self.model!r}: the method {self.method} takes none")
+            raise ConfigError(
+                f"model: {self.model!r} is not used by the method {self.method}; leave it out"
+            )
         if self.method == EAGLE3 and not self.model:
-            raise ConfigError("model: the method eagle3 needs the directory of a head")
+            raise ConfigError(
+                f"model: the method {EAGLE3} needs a head; give the directory of its checkpoint"
+            )
         _in_range("num_speculative_tokens", self.num_speculative_tokens, 1)
         _in_range("prompt_lookup_max", self.prompt_lookup_max, 0)
         _in_range("prompt_lookup_min", self.prompt_lookup_min, 0)
         longest, shortest = self.lookup
         if shortest > longest:
             raise ConfigError(
-                f"prompt_lookup_min: {shortest} is more than prompt_lookup_max ({longest})"
+                f"prompt_lookup_min: {shortest} is more than prompt_lookup_max ({longest}); lower "
+                "it, or raise that"
             )
 
     @property
@@ -127,8 +135,8 @@ class EngineConfig:
                 raise ConfigError(f"{field.name}: {value!r} is not a whole number of at least 1")
         if self.num_blocks % self.num_homes:
             raise ConfigError(
-                f"num_blocks: {self.num_blocks} pages cannot be shared out among "
-                f"num_homes={self.num_homes} ranks"
+                f"num_blocks: {self.num_blocks} pages do not divide among {self.num_homes} ranks "
+                f"(num_homes); give a multiple of {self.num_homes}"
             )
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -44,7 +44,7 @@ class EplbConfig:
         if self.window_size > self.step_interval:
             raise ConfigError(
                 f"window_size: {self.window_size} steps are more than step_interval "
-                f"{self.step_interval}"
+                f"({self.step_interval}); lower it, or raise that"
             )
 
 
@@ -70,8 +70,8 @@ def check_slots(num_experts: int, num_redundant: int, num_ranks: int) -> None:
         )
     if num_slots > num_experts * num_ranks:
         raise ConfigError(
-            f"num_redundant_experts: {num_redundant} are more than a second of each expert on "
-            f"every one of {num_ranks} ranks; at most {num_experts * (num_ranks - 1)}"
+            f"num_redundant_experts: {num_redundant} is too many, since a rank holds no expert "
+            f"twice; give at most {num_experts * (num_ranks - 1)} on {num_ranks} ranks"
         )
 
 

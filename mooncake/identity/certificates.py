@@ -106,11 +106,14 @@ def sign_host_key(authority: Pem, names: Sequence[str], days: float | None, publ
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"key: not a public key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ConfigError("key: not an elliptic-curve key, as a host's key must be")
+        raise ConfigError(
+            "key: this is not an elliptic-curve key; `mooncake certificates` makes a host's key"
+        )
     end = own.not_valid_after_utc if days is None else _after(days)
     if end > own.not_valid_after_utc:
         raise ConfigError(
-            f"days: the authority itself is valid until {own.not_valid_after_utc:%Y-%m-%d} only"
+            f"days: the authority itself is valid only until {own.not_valid_after_utc:%Y-%m-%d}; "
+            "give fewer days"
         )
     builder = (
         _builder(_name(names[0]), own.subject, key, end)
@@ -150,7 +153,7 @@ def names_in(certificate: str) -> list[str]:
         own = x509.load_pem_x509_certificate(certificate.encode())
         found = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise ConfigError(f"this is not a certificate of a host: {error}") from error
+        raise ConfigError(f"this is not the certificate of a host: {error}") from error
     return [str(name.value) for name in found]
 
 
@@ -218,12 +221,16 @@ def _read_authority(pem: Pem) -> tuple[x509.Certificate, _SigningKey]:
         limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
         raise ConfigError(
-            f"authority: not the certificate of one and its unencrypted key: {error}"
+            f"authority: these are not a certificate and its unencrypted key in PEM form: {error}"
         ) from error
     if not isinstance(key, _SigningKey):
-        raise ConfigError("authority: its key is neither an elliptic-curve nor an RSA key")
+        raise ConfigError(
+            "authority: its key is neither an elliptic-curve nor an RSA key; `mooncake "
+            "certificates authority` makes one"
+        )
     if not limits.ca or certificate.public_key() != key.public_key():
         raise ConfigError(
-            "authority: the certificate is not an authority's, or the key is not the certificate's"
+            "authority: the certificate does not belong to an authority, or the key does not "
+            "belong to the certificate; give the two files of one authority"
         )
     return certificate, key

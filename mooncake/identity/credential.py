@@ -416,8 +416,8 @@ def own_credential(
             " or ".join(role.value for role in each) for each in (certificate.roles, roles)
         )
         raise ConfigError(
-            f"the credential {certificate.name!r} is of a {has}; this takes one of "
-            f"`mooncake credential --role {wants}`, or the cluster secret"
+            f"the credential {certificate.name!r} belongs to a {has}, and not to a {wants}; make "
+            f"one with `mooncake credential --role {wants}`, or give the cluster secret"
         )
     return credential
 

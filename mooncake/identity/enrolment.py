@@ -97,8 +97,8 @@ def checked_token(token: str, name: str) -> bytes:
     """Return a token for tags. Raises ConfigError when it is so short that it could be guessed."""
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
-            f"{name}: a token has {MIN_TOKEN_CHARACTERS} characters at least, this has "
-            f"{len(token)}: `openssl rand -hex 32` makes one"
+            f"{name}: the token has {len(token)} characters and needs at least "
+            f"{MIN_TOKEN_CHARACTERS}; `openssl rand -hex 32` makes one"
         )
     return token.encode()
 

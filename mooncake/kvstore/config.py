@@ -34,8 +34,8 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.directory or self.num_bytes <= 0:
             raise ConfigError(
-                f"kvstore.ssd: a directory and a positive size, not {self.directory!r} and "
-                f"{self.num_bytes}"
+                f"kvstore.ssd: {self.num_bytes} bytes in {self.directory!r} is not a directory "
+                "with a size above 0"
             )
 
 
@@ -129,29 +129,31 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             "replicate_timeout_s", "replica_idle_s", "drain_queue_bytes", "drain_bytes_per_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
-                raise ConfigError(f"kvstore.{name} must be positive, not {getattr(self, name)}")
+                raise ConfigError(f"kvstore.{name}: {getattr(self, name)} is not above 0")
         for name in ("quarantine_s", "ssd_retry_s", "drain_s"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"kvstore.{name} must not be negative: {getattr(self, name)}")
+                raise ConfigError(
+                    f"kvstore.{name}: {getattr(self, name)} is negative; give 0 or more"
+                )
         for name, may_be_0 in SHARES.items():
             share = getattr(self, name)
             if not 0 <= share <= 1 or (share == 0 and not may_be_0):
                 where = "[0, 1]" if may_be_0 else "(0, 1]"
-                raise ConfigError(f"kvstore.{name} must lie in {where}, not be {share}")
+                raise ConfigError(f"kvstore.{name}: {share} is not a share in {where}")
         directories = [ssd.directory for ssd in self.ssd]
         if len(set(directories)) < len(directories):
             raise ConfigError(f"kvstore.ssd: a directory is named twice: {', '.join(directories)}")
         for name in ("eviction", "ssd_eviction"):
             if getattr(self, name) not in POLICIES:
                 raise ConfigError(
-                    f"kvstore.{name}: no policy {getattr(self, name)!r}; one of "
-                    f"{', '.join(POLICIES)}"
+                    f"kvstore.{name}: {getattr(self, name)!r} is not one of {', '.join(POLICIES)}"
                 )
         for name in ("tenant_quota_bytes", "tenant_ssd_quota_bytes"):
             for tenant, quota in getattr(self, name).items():
                 if quota < 0:
                     raise ConfigError(
-                        f"kvstore.{name}: {tenant!r} must not be negative, not {quota}"
+                        f"kvstore.{name}: {tenant!r} has the negative quota {quota}; give 0 or "
+                        "more bytes"
                     )
 
     def client_blocks(self, num_blocks: int) -> int:
@@ -167,7 +169,7 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks = self.dram_bytes // layout.block_bytes
         if num_blocks == 0:
             raise ConfigError(
-                f"kvstore.dram_bytes: {format_bytes(self.dram_bytes)} hold no block of this model "
-                f"({format_bytes(layout.block_bytes)}); give more"
+                f"kvstore.dram_bytes: {format_bytes(self.dram_bytes)} is less than one block of "
+                f"this model ({format_bytes(layout.block_bytes)}); give more"
             )
         return num_blocks

@@ -274,10 +274,16 @@ def _check(config: Any, kv_cache_config: Any) -> None:
         )
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
-        raise ConfigError("context parallelism: this connector does not support it")
+        raise ConfigError(
+            "context parallelism: this connector does not support it; leave out "
+            "--decode-context-parallel-size and --prefill-context-parallel-size"
+        )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        raise ConfigError("this connector shares the KV of models with full attention only")
+        raise ConfigError(
+            "this connector shares the KV of models with full attention only; serve this model "
+            "without --kv-transfer-config"
+        )
 
 
 def _is_plain(request: Any) -> bool:

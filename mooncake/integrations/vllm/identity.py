@@ -27,7 +27,10 @@ def weights_name(model: str, commit: str | None, load_format: str) -> str:
     """
     path = Path(model)
     if load_format == "dummy":
-        raise ConfigError("load-format dummy: weights without a name cannot share KV")
+        raise ConfigError(
+            "load-format: dummy weights have no revision, so that nobody can share their KV; load "
+            "the model's own"
+        )
     if path.is_dir() or path.is_file():
         found = sorted(path.iterdir()) if path.is_dir() else [path]
         files = [PlainBytes(file) for file in found if file.suffix in WEIGHTS]

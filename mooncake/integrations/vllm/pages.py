@@ -33,7 +33,9 @@ class Pages:
             self._layers.append(tensor.view(num_blocks, -1, *tensor.shape[1:]))
             said.append(f"{name} {tuple(self._layers[-1].shape[1:])} {tensor.dtype}")
         if not self._layers:
-            raise ConfigError("this engine has no KV to share")
+            raise ConfigError(
+                "this engine has no KV to share; serve this model without --kv-transfer-config"
+            )
         self.described = "; ".join(said)
         """What the bytes of a block mean, as far as the tensors tell."""
 

@@ -279,8 +279,9 @@ class _FileDisk:
         if self.files.num_slots < 1:
             self.close()
             raise ConfigError(
-                f"kvstore.ssd: {format_bytes(config.num_bytes)} in {config.directory} hold no "
-                f"block of this model ({format_bytes(self.files.slot_bytes)} with its header)"
+                f"kvstore.ssd: {format_bytes(config.num_bytes)} in {config.directory} is less "
+                "than one block of this model with its header "
+                f"({format_bytes(self.files.slot_bytes)}); give more"
             )
 
     def attach(self, arena: memoryview) -> None:

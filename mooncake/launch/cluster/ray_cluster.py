@@ -225,8 +225,8 @@ def _secret_here(file: Path) -> tuple[str, Path | None]:
     if secret := os.environ.get("MOONCAKE_CLUSTER_SECRET"):
         return secret, None
     raise ConfigError(
-        f"cluster-secret: {machine_facts.host_name()} does not know it; start Ray there with "
-        "MOONCAKE_CLUSTER_SECRET or MOONCAKE_CLUSTER_SECRET_FILE in its environment"
+        f"cluster-secret: Ray on {machine_facts.host_name()} was started without it; start Ray "
+        "there with MOONCAKE_CLUSTER_SECRET or MOONCAKE_CLUSTER_SECRET_FILE in its environment"
     )
 
 

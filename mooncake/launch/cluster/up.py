@@ -111,8 +111,8 @@ def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, Serve
     own = Path(CERTIFICATE)
     if own.is_file() and machine.address not in (names := names_in(own.read_text())):
         raise ConfigError(
-            f"{CERTIFICATE}: it is of {', '.join(names)}, and {machine.name} is {machine.address}: "
-            "copy the folder of this machine here"
+            f"{CERTIFICATE}: it belongs to {', '.join(names)}, and {machine.name} is "
+            f"{machine.address}; copy the folder of this machine here"
         )
     for file in machine.bundle:
         if not Path(file).is_file():
@@ -122,7 +122,10 @@ def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, Serve
             )
     machine_facts.check_port(machine.address, 0, "address")
     if not Path(cluster.model).is_dir():
-        raise ConfigError(f"model: {cluster.model} is not on {machine.name}; copy the checkpoint")
+        raise ConfigError(
+            f"model: {cluster.model} is not a directory on {machine.name}; copy the checkpoint "
+            "there"
+        )
     cores, planned = machine_facts.num_cores(), []
     for part in cluster.parts(machine):
         try:

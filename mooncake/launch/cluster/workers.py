@@ -163,7 +163,8 @@ def health_settings(config: ServeConfig, place: int = 0) -> HealthSettings:
     port = config.health_port + place if config.health_port else 0
     if port > 65535:
         raise ConfigError(
-            f"health-port: worker {place + 1} would take {port}; give a smaller one, or 0"
+            f"health-port: worker {place + 1} would need port {port}, and the last is 65535; give "
+            "a smaller number, or 0"
         )
     return HealthSettings(host=config.health_host, port=port, tls=_tls_files(config, "health"))
 

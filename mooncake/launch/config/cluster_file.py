@@ -188,10 +188,15 @@ def read_cluster_file(path: str) -> ClusterFile:
     loaded = _mapping(path, "it", read_yaml(path, "file"), _TOP)
     model = loaded.get("model")
     if not isinstance(model, str):
-        raise ConfigError(f"{path}: model: name the directory of the checkpoint on each machine")
+        raise ConfigError(
+            f"{path}: model: the model is missing; give the directory that has its checkpoint on "
+            "each machine"
+        )
     machines = loaded.get("machines")
     if not isinstance(machines, dict) or not machines:
-        raise ConfigError(f"{path}: machines: name each with its address and the roles that it has")
+        raise ConfigError(
+            f"{path}: machines: the machines are missing; list each with its address and its roles"
+        )
     found = ClusterFile(
         path=Path(path),
         model=model,
@@ -214,31 +219,43 @@ def _check(found: ClusterFile) -> None:
 
     for role, why in (("gateway", "clients ask one"), ("decode", "no tokens come without")):
         if not total(role):
-            raise ConfigError(f"{found.path}: machines: none has a {role}, and {why}")
+            raise ConfigError(
+                f"{found.path}: machines: none has the role {role}, and {why}; add `{role}: 1` to "
+                "one"
+            )
     addresses = [machine.address for machine in found.machines]
     for address in addresses:
         if addresses.count(address) > 1:
-            raise ConfigError(f"{found.path}: machines: {address} is the address of two")
+            raise ConfigError(
+                f"{found.path}: machines: two have the address {address}; give each its own"
+            )
         if is_loopback(address) and len(addresses) > 1:
-            raise ConfigError(f"{found.path}: machines: others cannot reach {address}")
+            raise ConfigError(
+                f"{found.path}: machines: {address} is reached only from its own machine; give an "
+                "address that the others reach"
+            )
 
 
 def _machine(path: str, name: str, told: object) -> Machine:
     where = f"machines: {name}"
     if not _NAME.fullmatch(name) or name == SAFE:
         raise ConfigError(
-            f"{path}: {where}: a folder is called so: use letters, digits, '.', '_' and '-', and "
-            f"not {SAFE}"
+            f"{path}: {where}: a folder gets this name; use only letters, digits, '.', '_' and "
+            f"'-', and not {SAFE}"
         )
     values = _mapping(path, where, told, _MACHINE)
     if not isinstance(values.get("address"), str):
-        raise ConfigError(f"{path}: {where}: address: give that by which the others reach it")
+        raise ConfigError(
+            f"{path}: {where}: address: the address is missing; give the one by which other "
+            "machines reach this one"
+        )
     counts = {role: _count(path, where, role, values[role]) for role in ROLES if role in values}
     if not any(counts.values()):
-        raise ConfigError(f"{path}: {where}: nothing runs there; name a role, such as decode: 1")
+        raise ConfigError(f"{path}: {where}: no role runs there; add one, such as decode: 1")
     if counts.get("kvstore", 0) > 1:
         raise ConfigError(
-            f"{path}: {where}: kvstore: a machine has one pool node; give it more DRAM"
+            f"{path}: {where}: kvstore: a machine has one pool node at most; give that one more "
+            "DRAM"
         )
     return Machine(name=name, address=str(values["address"]), counts=counts)
 

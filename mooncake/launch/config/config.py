@@ -224,9 +224,9 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
 
     for name in ("ssd_key_file", "ssd_key_command"):
         if name in written and not config.ssd_encryption:
-            raise ConfigError(f"{flag(name)}: is for --ssd-encryption; add it")
+            raise ConfigError(f"{flag(name)}: the key is used only with --ssd-encryption; add it")
     if config.ssd_encryption and not config.ssd:
-        raise ConfigError("ssd-encryption: there are no disks; add --ssd DIR:SIZE")
+        raise ConfigError("ssd-encryption: there are no disks to encrypt; add --ssd DIR:SIZE")
     if "otlp_traces_sampling_ratio" in written and config.otlp_traces_endpoint is None:
         raise ConfigError(
             "otlp-traces-sampling-ratio: nothing is traced; add --otlp-traces-endpoint URL"
@@ -234,9 +234,14 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
     both("require_transport", "transport", "the first names the only one")
     if config.colocated and config.require_transport is not None:
-        raise ConfigError("require-transport: colocated is one process, which moves no KV")
+        raise ConfigError(
+            "require-transport: one process (--colocated) moves no KV between workers; leave one "
+            "of them out"
+        )
     if config.hardware is not None and not config.dry_run:
-        raise ConfigError("hardware: only a plan is made for other machines: add --dry-run")
+        raise ConfigError(
+            "hardware: figures of other hardware serve to make a plan only; add --dry-run"
+        )
     if config.colocated:
         for name in (
             "prefill", "decode", "role", "join", "ray_address", "headless", "prefill_set",
@@ -251,11 +256,14 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         return
     if not config.model and config.role is not None and (config.is_seed or config.join is None):
         raise ConfigError(
-            f"no model: name it first, e.g. mooncake serve {DEMO} --role {config.role}"
+            f"no model is named; put one first, e.g. mooncake serve {DEMO} --role {config.role}"
         )
     for name in ("api_key", "admin_token"):
         if any(not key.isascii() for key in getattr(config, name)):
-            raise ConfigError(f"{flag(name)}: only ASCII characters can travel in a header")
+            raise ConfigError(
+                f"{flag(name)}: a key travels in a header, which takes only ASCII characters; "
+                "give another"
+            )
 
 
 def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
@@ -263,11 +271,19 @@ def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
         certfile = f"{port}ssl_certfile"
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
             if port + name in written and getattr(config, certfile) is None:
-                raise ConfigError(f"{flag(port + name)} is for TLS: add --{flag(certfile)} FILE")
+                raise ConfigError(
+                    f"{flag(port + name)}: it is used only with TLS; add --{flag(certfile)} FILE"
+                )
     if config.ssl_cert_reqs and config.ssl_ca_certs is None:
-        raise ConfigError("ssl-cert-reqs: give the clients' authorities: --ssl-ca-certs FILE")
+        raise ConfigError(
+            "ssl-cert-reqs: clients' certificates are checked against their authorities, which "
+            "are missing; add --ssl-ca-certs FILE"
+        )
     if config.ray_ssl_certfile and config.ray_ssl_ca_certs is None:
-        raise ConfigError("ray-ssl-certfile: give the authorities: --ray-ssl-ca-certs FILE")
+        raise ConfigError(
+            "ray-ssl-certfile: Ray's certificates are checked against their authorities, which "
+            "are missing; add --ray-ssl-ca-certs FILE"
+        )
     has_keys = bool(config.api_key) or config.api_keys_file is not None
     for port, what in (
         ("admin_", "--admin-port would speak plain HTTP"),
@@ -287,29 +303,35 @@ def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
 def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
     if config.headless:
         if config.role is not None:
-            raise ConfigError("headless: only the process that looks after a cluster has no API")
+            raise ConfigError(
+                "headless: a process with a --role has no API of its own to leave out; leave out "
+                "--headless or the role"
+            )
     elif config.decode == 0:
         raise ConfigError("decode: must be at least 1, unless decode workers join: --headless")
     joins_directly = config.role is not None and not (config.joins_by_ray or config.joins_by_url)
     if joins_directly and config.role not in ("kvstore", "gateway") and not config.seeds:
-        raise ConfigError("role and join belong together: add --join HOST:PORT")
+        raise ConfigError(f"role: a {config.role} worker joins a cluster; add --join HOST:PORT")
     is_told_the_key = config.role == "gateway" and "#" in str(config.join)
     if joins_directly and config.cluster_secret is None and not is_told_the_key:
         by_ray = "" if config.seeds else "; or join a cluster that Ray runs: add --join HOST:PORT"
         raise ConfigError(
-            f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs a "
-            f"secret: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET{by_ray}"
+            f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs the "
+            "cluster's secret; give it by --cluster-secret-file or "
+            f"MOONCAKE_CLUSTER_SECRET{by_ray}"
         )
     if joins_directly and config.bind_host in WILDCARDS:
         raise ConfigError(
-            f"bind-host: {config.bind_host} is no address that others could connect to; name one "
-            "of this machine"
+            f"bind-host: nobody can connect to {config.bind_host}; give an address of this machine"
         )
     if config.cluster_secret and not config.cluster_secret.isascii():
-        raise ConfigError("cluster-secret: only ASCII characters can travel in a header")
+        raise ConfigError(
+            "cluster-secret: it travels in a header, which takes only ASCII characters; make "
+            "another, e.g. with `openssl rand -hex 32`"
+        )
     if config.join is not None and config.role is None:
         raise ConfigError(
-            "role and join belong together: add --role prefill|decode|kvstore|gateway"
+            "join: the role of this process is missing; add --role prefill|decode|kvstore|gateway"
         )
     if config.joins_by_url:
         if config.role != "gateway":
@@ -324,9 +346,14 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
             )
     is_joined = config.role == "gateway" or (config.role == "kvstore" and config.join is None)
     if config.join_port and not is_joined:
-        raise ConfigError("join-port: others join a --role gateway, or a pool standing alone, only")
+        raise ConfigError(
+            "join-port: others join only a gateway (--role gateway) or a pool that stands alone; "
+            "leave it out here"
+        )
     if config.join_ca_certs and not str(config.join).startswith("https:"):
-        raise ConfigError("join-ca-certs: it is for --join https://HOST:PORT")
+        raise ConfigError(
+            "join-ca-certs: it is used only with --join https://HOST:PORT; leave it out"
+        )
     if config.role == "gateway":
         _check_gateway(config, written)
 

@@ -133,7 +133,7 @@ def test_unknown_models_and_missing_prompts_are_told() -> None:
         against_api_server(ScriptedBackend(says("x")), [sample()], model="other")
     )
     assert outputs[0].error.startswith("404")
-    with pytest.raises(ConfigError, match="nothing to send"):
+    with pytest.raises(ConfigError, match="no request is left to measure"):
         asyncio.run(against_api_server(ScriptedBackend(says("x")), []))
     with pytest.raises(ConfigError, match="tokenizer"):
         asyncio.run(

@@ -148,9 +148,9 @@ def test_a_changed_token_counts_at_once_and_a_short_one_never(
         enrol(wanted(signer, tmp_path, "decode", token_file=str(old)))
     enrol(wanted(signer, tmp_path, "decode"))
     (tmp_path / "tokens" / "decode").write_text("short")
-    with pytest.raises(ConfigError, match="a token has 32 characters at least"):
+    with pytest.raises(ConfigError, match="and needs at least 32"):
         enrol(wanted(signer, tmp_path, "decode"))
-    with pytest.raises(ConfigError, match="a token has 32 characters at least"):
+    with pytest.raises(ConfigError, match="and needs at least 32"):
         Signer(settings)
 
 

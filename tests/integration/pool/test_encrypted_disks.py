@@ -71,8 +71,8 @@ def test_blocks_outlive_restarts_and_a_change_of_the_key(model: Path, tmp_path: 
     [
         (["--ssd", "{}:8MiB", "--ssd-encryption"],
          "ssd-key: --ssd-encryption takes 32 random bytes"),
-        (["--ssd", "{}:8MiB", "--ssd-key-file", "{}/key"], "ssd-key-file: is for --ssd-encryption"),
-        (["--ssd-encryption"], "ssd-encryption: there are no disks; add --ssd DIR:SIZE"),
+        (["--ssd", "{}:8MiB", "--ssd-key-file", "{}/key"], "the key is used only with"),
+        (["--ssd-encryption"], "ssd-encryption: there are no disks to encrypt; add --ssd DIR:SIZE"),
         (["--ssd", "{}:8MiB", "--ssd-encryption", "--ssd-key-command", "false"],
          "ssd-key-command: false ended with 1"),
     ],

@@ -130,10 +130,10 @@ def test_other_requests_are_ignored(readers: Readers, publisher: KvEventPublishe
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"publisher": "kafka"}, "publisher: 'kafka' is not zmq"),
+        ({"publisher": "kafka"}, "publisher: 'kafka' is not known"),
         ({"endpoint": "5557"}, "endpoint: '5557' does not begin with"),
         ({"replay_endpoint": "udp://x"}, "replay_endpoint: 'udp://x' does not begin with"),
-        ({"buffer_steps": 0}, "buffer_steps: 0 is not a number above 0"),
+        ({"buffer_steps": 0}, "buffer_steps: 0 is not a whole number"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:

@@ -45,7 +45,9 @@ def test_shapes_that_cannot_be() -> None:
         Shape(tp=0)
     with pytest.raises(ConfigError, match=r"data-parallel-size=2: .* `enable-expert-parallel`"):
         Shape(dp=2)
-    with pytest.raises(ConfigError, match="on 1 or on all 16 ranks, not on 8"):
+    with pytest.raises(
+        ConfigError, match="ep is 8, but experts lie on 1 rank or are shared out among all 16"
+    ):
         Shape(tp=8, dp=2, ep=8)
 
 
@@ -86,5 +88,5 @@ def test_stages_have_the_layers_in_order(num_layers: int, pp: int, sizes: list[i
 
 
 def test_more_stages_than_layers() -> None:
-    with pytest.raises(ConfigError, match="pipeline-parallel-size: 4 stages need as many layers"):
+    with pytest.raises(ConfigError, match="pipeline-parallel-size: each of 4 stages needs a layer"):
         stage_layers(3, 4)

@@ -148,16 +148,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("authority --out ca", "ca/ca-key.pem is there already"),
+        ("authority --out ca", "ca/ca-key.pem exists already"),
         ("authority --out new --days 0", "must be more than 0"),
         ("authority --out new --days 1e9", "is too large; give fewer days"),
         ("authority --out words/ca.pem/new", "cannot write"),
         ("host --authority nowhere --name h --out new", "has no ca.pem and ca-key.pem"),
-        ("host --authority empty --name h --out new", "not the certificate of one"),
-        ("host --authority words --name h --out new", "not the certificate of one"),
-        ("host --authority leaf --name h --out new", "is not an authority's, or"),
-        ("host --authority two --name h --out new", "is not an authority's, or"),
-        ("host --authority ca --name h --out new --days 9999", "itself is valid until"),
+        ("host --authority empty --name h --out new", "not a certificate and its unencrypted key"),
+        ("host --authority words --name h --out new", "not a certificate and its unencrypted key"),
+        ("host --authority leaf --name h --out new", "does not belong to an authority, or"),
+        ("host --authority two --name h --out new", "does not belong to an authority, or"),
+        ("host --authority ca --name h --out new --days 9999", "itself is valid only until"),
         ("host --authority ca --name h --out new --days -1", "must be more than 0"),
         ("host --authority ca --name hôte --out new", "nor a host name of ASCII letters"),
         ("host --authority ca --out new", "--name is missing"),
@@ -201,5 +201,9 @@ def test_an_authority_that_others_made(
     if kind == "rsa":
         certificate(tmp_path / "host" / "cert.pem").verify_directly_issued_by(made)
     else:
-        wanted = "neither an elliptic-curve" if kind == "ed25519" else "not the certificate of one"
+        wanted = (
+            "neither an elliptic-curve"
+            if kind == "ed25519"
+            else "not a certificate and its unencrypted key"
+        )
         assert wanted in capsys.readouterr().err

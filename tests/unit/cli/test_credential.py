@@ -56,9 +56,9 @@ def test_all_tenants_are_asked_for_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--role pool-client", "of one --tenant NAME, or of --all-tenants"),
-        ("--role pool-client --tenant a --all-tenants", "of one --tenant NAME"),
-        ("--role operator --tenant a", "only pool clients have one"),
+        ("--role pool-client", "give --tenant NAME or --all-tenants"),
+        ("--role pool-client --tenant a --all-tenants", "give --tenant NAME"),
+        ("--role operator --tenant a", "only pool clients belong to a tenant"),
         ("--role pool-client,worker --tenant a", "make two credentials"),
         ("--role operator --days 0", "must be more than 0"),
         ("--role king", "'king' is not one of worker"),

@@ -66,11 +66,11 @@ def wrong(sequence: Sequence, at: int) -> int:
     ("changes", "message"),
     [
         ({"method": "magic"}, "method: 'magic' is not one of ngram"),
-        ({"method": "mtp"}, "prompt_lookup_max: the method mtp looks up nothing"),
-        ({"model": "head"}, "model: 'head': the method ngram takes none"),
+        ({"method": "mtp"}, "prompt_lookup_max: only the method ngram looks prompts up"),
+        ({"model": "head"}, "model: 'head' is not used by the method ngram"),
         (
             {"method": "eagle3", "prompt_lookup_min": 0, "prompt_lookup_max": 0},
-            "model: the method eagle3 needs the directory of a head",
+            "model: the method eagle3 needs a head",
         ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: 0 is not a whole number of 1 to"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens: 33 is not"),

@@ -169,7 +169,7 @@ def test_signatures_are_of_their_holder() -> None:
 
 
 def test_a_credential_of_another_role_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="'etl' is of a pool-client; this takes one of"):
+    with pytest.raises(ConfigError, match="'etl' belongs to a pool-client, and not to a"):
         own_credential(of_acme().text, WORKER)
 
 

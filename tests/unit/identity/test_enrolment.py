@@ -61,7 +61,9 @@ def test_a_message_of_another_release_says_so() -> None:
 
 def test_a_short_token_is_refused() -> None:
     assert checked_token("a" * 32, "file") == b"a" * 32
-    with pytest.raises(ConfigError, match="file: a token has 32 characters at least, this has 31"):
+    with pytest.raises(
+        ConfigError, match="file: the token has 31 characters and needs at least 32"
+    ):
         checked_token("a" * 31, "file")
 
 

@@ -19,7 +19,7 @@ from tests.support.kvstore.node_world import BLOCK, LAYOUT
         ({"quarantine_s": -0.1}, "quarantine_s"),
         ({"high_watermark": 1.1}, "high_watermark"),
         ({"evict_fraction": 0.0}, "evict_fraction"),
-        ({"eviction": "fifo"}, "eviction: no policy 'fifo'; one of lru, lfu, length, cost"),
+        ({"eviction": "fifo"}, "eviction: 'fifo' is not one of lru, lfu, length, cost"),
         ({"tenant_quota_bytes": {"a": -1}}, "tenant_quota_bytes: 'a'"),
     ],
 )
@@ -33,5 +33,5 @@ def test_the_arena_is_a_whole_number_of_blocks_within_the_limit() -> None:
 
 
 def test_a_limit_below_one_block_says_so() -> None:
-    with pytest.raises(ConfigError, match="dram_bytes: 63 B hold no block"):
+    with pytest.raises(ConfigError, match="dram_bytes: 63 B is less than one block"):
         KvStoreConfig(dram_bytes=BLOCK - 1).num_blocks(LAYOUT)

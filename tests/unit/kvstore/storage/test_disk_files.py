@@ -325,7 +325,7 @@ def test_checksums_are_those_of_the_files(benches) -> None:
 
 
 def test_limits_that_hold_no_block_and_bad_directories_are_start_up_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="hold no block"):
+    with pytest.raises(ConfigError, match="less than one block"):
         FileDisks([SsdConfig(directory=str(tmp_path), num_bytes=4096)], ALIGNED)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):

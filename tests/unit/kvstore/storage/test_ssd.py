@@ -309,7 +309,7 @@ def test_settings_that_cannot_be_are_start_up_errors() -> None:
     ssd = SsdConfig(directory="/a", num_bytes=BLOCK)
     with pytest.raises(ConfigError, match="named twice"):
         KvStoreConfig(ssd=[ssd, ssd])
-    with pytest.raises(ConfigError, match="positive size"):
+    with pytest.raises(ConfigError, match="a size above 0"):
         SsdConfig(directory="/a", num_bytes=0)
     with pytest.raises(ConfigError, match="ssd_eviction"):
         KvStoreConfig(ssd_eviction="fifo")

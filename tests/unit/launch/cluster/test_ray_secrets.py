@@ -113,7 +113,7 @@ def test_a_worker_finds_the_secret_in_the_file_or_in_its_environment(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = private / "secret"
-    with pytest.raises(ConfigError, match="does not know it; start Ray there with"):
+    with pytest.raises(ConfigError, match="was started without it; start Ray there with"):
         ray_cluster._secret_here(file)
     monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", "given")
     assert ray_cluster._secret_here(file) == ("given", None)

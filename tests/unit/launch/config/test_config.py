@@ -139,13 +139,16 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ({"model": "m", "decode": 0}, "decode: must be at least 1"),
         ({"model": "m", "api_key": "schlüssel"}, "only ASCII"),
         ({"model": "m", "transport": "tcp", "require_transport": "tcp"}, "exclude each other"),
-        ({"model": "m", "colocated": True, "require_transport": "tcp"}, "which moves no KV"),
+        (
+            {"model": "m", "colocated": True, "require_transport": "tcp"},
+            "moves no KV between workers",
+        ),
         ({"role": "decode"}, "add --join"),
         ({"join": "h:1"}, "add --role"),
         ({"role": "decode", "join": "tcp://h:1"}, "a decode that stands alone, or joins without"),
         (
             {"role": "decode", "join": "tcp://h:1", "cluster_secret": "s", "join_port": 1},
-            "others join a --role gateway",
+            "others join only a gateway",
         ),
         ({"role": "decode", "join": "http://h:1", "cluster_secret": "s"}, "only a gateway joins"),
     ],

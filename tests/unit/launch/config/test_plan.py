@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_with_the_bill(model: Path) -> None:
 
 
 def test_a_pool_without_room_for_a_block(model: Path) -> None:
-    with pytest.raises(ConfigError, match="hold no block of this model"):
+    with pytest.raises(ConfigError, match="is less than one block of this model"):
         plan_for(model, kvstore_dram_bytes=100)
     assert plan_for(model, kvstore=0, kvstore_dram_bytes=100).num_kvstores == 0
 

@@ -384,9 +384,9 @@ def test_the_command_prints_a_row_for_each_rank(
          "1, 2, 4, 8 would do"),
         ("int4", "-tp 4", "125 GiB (0.9 of a GPU): that leaves room for 0 tokens of KV, and 131072 "
          "are wanted; this would: --tensor-parallel-size 8"),
-        ("int4", "-tp 8 -pp 62", "62 stages need as many layers, and this model has 61"),
-        ("int4", "-dp 2", "data-parallel-size=2: ranks that share no experts are workers "
-         "(--prefill, --decode); to share them add --enable-expert-parallel"),
+        ("int4", "-tp 8 -pp 62", "each of 62 stages needs a layer, and this model has 61"),
+        ("int4", "-dp 2", "data-parallel-size=2: workers share their experts only with "
+         "--enable-expert-parallel; add it, or start 2 workers that share none with --prefill"),
     ],
 )  # fmt: skip
 def test_the_command_refuses_shapes_that_cannot_be(
