@@ -115,7 +115,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         fields: dict[str, Any] = {name: config[name] for name in _COPIED if name in config}
         missing = [name for name in _COPIED if name not in config]
         if missing:
-            raise CheckpointError(f"config.json: missing {', '.join(missing)}")
+            raise CheckpointError(
+                f"config.json: {', '.join(missing)} missing; copy the model's own file"
+            )
         fields |= {
             "q_lora_rank": config.get("q_lora_rank"),
             "n_group": config.get("n_group") or 1,
@@ -185,7 +187,10 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = {**_as_object(config, "rope_scaling"), **_as_object(config, "rope_parameters")}
     rope.setdefault("rope_theta", config.get("rope_theta"))
     if rope["rope_theta"] is None:
-        raise CheckpointError("config.json: missing rope_theta (or rope_parameters.rope_theta)")
+        raise CheckpointError(
+            "config.json: rope_theta (or rope_parameters.rope_theta) is missing; copy the model's "
+            "own file"
+        )
     return rope
 
 

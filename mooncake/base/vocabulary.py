@@ -110,7 +110,10 @@ def load_vocabulary(path: Path) -> Vocabulary:
         return tiktoken_vocabulary(read_ranks(path / "tiktoken.model"), config)
     if (path / "tokenizer.json").is_file():
         return json_vocabulary(read_json(path / "tokenizer.json"), path / "tokenizer.json")
-    raise CheckpointError(f"{path}: neither tiktoken.model nor tokenizer.json is there")
+    raise CheckpointError(
+        f"{path}: neither tiktoken.model nor tokenizer.json is there; copy the model's own beside "
+        "its weights"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -120,9 +123,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+        raise CheckpointError(
+            f"{path}: it is not valid JSON ({error}); copy the file again"
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a JSON object is expected")
+        raise CheckpointError(f"{path}: it is JSON, but not an object; copy the file again")
     return value
 
 
@@ -138,7 +143,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         except ValueError as error:
             raise CheckpointError(f"{path}: line {number}: {error}") from error
     if not ranks:
-        raise CheckpointError(f"{path}: no tokens in it")
+        raise CheckpointError(f"{path}: it has no tokens; copy the file again")
     return ranks
 
 

@@ -65,7 +65,7 @@ def plain(text: str) -> str:
 
 
 class Conversation:
-    """A conversation with one model: keeps its turns."""
+    """Talks with one model and keeps the turns."""
 
     def __init__(self, client: Client, wanted: Chat, tools: ChatTools | None = None) -> None:
         self._client = client

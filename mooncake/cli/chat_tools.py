@@ -38,7 +38,7 @@ class ToolFailed(Exception):
 
 
 class ChatTools:
-    """The tools, bound to a server, a folder and a clock."""
+    """Runs the tools that a model calls, with a server, a folder and a clock."""
 
     def __init__(self, client: Client, folder: Path, clock: Callable[[], datetime]) -> None:
         self._client = client

@@ -101,7 +101,7 @@ class Batch:
 
 
 class Batcher:
-    """The waiting queue, the running batch, and the choice between them."""
+    """Owns the waiting queue and the running batch, and chooses what the next step computes."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from mooncake.base.blocks import BlockKey
 
 
 class PrefixCache:
-    """A one-to-one map between block keys and pages, with a net log of changes."""
+    """Maps block keys to pages, one to one, with a net log of changes."""
 
     def __init__(self) -> None:
         self._page_of: dict[BlockKey, int] = {}

@@ -278,7 +278,8 @@ def cost_aware_policy() -> RankedPolicy:
 
 
 class LastPolicy:
-    """Two policies of one kind: no block of the second is evicted while the first has one.
+    """Puts two policies of one kind in a row: no block of the second is evicted while the first has
+    one.
 
     A block that moves to the other policy is new there: that policy does not know its history.
     """

@@ -36,7 +36,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class AsyncLLM:
-    """A model in this process, for programs with an event loop of their own.
+    """Runs a model in this process, for programs with an event loop of their own.
 
     >>> async with AsyncLLM("checkpoints/k2-small") as llm:
     ...     async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=20)):
@@ -159,7 +159,7 @@ class AsyncLLM:
 
 
 class LLM:
-    """A model in this process, for scripts and notebooks. Use it as a context, or `close` it.
+    """Runs a model in this process, for scripts and notebooks. Use it as a context, or `close` it.
 
     >>> with LLM("checkpoints/k2-small", max_model_len="4k") as llm:
     ...     llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].text

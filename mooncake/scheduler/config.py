@@ -113,11 +113,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(
-                f"policy: {self.policy!r} is none of {', '.join(POLICIES)}", param="policy"
+                f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}",
+                param="policy",
             )
         if self.admission not in ADMISSIONS:
             raise ConfigError(
-                f"admission: {self.admission!r} is none of {', '.join(ADMISSIONS)}",
+                f"admission: {self.admission!r} is not one of {', '.join(ADMISSIONS)}",
                 param="admission",
             )
         for name in _POSITIVE:

@@ -52,7 +52,7 @@ class QueuePosition:
 
 
 class BatchCredit:
-    """The tokens that batch work earns while it waits: a part of what others compute, by the
+    """Counts the tokens that batch work earns while it waits: a part of what others compute, by the
     weights of the classes.
     """
 
@@ -74,7 +74,7 @@ class BatchCredit:
 
 
 class Turns:
-    """The turns of all tenants in all classes, and what each tenant has accepted."""
+    """Keeps the turns of all tenants in all classes, and what each tenant has accepted."""
 
     def __init__(self) -> None:
         self.clock = 0.0
@@ -202,8 +202,8 @@ class Turns:
 
 
 class WorkerQueues:
-    """The prompts that wait to be computed at each worker, with their order. A new request does not
-    have to wait for all of them.
+    """Keeps the prompts that wait to be computed at each worker, with their order. A new request
+    does not have to wait for all of them.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class Member:
 
 
 class MembershipTable:
-    """The live workers by id, with one epoch each."""
+    """Keeps the live workers by id, with one epoch each."""
 
     def __init__(self, gateway: WorkerRef, channel: Channel, heartbeat_timeout_s: float) -> None:
         self._gateway = gateway

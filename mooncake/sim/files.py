@@ -22,7 +22,7 @@ def read_trace(name: str) -> list[TraceLine]:
         with open(name, "rb") as file:
             return parse_trace(file, name)
     except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror}") from None
+        raise ConfigError(f"{name}: the file cannot be read: {error.strerror}") from None
 
 
 def read_faults(path: str) -> list[Fault]:
@@ -76,7 +76,10 @@ def read_bundle(name: str) -> ReplayFile:
     try:
         return msgspec.json.decode(Path(name).read_bytes(), type=ReplayFile)
     except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror}", param="replay") from None
+        raise ConfigError(
+            f"{name}: the file cannot be read: {error.strerror}",
+            param="replay",
+        ) from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{name} is no bundle of a receipt: {error}", param="replay") from None
 
@@ -95,9 +98,11 @@ def check_writable(*names: str | None) -> None:
             continue
         path = Path(name).absolute()
         if not path.parent.is_dir():
-            raise ConfigError(f"{name}: its directory is not there")
+            raise ConfigError(
+                f"{name}: its directory does not exist; create it, or name another file"
+            )
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"{name}: cannot be written")
+            raise ConfigError(f"{name}: the file cannot be written; name another")
 
 
 def write(name: str | None, text: str) -> None:

@@ -105,11 +105,17 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise ConfigError(f"engine: {self.engine!r} is none of {', '.join(ENGINES)}")
+            raise ConfigError(f"engine: {self.engine!r} is not one of {', '.join(ENGINES)}")
         if self.num_decode < 1 or self.num_prefill < 0:
-            raise ConfigError("a cluster needs at least 1 decode and at least 0 prefill instances")
+            raise ConfigError(
+                "prefill, decode: a cluster needs at least 1 decode instance, and not less than 0 "
+                "of prefill"
+            )
         if self.engine in COUPLED and self.num_prefill:
-            raise ConfigError(f"{self.engine}: coupled engines are --decode instances only")
+            raise ConfigError(
+                f"{self.engine}: a coupled engine has no prefill instances; give --decode "
+                "instances only"
+            )
 
 
 class Simulation:

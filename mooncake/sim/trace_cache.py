@@ -35,9 +35,9 @@ def hit_rate(trace: Sequence[TraceLine], policy_name: str, capacity: int) -> Cac
         ConfigError: no such policy, or no capacity.
     """
     if policy_name not in POLICY_NAMES:
-        raise ConfigError(f"policy: {policy_name!r} is none of {', '.join(POLICY_NAMES)}")
+        raise ConfigError(f"policy: {policy_name!r} is not one of {', '.join(POLICY_NAMES)}")
     if capacity < 1:
-        raise ConfigError(f"capacity: {capacity} is less than one block")
+        raise ConfigError(f"capacity: {capacity} is less than one block; give 1 or more blocks")
     policy = POLICIES[POLICY_NAMES[policy_name]]()
     stored: set[BlockKey] = set()
     num_hits = num_blocks = 0

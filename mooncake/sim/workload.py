@@ -69,7 +69,7 @@ def parse_trace(lines: Iterable[str | bytes], name: str) -> list[TraceLine]:
             raise ConfigError(f"{name}, line {number}: ids and times must be numbers from 0 on")
         requests.append(request)
     if not requests:
-        raise ConfigError(f"{name}: there is no request in it")
+        raise ConfigError(f"{name}: there is no request in it; give a trace with at least one line")
     return sorted(requests, key=lambda request: request.timestamp)
 
 

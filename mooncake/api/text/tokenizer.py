@@ -195,7 +195,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return TiktokenTokenizer(read_ranks(path / "tiktoken.model"), config)
     if (path / "tokenizer.json").is_file():
         return JsonTokenizer(path / "tokenizer.json", config)
-    raise CheckpointError(f"{path}: neither tiktoken.model nor tokenizer.json is there")
+    raise CheckpointError(
+        f"{path}: neither tiktoken.model nor tokenizer.json is there; copy the model's own beside "
+        "its weights"
+    )
 
 
 Piece = TypeVar("Piece")

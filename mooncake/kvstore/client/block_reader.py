@@ -173,7 +173,7 @@ class _Read:
 
 
 class BlockReader:
-    """All reads of one process."""
+    """Reads blocks from pool nodes: owns all reads of one process."""
 
     def __init__(
         self, reader: WorkerRef, channel: Channel, memory: ReadPort, *, verify: bool

@@ -59,7 +59,7 @@ class BlockWrite:
 
 
 class BlockWriter:
-    """All puts of one process."""
+    """Writes blocks to pool nodes: owns all puts of one process."""
 
     def __init__(self, writer: WorkerRef, channel: Channel) -> None:
         self._writer = writer

@@ -74,7 +74,9 @@ class _PinRun:
 
 
 class Broadcast:
-    """All such calls of one client. Each ends within `timeout_s`."""
+    """Makes the calls of one client that go to all pool nodes, such as to remove or pin blocks.
+    Each ends within `timeout_s`.
+    """
 
     def __init__(self, client: PoolClient, timeout_s: float) -> None:
         self._client = client

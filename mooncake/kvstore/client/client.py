@@ -98,8 +98,9 @@ class _Put:
 
 
 class PoolClient:
-    """All calls of one client. Blocks lie packed in the client's own memory, as in the pool's. They
-    may also lie in other registered memory, in the shape that it has.
+    """Gets, puts, pins and removes blocks for one client. Blocks lie packed in the client's own
+    memory, as in the pool's. They may also lie in other registered memory, in the shape that it
+    has.
     """
 
     def __init__(

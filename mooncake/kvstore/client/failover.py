@@ -87,7 +87,9 @@ class _Attempts:
 
 
 class FailoverClient:
-    """All calls of one client. A call fails with the error of every node when none is left."""
+    """Makes each call at the next node when one fails. A call fails with the error of every node
+    when none is left.
+    """
 
     def __init__(self, client: PoolClient, timeout_s: float) -> None:
         self._client = client

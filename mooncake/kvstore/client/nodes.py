@@ -49,7 +49,7 @@ class Suspect:
 
 
 class KnownNodes:
-    """The pool nodes that one client knows."""
+    """Knows the pool nodes of one client, and which of them failed lately."""
 
     def __init__(self, told_own: Callable[[], WorkerRef | None]) -> None:
         """`told_own` returns the client's own node, once the client was told of it."""

@@ -24,7 +24,7 @@ from mooncake.kvstore.index.key_table import KeyFilter, words_of
 
 
 class HolderSets:
-    """Masks and their numbers; 0 is the empty set of unknown keys."""
+    """Gives each set of holders (a mask) a number; 0 is the empty set of unknown keys."""
 
     def __init__(self) -> None:
         self.masks: list[int] = [0]
@@ -157,7 +157,7 @@ MOST_UNFILTERED = 8_192
 
 
 class RecentChanges:
-    """Block keys and the number of the change of each; 0 means no change."""
+    """Keeps block keys with the number of the change of each; 0 means no change."""
 
     def __init__(self) -> None:
         self.changes: list[tuple[int, int]] = [(0, 0)]

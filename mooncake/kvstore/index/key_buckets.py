@@ -37,7 +37,7 @@ MAX_TURNS = 50
 
 
 class Buckets:
-    """The buckets of one table. Places are indices into the array of all numbers."""
+    """Stores the keys of one table in buckets. Places are indices into the array of all numbers."""
 
     def __init__(self, bits: int) -> None:
         """Make 2^`bits` buckets; their memory is not touched before they are used."""

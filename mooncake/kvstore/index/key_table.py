@@ -88,7 +88,7 @@ def words_of(keys: Sequence[BlockKey]) -> Words:
 
 
 class KeyTable:
-    """Keys -> numbers above 0.
+    """Maps keys to numbers above 0.
 
     It grows by moving its keys to a larger table, some groups with each `update`, so that no update
     takes long. A key is in the old table until its group has been moved, and in the new one from

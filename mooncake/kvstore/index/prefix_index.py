@@ -47,7 +47,7 @@ class Region:
 
 
 class PrefixMatch:
-    """The holders of a chain, which are looked up as far as they are needed."""
+    """Looks up the holders of a chain, as far as they are needed."""
 
     def __init__(self, index: PrefixIndex, keys: Sequence[BlockKey]) -> None:
         self._source = index
@@ -177,7 +177,8 @@ class _Stream:
 
 
 class PrefixIndex:
-    """The holders of every key as one bitmask a key; bit `slot` stands for one tier of one worker.
+    """Keeps the holders of every key as one bitmask a key; bit `slot` stands for one tier of one
+    worker.
 
     Losing a worker costs O(1): its bit is ignored from that moment, and each later `apply` removes
     it from some sets of holders. A slot is reused only after that.

@@ -176,7 +176,7 @@ class NodePorts:
 
 
 class NodeBlocks:
-    """The tiers of one node, and all that moves blocks between them and to other nodes."""
+    """Owns the tiers of one node, and moves blocks between them and to other nodes."""
 
     def __init__(self, ports: NodePorts, dram: DramTier, disks: Disks, peers: Peers) -> None:
         """Start to scan the disks."""

@@ -123,7 +123,7 @@ class _Home:
 
 
 class DrainMigration:
-    """The blocks of one draining node on their way to others. It does nothing before `begin`."""
+    """Moves the blocks of one draining node to others. It does nothing before `begin`."""
 
     def __init__(self, ports: NodePorts, tiering: Tiering, more_comes: Callable[[], bool]) -> None:
         """`more_comes` returns whether blocks are being written that may still become complete."""

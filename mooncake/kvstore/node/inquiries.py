@@ -37,7 +37,7 @@ credential. Further orders pin only what is in DRAM.
 
 
 class Inquiries:
-    """Answers for one node."""
+    """Answers questions and orders to one node, besides reading and writing."""
 
     def __init__(self, ports: NodePorts, blocks: NodeBlocks, peers: Peers) -> None:
         self._ports = ports

@@ -43,7 +43,7 @@ from mooncake.transfer.engine import Asked, AskEnded, Transfer, TransferDone
 
 
 class KvNode:
-    """The pool of one node, as a machine driven by `handle` and `tick`."""
+    """Runs the pool of one node, as a machine driven by `handle` and `tick`."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class PeerState:
 
 
 class Peers:
-    """All boots of workers that have something open."""
+    """Keeps all boots of workers that have something open."""
 
     def __init__(self, config: KvStoreConfig, counters: Counter[str]) -> None:
         """`config` says how much a boot, and all pool clients of one credential, may have open."""

@@ -41,7 +41,7 @@ def _is_full(waiting: Sequence[_Removal], request: RemoveBlocks, part: int) -> b
 
 
 class Removals:
-    """All removals of one node. A block with a hard pin is not removed."""
+    """Removes blocks of one node on request. A block with a hard pin is not removed."""
 
     def __init__(self, ports: NodePorts, blocks: NodeBlocks) -> None:
         self._ports = ports

@@ -60,7 +60,7 @@ class _Pull:
 
 
 class Replicator:
-    """All pulls of one node, and those of its blocks that are copies."""
+    """Pulls copies of blocks from other nodes, and knows which blocks of its own are copies."""
 
     def __init__(self, ports: NodePorts, tiering: Tiering, copied: Copied) -> None:
         self._config, self._counters = ports.config, ports.counters

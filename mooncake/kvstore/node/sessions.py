@@ -35,7 +35,7 @@ from mooncake.transfer.grants import Resting
 
 
 class PutSessions:
-    """All puts of one node."""
+    """Serves all puts of one node."""
 
     def __init__(self, ports: NodePorts, blocks: NodeBlocks, peers: Peers) -> None:
         self._ports = ports
@@ -192,7 +192,7 @@ class PutSessions:
 
 
 class PinSessions:
-    """All pins of one node."""
+    """Serves all pins of one node."""
 
     def __init__(self, ports: NodePorts, blocks: NodeBlocks, peers: Peers) -> None:
         self._ports = ports

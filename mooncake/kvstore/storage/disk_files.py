@@ -66,7 +66,9 @@ NOTHING = (None, None)
 
 
 class FileDisks:
-    """The disks of one node, with a few threads each. See `Disks`, and `PolledDisks` for events."""
+    """Reads and writes the disks of one node, with a few threads each. See `Disks`, and
+    `PolledDisks` for events.
+    """
 
     def __init__(
         self,

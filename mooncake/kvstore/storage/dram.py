@@ -91,7 +91,7 @@ class DramBlock:
 
 
 class DramTier:
-    """Blocks by key in one arena. Every block is free, writing, stored, condemned or in
+    """Keeps blocks by key in one arena. Every block is free, writing, stored, condemned or in
     quarantine.
     """
 

@@ -46,7 +46,9 @@ class _Wait:
 
 
 class Promotions:
-    """All runs that are waited for, by names that the caller chooses."""
+    """Brings runs of blocks from disks into DRAM for readers that wait, by names that the caller
+    chooses.
+    """
 
     def __init__(
         self,
@@ -286,7 +288,7 @@ Name = tuple[str, str, str, int]
 
 
 class Prefetcher:
-    """All runs to prefetch on one node, in the order in which they were asked for."""
+    """Prefetches runs on one node, in the order in which they were asked for."""
 
     def __init__(self, tiering: Tiering, promotions: Promotions, counters: Counter[str]) -> None:
         self._dram = tiering.dram

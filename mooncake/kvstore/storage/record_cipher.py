@@ -59,8 +59,8 @@ class Opener(NamedTuple):
 
 
 class Openers:
-    """The opener of each slot of a disk, kept in memory so that reads need no headers: 56 bytes for
-    each slot. A slot has one operation under way at a time.
+    """Keeps the opener of each slot of a disk in memory, so that reads need no headers: 56 bytes
+    for each slot. A slot has one operation under way at a time.
     """
 
     def __init__(self, num_slots: int) -> None:

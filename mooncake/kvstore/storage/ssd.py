@@ -66,7 +66,9 @@ class _Disk:
 
 
 class SsdTier:
-    """Blocks by key in slots. Every slot is free, writing, stored, being erased or retired."""
+    """Keeps blocks by key in the slots of a disk. Every slot is free, writing, stored, being erased
+    or retired.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,8 @@ from mooncake.kvstore.eviction import NONE, EvictionPolicy, Keys, LastPolicy
 
 
 class TenantEviction:
-    """One order over all blocks, and one more for each tenant with a quota over its own blocks.
+    """Keeps one order over all blocks, and one more for each tenant with a quota over its own
+    blocks.
 
     A tenant at its quota makes room only among its own blocks, so it cannot push out others. Block
     keys are salted by tenant, so no two tenants share a block. If a tenant has no quota of its own,

@@ -24,7 +24,7 @@ credential that has removed most is forgotten.
 
 
 class Tombstones:
-    """The keys of the blocks that were removed from the pool most recently."""
+    """Remembers the keys of the blocks that were removed from the pool most recently."""
 
     def __init__(self) -> None:
         self._removed_at_s: SharedMap[BlockKey, float] = SharedMap(MAX_REMEMBERED)
@@ -43,7 +43,7 @@ class Tombstones:
 
 
 class DiskTraces:
-    """The copies on disks of blocks that the node does not store any more."""
+    """Remembers the copies on disks of blocks that the node does not store any more."""
 
     def __init__(self) -> None:
         self._going: Counter[BlockKey] = Counter()

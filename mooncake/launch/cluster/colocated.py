@@ -209,7 +209,7 @@ class LocalCluster:
 
 
 class ColocatedWorkers:
-    """The workers of one process: implements `serve.Workers`."""
+    """Runs the workers of one process as threads of it: implements `serve.Workers`."""
 
     def __init__(self, config: ServeConfig, plan: ServePlan) -> None:
         self._config = config

@@ -206,7 +206,7 @@ def when_up(
 
 
 class Seeds:
-    """The gateways at a few addresses. They are asked on a separate channel until `close`."""
+    """Asks the gateways at a few addresses, on a separate channel until `close`."""
 
     def __init__(self, config: ServeConfig, credential: Credential) -> None:
         """Open the channel. Raises ConfigError if gateways could not answer to `bind_host`."""

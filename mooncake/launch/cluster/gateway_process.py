@@ -53,7 +53,7 @@ LAYOUT_DIGITS = 12
 
 
 class GatewayProcess:
-    """Gateway, Conductor and metrics over `channel`; driven by the event loop that runs it."""
+    """Runs gateway, Conductor and metrics over `channel`, driven by its caller's event loop."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class HeadlessPort:
-    """Probes and metrics of the process whose event loop opens it, until `close`."""
+    """Answers probes and shows metrics of the process whose event loop opens it, until `close`."""
 
     def __init__(
         self,

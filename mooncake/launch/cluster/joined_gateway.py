@@ -43,7 +43,7 @@ MAX_ALONE = 30
 
 
 class JoinedCluster:
-    """The cluster behind a gateway that joins it (see `serve.Workers`)."""
+    """Knows the cluster that this gateway joins (see `serve.Workers`)."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Ask the cluster at `config.join` for its facts, unless `config` decides them. `config`

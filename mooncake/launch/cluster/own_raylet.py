@@ -42,7 +42,7 @@ def is_here(address: str) -> bool:
 
 
 class OwnRaylet:
-    """The raylet of this machine, started for one process that joins."""
+    """Starts the raylet of this machine for one process that joins, and ends it with that."""
 
     def __init__(self, address: str, bind_host: str) -> None:
         """Start the raylet for the cluster at `address`. `bind_host` is this machine's address

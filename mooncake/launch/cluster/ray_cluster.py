@@ -95,7 +95,9 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerActor:
-    """The process of one worker. `run` blocks in one thread; the other methods answer beside it."""
+    """Runs one worker in a process of Ray's. `run` blocks in one thread; the other methods answer
+    beside it.
+    """
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id

@@ -38,7 +38,9 @@ from mooncake.telemetry.health import Vitals
 
 
 class RayWorkers:
-    """The workers of a cluster whose gateway is this process (see `serve.Workers`)."""
+    """Starts and watches the workers of a cluster whose gateway is this process (see
+    `serve.Workers`).
+    """
 
     def __init__(
         self,

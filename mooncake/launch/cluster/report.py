@@ -39,8 +39,8 @@ class WorkerRow:
 
 
 class StartProgress:
-    """Progress bars, one for each worker, that vanish when all are up. Use it as a context; call
-    the value to show progress.
+    """Shows a progress bar for each worker until all are up. Use it as a context; call the value to
+    show progress.
     """
 
     def __init__(self, console: Console) -> None:

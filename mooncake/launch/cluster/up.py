@@ -187,7 +187,7 @@ def _children(machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan
 
 
 class Up:
-    """The processes of a machine, until a signal."""
+    """Starts the processes of a machine and restarts those that end, until a signal comes."""
 
     def __init__(
         self,

@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 class KeyFile:
-    """A file of keys that may be rewritten at any time. Remembers what the file looked like when it
-    was last read.
+    """Reads a file of keys that may be rewritten at any time. Remembers what the file looked like
+    when it was last read.
     """
 
     def __init__(self, path: str) -> None:

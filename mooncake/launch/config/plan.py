@@ -501,7 +501,7 @@ def _options(
         check_gpus(model.spec, model.quantization, largest, num_gpus)
     for shape in shapes.values():
         if device == "cpu" and shape.num_ranks > 1 and config.moe_backend == "triton":
-            raise ConfigError("moe-backend=triton: ranks on CPUs compute without it")
+            raise ConfigError("moe-backend=triton: ranks on CPUs do not use it; leave it out")
         if not config.dry_run:
             _check_served(shape, device, config)
     sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
@@ -537,7 +537,7 @@ def _eplb(config: ServeConfig, spec: ModelSpec, shapes: Mapping[Role, Shape]) ->
     """
     if not config.enable_eplb:
         if config.eplb_config is not None:
-            raise ConfigError("eplb-config: add --enable-eplb")
+            raise ConfigError("eplb-config: it is used only with --enable-eplb; add it")
         return None
     sharing = [shape for shape in shapes.values() if shape.ep > 1]
     if not sharing:
@@ -567,9 +567,15 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             "(expert-device=cpu); leave one of them out"
         )
     if shape.dp > 1 and config.colocated:
-        raise ConfigError(f"{DP_FLAG}={shape.dp}: with --colocated there is one worker")
+        raise ConfigError(
+            f"{DP_FLAG}={shape.dp}: one process (--colocated) has one worker, which has nobody to "
+            "share experts with; leave one of them out"
+        )
     if shape.dp > 1 and config.role_switching:
-        raise ConfigError(f"role-switching: workers that share experts ({shape}) keep their role")
+        raise ConfigError(
+            f"role-switching: workers that share experts ({shape}) cannot change their role; "
+            "leave it out"
+        )
     if config.stage_hosts and device == "cuda":
         raise ConfigError(
             "stage-hosts: stages on GPUs are all on the worker's machine so far; leave it out, "
@@ -596,19 +602,23 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
     for shape in staged:
         if shape.pp != len(config.stage_hosts) + 1:
             raise ConfigError(
-                f"stage-hosts: {len(config.stage_hosts)} for the {shape.pp} stages of {shape}; "
-                "give one for each but the last, which is the worker's own, first stage first"
+                f"stage-hosts: the {shape.pp} stages of {shape} need {shape.pp - 1}, not "
+                f"{len(config.stage_hosts)}; give one for each stage but the last, which runs on "
+                "the worker's own machine, first stage first"
             )
     if not staged:
         raise ConfigError(f"stage-hosts: no engine has stages; add --{PP_FLAG} 2")
     if config.rank_backend != "gloo":
         raise ConfigError("stage-hosts: ranks on several machines need --rank-backend gloo")
     if config.colocated:
-        raise ConfigError("stage-hosts: are for workers; leave out --colocated")
+        raise ConfigError(
+            "stage-hosts: one process (--colocated) has all its stages on this machine; leave one "
+            "of them out"
+        )
     if config.cluster_secret is None:
         raise ConfigError(
-            "stage-hosts: those machines must know the cluster's secret: give it here and there by "
-            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+            "stage-hosts: ranks there let in only workers that know their cluster's secret; give "
+            "it here and there by --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     found = [(host.strip("[]"), int(port)) for host, _, port in (
         each.rpartition(":") for each in config.stage_hosts
@@ -621,8 +631,8 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
         )
     if config.bind_host in ("0.0.0.0", "::"):
         raise ConfigError(
-            f"bind-host: ranks prove nothing to each other, so with --stage-hosts they do not "
-            f"listen on {config.bind_host}; give one address"
+            "bind-host: ranks do not check who connects to them, so with --stage-hosts they do "
+            f"not listen on {config.bind_host}, which is every network; give one address"
         )
     return tuple(found)
 
@@ -663,8 +673,9 @@ def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:
         return max(longest, DEFAULT_KV_BYTES // block_bytes)
     if pages < longest:
         raise ConfigError(
-            f"{name}: room for {pages} pages, one sequence of {model.max_model_len} tokens takes "
-            f"{longest} ({format_bytes(longest * block_bytes)}); give more or lower --max-model-len"
+            f"{name}: this is room for {pages} pages, but one sequence of {model.max_model_len} "
+            f"tokens takes {longest} ({format_bytes(longest * block_bytes)}); give more or lower "
+            "--max-model-len"
         )
     return pages
 

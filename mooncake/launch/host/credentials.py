@@ -184,7 +184,9 @@ def private_dir() -> Path:
         place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
     except OSError as error:
-        raise ConfigError(f"{place} cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            f"{place} cannot be made: {error.strerror}; name another place: RAY_TMPDIR=DIR"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(f"{place} is not this user's folder; name another place: RAY_TMPDIR=DIR")
     place.chmod(0o700)
@@ -224,8 +226,9 @@ def kept_secret(address: str) -> str:
     file = secret_file(address)
     if not file.exists():
         raise ConfigError(
-            f"cluster-secret: give that of the cluster at {address}: --cluster-secret-file or "
-            "MOONCAKE_CLUSTER_SECRET (only its own user on its own machine needs none)"
+            f"cluster-secret: the cluster at {address} lets in only who knows its secret; give it "
+            "by --cluster-secret-file or MOONCAKE_CLUSTER_SECRET (its own user on its own machine "
+            "needs none)"
         )
     return read_secret(file)
 
@@ -240,7 +243,7 @@ def check_mode(path: Path, named: str) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & stat.S_IWOTH:
         raise ConfigError(
-            f"{named}: every user of this machine may change {path} (mode {mode:04o}): "
+            f"{named}: every user of this machine may change {path} (mode {mode:04o}); run: "
             f"chmod 600 {path}"
         )
     if mode & (stat.S_IROTH | stat.S_IWGRP):

@@ -12,7 +12,7 @@ from types import TracebackType
 
 
 class Descendants:
-    """A snapshot of a process' children, their children and so on. Use as a context."""
+    """Remembers the processes below another one, and can end them. Use as a context."""
 
     def __init__(self, root: int | None = None) -> None:
         """`root` is the process they descend from; None: this one."""

@@ -69,7 +69,7 @@ def enrol(wanted: Enrolment, limit_s: float = 0.0) -> Credential:
 
 def _enrol_once(wanted: Enrolment) -> Credential:
     if wanted.place not in PLACES:
-        raise ConfigError(f"place: {wanted.place!r} is none of {', '.join(PLACES)}")
+        raise ConfigError(f"place: {wanted.place!r} is not one of {', '.join(PLACES)}")
     token = checked_token(read_secret(Path(wanted.token_file), "token-file"), "token-file")
     out = Path(wanted.out)
     keys, host_key = Keys.drawn(), HostKey()
@@ -101,7 +101,9 @@ def _enrol_once(wanted: Enrolment) -> Credential:
 def _asked(url: str, place: str, question: bytes) -> bytes:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise ConfigError(f"signer: {url!r} is not like http://HOST:PORT")
+        raise ConfigError(
+            f"signer: {url!r} is not a URL of a signer; write it like http://HOST:PORT"
+        )
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", PATH + place, question)

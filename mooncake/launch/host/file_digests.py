@@ -43,7 +43,7 @@ def files_of(folder: Path) -> set[str]:
     folder.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such directory")
+        raise CheckpointError(f"{folder}: this is not a directory; give that of a checkpoint")
     found = (each.relative_to(folder) for each in folder.rglob("*") if not each.is_dir())
     return {
         each.as_posix()
@@ -77,7 +77,9 @@ def read_list(file: Path) -> dict[str, str]:
             )
         found[path.as_posix()] = matched[1]
     if not found:
-        raise ConfigError(f"digests: {file} lists no file")
+        raise ConfigError(
+            f"digests: {file} lists no file; `mooncake model digests DIR` writes such a list"
+        )
     return found
 
 

@@ -54,7 +54,7 @@ class Command:
 
 
 class ForkServer:
-    """A running fork server. Use as a context, or `close` it."""
+    """Starts a fork server and ends it. Use as a context, or `close` it."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health:
-    """The state of one worker. All methods may be called from any thread."""
+    """Keeps the state of one worker for its probes. All methods may be called from any thread."""
 
     def __init__(self, limit_s: float, clock: Clock | None = None) -> None:
         """`limit_s`: a loop that has not turned for this long counts as stuck."""
@@ -136,8 +136,8 @@ class Health:
 
 
 class Watchdog:
-    """A thread that looks at `parts` every `LOOK_S`. It calls `stuck(why)` when the loop of a part
-    has not turned for its limit. Without a watchdog, time counts only while probes ask.
+    """Looks at `parts` every `LOOK_S`, in a thread of its own. It calls `stuck(why)` when the loop
+    of a part has not turned for its limit. Without a watchdog, time counts only while probes ask.
     """
 
     def __init__(self, parts: Callable[[], Sequence[Vitals]], stuck: Callable[[str], None]) -> None:

@@ -51,7 +51,9 @@ class Client:
         except ValueError as error:
             raise ConfigError(f"url: {url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url: {url!r} is not like http://127.0.0.1:8000")
+            raise ConfigError(
+                f"url: {url!r} is not a URL of a server; write it like http://127.0.0.1:8000"
+            )
         self._url = f"{parts.scheme}://{parts.netloc}"
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host, self._port = parts.hostname, port

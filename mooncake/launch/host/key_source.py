@@ -28,7 +28,7 @@ def key_source(name: str, file: str | None, command: str | None) -> KeySource:
         ConfigError: both a file and a command are given.
     """
     if file is not None and command is not None:
-        raise ConfigError(f"{name}-file and {name}-command exclude each other")
+        raise ConfigError(f"{name}-file and {name}-command exclude each other; give one of them")
     path = None if file is None else os.path.abspath(file)
     return KeySource(name=name, file=path, command=command)
 
@@ -69,7 +69,7 @@ def _output(command: str, named: str) -> str:
     except ValueError as error:
         raise ConfigError(f"{named}: {command!r} cannot be read as words ({error})") from error
     if not words:
-        raise ConfigError(f"{named}: names no program")
+        raise ConfigError(f"{named}: the command is empty; name the program that prints the key")
     try:
         running = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -91,7 +91,9 @@ def _output(command: str, named: str) -> str:
     try:
         return printed.decode("ascii")
     except UnicodeDecodeError:
-        raise ConfigError(f"{named}: {words[0]} printed no text") from None
+        raise ConfigError(
+            f"{named}: {words[0]} printed nothing that is text; it has to print the key"
+        ) from None
 
 
 def _one_line(said: bytes) -> str:

@@ -26,7 +26,7 @@ _BOUNDS = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_S), "+Inf"]
 
 
 class LinkFamilies:
-    """A Prometheus collector for links of one worker."""
+    """Collects the metrics of one worker's links for Prometheus."""
 
     def __init__(self, worker: str, links: Sequence[LinkSnapshot]) -> None:
         self._worker = worker

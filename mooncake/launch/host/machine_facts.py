@@ -155,7 +155,7 @@ def check_port(host: str, port: int, host_flag: str = "host", port_flag: str = "
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(
-            f"{host_flag}: {host!r} is no address of this machine ({error})"
+            f"{host_flag}: {host!r} is not an address of this machine ({error}); give one that is"
         ) from error
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -164,7 +164,9 @@ def check_port(host: str, port: int, host_flag: str = "host", port_flag: str = "
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(f"{host_flag}: {host} is no address of this machine") from error
+                raise ConfigError(
+                    f"{host_flag}: {host} is not an address of this machine; give one that is"
+                ) from error
             raise ConfigError(
                 f"{port_flag}: cannot listen on {host}:{port} ({error.strerror}); "
                 f"stop what uses it or take another with --{port_flag}"

@@ -85,7 +85,10 @@ class Signer:
         places = [place for place in PLACES if (Path(settings.tokens) / place).exists()]
         if not places:
             named = ", ".join(PLACES)
-            raise ConfigError(f"tokens: {settings.tokens} has no file named one of {named}")
+            raise ConfigError(
+                f"tokens: {settings.tokens} has no file with the name of a role; put a token into "
+                f"one of {named}"
+            )
         for place in places:
             self._token(place)
         self._authority()

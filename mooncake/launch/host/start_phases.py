@@ -25,7 +25,7 @@ class Phase(NamedTuple):
 
 
 class StartPhases:
-    """The phases of one process, one after the other; `begin` ends the one before."""
+    """Measures the phases of one process, one after the other; `begin` ends the one before."""
 
     def __init__(
         self,

@@ -146,12 +146,14 @@ def _protocols(config: PoolSessionConfig) -> list[str]:
     if not config.cluster_secret.startswith(PREFIX):
         return config.transfer_protocols
     if "tcp" not in config.transfer_protocols:
-        raise ConfigError("transport: a credential moves blocks over TCP alone: add tcp")
+        raise ConfigError(
+            "transport: a client with a credential moves blocks over TCP only; add tcp"
+        )
     return ["tcp"]
 
 
 class PoolSession:
-    """One connection to a pool. All threads may call it, also at the same time.
+    """Connects this process to a pool. All threads may call it, also at the same time.
 
     It uses its own node as long as that answers. When the node fails, even in the middle of a call,
     blocks are put to another node and read from others that hold them. Blocks of a run that its own

@@ -48,7 +48,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolAdmin:
-    """The API server of one node. Close it before the driver's memory is freed."""
+    """Serves the HTTP API of one node. Close it before the driver's memory is freed."""
 
     def __init__(
         self,

@@ -61,7 +61,10 @@ def _check(disk: SsdConfig, *, make: bool) -> None:
         if not place.is_dir() and place.exists():
             raise ConfigError(f"ssd: {place} is a file; name a directory")
         if place.exists() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-            raise ConfigError(f"ssd: {place} is not writable for user {os.geteuid()}")
+            raise ConfigError(
+                f"ssd: {place} is not writable for user {os.geteuid()}; change its owner or its "
+                "mode"
+            )
         room = os.statvfs(place)
         files = directory.iterdir() if place is directory else ()
         ours = sum(path.stat().st_blocks * 512 for path in files if path.is_file())

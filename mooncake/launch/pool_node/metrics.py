@@ -94,7 +94,7 @@ def fate(drain: DrainProgress) -> str:
 
 
 class NodeFamilies:
-    """A Prometheus collector for one state."""
+    """Collects the metrics of one node's state for Prometheus."""
 
     def __init__(self, state: PoolState) -> None:
         self._state = state

@@ -41,7 +41,7 @@ STEP_TIMEOUT_S = 600.0
 
 
 class DirectEngine:
-    """One engine of a plan. Use as a context, or `close` it."""
+    """Runs one engine of a plan in this process. Use as a context, or `close` it."""
 
     def __init__(self, plan: ServePlan, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the model and make its pages; `progress(done, whole)` counts tensors.

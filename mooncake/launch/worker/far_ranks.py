@@ -29,7 +29,7 @@ class RankWanted(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class FarStages:
-    """The machines that compute the stages before the last one.
+    """Starts the stages before the last one on other machines.
 
     hosts: (host, port) of each, first stage first. own_host: the address of this machine at which
     those ranks find the others. credential: proves that all belong to one cluster.

@@ -37,7 +37,7 @@ class Told(Protocol):
 
 
 class HealthPort:
-    """Probes and metrics of the worker in this process, through all its lives."""
+    """Answers probes and shows metrics of the worker in this process, through all its lives."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ COUNTS = "events"
 
 
 class HealthFamilies(Collector):
-    """A Prometheus collector of what probes are told about one process."""
+    """Collects what probes are told about one process, for Prometheus."""
 
     def __init__(self, worker: str, role: Role, parts: Sequence[Vitals]) -> None:
         """A process has the state of the worst of its `parts`."""
@@ -86,7 +86,7 @@ class HealthFamilies(Collector):
 
 
 class EngineFamilies(Collector):
-    """A Prometheus collector of the figures of an engine's worker."""
+    """Collects the figures of an engine's worker, for Prometheus."""
 
     def __init__(self, worker: str, role: Role, figures: EngineFigures) -> None:
         self._values = [worker, role.value]

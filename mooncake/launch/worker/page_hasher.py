@@ -28,7 +28,7 @@ AT_ONCE = 8
 
 
 class PageHasher:
-    """The `PolledHasher` of one engine."""
+    """Computes the checksums of one engine's pages: its `PolledHasher`."""
 
     def __init__(self, region: Region, pages: PageArray) -> None:
         """Hash pages, which lie in `region`."""

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class RankHost:
-    """The ranks of other machines' engines that run on this one."""
+    """Runs ranks of other machines' engines on this one."""
 
     def __init__(self, host: str, port: int, credential: Credential) -> None:
         """Listen at `host`, where these ranks listen too. Raises ConfigError if that is not

@@ -23,7 +23,9 @@ _MOST_BYTES = 1 << 16
 
 
 class SealedLink:
-    """One end of the stream. One thread may send while another receives."""
+    """Encrypts what one end of a stream sends, and decrypts what it receives. One thread may send
+    while another receives.
+    """
 
     def __init__(self, sock: socket.socket, channel: Channel) -> None:
         """Wrap a proven connection. Use `connect` or `accept` instead."""

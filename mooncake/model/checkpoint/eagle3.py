@@ -183,7 +183,7 @@ def eagle3_shapes(spec: Eagle3Spec) -> Shapes:
 
 @dataclass(frozen=True)
 class Eagle3Files:
-    """A head's directory in Hugging Face's layout, checked."""
+    """Opens and checks a head's directory in Hugging Face's layout."""
 
     path: Path
     spec: Eagle3Spec

@@ -51,7 +51,7 @@ _NAMES_SHOWN = 5
 
 
 class Checkpoint:
-    """The tensors of one checkpoint by their canonical name (`model.…`, `lm_head.weight`).
+    """Reads the tensors of one checkpoint by their canonical name (`model.…`, `lm_head.weight`).
 
     A quantized weight has one name, `….weight`, however it is stored. Multimodal checkpoints (K2.5)
     keep the text model under `language_model.`: that prefix is dropped, and their other tensors are
@@ -265,7 +265,9 @@ class Checkpoint:
     def _entry(self, name: str) -> StoredTensor:
         home = self._homes.get(name)
         if home is None:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is missing; copy the checkpoint whole"
+            )
         file, stored_name = home
         return file.tensors[stored_name]
 

@@ -117,7 +117,7 @@ class RoleChange:
 
 
 class RoleBalance:
-    """The loads of the two pools over time."""
+    """Averages the loads of the two pools and says when a worker should change its role."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config

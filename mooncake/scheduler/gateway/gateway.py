@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """The machine between the API server and the workers.
+    """Takes requests from the API server and has the workers answer them: a machine.
 
     A sink gets `RequestOutput`s in order of position and then exactly one `FinalEvent`; it may call
     `abort` or `submit` from within, and must not raise.

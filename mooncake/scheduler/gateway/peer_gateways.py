@@ -41,7 +41,7 @@ class _Peer:
 
 
 class PeerGateways:
-    """Other gateways by id, found through `addresses` or through each other."""
+    """Keeps in touch with other gateways, found through `addresses` or through each other."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class PeerGateways:
 
 
 class LossAgreement:
-    """The workers that are not heard here, until all live gateways have answered about them."""
+    """Collects workers not heard here, until all live gateways have answered about them."""
 
     def __init__(self, gateway: WorkerRef, channel: Channel) -> None:
         self._gateway = gateway

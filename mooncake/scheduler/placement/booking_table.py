@@ -31,7 +31,7 @@ class Entry:
 
 
 class BookingTable:
-    """Bookings by name: the request id, with the gateway's id before it if another made it."""
+    """Keeps bookings by name: the request id, after the gateway's id if that is another gateway."""
 
     def __init__(self, views: Mapping[str, InstanceView], fetch: FetchCosts) -> None:
         self._views = views

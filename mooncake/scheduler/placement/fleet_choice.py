@@ -113,7 +113,7 @@ class _RecordingSources:
 
 
 class FleetSearch:
-    """The policy `LeastTtft` for many workers."""
+    """Applies the policy `LeastTtft` to many workers at once."""
 
     def __init__(self, make: OptionMaker, pools: Pools, index: PrefixIndex) -> None:
         self._make = make

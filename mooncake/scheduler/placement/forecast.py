@@ -43,7 +43,7 @@ class _Stay:
 
 
 class DecodeForecast:
-    """The requests that decode now or will decode."""
+    """Predicts gaps between tokens from the requests that decode now or will decode."""
 
     def __init__(self) -> None:
         self._stays: dict[str, dict[str, _Stay]] = {}

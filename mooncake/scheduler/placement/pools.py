@@ -35,8 +35,8 @@ FEW = 8
 
 
 class FetchCosts:
-    """Local and remote bandwidth, and the number of blocks being fetched from each pool node.
-    Bandwidths are learned from the bytes and seconds that workers report.
+    """Estimates local and remote bandwidth, and counts the blocks being fetched from each pool
+    node. Bandwidths are learned from the bytes and seconds that workers report.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

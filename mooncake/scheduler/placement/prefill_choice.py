@@ -166,8 +166,8 @@ class OptionMaker:
 
 
 class LeastTtft:
-    """The least predicted TTFT, plus a share of the work, over all workers. With remote fetches
-    this is kvcache-centric scheduling, without them local-cache-aware.
+    """Chooses the least predicted TTFT, plus a share of the work, over all workers. With remote
+    fetches this is kvcache-centric scheduling, without them local-cache-aware.
     """
 
     def __init__(self, make: OptionMaker) -> None:
@@ -186,7 +186,7 @@ class LeastTtft:
 
 
 class LoadBalance:
-    """The shortest queue, regardless of cached prefixes."""
+    """Chooses the shortest queue, regardless of cached prefixes."""
 
     def __init__(self, make: OptionMaker) -> None:
         self._make = make
@@ -200,7 +200,7 @@ class LoadBalance:
 
 
 class RoundRobin:
-    """Each worker in turn, by id."""
+    """Chooses each worker in turn, by id."""
 
     def __init__(self, make: OptionMaker) -> None:
         self._make = make
@@ -217,7 +217,7 @@ class RoundRobin:
 
 
 class RandomChoice:
-    """Any worker, drawn from the source of identifiers (so a seed repeats it)."""
+    """Chooses any worker, drawn from the source of identifiers (so a seed repeats it)."""
 
     def __init__(self, make: OptionMaker, ids: IdSource) -> None:
         self._make = make

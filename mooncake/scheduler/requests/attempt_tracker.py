@@ -20,7 +20,7 @@ from mooncake.telemetry.events import Placed
 
 
 class AttemptTracker:
-    """The requests that are placed on workers now."""
+    """Follows the requests that are placed on workers now."""
 
     def __init__(self, ports: GatewayPorts, membership: MembershipTable) -> None:
         self._ports = ports

@@ -26,9 +26,9 @@ _Entry = tuple[Order, int, RequestRecord]
 
 
 class AdmissionPermits:
-    """At most `max_inflight` permits, and one more for each further (tenant, class). Each sequence
-    holds one, by request id, so that none is released twice. It also keeps the turns of those that
-    hold one.
+    """Gives at most `max_inflight` permits, and one more for each further (tenant, class). Each
+    sequence holds one, by request id, so that none is released twice. It also keeps the turns of
+    those that hold one.
 
     A tenant may hold at most `TENANT_RATIO` times the permits that are free (dynamic thresholds:
     Choudhury and Hahne, IEEE/ACM ToN 1998), so that a tenant which is alone leaves some. What
@@ -97,7 +97,7 @@ class AdmissionPermits:
 
 
 class PendingQueue:
-    """Accepted requests that are placed on no worker, ordered by turn, class and arrival.
+    """Keeps accepted requests that are placed on no worker, ordered by turn, class and arrival.
 
     It holds requests whose worker was lost or full while no other had room (at most `max_queue`; a
     further one fails with 503). It also holds batch work until capacity is idle or the work is due

@@ -81,7 +81,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestManager:
-    """The accepted requests of one gateway."""
+    """Owns the accepted requests of one gateway, from permit to final event."""
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ def check_faults(faults: Sequence[Fault], names: Names, source: str) -> None:
     for number, fault in enumerate(faults, 1):
         where = f"{source}, fault {number}"
         if fault.kind not in KINDS:
-            raise ConfigError(f"{where}: kind {fault.kind!r} is none of {', '.join(KINDS)}")
+            raise ConfigError(f"{where}: kind {fault.kind!r} is not one of {', '.join(KINDS)}")
         needs = _NEEDS[fault.kind]
         for field in ("target", "other", "seconds", "amount"):
             given = bool(getattr(fault, field))
@@ -123,9 +123,11 @@ def check_faults(faults: Sequence[Fault], names: Names, source: str) -> None:
                 verb = "needs a" if not given else "has no"
                 raise ConfigError(f"{where}: {fault.kind} {verb} {field}")
         if fault.at_s < 0 or fault.seconds < 0 or fault.amount < 0:
-            raise ConfigError(f"{where}: times and amounts are not negative")
+            raise ConfigError(f"{where}: a time or an amount is negative; give 0 or more")
         if fault.kind in _SHARES and fault.amount > 1:
-            raise ConfigError(f"{where}: amount is a probability, {fault.amount:g} is above 1")
+            raise ConfigError(
+                f"{where}: amount is a probability, and {fault.amount:g} is above 1; give 1 at most"
+            )
         known = names.fitting(fault.kind)
         for name in (fault.target, fault.other):
             if name and name not in known:

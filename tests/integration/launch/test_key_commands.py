@@ -46,9 +46,9 @@ def test_no_shell_runs_it(tmp_path: Path) -> None:
         (python("import sys; sys.exit('no access\\x1b[31m to the key')"),
          r"ended with 1: no access\?\[31m to the key"),
         ("true", "what it printed holds no key"),
-        ("printf '\\377'", "printed no text"),
+        ("printf '\\377'", "printed nothing that is text"),
         ("'", "cannot be read as words"),
-        (" ", "names no program"),
+        (" ", "the command is empty"),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_said(command: str, message: str) -> None:

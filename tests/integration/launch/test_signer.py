@@ -127,7 +127,7 @@ def test_another_token_address_or_place_gets_nothing(
     ):
         with pytest.raises(MooncakeError, match=problem):
             enrol(wanted(signer, tmp_path, "prefill", **changed))
-    with pytest.raises(ConfigError, match="'operator' is none of gateway"):
+    with pytest.raises(ConfigError, match="'operator' is not one of gateway"):
         enrol(wanted(signer, tmp_path, "operator"))
     assert not (tmp_path / "own").exists()
     configure_audit("", None)
@@ -222,5 +222,5 @@ def test_there_are_the_places_that_have_a_token(settings: SignerSettings, tmp_pa
         enrol(wanted(signer, tmp_path, "head", token_file=str(aside)))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConfigError, match="has no file named one of gateway, prefill"):
+    with pytest.raises(ConfigError, match="put a token into one of gateway, prefill"):
         Signer(dataclasses.replace(settings, tokens=str(empty)))

@@ -381,7 +381,7 @@ def test_loans_are_of_one_client(pool: Pool, hands: tuple[Raw, Hands]) -> None:
 
 
 def test_a_client_that_may_not_use_tcp_is_told(pool: Pool) -> None:
-    with pytest.raises(ConfigError, match="moves blocks over TCP alone: add tcp"):
+    with pytest.raises(ConfigError, match="moves blocks over TCP only; add tcp"):
         pool.session(text(CLIENT, "acme"), transfer_protocols=["shm"])
 
 

@@ -77,7 +77,7 @@ def test_the_language_part_of_a_wrapped_config_is_found() -> None:
         ({"model_type": None}, "model_type None"),
         ({"hidden_size": None}, "missing hidden_size"),
         ({"kv_lora_rank": None, "vocab_size": None}, "missing kv_lora_rank, vocab_size"),
-        ({"rope_theta": None}, "missing rope_theta"),
+        ({"rope_theta": None}, "rope_theta .* is missing"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ({"topk_method": "greedy"}, "topk_method='greedy'"),

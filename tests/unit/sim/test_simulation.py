@@ -149,7 +149,7 @@ def test_the_json_is_stable_and_readable_again(result: SimulationResult) -> None
     [
         ({"engine": "other"}, "engine"),
         ({"num_decode": 0}, "at least 1 decode"),
-        ({"engine": "coupled"}, "coupled engines"),
+        ({"engine": "coupled"}, "a coupled engine"),
     ],
 )
 def test_impossible_clusters_are_refused(fields: dict[str, object], said: str) -> None:

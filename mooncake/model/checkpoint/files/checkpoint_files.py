@@ -45,7 +45,9 @@ Homes = dict[str, tuple[SafetensorsFile, str]]
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A directory in Hugging Face's layout: `config.json`, one safetensors file or an index."""
+    """Opens a directory in Hugging Face's layout: `config.json`, and weights in one file or
+    several with an index.
+    """
 
     path: Path
     config: Mapping[str, Any]
@@ -166,7 +168,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing") from error
+        raise CheckpointError(f"{path}: the file is missing; copy the checkpoint whole") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(parsed, dict):
@@ -184,7 +186,10 @@ def _find_tensors(
     for file in (SafetensorsFile(open_bytes(name)) for name in names):
         for name in file.tensors:
             if name in homes:
-                raise CheckpointError(f"{name}: both in {homes[name][0].path} and in {file.path}")
+                raise CheckpointError(
+                    f"tensor {name} is both in {homes[name][0].path} and in {file.path}; remove "
+                    "the file that is not the model's"
+                )
             homes[name] = (file, name)
     if names:
         return homes
@@ -194,7 +199,9 @@ def _find_tensors(
             f"{path}: only pickled weights ({pickled[0]}), which can run code when they are read; "
             "convert them to safetensors"
         )
-    raise CheckpointError(f"{path}: no .safetensors file")
+    raise CheckpointError(
+        f"{path}: no .safetensors file is there; give the directory that has the model's weights"
+    )
 
 
 def _find_indexed(
@@ -202,7 +209,7 @@ def _find_indexed(
 ) -> Homes:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / INDEX_NAME}: no weight_map")
+        raise CheckpointError(f"{path / INDEX_NAME}: it has no weight_map; copy the file again")
     strange = [file for file in weight_map.values() if not isinstance(file, str)]
     # An index from elsewhere must not make us open files outside its directory.
     named = [] if strange else sorted(set(weight_map.values()))
@@ -212,5 +219,8 @@ def _find_indexed(
     files = {name: SafetensorsFile(open_bytes(name)) for name in named}
     for name, file_name in weight_map.items():
         if name not in files[file_name].tensors:
-            raise CheckpointError(f"{path / file_name}: lacks {name}, which the index places there")
+            raise CheckpointError(
+                f"{path / file_name}: it lacks {name}, which the index places there; copy the "
+                "file again"
+            )
     return {name: (files[file_name], name) for name, file_name in weight_map.items()}

@@ -161,8 +161,8 @@ def sealed_bytes(num_bytes: int, chunk_bytes: int) -> int:
 
 
 class SealedBytes:
-    """The plain bytes of one encrypted file (see `FileBytes`). `read` decrypts the chunks that it
-    needs, straight from the mapped file into the memory that it returns.
+    """Reads the plain bytes of one encrypted file (see `FileBytes`). `read` decrypts the chunks
+    that it needs, straight from the mapped file into the memory that it returns.
     """
 
     def __init__(self, directory: Path, name: str, manifest: Manifest, data_key: bytes) -> None:

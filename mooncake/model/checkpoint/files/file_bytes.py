@@ -25,7 +25,7 @@ class FileBytes(Protocol):
 
 
 class PlainBytes:
-    """The bytes of an unencrypted file. `read` returns views and copies nothing."""
+    """Reads the bytes of an unencrypted file. `read` returns views and copies nothing."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError when the file cannot be read."""

@@ -61,7 +61,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """The header of one file, and its bytes."""
+    """Reads one file: its header, and the bytes of its tensors."""
 
     def __init__(self, content: FileBytes) -> None:
         """Check the header of the file that holds `content`.
@@ -79,12 +79,18 @@ class SafetensorsFile:
 def _read_header(content: FileBytes) -> bytes:
     path, file_bytes = content.path, content.num_bytes
     if file_bytes < 8:
-        raise CheckpointError(f"{path}: not a safetensors file (shorter than its length field)")
+        raise CheckpointError(
+            f"{path}: not a safetensors file, since it is shorter than its length field; copy it "
+            "again"
+        )
     length = int.from_bytes(content.read(0, 8), "little")
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path}: not a safetensors file (header of {length} bytes)")
+        raise CheckpointError(
+            f"{path}: not a safetensors file, since its header would have {length} bytes; copy it "
+            "again"
+        )
     if 8 + length > file_bytes:
-        raise CheckpointError(f"{path}: truncated within its header")
+        raise CheckpointError(f"{path}: truncated within its header; copy the file again")
     return bytes(content.read(8, 8 + length))
 
 

@@ -64,7 +64,7 @@ def encrypt_checkpoint(
         raise ConfigError(f"{source}: is encrypted already; `mooncake model rekey` changes its key")
     contents = CheckpointFiles.open(source).contents
     if not contents:
-        raise CheckpointError(f"{source}: holds no tensors")
+        raise CheckpointError(f"{source}: it holds no tensors, so there is nothing to encrypt")
     data_key = os.urandom(KEY_BYTES)
     with whole_directory(out) as staging:
         copy_beside(source, staging)

@@ -149,7 +149,7 @@ def test_processes_of_the_same_user_find_the_secret_by_the_address(
     join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    with pytest.raises(ConfigError, match="cluster-secret: give that of the cluster at tcp:"):
+    with pytest.raises(ConfigError, match="cluster-secret: the cluster at tcp:"):
         join(cluster_secret=None)
     write_private(secret_file(GATEWAY), "secret")
     assert join(cluster_secret=None).config.names == ("mine", "ours")

@@ -129,7 +129,7 @@ def test_a_joining_process_must_have_the_secret_or_be_of_the_same_user_here(
 ) -> None:
     del private
     monkeypatch.setattr(ray_cluster, "reach", lambda _: None)
-    with pytest.raises(ConfigError, match="cluster-secret: give that of the cluster at h:1"):
+    with pytest.raises(ConfigError, match="cluster-secret: the cluster at h:1"):
         ray_cluster.cluster_secret("h:1", None)
     assert ray_cluster.cluster_secret("h:1", "given") == "given"
     write_private(secret_file("h:1"), "kept")

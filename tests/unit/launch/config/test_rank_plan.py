@@ -226,7 +226,7 @@ def test_a_node_has_so_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_on_cpus_have_no_triton(tmp_path: Path) -> None:
     model = write_k2(tmp_path / "k2", "int4")
-    with pytest.raises(ConfigError, match="moe-backend=triton: ranks on CPUs compute without it"):
+    with pytest.raises(ConfigError, match="moe-backend=triton: ranks on CPUs do not use it"):
         plan_for(model, tensor_parallel_size=2, device="cpu", moe_backend="triton")
 
 
@@ -463,12 +463,15 @@ def test_stages_on_other_machines_take_no_memory_here(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"pipeline_parallel_size": 1}, "no engine has stages; add --pipeline-parallel-size 2"),
-        ({"pipeline_parallel_size": 3}, "1 for the 3 stages of tp1-pp3; give one for each but"),
+        (
+            {"pipeline_parallel_size": 3},
+            "the 3 stages of tp1-pp3 need 2, not 1; give one for each stage but",
+        ),
         ({"rank_backend": "shm"}, "need --rank-backend gloo"),
-        ({"colocated": True}, "leave out --colocated"),
-        ({"cluster_secret": None}, "must know the cluster's secret"),
+        ({"colocated": True}, "has all its stages on this machine"),
+        ({"cluster_secret": None}, "know their cluster's secret"),
         ({"stage_hosts": ["10.0.0.8:7100"]}, "other machines cannot reach 127.0.0.1"),
-        ({"bind_host": "0.0.0.0"}, "do not listen on 0.0.0.0; give one address"),
+        ({"bind_host": "0.0.0.0"}, "do not listen on 0.0.0.0, which is every network"),
         ({"stage_hosts": ["10.0.0.8"]}, "is not HOST:PORT"),
     ],
 )

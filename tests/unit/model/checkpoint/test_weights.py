@@ -511,7 +511,7 @@ class TestWrongDirectories:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            (None, r"config\.json: missing"),
+            (None, r"config\.json: the file is missing"),
             ("{", r"config\.json: cannot be read as JSON"),
             ("[]", "must hold a JSON object"),
             ('{"model_type": "llama"}', "model_type 'llama' is not supported"),

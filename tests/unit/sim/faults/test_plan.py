@@ -37,7 +37,7 @@ def test_a_cluster_without_pools_and_ranks_has_none_to_fail() -> None:
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [
-        (Fault(at_s=1, kind="explode"), "'explode' is none of kill, "),
+        (Fault(at_s=1, kind="explode"), "'explode' is not one of kill, "),
         (Fault(at_s=1, kind="kill"), "kill needs a target"),
         (Fault(at_s=1, kind="kill", target="prefil-0"), "did you mean prefill-0"),
         (Fault(at_s=1, kind="kill", target="xyz"), "there are prefill-0, decode-0, kvstore-0"),
@@ -47,7 +47,7 @@ def test_a_cluster_without_pools_and_ranks_has_none_to_fail() -> None:
         (Fault(at_s=1, kind="hang_step", target="kvstore-0"), "no 'kvstore-0'"),
         (Fault(at_s=1, kind="cut_one_way", target="node-a", other="nobody", seconds=1), "'nobody'"),
         (Fault(at_s=1, kind="lose", seconds=1, amount=1.5), "probability"),
-        (Fault(at_s=-1, kind="restart_gateway"), "not negative"),
+        (Fault(at_s=-1, kind="restart_gateway"), "is negative"),
     ],
 )
 def test_what_cannot_happen_is_named(fault: Fault, complaint: str) -> None:
