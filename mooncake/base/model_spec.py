@@ -116,7 +116,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         missing = [name for name in _COPIED if name not in config]
         if missing:
             raise CheckpointError(
-                f"config.json: {', '.join(missing)} missing; copy the model's own file"
+                f"config.json: missing {', '.join(missing)}; copy the model's own file"
             )
         fields |= {
             "q_lora_rank": config.get("q_lora_rank"),

@@ -178,7 +178,7 @@ def _check(config: TransferConfig) -> None:
     unknown = [name for name in config.protocols if name not in PROTOCOLS]
     if unknown or not config.protocols:
         raise ConfigError(
-            f"transport: {', '.join(unknown) or 'an empty list'} is not known; choose from "
+            f"transport: {', '.join(unknown) or 'the empty list'} is not known; choose from "
             f"{', '.join(PROTOCOLS)}"
         )
     if not config.secret:

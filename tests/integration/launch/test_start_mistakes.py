@@ -260,7 +260,7 @@ MISTAKES = [
     ("model", "COMMAND"),
     ("", "COMMAND"),
     ("sevre good", "invalid choice: 'sevre'"),
-    ("status --url ftp://x", "is not like http://127.0.0.1:8000"),
+    ("status --url ftp://x", "is not a URL of a server; write it like http"),
     ("status --url http://h:port", "url: 'http://h:port'"),
     (f"status --url http://127.0.0.1:{TAKEN} --wide", "unknown option --wide"),
     ("status --url http://127.0.0.1:1", "is `mooncake serve` running?"),

@@ -200,7 +200,7 @@ def test_two_engines_of_one_name_cannot_be(open_inproc: Open) -> None:
     ("config", "words"),
     [
         (TransferConfig(secret="s", host="h", protocols=["tcp", "pigeon"]), "pigeon is not known"),
-        (TransferConfig(secret="s", host="h", protocols=[]), "none given"),
+        (TransferConfig(secret="s", host="h", protocols=[]), "the empty list is not known"),
         (TransferConfig(secret="", host="h"), "secret is empty"),
         (TransferConfig(secret="s", host="h", num_io_threads=0), "at least one I/O thread"),
         (

@@ -181,7 +181,9 @@ def test_one_whole_sequence_always_fits(tmp_path: Path) -> None:
     "settings", [{"num_gpu_blocks_override": 3}, {"kv_cache_memory_bytes": 4 * BLOCK_BYTES - 1}]
 )
 def test_too_few_pages_for_one_sequence(model: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"room for 3 pages, one sequence of 256 tokens takes 4"):
+    with pytest.raises(
+        ConfigError, match=r"room for 3 pages, but one sequence of 256 tokens takes 4"
+    ):
         plan_for(model, **settings)
 
 
