@@ -363,13 +363,6 @@ class Instance:
         """True if a gateway knows this worker. Until then it gets no requests."""
         return self._membership.welcomed
 
-    def block_checksums(self, keys: list[BlockKey]) -> list[int]:
-        """Return the checksum of each leading block of `keys` that is cached in this process's
-        memory. Used to compare workers.
-        """
-        pages = self.pool.match(keys)
-        return [self._own_pages.checksum(page) for page in pages]
-
     @property
     def quiet(self) -> bool:
         """True if nothing runs, moves or waits here, so that every page is free or cached."""

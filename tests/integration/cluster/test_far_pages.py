@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import block_keys
 from mooncake.launch.cluster.colocated import LocalCluster
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.running.runner import ModelRunner
@@ -66,11 +65,7 @@ def test_prefill_and_decode_with_pages_on_a_device(
         assert min(source.far.num_copies.values()) > 0
         assert cluster.counter("transfer_stage_bytes") > 0
         tokens = prompt(200)
-        keys = block_keys(cluster.layout.fingerprint, tokens, cluster.layout.block_tokens)
-        digests = [
-            cluster.workers.call(name, lambda machine, _: machine.instance.block_checksums(keys))
-            for name in ("prefill-0", "decode-0")
-        ]
+        digests = [cluster.checksums(name, tokens) for name in ("prefill-0", "decode-0")]
         assert len(digests[0]) == 3
         assert digests[0] == digests[1]
     assert not source.far.pinned

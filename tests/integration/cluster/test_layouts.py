@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import block_keys
 from mooncake.launch.config.plan import ServePlan
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.scheduler.config import SchedulerConfig
@@ -138,10 +137,6 @@ def test_decode_holds_the_bytes_that_prefill_computed(model: Path) -> None:
     with model_cluster(model, 1, 1, max_model_len=MAX_MODEL_LEN) as cluster:
         tokens = prompt(300)
         cluster.generate(request("one", tokens, 1 + NUM_TOKENS))
-        keys = block_keys(cluster.layout.fingerprint, tokens, cluster.layout.block_tokens)
-        digests = [
-            cluster.workers.call(name, lambda machine, _: machine.instance.block_checksums(keys))
-            for name in ("prefill-0", "decode-0")
-        ]
+        digests = [cluster.checksums(name, tokens) for name in ("prefill-0", "decode-0")]
         assert len(digests[0]) == 4
         assert digests[0] == digests[1]

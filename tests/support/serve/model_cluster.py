@@ -22,6 +22,7 @@ from mooncake.base import (
     SamplingParams,
     SeededIds,
     WorkerRef,
+    block_keys,
     pack_tokens,
 )
 from mooncake.launch.cluster.colocated import LocalCluster
@@ -159,6 +160,18 @@ class ModelCluster:
                     worker_id, lambda machine, _: machine.instance.load().counters.get(name, 0)
                 )
         return total
+
+    def checksums(self, worker_id: str, tokens: Sequence[int]) -> list[int]:
+        """Return the checksum of each leading block of `tokens` that an engine holds."""
+        keys = block_keys(self.layout.fingerprint, tokens, self.layout.block_tokens)
+
+        def found(machine: Any, now: float) -> list[int]:
+            del now
+            pages = machine.instance.pool.match(keys)
+            return [machine.instance.mover.checksum(pages, at) for at in range(len(pages))]
+
+        checksums: list[int] = self.workers.call(worker_id, found)
+        return checksums
 
     def stop(self) -> None:
         self.workers.check_integrity()
