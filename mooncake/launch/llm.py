@@ -10,7 +10,6 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from mooncake.api import Tokenizer, load_served_model
@@ -239,12 +238,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _answers(self, requests: Iterable[PythonRequest]) -> list[RequestOutput]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import overload
 
 LOOK_UP_S = 2.0
@@ -50,12 +49,7 @@ class SeedAddresses(Sequence[str]):
     def __enter__(self) -> SeedAddresses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _look_up_again(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -59,12 +58,7 @@ class StartProgress:
         self._bars.start()
         return self._show
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     def _show(self, worker_id: str, what: str, done: int, whole: int) -> None:

@@ -8,7 +8,6 @@ import select
 import signal
 import time
 from pathlib import Path
-from types import TracebackType
 
 
 class Descendants:
@@ -26,12 +25,7 @@ class Descendants:
                 self._descriptors[os.pidfd_open(pid)] = pid
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
 
