@@ -262,6 +262,9 @@ async def serve(
     finally:
         for each in (stopping, *accepting, *aside):
             each.cancel()
+        for end in await asyncio.gather(*accepting, return_exceptions=True):
+            if isinstance(end, Exception):
+                _log.error("no connection was accepted any more", exc_info=end)
         if not running.done():
             running.cancel()
         listener.close()
