@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool soak-hosts check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -32,6 +32,7 @@ help:
 	@echo "make hold-out  all that a training run reads, searched for what is held out from it"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
+	@echo "make soak-hosts a cluster on hosts made of namespaces, under load and random faults; as root (MINUTES=60 SEED=0)"
 	@echo "make docs      the reference pages of docs/, made from the code"
 	@echo "make bench     the benchmarks behind the README's numbers"
 	@echo "make clean     forget .venv, caches and checkpoints"
@@ -151,6 +152,12 @@ soak: $(STAMP)
 KILLS ?= 200
 soak-pool: $(STAMP)
 	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/pool/test_faults.py -k killed --timeout 36000
+
+# Hosts made of namespaces under open-loop load: a process killed, a host without power, a link cut, a slow disk, a
+# wrong clock, one after another. Logs and figures lie in build/soak-hosts. make soak-hosts MINUTES=10 SEED=3
+MINUTES ?= 60
+soak-hosts: $(STAMP)
+	$(BIN)/python -m tests.support.hosts.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

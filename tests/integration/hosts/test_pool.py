@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
+from tests.support.hosts.hosts import DISK, HOME, SHARED, Host, Program, hosts
 from tests.support.kvstore.pool_process import until
 from tests.support.model.checkpoints import write_config_only
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOP = Path(__file__).parents[3]
+OPERATING = TOP / "docs" / "operating.md"
 EXAMPLE = TOP / "configs" / "serve" / "pool.yaml"
 MOONCAKE = str(Path(sys.executable).parent / "mooncake")
 DISK_BYTES = 20 * 2**20
@@ -31,19 +32,20 @@ VALUE_BYTES = 3 * 2**19
 class Pool:
     """Nodes by the settings of the example, with less memory, and with a small disk each."""
 
-    def __init__(self, machines: Sequence[Host], model: str) -> None:
+    def __init__(self, machines: Sequence[Host], model: str, disk: str = f"{HOME}/disk") -> None:
         self._secret = {"MOONCAKE_CLUSTER_SECRET": secrets.token_hex(16)}
         self._first = machines[0]
         told = yaml.safe_load(EXAMPLE.read_text())
         assert {"model", "kvstore-dram-bytes", "ssd", "tenant-quota"} <= told.keys()
         told |= {
-            "model": model, "kvstore-dram-bytes": "4MiB", "ssd": "disk/pool:16MiB",
+            "model": model, "kvstore-dram-bytes": "4MiB", "ssd": f"{disk}/pool:16MiB",
             "tenant-quota": ["alice=1MiB"], "ssd-min-uses": 1, "ssd-write-at": 0,
         }  # fmt: skip
         for each in machines:
             each.path(f"{HOME}/pool.yaml").write_text(yaml.safe_dump(told))
-            each.check("mkdir", "disk")
-            each.check("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "disk", f"{HOME}/disk")
+            if disk != DISK:
+                each.check("mkdir", disk)
+                each.check("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "disk", disk)
 
     def start(self, host: Host) -> Program:
         """Type the command of the file for this host."""
@@ -64,11 +66,11 @@ class Pool:
         program = host.run(*quietly, environment=self._secret)
         return program.process.wait(120), program.output
 
-    def num_without_room(self, host: Host) -> float:
-        """Return how many blocks found no room on the disk of a host's node."""
+    def count(self, host: Host, name: str) -> float:
+        """Return a count of a host's node, such as `ssd_blocks_written`."""
         code, said = self.run(host, "stats", "--json")
         assert code == 0, said
-        return float(json.loads(said)["counters"]["ssd_blocks_no_room"])
+        return float(json.loads(said)["counters"][name])
 
 
 def test_three_machines_lend_memory_and_one_has_a_full_disk(tmp_path: Path) -> None:
@@ -94,9 +96,60 @@ def test_three_machines_lend_memory_and_one_has_a_full_disk(tmp_path: Path) -> N
             c.path(f"{HOME}/value").write_bytes(bytes([number]) * VALUE_BYTES)
             code, said = pool.run(c, "put", f"value {number}", "value")
             assert code == 0, said
-        until(lambda: pool.num_without_room(c) > 0, "the disk is full")
+        until(lambda: pool.count(c, "ssd_blocks_no_room") > 0, "the disk is full")
         newest = f"value {NUM_VALUES - 1}"
         assert pool.run(c, "get", newest, "--out", "found")[0] == 0
         assert c.path(f"{HOME}/found").read_bytes() == c.path(f"{HOME}/value").read_bytes()
         assert pool.run(b, "get", "notes") == (0, "shared")
         assert [nodes[each.name].process.poll() for each in (b, c)] == [None, None]
+
+
+def test_a_disk_that_stands_still_holds_up_nothing_else(tmp_path: Path) -> None:
+    """While nothing comes back from the disk of a node, others reach what is in its memory, and
+    puts go on. Afterwards the disk is used again.
+    """
+    model = write_config_only(tmp_path / "shared" / "small")
+    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
+        a, b = machines
+        pool = Pool(machines, f"{SHARED}/{model.name}", DISK)
+        nodes = [pool.start(each) for each in machines]
+        nodes[1].wait_for("has joined the pool")
+        b.slow_disk(10**6)
+        for number in range(NUM_VALUES):
+            value = bytes([number]) * VALUE_BYTES
+            b.path(f"{HOME}/value").write_bytes(value)
+            code, said = pool.run(b, "put", f"value {number}", "value")
+            assert code == 0, said
+            assert pool.run(a, "get", f"value {number}", "--out", "found")[0] == 0
+            assert a.path(f"{HOME}/found").read_bytes() == value
+        assert pool.count(b, "ssd_blocks_written") == 0
+        b.slow_disk(0.0)
+        until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the disk is used again")
+        assert [each.process.poll() for each in nodes] == [None, None]
+
+
+def test_a_disk_is_replaced_by_the_steps_of_the_page(tmp_path: Path) -> None:
+    """Nothing is lost, for the node hands its blocks on first. Then the new disk is used."""
+    model = write_config_only(tmp_path / "shared" / "small")
+    [drain] = re.findall(
+        r"^1\. `mooncake pool (.*)`, then end", OPERATING.read_text(), re.MULTILINE
+    )
+    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
+        a, b = machines
+        pool = Pool(machines, f"{SHARED}/{model.name}", DISK)
+        pool.start(a).wait_for("clients and other nodes")
+        node = pool.start(b)
+        node.wait_for("has joined the pool")
+        b.path(f"{HOME}/value").write_bytes(bytes(range(256)) * 2**11)
+        assert pool.run(b, "put", "value", "value")[0] == 0
+        until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the old disk is used")
+
+        assert pool.run(b, *drain.replace("HOST", "127.0.0.1").split())[0] == 0
+        assert node.stop() == 0, node.output
+        b.check("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "new", DISK)
+        pool.start(b).wait_for("has joined the pool")
+        assert pool.count(b, "ssd_blocks_found") == 0
+        assert pool.run(b, "get", "value", "--out", "found")[0] == 0
+        assert b.path(f"{HOME}/found").read_bytes() == b.path(f"{HOME}/value").read_bytes()
+        assert pool.run(b, "put", "one more", "value")[0] == 0
+        until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the new disk is used")

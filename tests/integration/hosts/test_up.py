@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 import yaml
 
 import mooncake
-from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
+from tests.support.hosts.described import MOONCAKE, DescribedCluster
+from tests.support.hosts.hosts import SHARED, Host, hosts
 from tests.support.serve.server_process import nano_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ STAND_IN = {
 """What a small model on CPUs has in place of what the example gives Kimi-K2."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 24
-MOONCAKE = str(Path(sys.executable).parent / "mooncake")
+DAY_S = 86400.0
 CLIENT = """
 import sys, openai
 client = openai.OpenAI(base_url=sys.argv[1], api_key="none")
@@ -54,28 +54,26 @@ def text_of_all(model: Path) -> str:
     return str(sampled.outputs[0].text)
 
 
-class Cluster:
-    """Two machines, each with its folder of a cluster that is described by a page or a file."""
+def small(text: str, model: Path) -> dict[str, Any]:
+    """Return the cluster of a page, with a small model."""
+    return yaml.safe_load(text) | {  # type: ignore[no-any-return]
+        "model": f"{SHARED}/{model.name}",
+        "settings": {"dtype": "float32", "kv-cache-memory-bytes": "32MiB"},
+        "kvstore": {"kvstore-dram-bytes": "32MiB"},
+    }
+
+
+class Cluster(DescribedCluster):
+    """Machines of a cluster that is described by a page or a file, with the commands there."""
 
     def __init__(self, machines: Sequence[Host], source: Path, told: dict[str, Any]) -> None:
-        """`told` describes the cluster, but for the addresses of its machines."""
+        text = source.read_text()
+        init, up = typed("mooncake cluster init", text), typed("mooncake up", text)
+        super().__init__(machines, told, init, up)
         self.first, self.second = machines
-        self.text = source.read_text()
-        assert [*told["machines"]] == [each.name for each in machines]
         for each in machines:
-            told["machines"][each.name]["address"] = each.address
-        init = typed("mooncake cluster init", self.text)
-        file = self.first.path(f"{HOME}/{init[-1]}")
-        file.write_text(yaml.safe_dump(told, sort_keys=False))
-        made = self.first.check(MOONCAKE, *init)
-        for each in machines:
-            assert f"scp -r {file.stem}/{each.name} {each.address}:{file.stem}" in made
-            own = self.first.path(f"{HOME}/{file.stem}/{each.name}")
-            shutil.copytree(own, each.path(f"{HOME}/here"), dirs_exist_ok=True)
-
-    def up(self, host: Host) -> Program:
-        words = " ".join(typed("mooncake up", self.text))
-        return host.run("sh", "-c", f"cd here && exec {MOONCAKE} {words}")
+            name = Path(init[-1]).stem
+            assert f"scp -r {name}/{each.name} {each.address}:{name}" in self.said
 
     def ask(self, host: Host, url: str) -> str:
         """Return what a gateway answers to the prompt."""
@@ -92,11 +90,7 @@ def test_one_file_and_one_line_a_machine(tmp_path: Path) -> None:
     model = nano_checkpoint(tmp_path / "shared")
     alone = text_of_all(model)
     [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    told = yaml.safe_load(text) | {
-        "model": f"{SHARED}/{model.name}",
-        "settings": {"dtype": "float32", "kv-cache-memory-bytes": "32MiB"},
-        "kvstore": {"kvstore-dram-bytes": "32MiB"},
-    }
+    told = small(text, model)
     with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
         first, second = machines
         cluster = Cluster(machines, PAGE, told)
@@ -117,6 +111,28 @@ def test_one_file_and_one_line_a_machine(tmp_path: Path) -> None:
         there.wait_for(r"decode-0 has ended \(signal 9\) and starts again")
         here.wait_for(r"are here(.|\n)*waiting for b \(.*\): decode\n(.|\n)*are here")
         assert cluster.ask(first, url) == alone
+        for program in (there, here):
+            assert program.stop() == 0, program.output
+
+
+def test_a_machine_whose_clock_is_wrong_serves_as_others_do(tmp_path: Path) -> None:
+    """Its clock is a day late while it starts, and jumps ahead by a month while it works."""
+    model = nano_checkpoint(tmp_path / "shared")
+    alone = text_of_all(model)
+    [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    told = small(text, model)
+    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
+        first, second = machines
+        cluster = Cluster(machines, PAGE, told)
+        second.skew_clock(-DAY_S)
+        here, there = cluster.up(first), cluster.up(second)
+        url = here.wait_for("are here: (.*)/v1").group(1)
+        assert cluster.ask(first, url) == alone
+        jumps = [(second, 30 * DAY_S), (second, -DAY_S), (first, 30 * DAY_S), (first, 0.0)]
+        for machine, ahead_s in jumps:
+            machine.skew_clock(ahead_s)
+            assert cluster.ask(first, url) == alone
+        assert here.output.count("is lost") < len(jumps), "a jump costs no worker"
         for program in (there, here):
             assert program.stop() == 0, program.output
 

@@ -1,8 +1,9 @@
 """A few hosts on one network, all of them on this machine.
 
-Each has a network, mount, pid, ipc and UTS namespace: an address, a host name, a home, a /tmp and a
-/dev/shm of its own. They see this machine's programs and files elsewhere. The bridge that joins
-them lies in a namespace too, so nothing outside can reach them, nor they anything outside.
+Each has a network, mount, pid, ipc and UTS namespace: an address, a host name, a home, a disk, a
+/tmp and a /dev/shm of its own. They see this machine's programs and files elsewhere. The bridge
+that joins them lies in a namespace too, so nothing outside can reach them, nor they anything
+outside.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 
 from tests.support import namespaces
+from tests.support.hosts.local_faults import LocalFaults
 from tests.support.namespaces import ip, sweep
 
 PREFIX = "mh"
@@ -33,6 +35,8 @@ NETWORK = "10.77.0"
 HOME = "/home/user"
 SHARED = "/mnt"
 """Where all hosts see the same files, as from a file server."""
+DISK = "/home/disk"
+"""A host's own disk: what lies there outlives a loss of power."""
 NOWHERE = "02:00:00:00:00:fe"
 """An address of the link layer that no host has: what is sent there is lost without a word."""
 SHM_BYTES = 2**30
@@ -56,11 +60,11 @@ class Program:
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
-        self._log = log
+        self.log = log
 
     @property
     def output(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self.log.read_text(errors="replace")
 
     def wait_for(self, pattern: str, seconds: float = 240.0) -> re.Match[str]:
         """Wait until it has said something that matches."""
@@ -74,10 +78,14 @@ class Program:
             time.sleep(0.05)
         raise AssertionError(f"never said {pattern!r}; output:\n{self.output}")
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 90.0) -> int:
-        """Send it a signal, and return its exit code."""
+    def send(self, number: int) -> None:
+        """Send it a signal."""
         of = self.process.pid  # of the program that entered the host, whose one child is this one
         os.kill(int(Path(f"/proc/{of}/task/{of}/children").read_text()), number)
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 90.0) -> int:
+        """Send it a signal, and return its exit code."""
+        self.send(number)
         return self.process.wait(seconds)
 
 
@@ -91,7 +99,9 @@ class Host:
         self._namespace = namespace
         self._link = f"{namespace}v"
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self._disk = folder / "disk"
+        self._disk.mkdir(parents=True, exist_ok=True)
+        self._faults = LocalFaults(folder)
         self._first: subprocess.Popen[bytes] | None = None
         self._programs: list[subprocess.Popen[bytes]] = []
 
@@ -103,10 +113,12 @@ class Host:
             "mount --make-rprivate /",
             "mount -t proc proc /proc",
             f"mount --bind {shlex.quote(str(self._shared))} {SHARED}",
+            "mount -t tmpfs home /home",
+            f"mkdir {HOME} {DISK}",
+            f"mount --bind {shlex.quote(str(self._disk))} {DISK}",
+            *self._faults.lines,
             "mount -t tmpfs -o mode=1777 tmp /tmp",
             f"mount -t tmpfs -o size={SHM_BYTES},mode=1777 shm /dev/shm",
-            "mount -t tmpfs home /home",
-            f"mkdir {HOME}",
             "echo up",
             f"exec {shlex.quote(str(program))} sleep infinity",
         ]
@@ -139,7 +151,7 @@ class Host:
         ]  # fmt: skip
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*inside, *words],
+                [*inside, "env", *self._faults.variables, *words],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 env=_environment() | dict(environment or {}),
             )  # fmt: skip
@@ -192,6 +204,20 @@ class Host:
         limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
         words = ["tc", "-netns", self._namespace, "qdisc", "replace", "dev", "eth0", *limit]
         subprocess.run(words, check=True)
+
+    def skew_clock(self, seconds: float) -> None:
+        """Have the clock of its programs show so much more than the time, from now on."""
+        self._faults.set(clock_s=seconds)
+
+    def slow_disk(self, seconds: float) -> None:
+        """Have each read, write and sync of a file on its disk take so much longer; 0: no longer,
+        also for those that wait.
+        """
+        self._faults.set(disk_s=seconds)
+
+    def fill_disk(self, *, full: bool = True) -> None:
+        """Have writes to its disk fail for want of room, or succeed again."""
+        self._faults.set(full=full)
 
     def vanish(self) -> None:
         """End as by a loss of power: no connection is closed."""

@@ -1,0 +1,64 @@
+"""A cluster by one file: its folders made on the first host, copied to all, and `mooncake up`
+typed on each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.hosts.hosts import HOME, Host, Program
+
+MOONCAKE = str(Path(sys.executable).parent / "mooncake")
+FOLDER = "here"
+"""Of a machine, in its home."""
+INIT = ["cluster", "init", "k2.yaml"]
+UP = ["up", "k2.yaml"]
+
+
+class DescribedCluster:
+    """Machines, each with its folder of the cluster."""
+
+    def __init__(
+        self,
+        machines: Sequence[Host],
+        told: dict[str, Any],
+        init: Sequence[str] = INIT,
+        up: Sequence[str] = UP,
+    ) -> None:
+        """Make the folders. `told` describes the cluster, but for the addresses of its machines.
+        `init` and `up` are the words of the two commands.
+        """
+        assert [*told["machines"]] == [each.name for each in machines]
+        for each in machines:
+            told["machines"][each.name]["address"] = each.address
+        first, name = machines[0], Path(init[-1])
+        first.path(f"{HOME}/{name}").write_text(yaml.safe_dump(told, sort_keys=False))
+        self.said = first.check(MOONCAKE, *init)
+        self._up = up
+        self._made = first.path(f"{HOME}/{name.stem}")
+        for each in machines:
+            self.install(each)
+
+    def install(self, host: Host) -> None:
+        """Copy the folder of a machine there, as scp does."""
+        self.install_on(host, host.name)
+
+    def install_on(self, host: Host, name: str) -> None:
+        """Copy the folder of the machine `name` to a host."""
+        shutil.copytree(self._made / name, host.path(f"{HOME}/{FOLDER}"), dirs_exist_ok=True)
+
+    def keep(self, folder: Path) -> None:
+        """Have the folders of all machines elsewhere, where no host can take them along."""
+        shutil.copytree(self._made, folder)
+        self._made = folder
+
+    def up(self, host: Host) -> Program:
+        """Type `mooncake up` on a machine."""
+        words = " ".join(self._up)
+        return host.run("sh", "-c", f"cd {FOLDER} && exec {MOONCAKE} {words}")
