@@ -153,6 +153,7 @@ CLASSES: dict[str, dict[str, Class]] = {
         "mooncake serve DIR --expert-device cpu": PLANNED,
     },
     "docs/design/protocols-as-coroutines.md": {"with Lease(": Left("a sketch of what is not done")},
+    "docs/design/soak-hosts.md": {"make soak-hosts": Target()},
     "docs/experts.md": {
         "mooncake serve DIR -tp 2 -ep": PLANNED,
         "mooncake serve DIR --decode-set": PLANNED,
