@@ -1,15 +1,12 @@
-"""What a soak on hosts finds wrong, the faults that it draws, and a run of its first fault."""
+"""What a soak on hosts finds wrong, and the faults that it draws."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.hosts.hosts import needs_hosts
-from tests.support.hosts.soak.__main__ import Soak, report
 from tests.support.hosts.soak.cluster import ROLES
 from tests.support.hosts.soak.faults import KINDS, Fault, draw
 from tests.support.hosts.soak.load import summary
@@ -28,8 +25,6 @@ from tests.support.hosts.soak.verdict import (
 )
 
 RIGHT = [5, 6, 7]
-KILL_OF_GATEWAY = 1
-"""The seed of a soak that begins with the kill of a gateway."""
 
 
 def one(how: str = "whole", ids: list[int] = RIGHT, **other: Any) -> dict[str, Any]:
@@ -123,8 +118,6 @@ def test_a_seed_draws_the_same_faults_and_all_kinds_come() -> None:
             assert fault.what in ROLES[fault.host]
         if fault.kind == "one way":
             assert fault.what in set(ROLES) - {fault.host}
-    first = draw(random.Random(f"faults {KILL_OF_GATEWAY}"), ROLES)
-    assert (first.kind, first.what) == ("kill", "gateway")
 
 
 def test_pauses_are_told_by_the_kind_of_fault() -> None:
@@ -161,13 +154,3 @@ def test_what_workers_hold_for_requests_is_counted() -> None:
         "load": {"num_inflight": 1},
     }  # fmt: skip
     assert summary(status) == {"up": ["decode@a", "kvstore@a"], "gateways": 1, "held": 4}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_a_soak_of_one_fault(tmp_path: Path) -> None:
-    needs_hosts()
-    figures = Soak(KILL_OF_GATEWAY, minutes=0.05, rate=0.5, folder=tmp_path).run()
-    assert figures["problems"] == [], report(figures)
-    assert figures["requests"] > 0
-    assert figures["faults"]["kill"]["times"] == 1
