@@ -27,8 +27,6 @@ LOGGERS = ("mooncake", "opentelemetry")
 """The loggers whose records are written. The second says why traces cannot be sent."""
 COMPLETE_LOGGERS = frozenset({"mooncake.api.http.access_log"})
 """Loggers whose records are all written, because the user asked for the access log."""
-
-
 MAX_KINDS = 1024
 """How many kinds are counted separately in a minute. Further kinds of a message count as one."""
 
@@ -53,7 +51,7 @@ class Throttle(logging.Filter):
         if abs(record.created - self._begun_s) >= MINUTE_S:
             self._begun_s, self._written = record.created, {}
         facts, message = vars(record), str(record.msg)
-        kind = (record.name, message, facts.get("kind", ""))
+        kind = (record.name, message, str(facts.get("kind", "")))
         if kind not in self._written and len(self._written) >= MAX_KINDS:
             kind = (record.name, message, "")
         written = self._written.get(kind, 0)

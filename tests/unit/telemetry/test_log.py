@@ -93,6 +93,12 @@ def test_an_unknown_level_is_refused() -> None:
         lines(json_lines=False, level="LOUD")
 
 
+def test_a_record_may_have_an_extra_of_any_type_named_kind() -> None:
+    stream, logger = lines(json_lines=False)
+    logger.info("hello", extra={"kind": [1]})
+    assert stream.getvalue().endswith("hello kind=[1]\n")
+
+
 def test_control_characters_are_spelled_out() -> None:
     stream, logger = lines(json_lines=False)
     logger.info("a\x1b[2Jb\rc\x9bd\u2028e\nf")
