@@ -88,7 +88,7 @@ class DecodeWorker:
         self._admit_waiting(now)
         if self._waiting:
             self._admit_due(now)
-        self._take(self.instance.start_steps(now), now)
+        self._take(self.instance.engine.tick(now), now)
         return min(self._ask_again(now), self.instance.tick(now))
 
     @property

@@ -195,12 +195,6 @@ class Instance:
             self._membership.add_sample(sample)
         return outputs
 
-    def start_steps(self, now: float) -> list[Made]:
-        """Start as many steps as the engine can. Return outputs that end sequences which can never
-        run here.
-        """
-        return self.engine.tick(now)
-
     def tick(self, now: float) -> float:
         """Give up overdue transfers, send outputs and reports. Return when to call again."""
         wakes = [self._reader.tick(now), self._writer.tick(now), self.reservations.tick(now)]

@@ -124,7 +124,7 @@ class PrefillWorker:
         self._make_way(now)
         for message in self._jobs.expired_early(now):
             self._send_push_ended(message, failed=True)
-        self._take(self.instance.start_steps(now), now)
+        self._take(self.instance.engine.tick(now), now)
         return self.instance.tick(now)
 
     def _make_way(self, now: float) -> None:

@@ -30,7 +30,6 @@ from mooncake.base.request import (
     CacheUse,
     FinishInfo,
     RequestOutput,
-    request_finish,
 )
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition
@@ -307,12 +306,6 @@ class RequestRecord:
             num_cached_tokens=self.num_cached_tokens or 0,
             status=failure.status if failure is not None else 200,
         )
-
-    def finish_by_tokens(self) -> FinishInfo | None:
-        """Return how the request has ended if its last token ends it, in case the worker was lost
-        after that token and before it reported the end.
-        """
-        return request_finish(self.request, self.tokens)
 
     def block_keys(self, layout: Layout | None) -> KeyChain:
         """Return the keys of all full blocks of prompt and output so far, under `layout`. Only

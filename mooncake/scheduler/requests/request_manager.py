@@ -38,7 +38,7 @@ from mooncake.base import (
     Unavailable,
     WorkerRef,
 )
-from mooncake.base.request import FinishInfo
+from mooncake.base.request import FinishInfo, request_finish
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition, Turns
 from mooncake.scheduler.membership_table import MembershipTable
@@ -510,8 +510,10 @@ class RequestManager:
                 self._requeue(record, reason, now)
 
     def _finish_if_ended(self, record: RequestRecord, now: float) -> bool:
-        """Finish a request whose tokens are complete; the worker's report of it was lost."""
-        ended = record.finish_by_tokens()
+        """Finish a request whose last token ends it, when its worker was lost after that token and
+        before it reported the end.
+        """
+        ended = request_finish(record.request, record.tokens)
         if ended is not None:
             self._finish(record, ended.reason, now, stop_token_id=ended.stop_token_id)
         return ended is not None
