@@ -56,14 +56,10 @@ def test_the_next_turn_finds_the_marked_prefix_after_a_flood(tmp_path: Path) -> 
         "--kv-cache-memory-bytes", "1MiB", "--dram", "4MiB", "--no-self-profile",
     ]  # fmt: skip
     draw = random.Random(7)
-    marked, plain = (" ".join(str(draw.randrange(10**6)) for _ in range(60)) for _ in range(2))
     with serving(*words, log=tmp_path / "log") as server:
-        first = ask(server, said(marked, **MARK))
-        control = ask(server, said(plain))
-        assert (first["cache_read_input_tokens"], control["cache_read_input_tokens"]) == (0, 0)
-        kept = first["input_tokens"] // BLOCK
-        assert kept > 2, first
-        wait_for("nothing is kept", lambda: pool(server)["counters"].get("blocks_kept", 0) == kept)
+        plain = text(draw)
+        assert ask(server, said(plain))["cache_read_input_tokens"] == 0
+        marked, kept = keep_one(server, draw)
         put = pool(server)["counters"]["blocks_put"]
 
         def is_flooded() -> bool:
@@ -75,8 +71,35 @@ def test_the_next_turn_finds_the_marked_prefix_after_a_flood(tmp_path: Path) -> 
         wait_for("the pool was not filled", is_flooded)
         again = ask(server, said(marked, **MARK), {"role": "assistant", "content": "so"}, said("?"))
         lost = ask(server, said(plain), {"role": "assistant", "content": "so"}, said("?"))
-    assert lost["mooncake"]["misses"]["evicted"] >= 2 * BLOCK, "without a mark it is evicted"
-    # So small a model may look cheaper to run than blocks to fetch: then the pool has them in vain.
-    hits, misses = again["mooncake"]["hits"], again["mooncake"]["misses"]
-    assert sum(hits.values()) + misses["recomputed"] >= (kept - 1) * BLOCK, again
-    assert misses["evicted"] == 0
+    assert found(lost) == 0, "without a mark it is evicted"
+    assert found(again) >= (kept - 1) * BLOCK
+    assert again["mooncake"]["misses"]["evicted"] == 0
+
+
+def keep_one(server: Server, draw: random.Random) -> tuple[str, int]:
+    """Return a marked text and how many blocks of its prompt are kept: those of the first prompt
+    whose put did not time out, as one may on a busy machine.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        marked = text(draw)
+        kept = ask(server, said(marked, **MARK))["input_tokens"] // BLOCK
+        assert kept > 2
+        until, pause = time.monotonic() + 15.0, threading.Event()
+        while time.monotonic() < until:
+            if pool(server)["counters"].get("blocks_kept", 0) >= kept:
+                return marked, kept
+            pause.wait(0.1)
+        assert time.monotonic() < deadline, "nothing is kept"
+
+
+def text(draw: random.Random) -> str:
+    return " ".join(str(draw.randrange(10**6)) for _ in range(60))
+
+
+def found(usage: dict[str, Any]) -> int:
+    """Return how many tokens of a prompt the cluster had, used or not: so small a model may look
+    cheaper to run than blocks to fetch.
+    """
+    hits, misses = usage["mooncake"]["hits"], usage["mooncake"]["misses"]
+    return int(sum(hits.values()) + misses["recomputed"] + misses["fetch_failed"])
