@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum, auto
-from operator import add, mul
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,9 @@ Row = tuple[float, ...]
 NUM_FEATURES = 7
 NUM_COEFFICIENTS = 5
 NUM_STREAM_COEFFICIENTS = 3
-DEFAULT_COEFFICIENTS: Row = (5e-3, 1e-4, 1e-9, 1e-9, 0.0, 0.0, 0.0)
-"""First guesses, used until a sample comes: seconds per step, token, (token, context token) pair,
-(token, token) pair, context token, and what each token and context token of a stream adds.
+DEFAULT_COEFFICIENTS: Row = (5e-3, 1e-4, 1e-9, 1e-9, 0.0, 1e-4, 1e-9)
+"""First guesses, used until a sample comes: seconds per step; token, (token, context token) pair,
+(token, token) pair and context token of chunks; token and context token of streams.
 """
 DECAY = 1 - 1 / 256
 """An old sample's weight falls to 1/e within 256 newer ones."""
@@ -63,11 +63,11 @@ class StepCostModel:
 
     For chunks with n new tokens in s sequences with c context tokens together, its terms are 1, n,
     n*c/s (pairs of new and cached tokens), n*n/s (pairs within a chunk) and c (context that is
-    read, and for a chunk expanded, however many tokens attend to it). The streams of the step have
-    the same terms for themselves, and two more: their tokens and their context tokens, because on a
-    CPU a stream's token costs several times as much as one of a chunk. So one model covers a chunk
-    of prefill, a decode batch and a mix (Mooncake, FAST'25, 6.1: polynomial of request length and
-    prefix length).
+    read, and for a chunk expanded, however many tokens attend to it). Streams have terms of their
+    own, their tokens and their context tokens, because on a CPU a stream's token costs several
+    times as much as one of a chunk. So one model covers a chunk of prefill, a decode batch and a
+    mix (Mooncake, FAST'25, 6.1: polynomial of request length and prefix length). Until a chunk or a
+    stream was measured, it is taken for the other, of one token.
 
     The model begins with a profile and learns from measured steps, in bounded memory: equal
     observations lead to equal predictions. For steps with prompts and for those without, it
@@ -120,8 +120,8 @@ class StepCostModel:
         """The seconds of a step of streams, and what each stream and each of their context tokens
         adds.
         """
-        fixed, token, pair, square, read, stream, stream_read = self._of_kind(has_prompts=False)
-        return fixed, token + square + stream, pair + read + stream_read
+        fixed, *_, stream, stream_read = self._of_kind(has_prompts=False)
+        return fixed, stream, stream_read
 
     def observe(self, samples: Iterable[CostSample]) -> None:
         """Refine the model with measured steps. Samples without time or tokens are skipped."""
@@ -227,8 +227,14 @@ class StepCostModel:
         diagonal = np.diag(gram).copy()
         ridge = np.where(diagonal > 0, RIDGE * diagonal, 1.0)
         prior = np.where(diagonal > 0, DEFAULT_COEFFICIENTS, 0.0)
-        fixed, *others = non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
-        return (max(fixed, MIN_STEP_S), *others)
+        found = non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
+        fixed, token, pair, square, read, stream, stream_read = found
+        has_chunks, has_streams = diagonal[[1, -2]] > 0
+        if not has_streams:
+            stream, stream_read = token + square, pair + read
+        elif not has_chunks:
+            token, read = stream, stream_read
+        return max(fixed, MIN_STEP_S), token, pair, square, read, stream, stream_read
 
 
 class _Way(Enum):
@@ -348,8 +354,7 @@ def _features(sample: CostSample) -> Row:
         sample.num_context_tokens - context,
         sample.num_sequences - sample.num_streams,
     )
-    streams = _terms(tokens, context, sample.num_streams)
-    return (1.0, *map(add, chunks, streams), tokens, context)
+    return 1.0, *chunks, tokens, context
 
 
 def _terms(

@@ -35,8 +35,8 @@ PREFILL_SHAPES: tuple[Shape, ...] = (
     (1, 512, 2048), (1, 2048, 0),
 )  # fmt: skip
 DECODE_SHAPES: tuple[Shape, ...] = (
-    (1, 1, 64), (8, 1, 128), (1, 128, 0), (16, 1, 64), (1, 1, 1024), (4, 1, 1024), (8, 1, 2048),
-    (1, 512, 0),
+    (1, 1, 64), (8, 1, 128), (1, 128, 0), (16, 1, 64), (1, 1, 1024), (1, 64, 1024), (4, 1, 1024),
+    (8, 1, 2048), (1, 512, 0),
 )  # fmt: skip
 """Small ones first: a large model has no time for the rest, and its costs are clear without
 them.

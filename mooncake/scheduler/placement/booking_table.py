@@ -61,7 +61,7 @@ class BookingTable:
         entry = self._entries.get(request_id)
         if entry is not None and not entry.prefilled:
             self._publish(BookingOver(request_id=request_id, prefill_only=True))
-            self._prefilled(request_id, entry)
+            self._prefilled(request_id, entry, now)
         self.forecast.on_joined(request_id, now)
 
     def release(self, request_id: str) -> bool:
@@ -186,7 +186,7 @@ class BookingTable:
         self.inflight.add(computing.worker_id, KeyChain(booking.keys))
         self._fetch.started(booking.sources)
 
-    def _prefilled(self, name: str, entry: Entry) -> None:
+    def _prefilled(self, name: str, entry: Entry, now: float | None = None) -> None:
         if entry.prefilled:
             return
         entry.prefilled = True
@@ -195,7 +195,7 @@ class BookingTable:
         self._fetch.ended(booking.sources)
         view = self._view(booking.computing)
         if view is not None:
-            view.prefilled(name)
+            view.prefilled(name, now)
             if booking.computing != booking.decode:
                 view.release(name)
 

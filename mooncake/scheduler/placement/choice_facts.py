@@ -119,6 +119,8 @@ def _engines(facts: FleetFacts) -> dict[str, EngineLoad]:
             num_free_blocks=int(row[Column.FREE_BLOCKS]),
             num_sequences=int(row[Column.SEQUENCES]),
             num_context_tokens=int(row[Column.CONTEXT]),
+            num_prompts=int(row[Column.PROMPTS]),
+            num_queued_tokens=int(row[Column.QUEUED_TOKENS]),
         )
         for hello, row in zip(facts.hellos, rows, strict=True)
     }

@@ -74,6 +74,11 @@ class EngineLoad(_Fact, frozen=True):
     num_context_tokens: Count
     stream_coefficients: tuple[float, ...] = ()
     """Empty where a release recorded it that predicted streams like chunks of one token."""
+    num_prompts: Count | None = None
+    """Of its sequences, those with a prompt to compute. None where a release recorded it that did
+    not count the streams beside a prompt.
+    """
+    num_queued_tokens: Count = 0
 
 
 class BundledWorker(_Fact, frozen=True):
@@ -258,6 +263,13 @@ class _RecordedView(InstanceView):
 
     def num_sequences(self) -> int:
         return self.recorded.num_sequences
+
+    def num_prompts(self) -> int:
+        known = self.recorded.num_prompts
+        return self.recorded.num_sequences if known is None else known
+
+    def num_queued_tokens(self) -> int:
+        return self.recorded.num_queued_tokens
 
     def num_context_tokens(self) -> int:
         return self.recorded.num_context_tokens

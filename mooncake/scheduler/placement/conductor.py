@@ -54,6 +54,8 @@ from mooncake.scheduler.placement.prefill_choice import (
 from mooncake.scheduler.placement.views import Fleet, InstanceView
 
 OUTPUT_WINDOW = 512
+HELD_STEPS = 1.5
+"""A first token that is held waits for half a step of decode on average, and for its own step."""
 WHOLE_BLOCKS = 2
 """A request that was decoding continues without a prefill worker if the pools lack at most this
 many of its blocks.
@@ -239,7 +241,7 @@ class Conductor:
         if chosen is None:
             return too_large(query.wanted.num_tokens)
         prefill, decode = chosen
-        ttft_s = self._ttft_s(prefill, queue_position, now)
+        ttft_s = self._ttft_s(request, chosen, queue_position, now)
         if admit or request.priority is Priority.BATCH:
             rejection = self._check(request, query, chosen, queue_position, ttft_s, now)
             if rejection is not None:
@@ -375,13 +377,20 @@ class Conductor:
             decode=pair[1].view.worker_id,
         )
 
-    def _ttft_s(self, prefill: PrefillOption, position: QueuePosition, now: float) -> float:
+    def _ttft_s(
+        self, request: GenerateRequest, pair: Pair, position: QueuePosition, now: float
+    ) -> float:
         """Return the predicted TTFT: the request overtakes queued work of lower rank, and higher
-        classes that are still to come overtake it.
+        classes that are still to come overtake it. Where gaps have a limit, a first token that
+        comes from a prefill worker is shown with the second.
         """
+        prefill, decode = pair
         overtaken_s = self._queues.overtaken_s(prefill.view.worker_id, position.order)
         slowdown = self._queues.slowdown(position.order, len(self._prefills), now)
-        return slowdown * (prefill.ttft_s - min(overtaken_s, prefill.queue_s))
+        over_s = overtaken_s + prefill.view.passed_s(now)
+        computed_s = slowdown * (prefill.ttft_s - min(over_s, prefill.queue_s))
+        is_held = self._config.tbt_limit_s(request) is not None and prefill.view is not decode.view
+        return computed_s + (HELD_STEPS * decode.tbt_s if is_held else 0.0)
 
     def _check(
         self,

@@ -130,9 +130,12 @@ class PrefillOption:
     tail_s: float
     """The time of the last chunk, in the worker's other stages."""
 
+    streams_s: float
+    """The time that streams of the same worker take meanwhile."""
+
     @property
     def ttft_s(self) -> float:
-        return self.queue_s + self.fetch_s + self.compute_s + self.tail_s
+        return self.queue_s + self.fetch_s + self.compute_s + self.tail_s + self.streams_s
 
     @property
     def score_s(self) -> float:
@@ -334,6 +337,7 @@ def _option(query: Query, view: InstanceView, queue_s: float, chain: Chain) -> P
         fetch_s=fetch_s,
         compute_s=view.cost.prefill_s(*shape),
         tail_s=view.cost.tail_s(*shape),
+        streams_s=view.streams_s(num_new),
     )
 
 

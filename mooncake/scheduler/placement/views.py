@@ -10,6 +10,7 @@ here.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ class InstanceView:
     """Assigned, and in the last report."""
     _ended: _EndedSince = field(default_factory=_EndedSince)
     _prefilled: set[str] = field(default_factory=set)
+    _step_began_s: float = -math.inf
+    """When prompts here last began to be computed, or were last seen to get on."""
 
     @classmethod
     def of(cls, hello: WorkerHello) -> InstanceView:
@@ -167,6 +170,8 @@ class InstanceView:
 
     def observe(self, load: WorkerLoad, now: float) -> None:
         """Take a report that has just arrived."""
+        if load.num_queued_tokens < self.load.num_queued_tokens:
+            self._step_began_s = now
         self.load = load
         self._ended = _EndedSince()
         visible = [a for a in self._pending.shares.values() if a.placed_s <= now - REPORT_LAG_S]
@@ -178,15 +183,21 @@ class InstanceView:
 
     def assign(self, assignment: Assignment) -> None:
         """Add one request's share."""
+        if assignment.num_prefill_tokens and not self.num_prompts():
+            self._step_began_s = assignment.placed_s
         assert self.assigned(assignment.request_id) is None, "assigned twice"
         self._pending.add(assignment, prefilled=False)
         self.on_change(self.worker_id)
 
-    def prefilled(self, request_id: str) -> None:
-        """Record the first token of a request: nothing of its prompt is left to compute here."""
+    def prefilled(self, request_id: str, now: float | None = None) -> None:
+        """Record the first token of a request: nothing of its prompt is left to compute here.
+        `now` is given when the token has just come.
+        """
         assignment = self.assigned(request_id)
         if assignment is None or request_id in self._prefilled:
             return
+        if now is not None:
+            self._step_began_s = now
         self._prefilled.add(request_id)
         self._pending.computed(request_id)
         if request_id in self._reported.shares:
@@ -224,10 +235,40 @@ class InstanceView:
             seconds += self.cost.prefill_s(foreign, 0, self.hello.max_batched_tokens)
         return seconds + reported_s
 
+    def passed_s(self, now: float) -> float:
+        """Return the part of `queued_s` that is over: a step of prompts counts as queued until it
+        ends.
+        """
+        num_tokens = self.num_queued_tokens()
+        if not num_tokens:
+            return 0.0
+        most = self.hello.max_batched_tokens or num_tokens
+        step_s = self.queued_s() * min(1.0, most / num_tokens)
+        return min(step_s, max(0.0, now - self._step_began_s))
+
+    def streams_s(self, num_new_tokens: int) -> float:
+        """Return the predicted seconds for which a prompt of so many tokens waits for the streams
+        that decode here: the step that runs now ends first, and each step until the prompt is
+        computed also computes the streams.
+        """
+        num_sequences = self.num_sequences()
+        num_streams = num_sequences - self.num_prompts()
+        if self.role is not Role.DECODE or num_streams <= 0:
+            return 0.0
+        context = round(self.num_context_tokens() * num_streams / num_sequences)
+        step_s = self.cost.streams_s(num_streams, context)
+        most = self.hello.max_batched_tokens or num_new_tokens
+        num_steps = -(-(self.num_queued_tokens() + num_new_tokens) // most)
+        return step_s / 2 + num_steps * (step_s - self.cost.stream_coefficients[0])
+
     def num_queued_tokens(self) -> int:
         """Return the prompt tokens assigned to this worker and not yet computed."""
         left = max(0, self.load.num_queued_tokens - self._ended.num_prefill_tokens)
         return left + self._pending.outstanding()[1]
+
+    def num_prompts(self) -> int:
+        """Return the number of prompts assigned to this worker and not yet computed."""
+        return len(self._pending.to_compute) + len(self._reported.to_compute)
 
     def num_sequences(self) -> int:
         """Return the number of sequences that decode here, or soon will."""
@@ -273,6 +314,8 @@ class Column(IntEnum):
     CONTEXT = 15
     MAX_SEQS = 16
     STAGES = 17
+    PROMPTS = 18
+    QUEUED_TOKENS = 19
 
 
 def _row(view: InstanceView) -> tuple[float, ...]:
@@ -290,6 +333,8 @@ def _row(view: InstanceView) -> tuple[float, ...]:
         view.num_context_tokens(),
         hello.max_num_seqs,
         hello.num_stages,
+        view.num_prompts(),
+        view.num_queued_tokens(),
     )
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from mooncake.base import BlockEvents, CostSample, LoadReport, Role, Tier, WorkerLoad
+from mooncake.engine.cost import StepCostModel
 from mooncake.scheduler.placement.admission import Placement, Rejection
-from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.scheduler.placement.conductor import HELD_STEPS, Conductor
 from tests.support.scheduler.scheduling import (
     BLOCK_TOKENS,
     conductor,
@@ -52,6 +53,36 @@ def test_prompts_go_to_prefill_and_on_to_decode() -> None:
     assert (placement.prefill, placement.decode) == (P0.worker, D0.worker)
     assert placement.predicted_ttft_s == pytest.approx(0.016, rel=0.1)
     assert placement.num_cached_tokens == 0
+
+
+def test_a_first_token_that_is_held_is_predicted_with_the_second() -> None:
+    at_once = place(conductor([D0, P0]), request())
+    held = place(conductor([D0, P0], tbt_slo_s=1.0), request())
+    late_s = HELD_STEPS * held.predicted_tbt_s
+    assert held.predicted_ttft_s == pytest.approx(at_once.predicted_ttft_s + late_s)
+    own = place(conductor([D0, P0]), request(tbt_slo_s=1.0))
+    assert own.predicted_ttft_s == held.predicted_ttft_s
+    whole = [place(conductor([D0], **limit), request()) for limit in ({}, {"tbt_slo_s": 1.0})]
+    assert whole[0].predicted_ttft_s == whole[1].predicted_ttft_s, "it comes from decode"
+
+
+def test_a_prompt_behind_another_waits_for_the_rest_of_its_step() -> None:
+    predicted = []
+    for seconds in (0.0, 0.3, 9.0):
+        made = conductor([D0, P0])
+        first = place(made, request("a", 1000), 5.0)
+        predicted.append(place(made, request("b", 16), 5.0 + seconds).predicted_ttft_s)
+    assert predicted[0] == pytest.approx(first.predicted_ttft_s + 0.016, rel=0.1)
+    assert predicted[0] - predicted[1] == pytest.approx(0.3)
+    assert predicted[2] == pytest.approx(0.016, rel=0.1), "it should be there any moment"
+
+
+def test_streams_of_a_decode_worker_count_in_the_first_token_of_whole_requests() -> None:
+    made = conductor([D0])
+    alone_s = place(made, request("a", 200)).predicted_ttft_s
+    made.on_prefilled(request("a", 200), 1.0)
+    beside_s = place(made, request("b", 200), 1.0).predicted_ttft_s
+    assert beside_s > alone_s + StepCostModel(D0.profile).streams_s(1, 200) / 2
 
 
 def test_a_cached_prefix_attracts() -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mooncake.base import Role, WorkerLoad
 from mooncake.scheduler.placement.views import REPORT_LAG_S, Assignment, InstanceView
@@ -139,3 +140,40 @@ def test_one_request_has_one_share(decode: InstanceView) -> None:
     decode.assign(generate("a", 40, 12))
     with pytest.raises(AssertionError, match="twice"):
         decode.assign(generate("a", 40, 12))
+
+
+def test_streams_delay_the_prompts_of_their_worker(decode: InstanceView) -> None:
+    """By half of the step that runs, and by their part of each step of the prompt."""
+    assert decode.streams_s(100) == 0
+    decode.hello = replace(decode.hello, max_batched_tokens=256)
+    for name in ("a", "b"):
+        decode.assign(generate(name, 400, 2))
+    step_s = decode.cost.streams_s(2, 800)
+    each_s = step_s - decode.cost.stream_coefficients[0]
+    assert decode.streams_s(100) == pytest.approx(step_s / 2 + each_s)
+    assert decode.streams_s(257) == pytest.approx(step_s / 2 + 2 * each_s)
+    decode.assign(compute("prompt", 500))
+    assert decode.num_prompts() == 1
+    assert decode.streams_s(12) == pytest.approx(step_s / 2 + 2 * each_s, rel=0.2)
+    assert decode.streams_s(13) > decode.streams_s(12)
+
+
+def test_no_streams_decode_on_a_prefill_worker(prefill: InstanceView) -> None:
+    prefill.assign(compute("a", 1000))
+    assert prefill.streams_s(100) == 0
+
+
+def test_the_part_of_a_step_that_is_over_is_not_waited_for(prefill: InstanceView) -> None:
+    prefill.hello = replace(prefill.hello, max_batched_tokens=512)
+    assert prefill.passed_s(1.0) == 0
+    prefill.assign(compute("a", 1024, at=10.0))
+    assert prefill.passed_s(10.0) == 0
+    assert prefill.passed_s(10.2) == pytest.approx(0.2)
+    assert prefill.passed_s(99.0) == pytest.approx(prefill.queued_s() / 2), "one step of two"
+    prefill.assign(compute("b", 1024, at=10.3))
+    assert prefill.passed_s(10.4) == pytest.approx(0.4), "it waits behind the first"
+    prefill.observe(WorkerLoad(num_queued_tokens=2048), 10.5)
+    prefill.observe(WorkerLoad(num_queued_tokens=1536), 11.0)
+    assert prefill.passed_s(11.1) == pytest.approx(0.1), "the next step has begun"
+    prefill.prefilled("a", 11.5)
+    assert prefill.passed_s(11.6) == pytest.approx(0.1)
