@@ -129,7 +129,6 @@ class PrefillOption:
     """The time of all chunks, in the slowest stage of a worker."""
     tail_s: float
     """The time of the last chunk, in the worker's other stages."""
-
     streams_s: float
     """The time that streams of the same worker take meanwhile."""
 

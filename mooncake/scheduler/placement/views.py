@@ -124,8 +124,10 @@ class InstanceView:
     """Assigned, and in the last report."""
     _ended: _EndedSince = field(default_factory=_EndedSince)
     _prefilled: set[str] = field(default_factory=set)
-    _step_began_s: float = -math.inf
-    """When prompts here last began to be computed, or were last seen to get on."""
+    _step_began_s: float = math.inf
+    """When prompts here last began to be computed, or were last seen to get on. Infinite before the
+    first.
+    """
 
     @classmethod
     def of(cls, hello: WorkerHello) -> InstanceView:

@@ -97,6 +97,20 @@ def test_a_chunk_beside_streams_is_predicted_from_both_alone() -> None:
             assert alone_s - model.coefficients[0] == pytest.approx(both.seconds, rel=0.1)
 
 
+def test_the_context_of_streams_says_nothing_of_that_of_chunks() -> None:
+    """Streams read their contexts one by one, a chunk reads its context once: what one costs must
+    not be multiplied by the tokens of the other.
+    """
+    model = StepCostModel(
+        [
+            *(step([context] * count) for count in (1, 4, 16) for context in (64, 1024)),
+            *(step([], [(0, new)]) for new in (128, 512)),
+        ]
+    )
+    far = step([], [(2000, 512)])
+    assert model.sample_s(far) < 1.1 * far.seconds
+
+
 def test_the_coefficients_of_streams_predict_them() -> None:
     model = StepCostModel(PROFILE)
     fixed, stream, read = model.stream_coefficients
