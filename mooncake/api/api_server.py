@@ -235,7 +235,8 @@ class ApiServer:
             raise self._shutting_down()
         if fields.use_beam_search and any(sampling.grammar for _, sampling in prompts):
             raise InvalidRequest(
-                "use_beam_search: not together with tools or a form of the answer",
+                "use_beam_search: not together with tools or a form of the answer; leave one of "
+                "them out",
                 param="use_beam_search",
             )
         check_sequences(len(prompts), fields, self.config)

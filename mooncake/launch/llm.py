@@ -274,5 +274,8 @@ def _with_params(
     if params is None or isinstance(params, SamplingParams):
         return ((each, params) for each in listed)
     if len(params) != len(listed):
-        raise InvalidRequest(f"there are {len(params)} SamplingParams for {len(listed)} prompts")
+        raise InvalidRequest(
+            f"there are {len(params)} SamplingParams for {len(listed)} prompts; give one for all, "
+            "or one for each"
+        )
     return zip(listed, params, strict=True)

@@ -42,7 +42,11 @@ async def new_chat_call(
     _check_chat(body)
     calls = bool(body.tools) and body.tool_choice != "none"
     if calls and not api_server.tool_markers:
-        raise InvalidRequest("tools: this model has no tool-call format we know", param="tools")
+        raise InvalidRequest(
+            "tools: this model has no format of tool calls that this server knows; leave the "
+            "tools out",
+            param="tools",
+        )
     # A long conversation or a large schema takes seconds, in which no stream may stutter.
     tokens, sampling, num_kept = await api_server.tokenizing.run(
         lambda: _prompt(api_server, body), tenant
@@ -180,7 +184,10 @@ def _check_chat(body: ChatRequest) -> None:
             "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
         )
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
-        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+        raise InvalidRequest(
+            "tool_choice: there are no tools to choose from; send tools, or leave it out",
+            param="tool_choice",
+        )
 
 
 class MessageWriter:

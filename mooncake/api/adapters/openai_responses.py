@@ -166,7 +166,10 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
     if form.type != "json_schema":
         return {"type": form.type}
     if form.schema_ is None:
-        raise InvalidRequest("text: format.schema is missing", param="text")
+        raise InvalidRequest(
+            "text: format.schema is missing; send the JSON schema of the answer",
+            param="text",
+        )
     given = {"name": form.name, "schema": form.schema_, "strict": form.strict}
     return {"type": form.type, "json_schema": given}
 

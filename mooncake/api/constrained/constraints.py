@@ -95,7 +95,7 @@ def answer_form(fields: GenerationFields) -> Form | None:
         return None
     if len(forms) > 1:
         names = " and ".join(param for param, _ in forms)
-        raise InvalidRequest(f"{names} exclude each other", param=forms[1][0])
+        raise InvalidRequest(f"{names} exclude each other; send one of them", param=forms[1][0])
     param, form = forms[0]
     [(kind, value)] = form.items()
     if kind == "grammar":
@@ -150,7 +150,10 @@ def chat_constraint(
     tools = chosen_tools(body)
     forced = body.tool_choice not in (None, "auto")
     if form is not None and form.grammar:
-        raise InvalidRequest(f"{form.param}: not together with tools", param=form.param)
+        raise InvalidRequest(
+            f"{form.param}: not together with tools; leave one of them out",
+            param=form.param,
+        )
     many = body.parallel_tool_calls is not False
     rules, weakened = tool_rules(tools, ids, many=many, opened=not forced)
     to_check = {tool.name: tool.schema for tool in weakened}
@@ -186,7 +189,10 @@ def chosen_tools(body: ChatRequest) -> list[ToolRule]:
     names = [tool.function.name for tool in tools]
     [(twice, count)] = Counter(names).most_common(1) or [("", 0)]
     if count > 1:
-        raise InvalidRequest(f"tools: {twice[:100]!r} is declared twice", param="tools")
+        raise InvalidRequest(
+            f"tools: {twice[:100]!r} is declared twice; give each tool a name of its own",
+            param="tools",
+        )
     if isinstance(body.tool_choice, NamedToolChoice):
         wanted = body.tool_choice.function.name
         tools = [tool for tool in tools if tool.function.name == wanted]
@@ -239,7 +245,8 @@ def _response_format(fields: GenerationFields) -> dict[str, Any] | None:
         return {"json": _ANY_OBJECT}
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         raise InvalidRequest(
-            "response_format: json_schema.schema is missing", param="response_format"
+            "response_format: json_schema.schema is missing; send the JSON schema of the answer",
+            param="response_format",
         )
     return {"json": asked.json_schema.schema_}
 
@@ -265,7 +272,8 @@ def _structured_outputs(fields: GenerationFields) -> dict[str, Any] | None:
         found["json_object"] = True
     if len(found) != 1:
         raise InvalidRequest(
-            f"{param}: exactly one of json, regex, choice, grammar, json_object", param=param
+            f"{param}: send exactly one of json, regex, choice, grammar, json_object",
+            param=param,
         )
     return {"json": _ANY_OBJECT} if "json_object" in found else found
 

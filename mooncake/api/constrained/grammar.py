@@ -134,7 +134,10 @@ def schema_rule(
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param}: a JSON schema is an object", param=param)
+        raise InvalidRequest(
+            f"{param}: the schema is not an object; a JSON schema is an object",
+            param=param,
+        )
     try:
         return _exact_rule(schema, param)
     except InvalidRequest as error:
@@ -213,7 +216,7 @@ def choice_rule(choices: Sequence[str], param: str) -> str:
         InvalidRequest: there are none, an empty one, or too many.
     """
     if not choices or not all(choices):
-        raise InvalidRequest(f"{param}: at least one choice, none of them empty", param=param)
+        raise InvalidRequest(f"{param}: send at least one choice, none of them empty", param=param)
     CHOICES.check(param, len(choices))
     rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
     _check(f"start: answer\nanswer: {rule}", param)
@@ -236,7 +239,10 @@ def lark_text(grammar: str, param: str) -> str:
             param=param,
         )
     if rules.count(":") > MAX_RULES:
-        raise InvalidRequest(f"{param}: more than {MAX_RULES} rules", param=param)
+        raise InvalidRequest(
+            f"{param}: the grammar has more than {MAX_RULES} rules; send a shorter one",
+            param=param,
+        )
     _check(text, param)
     return text
 
@@ -391,7 +397,10 @@ def _cleaned(schema: Any) -> Any:
 
 def _check_length(text: str, param: str, limit: int) -> None:
     if len(text) > limit:
-        raise InvalidRequest(f"{param}: longer than the limit of {limit} characters", param=param)
+        raise InvalidRequest(
+            f"{param}: the text is longer than the limit of {limit} characters; send a shorter one",
+            param=param,
+        )
 
 
 def _check(text: str, param: str) -> None:

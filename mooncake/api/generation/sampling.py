@@ -336,12 +336,15 @@ def _first(asked: Number | None, default: Number) -> Number:
 
 def _check_limits(fields: GenerationFields, wanted: Wanted, config: ApiConfig) -> None:
     if (fields.n or 1) > config.max_choices:
-        raise InvalidRequest(f"n: at most {config.max_choices} choices per prompt", param="n")
+        raise InvalidRequest(
+            f"n: ask for at most {config.max_choices} choices per prompt",
+            param="n",
+        )
     _check_best_of(fields, config)
     _check_beam_search(fields)
     stops = fields.stops
     if len(stops) > config.max_stops:
-        raise InvalidRequest(f"stop: at most {config.max_stops} stop strings", param="stop")
+        raise InvalidRequest(f"stop: send at most {config.max_stops} stop strings", param="stop")
     if any(not 1 <= len(stop) <= config.max_stop_chars for stop in stops):
         raise InvalidRequest(
             f"stop: a stop string has 1 to {config.max_stop_chars} characters", param="stop"
@@ -391,7 +394,8 @@ def _check_best_of(fields: GenerationFields, config: ApiConfig) -> None:
         return
     if best_of > config.max_choices:
         raise InvalidRequest(
-            f"best_of: at most {config.max_choices} choices per prompt", param="best_of"
+            f"best_of: ask for at most {config.max_choices} choices per prompt",
+            param="best_of",
         )
     if best_of < (fields.n or 1):
         raise InvalidRequest(f"best_of: {best_of} is less than n={fields.n}", param="best_of")
@@ -406,15 +410,20 @@ def _check_beam_search(fields: GenerationFields) -> None:
     if not fields.use_beam_search:
         if fields.length_penalty not in (None, 1.0):
             raise InvalidRequest(
-                "length_penalty: only with use_beam_search=true", param="length_penalty"
+                "length_penalty: it works only with use_beam_search=true; leave it out",
+                param="length_penalty",
             )
         return
     for name in _NOT_WITH_BEAMS:
         if getattr(fields, name):
-            raise InvalidRequest(f"{name}: not together with use_beam_search", param=name)
+            raise InvalidRequest(
+                f"{name}: not together with use_beam_search; leave one of them out",
+                param=name,
+            )
     if fields.repetition_penalty not in (None, 1.0):
         raise InvalidRequest(
-            "repetition_penalty: not together with use_beam_search", param="repetition_penalty"
+            "repetition_penalty: not together with use_beam_search; leave one of them out",
+            param="repetition_penalty",
         )
 
 

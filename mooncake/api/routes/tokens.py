@@ -50,7 +50,8 @@ def token_routes(api_server: ApiServer) -> APIRouter:
         limit = api_server.model.max_model_len
         if len(body.tokens) > limit:
             raise InvalidRequest(
-                f"tokens: at most {limit} ids, as many as the model's context has", param="tokens"
+                f"tokens: send at most {limit} ids, as many as the model's context has",
+                param="tokens",
             )
         decode = api_server.model.tokenizer.decode
         work = api_server.tokenizing.run(
