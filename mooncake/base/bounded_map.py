@@ -79,8 +79,10 @@ class SharedMap(Generic[K, V]):
     def __init__(self, bound: int) -> None:
         self._bound = bound
         self._owner: dict[K, str] = {}
-        self._of: dict[str, dict[K, V]] = {}
-        """The entries of each owner, the oldest first."""
+        self._of: dict[str, OrderedDict[K, V]] = {}
+        """The entries of each owner, the oldest first. A dict would look for its oldest entry among
+        all that it has dropped.
+        """
 
     def __len__(self) -> int:
         return len(self._owner)
@@ -102,7 +104,7 @@ class SharedMap(Generic[K, V]):
         """Set an entry, which is its newest, for an owner; it is no other owner's any more."""
         self._take(key)
         self._owner[key] = owner
-        self._of.setdefault(owner, {})[key] = value
+        self._of.setdefault(owner, OrderedDict())[key] = value
         if len(self._owner) > self._bound:
             most = max(self._of.values(), key=len)
             self._take(next(iter(most)))
