@@ -84,4 +84,5 @@ def test_layers_are_told_of_on_the_way_and_steps_wait_for_each_other() -> None:
     assert layers == [(0, 0.25), (1, 0.5), (2, 0.75)]
     ends = [(event, at) for _, at, event in machine.heard if isinstance(event, StepResult)]
     assert [(event.step_id, at) for event, at in ends] == [(1, 1.0), (2, 2.0)]
-    assert ends[0][0].samples[0].token == sampled_token(SamplingParams(seed=5), 0)
+    [[token]] = ends[0][0].tokens.values()
+    assert token == sampled_token(SamplingParams(seed=5), 0)
