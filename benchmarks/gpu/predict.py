@@ -79,8 +79,6 @@ class Part:
     """Whether items are cut where that gives all multiprocessors as much work."""
     tensor_s: float = 0.0
     """What its products take on tensor cores."""
-    warps: int | None = None
-    """Of a program, those that run the loop; None: all."""
 
 
 @dataclass(frozen=True)
@@ -173,17 +171,17 @@ def _fp8(tokens: int) -> tuple[Sequence[Part], int]:
 
 
 def _grouped(rows: int) -> tuple[tuple[Sequence[Part], int], tuple[Sequence[Part], int]]:
-    """Tiles of 128 rows; 64 and 128 rows of weights; of 12 warps 8 multiply."""
+    """Tiles of 128 rows; 64 and 128 rows of weights."""
     code, tiles, inner = "experts_fp8, 4096 tokens", rows // 128, FP8_INNER
     gate_up = Part(
         code, "gate_up_fp8_kernel", tiles * inner // 64, HIDDEN / COLUMNS,
         8 * 2 * inner * HIDDEN + rows * (HIDDEN + 2 * inner),
-        tensor_s=2 * rows * 2 * inner * HIDDEN / FP8_FLOPS, warps=8,
+        tensor_s=2 * rows * 2 * inner * HIDDEN / FP8_FLOPS,
     )  # fmt: skip
     down = Part(
         code, "down_fp8_kernel", tiles * HIDDEN // 128, inner / COLUMNS,
         8 * inner * HIDDEN + rows * (inner + 2 * HIDDEN),
-        tensor_s=2 * rows * inner * HIDDEN / FP8_FLOPS, warps=8,
+        tensor_s=2 * rows * inner * HIDDEN / FP8_FLOPS,
     )  # fmt: skip
     return ([gate_up], 1), ([down], 1)
 
@@ -216,7 +214,7 @@ def predict(
     for part in parts:
         code = found[part.launch, part.kernel]
         each = code["instructions"] - code["loop"] + part.steps * code["loop"]
-        cycles = each * max(1.0, (part.warps or code["warps"]) / ISSUES)
+        cycles = each * max(1.0, code["warps"] / ISSUES)
         busy = part.items / MULTIPROCESSORS
         issue = (busy if part.even else math.ceil(busy)) * cycles / CLOCK_HZ
         memory = part.num_bytes / BYTES_S / (1.0 if part.even else min(1.0, busy))

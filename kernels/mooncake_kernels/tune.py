@@ -67,9 +67,7 @@ def product_tiles(swap: bool, kind: str) -> Iterator[ProductTile]:
                 yield ProductTile(width, step, 1, programs, width // 16, stages)
     else:
         for width, step, stages in itertools.product((64, 128), steps, (3, 4)):
-            # With four warps for FP8 the compiler makes groups that fetch and multiply, with eight
-            # it does not.
-            for group, warps in itertools.product((4, 16), (4,) if kind == "fp8" else (4, 8)):
+            for group, warps in itertools.product((4, 16), (4, 8)):
                 yield ProductTile(width, step, group, 1, warps, stages)
 
 

@@ -272,9 +272,9 @@ def test_predictions_follow_from_instructions_and_bytes() -> None:
     assert alone.whole_s == alone.memory_s
     dense = predict.predict([replace(full, tensor_s=1.0)], 0, [code])
     assert (dense.tensor_s, dense.whole_s) == (1.0, 1.0)
-    few = predict.predict([replace(full, items=132, warps=4)], 0, [code])
+    few = predict.predict([replace(full, items=132)], 0, [{**code, "warps": 4}])
     assert few.issue_s == pytest.approx(1100 / 1.755e9)
-    one = predict.predict([replace(full, items=132, warps=1)], 0, [code])
+    one = predict.predict([replace(full, items=132)], 0, [{**code, "warps": 1}])
     assert one.issue_s == few.issue_s, "a warp starts one instruction a cycle"
     with pytest.raises(KeyError):
         predict.predict([full], 3, [])
