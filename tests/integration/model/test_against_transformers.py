@@ -1,5 +1,5 @@
-"""Greedy tokens through the HTTP API against transformers' own generate, on a checkpoint
-transformers wrote.
+"""Greedy tokens through the HTTP API against transformers' own generate, on a checkpoint that
+transformers wrote. Several ranks have the tokens of one: see `launch/test_ranks.py`.
 """
 
 from __future__ import annotations
@@ -17,28 +17,18 @@ NUM_BASE_TOKENS = 300
 VOCAB = {"vocab_size": NUM_BASE_TOKENS + 256, "max_position_embeddings": 2048}
 LENGTHS = [1, 2, 3, 7, 15, 16, 31, 63, 64, 65, 100, 127, 128, 129, 200, 300, 511, 700, 1023, 1500]
 NUM_TOKENS = 64
+NAMES = ("uncompressed queries", "grouped routing", "yarn")
 
 
-RANKS = pytest.mark.slow
-PAIRS = [
-    ("uncompressed queries", ()),
-    ("grouped routing", ()),
-    ("yarn", ()),
-    pytest.param(("yarn", ("-tp", "2")), marks=RANKS),
-    pytest.param(("grouped routing", ("-tp", "2", "-dcp", "2")), marks=RANKS),
-]
-
-
-@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: " ".join((pair[0], *pair[1])))
+@pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """(transformers' model, a server of the checkpoint it wrote)."""
-    name, shape = request.param
-    model = truth(name, **VOCAB)
+    model = truth(request.param, **VOCAB)
     home = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(home / "model")
     write_tokenizer_files(home / "model", NUM_BASE_TOKENS)
     with serving(
-        str(home / "model"), "--colocated", "--dtype", "float32", "--device", "cpu", *shape,
+        str(home / "model"), "--colocated", "--dtype", "float32", "--device", "cpu",
         log=home / "log",
     ) as server:  # fmt: skip
         yield model, server
