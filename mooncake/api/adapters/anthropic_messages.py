@@ -18,7 +18,7 @@ from mooncake.api.errors import anthropic_error
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.response import event
 from mooncake.api.schema.chat import ChatRequest
-from mooncake.api.schema.fields import CACHE_MARK
+from mooncake.api.schema.fields import CACHE_MARK, Markable
 from mooncake.api.schema.message_replies import (
     AnswerBlock,
     BlockDelta,
@@ -60,11 +60,11 @@ def messages_chat(body: PromptFields) -> ChatRequest:
     """
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(body.system)} | _mark(body.system))
+        messages.append({"role": "system", "content": _text(body.system)})
+        _mark(messages[-1], body.system)
     for turn in body.messages:
         messages += _assistant_turns(turn) if turn.role == "assistant" else _other_turns(turn)
-        if turn.cache_control is not None:
-            messages[-1][CACHE_MARK] = turn.cache_control
+        _mark(messages[-1], [turn])
     chat = shared_fields(body) | _output_fields(body)
     chat |= {
         "messages": messages,
@@ -102,7 +102,7 @@ def _output_fields(body: PromptFields) -> dict[str, Any]:
 def _assistant_turns(turn: Turn) -> list[dict[str, Any]]:
     """Return an assistant's turn; its thoughts, text and calls become one turn."""
     message: dict[str, Any] = {"role": "assistant", "content": _text(turn.content)}
-    message |= _mark(turn.content)
+    _mark(message, turn.content)
     blocks = turn.content if isinstance(turn.content, list) else []
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
     if thoughts:
@@ -135,7 +135,7 @@ def _other_turns(turn: Turn) -> list[dict[str, Any]]:
                 turns.append({"role": turn.role, "content": ""})
             turns[-1]["content"] += block.text or ""
         if turns:
-            turns[-1] |= _mark([block])
+            _mark(turns[-1], [block])
     return turns or [{"role": turn.role, "content": ""}]
 
 
@@ -145,15 +145,20 @@ def _text(content: Blocks | Sequence[Block]) -> str:
     return "".join(block.text or "" for block in content if block.type == "text")
 
 
-def _mark(content: Blocks | Sequence[Block]) -> dict[str, Any]:
-    """Return the mark of a message with this content: that of the block which asks for longest."""
-    blocks = [] if isinstance(content, str) else content
-    marked = [each for block in blocks for each in (block, *_parts(block)) if each.mark_s]
-    return {CACHE_MARK: max(marked, key=lambda each: each.mark_s).cache_control} if marked else {}
+def _mark(message: dict[str, Any], content: str | Sequence[Markable]) -> None:
+    """Give a message of this content the mark that asks for longest, of the content's and its
+    own.
+    """
+    marked = [] if isinstance(content, str) else content
+    marks = [part.cache_control for each in marked for part in (each, *_parts(each))]
+    own = [mark for mark in (message.get(CACHE_MARK), *marks) if mark is not None]
+    if own:
+        message[CACHE_MARK] = max(own, key=lambda mark: mark.keep_s)
 
 
-def _parts(block: Block) -> Sequence[Block]:
-    return block.content if isinstance(block.content, list) else []
+def _parts(marked: Markable) -> Sequence[Block]:
+    content = marked.content if isinstance(marked, Block) else None
+    return content if isinstance(content, list) else []
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:

@@ -92,6 +92,11 @@ class CacheControl(JsonObject):
     ttl: Literal["5m", "1h"] | None = None
     """For how long; 5 minutes by default. Each request that asks again begins the time anew."""
 
+    @property
+    def keep_s(self) -> float:
+        """Seconds for which it asks."""
+        return KEEP_S[self.ttl or "5m"]
+
 
 class Markable(JsonObject):
     """An object that may carry a mark."""
@@ -101,8 +106,7 @@ class Markable(JsonObject):
     @property
     def mark_s(self) -> float:
         """Seconds for which its mark asks; 0: it has none."""
-        mark = self.cache_control
-        return 0.0 if mark is None else KEEP_S[mark.ttl or "5m"]
+        return 0.0 if self.cache_control is None else self.cache_control.keep_s
 
 
 class RequestBody(JsonObject):

@@ -94,6 +94,10 @@ def text(words: str, mark: dict[str, Any]) -> dict[str, Any]:
         ({"tools": [{"name": "f", "input_schema": {}, **MARK}]}, 0, 300.0),
         ({"messages": [{"role": "user", "content": [text("a", {}), text("b", MARK)]},
                        {"role": "user", "content": "c"}]}, 2, 300.0),
+        ({"messages": [{"role": "user", "content": [text("a", HOUR), text("b", MARK)]},
+                       {"role": "user", "content": "c"}]}, 2, 3600.0),
+        ({"messages": [{"role": "user", "content": [text("a", HOUR)], **MARK},
+                       {"role": "user", "content": "c"}]}, 2, 3600.0),
         ({"messages": [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": [
