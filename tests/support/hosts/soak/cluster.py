@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import sys
 import time
@@ -68,7 +69,8 @@ class SoakCluster:
             ],
         }  # fmt: skip
         self._fourth.path(f"{HOME}/plan.json").write_text(json.dumps(plan | own))
-        self._asker = self._fourth.run(sys.executable, load.__file__, "plan.json")
+        shutil.copy(load.__file__, self._fourth.path(f"{HOME}/load.py"))  # it sees no /tmp of ours
+        self._asker = self._fourth.run(sys.executable, "load.py", "plan.json")
 
     @property
     def asker(self) -> Program:
