@@ -96,7 +96,7 @@ def test_one_file_and_one_line_a_machine(tmp_path: Path) -> None:
         cluster = Cluster(machines, PAGE, told)
         strange = second.run("sh", "-c", f"cd here && {MOONCAKE} up k2.yaml --machine a")
         assert strange.process.wait(60) == 2
-        assert f"cert.pem: it is of {second.address}" in strange.output
+        assert f"cert.pem: it belongs to {second.address}" in strange.output
 
         here = cluster.up(first)
         here.wait_for(rf"waiting for b \({second.address}\): decode, kvstore\n")

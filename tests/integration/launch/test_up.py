@@ -128,7 +128,7 @@ def test_a_machine_holds_credentials_of_its_own_roles_alone(
             {"machines": {"far": {"address": "192.0.2.1", "gateway": 1, "decode": 1}}},
             "none of their addresses is one of this machine",
         ),
-        ([], {"model": "nowhere"}, "model: nowhere is not on here; copy the checkpoint"),
+        ([], {"model": "nowhere"}, "model: nowhere is not a directory on here; copy"),
         ([], {"kvstore": {"kvstore-dram-bytes": "90TiB"}}, "kvstore-0 90 TiB): run fewer there"),
         ([], {"decode": {"max-model-len": "9999k"}}, "decode-0 of here: max-model-len: "),
         ([], {"decode": {"device": "cuda"}}, "here has 0 GPUs, and the ranks of its"),
