@@ -130,15 +130,15 @@ def _int4(tokens: int, before: bool) -> tuple[Sequence[Part], int]:
 def _decode(
     batch: int, context: int, before: bool, *, heads: int = 64, fp8: bool = False
 ) -> tuple[Sequence[Part], int]:
-    """A turn of the loop is a page, now half of one for 64 heads of a bfloat16 cache."""
-    turns = 1 if before or fp8 or heads != 64 else 2
+    """A turn of the loop is a page."""
+    warpgroups = heads == 64 and not fp8 and not before
     pages = batch * context // 64
     programs = min(pages, MULTIPROCESSORS * (1 if heads == 64 else 2))
     flops = 2 * batch * context * max(heads, 16) * (576 + 512)
     attend = Part(
-        f"decode, {heads} heads" + (", fp8 cache" if fp8 else ""), "_attend", programs,
-        turns * pages / programs, pages * PAGE_BYTES / (2 if fp8 else 1),
-        tensor_s=flops / BF16_FLOPS,
+        f"decode, {heads} heads" + (", fp8 cache" if fp8 else ""),
+        "attend_warpgroups" if warpgroups else "_attend", programs, pages / programs,
+        pages * PAGE_BYTES / (2 if fp8 else 1), tensor_s=flops / BF16_FLOPS,
     )  # fmt: skip
     return [attend], 2
 

@@ -38,13 +38,13 @@ class ProductTile:
 @dataclass(frozen=True)
 class DecodeTile:
     """How the absorbed decode walks a context: step_tokens of a page at a time, in so many stages.
-    0: what suits the number of rows and the cache. warpgroups: use Hopper's own form
-    (`triton.mla_decode_hopper`), which has steps and stages of its own.
+    0: what suits the number of rows and the cache. warpgroups: whether to use Hopper's own form
+    (`triton.mla_decode_hopper`), which has steps and stages of its own; None: where it is faster.
     """
 
     stages: int = 0
     step_tokens: int = 0
-    warpgroups: bool = False
+    warpgroups: bool | None = None
 
 
 DEFAULT_DECODE = DecodeTile()

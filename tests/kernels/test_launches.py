@@ -104,6 +104,23 @@ def test_decode_is_compiled_once_for_all_batches_and_contexts(
     }
 
 
+@pytest.mark.parametrize(
+    ("tile", "launched"),
+    [(DecodeTile(), "attend_warpgroups"), (DecodeTile(2, 32), "_attend")],
+)
+def test_hopper_is_served_its_own_form_unless_a_tile_is_asked_for(
+    tile: DecodeTile, launched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mla_decode, "compiles_for_hopper", lambda: True)
+    kv = torch.empty(4, PAGE, RANK + ROPE, dtype=torch.bfloat16, device=META)
+    sizes = ((3,), (2,), (2, 4))
+    tables = (torch.empty(size, dtype=torch.int32, device=META) for size in sizes)
+    q = torch.empty(2, HEADS, RANK + ROPE, dtype=torch.bfloat16, device=META)
+    with noted_launches() as launches:
+        mla_decode.mla_decode(q, kv, PagedBatch(*tables, 1), RANK, tile=tile)
+    assert [each.kernel for each in launches] == ["_schedule", launched, "_combine"]
+
+
 def test_spans_are_compiled_once_a_size_of_tiles() -> None:
     """As eager steps have them: one row and many in one step, tables of any length."""
     kv = torch.empty(4, PAGE, RANK + ROPE, dtype=torch.bfloat16, device=META)

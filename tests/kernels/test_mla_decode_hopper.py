@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from mooncake_kernels.dispatch import kernel
@@ -75,6 +77,37 @@ def test_a_cache_in_fp8_is_widened_on_its_way(heads: int) -> None:
     case = case_of([200, 0, 65], [1, 1, 2], heads, torch.bfloat16)
     case.kv = case.kv.float().to(FP8)
     check(case, kv_scale=0.5)
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, True),
+        ({"rows": 256}, True),  # several tokens a sequence
+        ({"rows": 32}, False),  # tiles of few rows
+        ({"kv_dtype": FP8}, False),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, False),
+        ({"page": 128}, False),
+        ({"rank": 256}, False),
+        ({"split_pages": 64}, False),  # --deterministic keeps one form
+    ],
+)
+def test_where_it_is_served(
+    change: dict[str, Any], chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mla_decode, "compiles_for_hopper", lambda: True)
+    sizes: dict[str, Any] = {"rows": 64, "dtype": BF16, "kv_dtype": BF16, "page": 64, "rank": 512}
+    sizes |= change
+    width = sizes["rank"] + 64
+    q = torch.empty(1, 64, width, dtype=sizes["dtype"])
+    kv = torch.empty(1, sizes["page"], width, dtype=sizes["kv_dtype"])
+    rest = q, kv, sizes["rank"], sizes["rows"], sizes.get("split_pages", 0)
+    assert mla_decode._warpgroups_are_faster(*rest) is chosen
+    monkeypatch.setattr(mla_decode, "compiles_for_hopper", lambda: False)
+    assert not mla_decode._warpgroups_are_faster(*rest)
 
 
 def test_other_shapes_are_refused() -> None:

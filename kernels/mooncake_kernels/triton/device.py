@@ -14,6 +14,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 
 from mooncake_kernels.triton import host_code
 from mooncake_kernels.tuning import Target
@@ -56,6 +57,14 @@ def narrow(x, DTYPE: tl.constexpr):
 def available() -> bool:
     """Return whether kernels can run: on a GPU, or in the interpreter."""
     return bool(INTERPRETED.value) or torch.cuda.is_available()
+
+
+@functools.cache
+def compiles_for_hopper() -> bool:
+    """Return whether kernels are compiled for sm_90, whose instructions Gluon's forms are made
+    of.
+    """
+    return not INTERPRETED.value and driver.active.get_current_target().arch == 90
 
 
 @functools.cache

@@ -6,6 +6,8 @@ so that a thread holds 128 sums and nothing is spilled. Shared memory holds two 
 computed, the next arrives by asynchronous copies, which fill with zeros after the context's end. A
 cache in FP8 arrives unchanged and is widened from there into the place that the products read.
 
+`mla_decode._warpgroups_are_faster` says where it is served.
+
 Rows are always 64; with fewer, the rest is computed for nothing, because decode waits for memory.
 The order of sums differs from `_attend`'s. Contract, schedule, slots and the merge are the same.
 Source of the two warpgroups that share scores: FlashMLA's description of its kernel.

@@ -166,7 +166,6 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "decode, 8 heads, pages of 128": lambda: decode(8, 1, page=128),
     "decode, 64 heads, 4 rows": lambda: decode(64, 4),
     "decode, 64 heads, fixed cuts": lambda: decode(64, 1, split_pages=64),
-    "decode, 64 heads, warpgroups": lambda: decode(64, 1, tile=WARPGROUPS),
     "decode, 64 heads, warpgroups, fp8 cache": lambda: decode(64, 1, kv_dtype=FP8, tile=WARPGROUPS),
     "decode, 64 heads, warpgroups, fixed cuts": lambda: decode(
         64, 1, split_pages=64, tile=WARPGROUPS
