@@ -6,18 +6,18 @@ largest logit of each head, which QK-Clip needs and fused attention does not giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from mooncake.base import ConfigError, ModelSpec
 from mooncake.model.layers.mla import LATENT_NORM_EPS
+from mooncake.train.batches import Batch
 from mooncake.train.parts import Linear, Norm
 
 _SHORT = 512
 _MAX_SCORES = 2**22
+_MAX_SCORES_OF_GPU = 2**27
 """How many attention scores are compared at once to find the largest."""
 
 
@@ -49,10 +49,8 @@ class Attention(nn.Module):
         [heads].
         """
 
-    def forward(
-        self, x: torch.Tensor, rotation: torch.Tensor, groups: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the attention of x [tokens, hidden]. `groups`: see `Batch`.
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the attention of x [tokens, hidden], the states of the batch's tokens.
 
         rotation: one for each token, [tokens, 1, rope / 2] complex64.
         """
@@ -65,25 +63,22 @@ class Attention(nn.Module):
         q = torch.cat((q_nope, rotate(q_rope, rotation, self._interleaved)), dim=-1)
         k_rope = rotate(k_rope[:, None], rotation, self._interleaved)
         k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1)), dim=-1)
+        # Rows are padded at their end with zeros: no token sees these, and their logits are zero.
+        qkv = torch.cat((q, k, v), dim=-1)
+        padded = qkv.new_zeros(batch.num_padded, *qkv.shape[1:]).index_copy(0, batch.padded, qkv)
         attended = []
-        for places in groups:
-            padded_q, padded_k, padded_v = (_padded(part, places) for part in (q, k, v))
-            out, found = attend(padded_q, padded_k, padded_v, self._scale)
-            attended.append(out.transpose(1, 2)[places >= 0])
+        sizes = [rows * longest for rows, longest in batch.groups]
+        for (rows, longest), part in zip(batch.groups, padded.split(sizes), strict=True):
+            of_heads = part.view(rows, longest, self.heads, -1).transpose(1, 2)
+            own_q, own_k, own_v = of_heads.split((q.shape[-1], k.shape[-1], self.value), -1)
+            out, found = attend(own_q, own_k, own_v, self._scale)
+            attended.append(out.transpose(1, 2).flatten(0, 1))
             if self.training:
                 self.max_logits = torch.maximum(self.max_logits, found)
-        joined: torch.Tensor = self.o_proj(torch.cat(attended).flatten(1))
+        joined: torch.Tensor = self.o_proj(
+            torch.cat(attended).index_select(0, batch.padded).flatten(1)
+        )
         return joined
-
-
-def _padded(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return x [tokens, heads, width] as [sequences, heads, longest, width].
-
-    Sequences are padded with their group's first token, so that padding gives no logit that does
-    not exist already.
-    """
-    filled = torch.where(places < 0, places[0, 0], places)
-    return x[filled].transpose(1, 2)
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -107,11 +102,11 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return causal attention [sequences, heads, tokens, value] and the largest logit of each head.
 
-    Short sequences keep all scores, which on a CPU takes half the time of the fused form. Long ones
+    On a CPU short sequences keep all scores, which takes half the time of the fused form. All others
     are fused, so that memory does not grow with the square of their length.
     """
     tokens = q.shape[-2]
-    if tokens > _SHORT:
+    if tokens > _SHORT or q.device.type != "cpu":
         fused = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return fused, largest_logits(q.detach(), k.detach(), scale)
     scores = (q * scale) @ k.transpose(-1, -2)
@@ -127,12 +122,13 @@ def largest_logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tens
     q, k: [sequences, heads, tokens, width]. Scores are made in pieces of rows to bound memory.
     """
     batch, heads, tokens, _ = q.shape
-    rows = max(1, min(tokens, _MAX_SCORES // (batch * heads * tokens)))
-    best = torch.full((heads,), float("-inf"))
+    most = _MAX_SCORES if q.device.type == "cpu" else _MAX_SCORES_OF_GPU
+    rows = max(1, min(tokens, most // (batch * heads * tokens)))
+    best = torch.full((heads,), float("-inf"), device=q.device)
     for first in range(0, tokens, rows):
         stop = min(first + rows, tokens)
         scores = q[:, :, first:stop] @ k[:, :, :stop].transpose(-1, -2)
         later = torch.ones(stop - first, stop, dtype=torch.bool, device=q.device).triu_(first + 1)
         found = scores.masked_fill_(later, float("-inf")).amax(dim=(0, 2, 3)).float()
-        best = torch.maximum(best.to(found.device), found)
+        best = torch.maximum(best, found)
     return best * scale

@@ -1,31 +1,21 @@
-"""Generated samples as batches of tokens. The template and tokenizer that also serve render them.
-
-A step's batches depend only on the seed and the step's number, so a resumed run needs no state of
-the data.
-"""
+"""The samples of a step as batches of tensors, drawn here or ahead by other processes."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
+import numpy as np
 import torch
 
-from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
-from mooncake.api.text.tokenizer import Tokenizer, load_tokenizer
-from mooncake.tasks.mix import training_sample
-from mooncake.tasks.questions import system
-from mooncake.tasks.sample import Message, Sample
+from mooncake.tasks.sample import Sample
+from mooncake.train.ahead import Wanted, drawn_ahead
+from mooncake.train.drawing import Drawing, Drawn, Tokens, joined
 
-_TALKS = 0.25
-"""The share of samples that follow others in one conversation."""
-_DIGESTED = 16
-"""How many samples of a task are compared to tell whether the task has changed."""
-_LONG = ("needle", "code")
-"""Tasks with texts of thousands of tokens. No other sample follows one of these."""
+PADDED_TOKENS = 2048
+"""The most places in a group, unless it is one sequence, on a CPU: its caches hold the scores."""
 
 
 @dataclass(frozen=True)
@@ -33,182 +23,112 @@ class Batch:
     """Sequences one after the other, the longest first, without padding.
 
     tokens, positions: [tokens] int64. counts: [tokens] bool; whether a token belongs to an answer.
-    groups: sequences of about equal length, which attend together: [sequences, longest] int64. Each
-    row holds the places of a sequence in `tokens`, then -1.
+    answers: the places in `tokens` that are predicted from the token before, and from the token
+    before that. groups: sequences of about equal length attend together; how many they are and how
+    long the longest is. padded: [tokens] int64; the place of each token in the rows of all groups,
+    one group after the other, where each row has its group's length.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     counts: torch.Tensor
-    groups: tuple[torch.Tensor, ...]
+    answers: tuple[torch.Tensor, torch.Tensor]
+    groups: tuple[tuple[int, int], ...]
+    padded: torch.Tensor
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return sum(rows for rows, _ in self.groups)
+
+    @property
+    def num_padded(self) -> int:
+        """The number of places in the rows of all groups."""
+        return sum(rows * longest for rows, longest in self.groups)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on `device`."""
+        """Return the batch on `device`. A GPU copies it while the host goes on."""
         return Batch(
-            self.tokens.to(device),
-            self.positions.to(device),
-            self.counts.to(device),
-            tuple(group.to(device) for group in self.groups),
+            _sent(self.tokens, device),
+            _sent(self.positions, device),
+            _sent(self.counts, device),
+            (_sent(self.answers[0], device), _sent(self.answers[1], device)),
+            self.groups,
+            _sent(self.padded, device),
         )
 
 
-_Sequence = tuple[list[int], list[bool]]
+def _sent(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
 
 
-def packed(sequences: Sequence[_Sequence], padded_tokens: int = 2048) -> Batch:
-    """Return tokens, and which of them count, as a batch.
+def batch_of(drawn: Drawn, padded_tokens: int = PADDED_TOKENS) -> Batch:
+    """Return drawn sequences as a batch.
 
     padded_tokens: the most places in a group, unless it is one sequence.
     """
-    ordered = sorted(sequences, key=lambda sequence: len(sequence[0]), reverse=True)
-    groups, first, start = [], 0, 0
-    while first < len(ordered):
-        longest = len(ordered[first][0])
-        stop = first + max(1, padded_tokens // longest)
-        lengths = torch.tensor([len(ids) for ids, _ in ordered[first:stop]])
-        starts = lengths.cumsum(0) - lengths + start
-        column = torch.arange(longest)
-        places = starts[:, None] + column
-        groups.append(places.masked_fill(column >= lengths[:, None], -1))
-        start, first = start + int(lengths.sum()), stop
+    lengths = drawn.lengths
+    groups, row_starts, start = [], [], 0
+    first = 0
+    while first < len(lengths):
+        longest = int(lengths[first])
+        rows = min(max(1, padded_tokens // longest), len(lengths) - first)
+        row_starts.append(start + longest * np.arange(rows))
+        groups.append((rows, longest))
+        start, first = start + rows * longest, first + rows
+    positions = np.arange(len(drawn.tokens)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    padded = positions + np.repeat(np.concatenate(row_starts), lengths)
+    near, far = (np.flatnonzero(drawn.counts & (positions >= ahead)) for ahead in (1, 2))
     return Batch(
-        torch.tensor([token for ids, _ in ordered for token in ids]),
-        torch.tensor([place for ids, _ in ordered for place in range(len(ids))]),
-        torch.tensor([own for _, counts in ordered for own in counts]),
+        torch.from_numpy(drawn.tokens.astype(np.int64)),
+        torch.from_numpy(positions),
+        torch.from_numpy(drawn.counts),
+        (torch.from_numpy(near), torch.from_numpy(far)),
         tuple(groups),
+        torch.from_numpy(padded),
     )
+
+
+def packed(sequences: Sequence[Tokens], padded_tokens: int = PADDED_TOKENS) -> Batch:
+    """Return tokens, and which of them count, as a batch."""
+    return batch_of(joined(sequences), padded_tokens)
 
 
 class Batches:
     """Makes the batches of each step."""
 
     def __init__(
-        self,
-        checkpoint: Path,
-        seed: int,
-        step_tokens: int,
-        batch_tokens: int,
-    ) -> None:
+        self, checkpoint: Path, seed: int, step_tokens: int, batch_tokens: int, *,
+        padded_tokens: int = PADDED_TOKENS, processes: int = 0,
+    ) -> None:  # fmt: skip
         """step_tokens: about how many tokens all batches of a step have together. batch_tokens: the
-        most tokens in one batch.
+        most tokens in one batch. processes: how many processes draw coming steps; 0: this one draws
+        each step when it is asked for. The batches are the same.
         """
-        self._tokenizer = load_tokenizer(checkpoint)
-        self._template = load_chat_template(checkpoint, self._tokenizer.special_tokens)
-        self._seed = seed
-        self._step_tokens = step_tokens
-        self._batch_tokens = batch_tokens
+        self._drawing = Drawing(checkpoint, seed, step_tokens, batch_tokens)
+        self._arguments = (checkpoint, seed, step_tokens, batch_tokens)
+        self._padded_tokens = padded_tokens
+        self._processes = processes
+        self.digests = self._drawing.digests
+
+    def of_steps(self, wanted: Iterator[Wanted]) -> Generator[list[Batch], None, None]:
+        """Yield the batches of each wanted step. Close the iterator, and its processes end."""
+        if not self._processes:
+            for step, weights, max_tokens in wanted:
+                yield self.of_step(step, weights, max_tokens)
+            return
+        with closing(drawn_ahead(self._arguments, wanted, self._processes)) as steps:
+            for drawn in steps:
+                yield self._batches(drawn)
 
     def of_step(self, step: int, weights: Mapping[str, float], max_tokens: int) -> list[Batch]:
-        """Return the batches of `step`, from tasks drawn by `weights`. Conversations of more than
-        `max_tokens` are drawn again.
-        """
-        random = Random(f"training {self._seed} {step}")
-        drawn: list[_Sequence] = []
-        total = 0
-        while total < self._step_tokens:
-            conversation = _conversation(random, weights)
-            tokens, counts = rendered(self._template, self._tokenizer, *conversation)
-            if len(tokens) <= max_tokens:
-                drawn.append((tokens, counts))
-                total += len(tokens)
-        return self._split(drawn)
-
-    def digests(self, tasks: Iterable[str]) -> dict[str, str]:
-        """Return a digest of each task's first samples, as tokens. It shows whether a task that was
-        trained on has changed since.
-        """
-        found = {}
-        for task in tasks:
-            random, drawn = Random(f"digest {task}"), hashlib.sha256()
-            for _ in range(_DIGESTED):
-                sample = training_sample(random, {task: 1.0})
-                tokens, _ = rendered(self._template, self._tokenizer, *_alone(sample))
-                drawn.update(repr(tokens).encode())
-            found[task] = drawn.hexdigest()[:16]
-        return found
+        """Return the batches of one step; see `Drawing.of_step`."""
+        return self._batches(self._drawing.of_step(step, weights, max_tokens))
 
     def of_answers(self, samples: Sequence[Sample]) -> list[Batch]:
         """Return batches of samples, each alone. Only the last answer counts."""
-        alone = (_alone(sample) for sample in samples)
-        return self._split([rendered(self._template, self._tokenizer, *one) for one in alone])
+        return self._batches(self._drawing.of_answers(samples))
 
-    def _split(self, drawn: list[_Sequence]) -> list[Batch]:
-        parts: list[list[_Sequence]] = [[]]
-        filled = 0
-        for sequence in drawn:
-            if parts[-1] and filled + len(sequence[0]) > self._batch_tokens:
-                parts.append([])
-                filled = 0
-            parts[-1].append(sequence)
-            filled += len(sequence[0])
-        return [packed(part) for part in parts]
-
-
-def rendered(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    messages: list[Message],
-    tools: list[Mapping[str, object]],
-    answers: list[bool],
-) -> tuple[list[int], list[bool]]:
-    """Return a conversation's tokens and which of them count: those that the model itself makes.
-
-    answers: for each message of the assistant, whether it counts.
-    """
-    text = template.render(messages, tools=tools or None, add_generation_prompt=False)
-    tokens = tokenizer.encode(text)
-    begin, middle, end = tokenizer.encode("<|im_assistant|><|im_middle|><|im_end|>")
-    counts = [False] * len(tokens)
-    turn, inside = -1, False
-    for place, token in enumerate(tokens):
-        if token == begin:
-            turn, inside = turn + 1, True
-            after = tokens.index(middle, place) + 1
-        elif inside and place >= after:
-            counts[place] = answers[turn]
-            inside = token != end
-    return tokens, counts
-
-
-def _conversation(
-    random: Random, weights: Mapping[str, float]
-) -> tuple[list[Message], list[Mapping[str, object]], list[bool]]:
-    """Return messages, tools, and which answers count.
-
-    Only the last answer shows its reasoning, because clients send back answers without it. An
-    earlier answer that had reasoning does not count.
-    """
-    samples = [training_sample(random, weights)]
-    while random.random() < _TALKS and len(samples) < 4:
-        before = training_sample(random, weights)
-        if not before.tools and before.task not in _LONG:
-            samples.insert(0, before)
-    messages: list[Message] = []
-    counting: list[bool] = []
-    if random.random() < 0.15:
-        messages.append({"role": "system", "content": system(random)})
-    for sample in samples:
-        last = sample is samples[-1]
-        for message in (*sample.messages, sample.answer):
-            shown, counts = _shown(message, last and message is sample.answer)
-            messages.append(shown)
-            if message["role"] == "assistant":
-                counting.append(counts)
-    return messages, list(samples[-1].tools), counting
-
-
-def _alone(
-    sample: Sample,
-) -> tuple[list[Message], list[Mapping[str, object]], list[bool]]:
-    answer, _ = _shown(sample.answer, True)
-    num_before = sum(message["role"] == "assistant" for message in sample.messages)
-    return [*sample.messages, answer], list(sample.tools), [*[False] * num_before, True]
-
-
-def _shown(message: Message, last: bool) -> tuple[Message, bool]:
-    thoughts = message.get("reasoning")
-    if not thoughts:
-        return message, True
-    if not last:
-        return message | {"reasoning": None}, False
-    return message | {"content": f"<think>{thoughts}</think>{message['content']}"}, True
+    def _batches(self, drawn: list[Drawn]) -> list[Batch]:
+        return [batch_of(one, self._padded_tokens) for one in drawn]

@@ -54,6 +54,7 @@ class TrainConfig(Stage):
     dtype: str = "bfloat16"
     device: str = "cpu"
     threads: int = 1
+    data_processes: int = 0
     log_steps: int = 10
     save_steps: int = 50
     score_steps: int = 250

@@ -38,15 +38,35 @@ class Experts(nn.Module):
 
         chosen, weights: [tokens, k].
         """
+        form = self.chosen_only if x.device.type == "cpu" else self.all_at_once
+        return form(x, chosen, weights)
+
+    def all_at_once(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum, computed as one wide layer of all experts, where those that are not
+        chosen weigh nothing.
+
+        A GPU has this sooner than many small products whose sizes the host has to read first.
+        """
+        gates, ups, downs = self._weights(x.dtype)
+        num, inner, _ = gates.shape
+        shares = weights.new_zeros(len(x), num).scatter(1, chosen, weights).to(x.dtype)
+        made = functional.silu(functional.linear(x, gates.flatten(0, 1)))
+        made = (made * functional.linear(x, ups.flatten(0, 1))).unflatten(1, (num, inner))
+        weighted = (made * shares[:, :, None]).flatten(1)
+        return functional.linear(weighted, downs.transpose(0, 1).flatten(1)).float()
+
+    def chosen_only(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum, computed expert by expert for the tokens that chose it."""
         num = self.gate_proj.weight.shape[0]
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=num).tolist()
         rows = order // chosen.shape[1]
         pieces = torch.split(x.index_select(0, rows), counts)
-        gates, ups, downs = (
-            stack.weight.to(x.dtype).unbind()
-            for stack in (self.gate_proj, self.up_proj, self.down_proj)
-        )
+        gates, ups, downs = (stack.unbind() for stack in self._weights(x.dtype))
         made = [
             functional.linear(
                 functional.silu(functional.linear(piece, gate)) * functional.linear(piece, up), down
@@ -55,6 +75,12 @@ class Experts(nn.Module):
         ]
         weighted = torch.cat(made).float() * weights.flatten()[order][:, None]
         return torch.zeros_like(x, dtype=torch.float32).index_add(0, rows, weighted)
+
+    def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gates, ups, downs = (
+            stack.weight.to(dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj)
+        )
+        return gates, ups, downs
 
 
 class Router(nn.Module):
@@ -81,18 +107,18 @@ class Router(nn.Module):
         logits = functional.linear(x.float(), self.weight)
         chosen, weights = choose(logits, self.e_score_correction_bias, self._routing)
         if self.training:
-            self.load += torch.bincount(chosen.flatten(), minlength=len(self.load))
+            self.load += torch.zeros_like(logits).scatter_(1, chosen, 1.0).sum(0)
         return chosen, weights
 
     @torch.no_grad()
-    def balance(self, rate: float) -> float:
+    def balance(self, rate: float) -> torch.Tensor:
         """Move the bias towards the experts with fewer tokens and reset the counts.
 
-        Returns the busiest expert's load as a multiple of the mean.
+        Returns the busiest expert's load as a multiple of the mean, [].
         """
         mean = self.load.mean()
         self.e_score_correction_bias += rate * torch.sign(mean - self.load)
-        worst = float(self.load.max() / mean.clamp(min=1))
+        worst = self.load.max() / mean.clamp(min=1)
         self.load.zero_()
         return worst
 

@@ -6,7 +6,6 @@ weights, in float32, under a checkpoint's names, with the experts of a layer sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +35,9 @@ class Layer(nn.Module):
             GatedMlp(spec.hidden_size, spec.intermediate_size) if dense else Moe(spec)
         )
 
-    def forward(
-        self, x: torch.Tensor, rotation: torch.Tensor, groups: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the layer's output for x [tokens, hidden] float32; see `Attention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x).to(self._dtype), rotation, groups)
+        x = x + self.self_attn(self.input_layernorm(x).to(self._dtype), rotation, batch)
         made: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x).to(self._dtype))
         return made
 
@@ -118,7 +115,7 @@ class TrainedK2(nn.Module):
         rotation = self._rotation(batch)
         x = self.embed_tokens(batch.tokens)
         for layer in self.layers:
-            x = layer(x, rotation, batch.groups)
+            x = layer(x, rotation, batch)
         normed: torch.Tensor = self.norm(x)
         return normed
 
@@ -136,22 +133,23 @@ class TrainedK2(nn.Module):
         assert self.mtp is not None
         joined = self.mtp.join(hidden, self.embed_tokens(batch.tokens.roll(-1)))
         made: torch.Tensor = self.mtp.shared_head["norm"](
-            self.mtp(joined, self._rotation(batch), batch.groups)
+            self.mtp(joined, self._rotation(batch), batch)
         )
         return made
 
     def losses(self, batch: Batch, with_mtp: bool) -> Losses:
         """Return the cross entropy of the tokens that count."""
         hidden = self.hidden(batch)
-        main, mtp = self._loss(hidden, batch, 1), torch.zeros(())
+        main = self._loss(hidden, batch, 1)
+        mtp = torch.zeros_like(main)
         if with_mtp and self.mtp is not None:
             mtp = self._loss(self.mtp_hidden(hidden, batch), batch, 2)
         return Losses(main, mtp)
 
     def _loss(self, hidden: torch.Tensor, batch: Batch, ahead: int) -> torch.Tensor:
         """Return the loss of states that predict the tokens `ahead` of them."""
-        targets = (batch.counts & (batch.positions >= ahead)).nonzero()[:, 0]
-        logits = self.logits(hidden[targets - ahead])
+        targets = batch.answers[ahead - 1]
+        logits = self.logits(hidden.index_select(0, targets - ahead))
         return functional.cross_entropy(logits, batch.tokens[targets], reduction="sum")
 
     def _rotation(self, batch: Batch) -> torch.Tensor:

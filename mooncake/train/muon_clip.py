@@ -7,8 +7,7 @@ Owns the optimizer's state; no schedule, no data.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +44,15 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
     a, b, c = _NEWTON_SCHULZ
     wide = matrices.float()
     x = (wide / (torch.linalg.matrix_norm(wide, keepdim=True) + _NO_DIVISION_BY_ZERO)).to(dtype)
+    x = x.view(-1, *x.shape[-2:])
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
     for _ in range(_NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     made: torch.Tensor = x.mT if tall else x
-    return made.to(matrices.dtype)
+    return made.reshape(matrices.shape).to(matrices.dtype)
 
 
 class MuonClip:
@@ -79,37 +79,53 @@ class MuonClip:
     def step(self, rate: float) -> None:
         """Take one step at the learning rate `rate`."""
         self._steps += 1
-        for name, weight in self._weights.items():
-            if weight.grad is None:
-                continue
-            if weight.ndim > 1:
-                weight.mul_(1 - rate * self._rates.weight_decay)
-            update = self._muon(name) if name in self._by_muon else self._adam(name)
-            weight.add_(update, alpha=-rate)
+        moved = {name: w for name, w in self._weights.items() if w.grad is not None}
+        matrices = [weight for weight in moved.values() if weight.ndim > 1]
+        if matrices:
+            torch._foreach_mul_(matrices, 1 - rate * self._rates.weight_decay)
+        by_muon = [name for name in moved if name in self._by_muon]
+        rest = [name for name in moved if name not in self._by_muon]
+        for names, update in ((by_muon, self._muon), (rest, self._adam)):
+            if names:
+                torch._foreach_add_([moved[name] for name in names], update(names), alpha=-rate)
 
-    def _muon(self, name: str) -> torch.Tensor:
-        gradient = self._gradient(name)
-        momentum = self._first[name]
-        momentum.mul_(self._rates.momentum).add_(gradient)
-        ahead = gradient.add(momentum, alpha=self._rates.momentum)  # Nesterov's momentum
-        return orthogonalize(ahead, self._rates.dtype) * (
-            _RMS * math.sqrt(max(gradient.shape[-2:]))
-        )
+    def _muon(self, names: list[str]) -> list[torch.Tensor]:
+        """Return the updates of the weights. Matrices of one shape are orthogonalized together."""
+        gradients = self._gradients(names)
+        momenta = [self._first[name] for name in names]
+        torch._foreach_mul_(momenta, self._rates.momentum)
+        torch._foreach_add_(momenta, gradients)
+        # Nesterov's momentum
+        ahead = torch._foreach_add(gradients, momenta, alpha=self._rates.momentum)  # noqa: SLF001
+        of_shape: dict[torch.Size, list[int]] = {}
+        for place, one in enumerate(ahead):
+            of_shape.setdefault(one.shape[-2:], []).append(place)
+        updates = list(ahead)
+        for shape, places in of_shape.items():
+            stacks = [ahead[place].reshape(-1, *shape) for place in places]
+            made = orthogonalize(torch.cat(stacks), self._rates.dtype) * (
+                _RMS * math.sqrt(max(shape))
+            )
+            for place, part in zip(places, made.split([len(one) for one in stacks]), strict=True):
+                updates[place] = part.view(ahead[place].shape)
+        return updates
 
-    def _adam(self, name: str) -> torch.Tensor:
-        gradient = self._gradient(name)
+    def _adam(self, names: list[str]) -> Sequence[torch.Tensor]:
+        gradients = self._gradients(names)
         first_beta, second_beta = self._rates.betas
-        first, second = self._first[name], self._second[name]
-        first.lerp_(gradient, 1 - first_beta)
-        second.lerp_(gradient.square(), 1 - second_beta)
-        mean = first / (1 - first_beta**self._steps)
-        spread = (second / (1 - second_beta**self._steps)).sqrt_()
-        return mean / spread.add_(self._rates.eps)
+        first, second = ([state[name] for name in names] for state in (self._first, self._second))
+        torch._foreach_lerp_(first, gradients, 1 - first_beta)
+        torch._foreach_lerp_(second, torch._foreach_mul(gradients, gradients), 1 - second_beta)  # noqa: SLF001
+        means = torch._foreach_div(first, 1 - first_beta**self._steps)  # noqa: SLF001
+        spreads = torch._foreach_div(second, 1 - second_beta**self._steps)  # noqa: SLF001
+        torch._foreach_sqrt_(spreads)
+        torch._foreach_add_(spreads, self._rates.eps)
+        torch._foreach_div_(means, spreads)
+        return means
 
-    def _gradient(self, name: str) -> torch.Tensor:
-        gradient = self._weights[name].grad
-        assert gradient is not None
-        return gradient
+    def _gradients(self, names: list[str]) -> list[torch.Tensor]:
+        found = [self._weights[name].grad for name in names]
+        return [gradient for gradient in found if gradient is not None]
 
     def state(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
@@ -136,53 +152,59 @@ def clip_qk(attention: Attention, limit: float) -> torch.Tensor:
     gamma. The rotary key stays, because all heads share it. So both products shrink by gamma.
     Resets the largest logits.
     """
-    gamma = (limit / attention.max_logits.clamp(min=limit)).to(attention.max_logits.dtype)
+    gamma = (limit / attention.max_logits).clamp(max=1)
     attention.max_logits = torch.zeros_like(attention.max_logits)
-    if bool((gamma < 1).any()):
-        root = gamma.sqrt()[:, None, None]
-        query, key = (
-            product.weight.detach().view(attention.heads, -1, product.weight.shape[1])
-            for product in (attention.q_b_proj, attention.kv_b_proj)
-        )
-        query[:, : attention.nope] *= root
-        query[:, attention.nope :] *= gamma[:, None, None]
-        key[:, : attention.nope] *= root
+    root = gamma.sqrt()[:, None, None]
+    query, key = (
+        product.weight.detach().view(attention.heads, -1, product.weight.shape[1])
+        for product in (attention.q_b_proj, attention.kv_b_proj)
+    )
+    query[:, : attention.nope] *= root
+    query[:, attention.nope :] *= gamma[:, None, None]
+    key[:, : attention.nope] *= root
     return gamma
 
 
 class NormClip:
-    """Scales down gradients whose norm is above the 95 % quantile of the last norms."""
+    """Scales down gradients whose norm is above the 95 % quantile of the last norms.
+
+    The norms stay on the device that computes them, which need not wait for the host.
+    """
 
     def __init__(self, quantile: float = 0.95, window: int = 128) -> None:
         self._quantile = quantile
-        self._norms: deque[float] = deque(maxlen=window)
+        self._window = window
+        self._norms = torch.empty(0)
+        """The last norms, oldest first; float32."""
 
     @torch.no_grad()
-    def clip(self, weights: Iterable[nn.Parameter]) -> float:
+    def clip(self, weights: Iterable[nn.Parameter]) -> torch.Tensor:
         """Scale the gradients down to the quantile when they exceed it. Return their norm
-        before.
+        before, [].
         """
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
-        limit = self.limit()
-        if norm > limit:
-            for gradient in gradients:
-                gradient.mul_(limit / norm)
-        self._norms.append(norm)
+        norm = torch.stack(torch._foreach_norm(gradients)).norm()  # noqa: SLF001
+        if self._full:
+            torch._foreach_mul_(gradients, (self.limit().to(norm.device) / norm).clamp(max=1))
+        self._norms = torch.cat((self._norms.to(norm.device), norm[None]))[-self._window :]
         return norm
 
-    def limit(self) -> float:
-        """Return the quantile. It is infinite until the window has been filled once."""
-        if len(self._norms) < (self._norms.maxlen or 0):
-            return math.inf
-        ordered = sorted(self._norms)
-        return ordered[min(len(ordered) - 1, int(self._quantile * len(ordered)))]
+    @property
+    def _full(self) -> bool:
+        return len(self._norms) == self._window
+
+    def limit(self) -> torch.Tensor:
+        """Return the quantile, []. It is infinite until the window has been filled once."""
+        if not self._full:
+            return torch.tensor(math.inf)
+        place = min(self._window - 1, int(self._quantile * self._window))
+        return self._norms.sort().values[place]
 
     def state(self) -> list[float]:
         """Return the recorded norms, oldest first."""
-        return list(self._norms)
+        norms: list[float] = self._norms.tolist()
+        return norms
 
     def restore(self, norms: list[float]) -> None:
         """Load what `state` returned."""
-        self._norms.clear()
-        self._norms.extend(norms)
+        self._norms = torch.tensor(norms)

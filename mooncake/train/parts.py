@@ -31,9 +31,8 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x normed, in its dtype. The mean is taken in float32."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return (normed * self.weight).to(x.dtype)
+        normed = functional.rms_norm(x.float(), self.weight.shape, self.weight, self._eps)
+        return normed.to(x.dtype)
 
 
 class GatedMlp(nn.Module):

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from mooncake.model.checkpoint.making.presets import preset_config, write_preset
 from mooncake.model.checkpoint.weights import SPEC_DTYPES
 from mooncake.tasks.mix import evaluation_samples
 from mooncake.tasks.sample import WATCHED
+from mooncake.train.ahead import Wanted
 from mooncake.train.attention import Attention
-from mooncake.train.batches import Batch, Batches
+from mooncake.train.batches import PADDED_TOKENS, Batch, Batches
 from mooncake.train.checkpoint import STATE_NAME, load_state, save_state, write_weights
 from mooncake.train.config import TrainConfig
 from mooncake.train.experts import Router
@@ -32,7 +35,33 @@ from mooncake.train.model import TrainedK2
 from mooncake.train.muon_clip import MuonClip, NormClip, Rates, clip_qk
 
 LOG_NAME = "log.jsonl"
+_PADDED_TOKENS_OF_GPU = 8192
+"""A GPU wants few large groups."""
 Log = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step found, on the device that computed it."""
+
+    loss: torch.Tensor
+    mtp_loss: torch.Tensor | None
+    max_logits: torch.Tensor
+    gammas: torch.Tensor
+    loads: list[torch.Tensor]
+    norm: torch.Tensor | None
+    rate: float
+
+    def line(self) -> dict[str, Any]:
+        """Return the values of a line of the log. This waits for the device."""
+        return {
+            "loss": float(self.loss),
+            "mtp_loss": None if self.mtp_loss is None else float(self.mtp_loss),
+            "max_logit": float(self.max_logits.max()), "max_logits": self.max_logits.tolist(),
+            "clipped": int((self.gammas < 1).sum()),
+            "load": max(map(float, self.loads), default=1.0),
+            "norm": None if self.norm is None else float(self.norm), "rate": self.rate,
+        }  # fmt: skip
 
 
 class Run:
@@ -65,7 +94,12 @@ class Run:
             muon=config.optimizer != "adamw",
         )
         self._norms = NormClip() if config.clip_norms else None
-        self._batches = Batches(self._out, config.seed, config.step_tokens, config.batch_tokens)
+        self._batches = Batches(
+            self._out, config.seed, config.step_tokens, config.batch_tokens,
+            padded_tokens=PADDED_TOKENS if self._device.type == "cpu" else _PADDED_TOKENS_OF_GPU,
+            processes=config.data_processes,
+        )  # fmt: skip
+        self._watched: dict[str, list[Batch]] = {}
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._routers = [m for m in self.model.modules() if isinstance(m, Router)]
         self._tasks = dict.fromkeys(task for stage in config.parts() for task in stage.tasks)
@@ -88,17 +122,32 @@ class Run:
         config = self._config
         total = config.total_steps
         last = total if until is None else until
-        while self.step < last and not stopping():
-            line = self._take_step()
-            if self.step % config.score_steps == 0 or self.step == total:
-                line["scores"] = self.scores()
-            if self.step % config.log_steps == 0 or "scores" in line:
-                with (self._out / LOG_NAME).open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                log(line)
-            if self.step % config.save_steps == 0:
-                self.save()
+        with closing(self._batches.of_steps(self._wanted(last))) as drawn:
+            started, tokens = time.monotonic(), self._tokens
+            while self.step < last and not stopping():
+                measured = self.take_step(next(drawn))
+                scored = self.step % config.score_steps == 0 or self.step == total
+                logged = scored or self.step % config.log_steps == 0
+                saved = self.step % config.save_steps == 0
+                if logged:
+                    line = measured.line()
+                    rate = (self._tokens - tokens) / (time.monotonic() - started)
+                    line = {"step": self.step, "tokens": self._tokens, **line, "tokens_per_s": rate}
+                    if scored:
+                        line["scores"] = self.scores()
+                    with (self._out / LOG_NAME).open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+                    log(line)
+                if saved:
+                    self.save()
+                if logged or saved:
+                    started, tokens = time.monotonic(), self._tokens
         self.save()
+
+    def _wanted(self, last: int) -> Iterator[Wanted]:
+        for step in range(self.step, last):
+            stage, _ = self._config.stage_of(step)
+            yield step, stage.tasks, stage.max_tokens
 
     def save(self) -> None:
         """Write the state, then the checkpoint that serves."""
@@ -106,41 +155,35 @@ class Run:
         save_state(self._out / STATE_NAME, self.model, self._optimizer, self._norms, progress)
         write_weights(self._out, self.model, self._stored)
 
-    def _take_step(self) -> dict[str, Any]:
-        config, started = self._config, time.monotonic()
+    def take_step(self, drawn: list[Batch]) -> Measured:
+        """Take a step over its batches. Nothing is read from the device, so that the host may queue
+        the next steps while a GPU computes.
+        """
+        config = self._config
         stage, since = config.stage_of(self.step)
-        drawn = self._batches.of_step(self.step, stage.tasks, stage.max_tokens)
-        batches = [batch.to(self._device) for batch in drawn]
         with_mtp = bool(config.mtp_steps) and self.step % config.mtp_steps == 0
         for weight in self.model.parameters():
             weight.grad = None
         self.model.train()
-        counted = sum(int(batch.counts.sum()) for batch in batches)
-        main = mtp = 0.0
-        for batch in batches:
-            losses = self.model.losses(batch, with_mtp)
+        counted = sum(int(batch.counts.sum()) for batch in drawn)
+        main = mtp = torch.zeros((), device=self._device)
+        for batch in drawn:
+            losses = self.model.losses(batch.to(self._device), with_mtp)
             whole = (losses.main + config.mtp_weight * losses.mtp) / counted
             torch.autograd.backward(whole)
-            main += float(losses.main.detach()) / counted
-            mtp += float(losses.mtp.detach()) / counted
+            main, mtp = main + losses.main.detach(), mtp + losses.mtp.detach()
         norm = self._norms.clip(self.model.parameters()) if self._norms is not None else None
         rate = stage.rate_at(since)
         self._optimizer.step(rate)
-        largest = [attention.max_logits.tolist() for attention in self._attentions]
-        clip = config.optimizer == "muonclip"
-        limit = config.max_logit if clip else float("inf")
-        clipped = sum(int((clip_qk(a, limit) < 1).sum()) for a in self._attentions)
-        load = [router.balance(config.balance_rate) for router in self._routers]
+        largest = torch.stack([attention.max_logits for attention in self._attentions])
+        limit = config.max_logit if config.optimizer == "muonclip" else float("inf")
+        gammas = torch.stack([clip_qk(attention, limit) for attention in self._attentions])
+        loads = [router.balance(config.balance_rate) for router in self._routers]
         self.step += 1
-        tokens = sum(len(batch.tokens) for batch in batches)
-        self._tokens += tokens
-        return {
-            "step": self.step, "tokens": self._tokens, "loss": main,
-            "mtp_loss": mtp if with_mtp else None,
-            "max_logit": max(map(max, largest)), "max_logits": largest, "clipped": clipped,
-            "load": max(load, default=1.0), "norm": norm, "rate": rate,
-            "tokens_per_s": tokens / (time.monotonic() - started),
-        }  # fmt: skip
+        self._tokens += sum(len(batch.tokens) for batch in drawn)
+        return Measured(
+            main / counted, mtp / counted if with_mtp else None, largest, gammas, loads, norm, rate
+        )
 
     @torch.no_grad()
     def scores(self) -> dict[str, float]:
@@ -150,24 +193,26 @@ class Run:
         self.model.eval()
         found = {}
         for task in self._tasks:
-            samples = evaluation_samples(
-                task, self._config.score_samples, self._config.seed, part=WATCHED
-            )
-            right = 0
-            for batch in self._batches.of_answers(samples):
-                right += self._num_right(batch.to(self._device))
-            found[task] = right / len(samples)
+            if task not in self._watched:
+                samples = evaluation_samples(
+                    task, self._config.score_samples, self._config.seed, part=WATCHED
+                )
+                self._watched[task] = self._batches.of_answers(samples)
+            right = sum(map(self.num_right, self._watched[task]))
+            found[task] = right / self._config.score_samples
         return found
 
-    def _num_right(self, batch: Batch) -> int:
-        targets = batch.counts.nonzero()[:, 0]
+    @torch.no_grad()
+    def num_right(self, drawn: Batch) -> int:
+        """Return of how many sequences every token that counts is the likeliest."""
+        batch = drawn.to(self._device)
+        targets, _ = batch.answers
         likeliest = self.model.logits(self.model.hidden(batch)[targets - 1]).argmax(-1)
-        wrong = torch.zeros_like(batch.counts)
-        wrong[targets] = likeliest != batch.tokens[targets]
-        return sum(
-            int((~(wrong[group.clamp(min=0)] & (group >= 0)).any(dim=1)).sum())
-            for group in batch.groups
-        )
+        wrong = torch.zeros(batch.num_padded, dtype=torch.bool, device=self._device)
+        wrong[batch.padded[targets]] = likeliest != batch.tokens[targets]
+        sizes = [rows * longest for rows, longest in batch.groups]
+        parts = zip(batch.groups, wrong.split(sizes), strict=True)
+        return len(drawn) - sum(int(part.view(group).any(dim=1).sum()) for group, part in parts)
 
     def _check_tasks(self, begun: Mapping[str, str]) -> None:
         own = self._digests

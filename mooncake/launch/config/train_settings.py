@@ -92,6 +92,8 @@ class Train:
         "tokens computed at a time; this bounds memory")
     max_tokens: int = owned(TrainConfig, "max_tokens", count(8), DATA, "N",
         "most tokens of a conversation; longer ones are drawn again")
+    data_processes: int = owned(TrainConfig, "data_processes", count(0), DATA, "N",
+        "processes that draw the samples of coming steps; 0: none, the run draws each in its turn")
     stages: tuple[dict[str, Any], ...] = setting((), stages, DATA, "JSON",
         "stages of the run, one after another, each an object with the settings that differ: "
         "tasks, steps, rate, warmup-steps, decay-steps, max-tokens", repeat=True)

@@ -15,7 +15,8 @@ from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.model.checkpoint.making.presets import write_preset_files
 from mooncake.tasks.mix import TASKS, evaluation_samples, training_sample
 from mooncake.tasks.sample import assistant, user
-from mooncake.train.batches import Batch, Batches, packed, rendered
+from mooncake.train.batches import Batch, Batches, packed
+from mooncake.train.drawing import rendered
 
 WEIGHTS = {task: 1.0 for task in TASKS if not task.endswith("_4k")}
 
@@ -29,6 +30,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batches(checkpoint: Path, step_tokens: int = 3000, seed: int = 0) -> Batches:
     return Batches(checkpoint, seed, step_tokens, batch_tokens=1000)
+
+
+def rows(batch: Batch) -> list[torch.Tensor]:
+    """Return for each sequence the places of its tokens, as attention finds them."""
+    whole = torch.full((batch.num_padded,), -1)
+    whole[batch.padded] = torch.arange(len(batch.tokens))
+    parts = whole.split([number * longest for number, longest in batch.groups])
+    found = [
+        row for group, part in zip(batch.groups, parts, strict=True) for row in part.view(group)
+    ]
+    return [row[row >= 0] for row in found]
 
 
 def of_step(made: Batches, step: int) -> list[Batch]:
@@ -76,11 +88,10 @@ def test_thoughts_of_earlier_answers_are_neither_shown_nor_learned(checkpoint: P
     tokenizer = load_tokenizer(checkpoint)
     for step in range(20):
         for batch in of_step(batches(checkpoint, seed=7), step)[:1]:
-            for group in batch.groups:
-                for row in group:
-                    text = tokenizer.decode(batch.tokens[row[row >= 0]].tolist())
-                    assert text.count("<think>") <= 1
-                    assert "<think>" not in text.rpartition("<|im_assistant|>")[0]
+            for row in rows(batch):
+                text = tokenizer.decode(batch.tokens[row].tolist())
+                assert text.count("<think>") <= 1
+                assert "<think>" not in text.rpartition("<|im_assistant|>")[0]
 
 
 def test_a_step_is_always_the_same_and_steps_differ(checkpoint: Path) -> None:
@@ -102,14 +113,17 @@ def test_packing_keeps_every_token_once() -> None:
         ([10 * n + k for k in range(n)], [k % 2 == 0 for k in range(n)]) for n in (3, 9, 5)
     ]
     batch = packed(sequences, padded_tokens=10)
-    assert [int((group >= 0).sum(dim=1).max()) for group in batch.groups] == [9, 5]
-    rows = [row[row >= 0] for group in batch.groups for row in group]
-    assert sorted(int(place) for row in rows for place in row) == list(range(17))
+    assert batch.groups == ((1, 9), (2, 5))
+    assert len(batch) == 3
+    assert sorted(int(place) for row in rows(batch) for place in row) == list(range(17))
     by_length = sorted(sequences, key=lambda sequence: -len(sequence[0]))
-    for row, (tokens, counts) in zip(rows, by_length, strict=True):
+    for row, (tokens, counts) in zip(rows(batch), by_length, strict=True):
         assert batch.tokens[row].tolist() == tokens
         assert batch.counts[row].tolist() == counts
         assert batch.positions[row].tolist() == list(range(len(tokens)))
+    near, far = batch.answers
+    assert near.tolist() == (batch.counts & (batch.positions > 0)).nonzero()[:, 0].tolist()
+    assert far.tolist() == (batch.counts & (batch.positions > 1)).nonzero()[:, 0].tolist()
 
 
 def test_training_never_draws_what_is_held_out() -> None:
