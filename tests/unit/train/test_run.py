@@ -21,6 +21,7 @@ from mooncake.tasks.mix import TASKS
 from mooncake.train.batches import Batch, Batches, packed
 from mooncake.train.checkpoint import STATE_NAME, WEIGHTS_NAME, own_tensor
 from mooncake.train.config import TrainConfig
+from mooncake.train.experts import Experts
 from mooncake.train.run import LOG_NAME, Run
 from tests.support.model.tiny_models import forward, kv_for, slot
 
@@ -251,3 +252,41 @@ def test_a_run_killed_after_any_step_ends_as_one_that_was_not(tmp_path: Path) ->
 def test_an_unknown_preset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="preset"):
         Run(config(tmp_path, preset="k2-huge"))
+
+
+@pytest.mark.parametrize("optimizer", ["muonclip", "adamw"])
+def test_a_step_on_a_device_reads_nothing_from_it_and_mixes_no_devices(
+    tmp_path: Path, optimizer: str
+) -> None:
+    """Tensors of torch's "meta" device have no values: reading one raises, as does an op over one
+    and a tensor of the CPU. Their ops take the forms of a GPU.
+    """
+    run = Run(config(tmp_path, device="meta", optimizer=optimizer, dtype="bfloat16", max_logit=1.0))
+    drawn = Batches(tmp_path, 0, 1500, 900).of_step(0, {"needle": 1.0, "addition": 1.0}, 900)
+    assert len(drawn) > 1
+    measured = [run.take_step(drawn) for _ in range(130)][-1]  # a window of norms, and more
+    assert run.step == 130
+    assert measured.max_logits.device.type == "meta"
+    with pytest.raises(RuntimeError):
+        measured.line()
+
+
+def test_other_forms_on_a_gpu_take_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forms that a GPU takes, on the CPU."""
+    drawn = Batches(tmp_path, 0, 1500, 900).of_step(0, {"copying": 1.0}, 900)
+    losses = []
+    for name, form in (("adamw", Experts.chosen_only), ("muon", Experts.all_at_once)):
+        monkeypatch.setattr(Experts, "forward", form)
+        run = Run(config(tmp_path / name, optimizer="muonclip", dtype="float32"))
+        losses.append([float(run.take_step(drawn).loss) for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_processes_that_draw_ahead_change_nothing(tmp_path: Path) -> None:
+    changes = {"steps": 3, "tasks": {"copy": 1.0, "call": 1.0}, "score_steps": 100}
+    for name, number in (("whole", 0), ("halves", 2)):
+        train(config(tmp_path / name, data_processes=number, **changes))
+    for name in (STATE_NAME, WEIGHTS_NAME):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
