@@ -102,8 +102,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return causal attention [sequences, heads, tokens, value] and the largest logit of each head.
 
-    On a CPU short sequences keep all scores, which takes half the time of the fused form. All others
-    are fused, so that memory does not grow with the square of their length.
+    On a CPU short sequences keep all scores, which takes half the time of the fused form. All
+    others are fused, so that memory does not grow with the square of their length.
     """
     tokens = q.shape[-2]
     if tokens > _SHORT or q.device.type != "cpu":

@@ -22,6 +22,7 @@ from mooncake.train.batches import Batch, Batches, packed
 from mooncake.train.checkpoint import STATE_NAME, WEIGHTS_NAME, own_tensor
 from mooncake.train.config import TrainConfig
 from mooncake.train.experts import Experts
+from mooncake.train.muon_clip import NormClip
 from mooncake.train.run import LOG_NAME, Run
 from tests.support.model.tiny_models import forward, kv_for, slot
 
@@ -264,8 +265,9 @@ def test_a_step_on_a_device_reads_nothing_from_it_and_mixes_no_devices(
     run = Run(config(tmp_path, device="meta", optimizer=optimizer, dtype="bfloat16", max_logit=1.0))
     drawn = Batches(tmp_path, 0, 1500, 900).of_step(0, {"needle": 1.0, "addition": 1.0}, 900)
     assert len(drawn) > 1
-    measured = [run.take_step(drawn) for _ in range(130)][-1]  # a window of norms, and more
-    assert run.step == 130
+    run._norms = NormClip(window=2)
+    measured = [run.take_step(drawn) for _ in range(4)][-1]
+    assert run.step == 4
     assert measured.max_logits.device.type == "meta"
     with pytest.raises(RuntimeError):
         measured.line()
@@ -282,11 +284,3 @@ def test_other_forms_on_a_gpu_take_the_same_steps(
         run = Run(config(tmp_path / name, optimizer="muonclip", dtype="float32"))
         losses.append([float(run.take_step(drawn).loss) for _ in range(4)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def test_processes_that_draw_ahead_change_nothing(tmp_path: Path) -> None:
-    changes = {"steps": 3, "tasks": {"copy": 1.0, "call": 1.0}, "score_steps": 100}
-    for name, number in (("whole", 0), ("halves", 2)):
-        train(config(tmp_path / name, data_processes=number, **changes))
-    for name in (STATE_NAME, WEIGHTS_NAME):
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()

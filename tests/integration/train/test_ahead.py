@@ -1,4 +1,4 @@
-"""Processes that draw coming steps: the same batches as without them, bounded, and gone at the end."""
+"""Processes that draw coming steps: the same batches as without them, and gone at the end."""
 
 from __future__ import annotations
 
