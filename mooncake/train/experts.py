@@ -53,8 +53,8 @@ class Experts(nn.Module):
         num, inner, _ = gates.shape
         shares = weights.new_zeros(len(x), num).scatter(1, chosen, weights).to(x.dtype)
         made = functional.silu(functional.linear(x, gates.flatten(0, 1)))
-        made = (made * functional.linear(x, ups.flatten(0, 1))).unflatten(1, (num, inner))
-        weighted = (made * shares[:, :, None]).flatten(1)
+        made = made * functional.linear(x, ups.flatten(0, 1))
+        weighted = (made.view(-1, num, inner) * shares[:, :, None]).flatten(1)
         return functional.linear(weighted, downs.transpose(0, 1).flatten(1)).float()
 
     def chosen_only(
