@@ -68,9 +68,11 @@ class Attention(nn.Module):
         padded = qkv.new_zeros(batch.num_padded, *qkv.shape[1:]).index_copy(0, batch.padded, qkv)
         attended = []
         sizes = [rows * longest for rows, longest in batch.groups]
-        for (rows, longest), part in zip(batch.groups, padded.split(sizes), strict=True):
+        for (rows, longest), part in zip(batch.groups, torch.split(padded, sizes), strict=True):
             of_heads = part.view(rows, longest, self.heads, -1).transpose(1, 2)
-            own_q, own_k, own_v = of_heads.split((q.shape[-1], k.shape[-1], self.value), -1)
+            own_q, own_k, own_v = torch.split(
+                of_heads, [q.shape[-1], k.shape[-1], self.value], dim=-1
+            )
             out, found = attend(own_q, own_k, own_v, self._scale)
             attended.append(out.transpose(1, 2).flatten(0, 1))
             if self.training:

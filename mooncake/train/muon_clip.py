@@ -7,7 +7,7 @@ Owns the optimizer's state; no schedule, no data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,9 @@ class MuonClip:
     def step(self, rate: float) -> None:
         """Take one step at the learning rate `rate`."""
         self._steps += 1
-        moved = {name: w for name, w in self._weights.items() if w.grad is not None}
+        moved: dict[str, torch.Tensor] = {
+            name: weight for name, weight in self._weights.items() if weight.grad is not None
+        }
         matrices = [weight for weight in moved.values() if weight.ndim > 1]
         if matrices:
             torch._foreach_mul_(matrices, 1 - rate * self._rates.weight_decay)
@@ -106,11 +108,13 @@ class MuonClip:
             made = orthogonalize(torch.cat(stacks), self._rates.dtype) * (
                 _RMS * math.sqrt(max(shape))
             )
-            for place, part in zip(places, made.split([len(one) for one in stacks]), strict=True):
+            for place, part in zip(
+                places, torch.split(made, [len(one) for one in stacks]), strict=True
+            ):
                 updates[place] = part.view(ahead[place].shape)
         return updates
 
-    def _adam(self, names: list[str]) -> Sequence[torch.Tensor]:
+    def _adam(self, names: list[str]) -> list[torch.Tensor]:
         gradients = self._gradients(names)
         first_beta, second_beta = self._rates.betas
         first, second = ([state[name] for name in names] for state in (self._first, self._second))
@@ -121,7 +125,7 @@ class MuonClip:
         torch._foreach_sqrt_(spreads)
         torch._foreach_add_(spreads, self._rates.eps)
         torch._foreach_div_(means, spreads)
-        return means
+        return list(means)
 
     def _gradients(self, names: list[str]) -> list[torch.Tensor]:
         found = [self._weights[name].grad for name in names]
@@ -198,7 +202,8 @@ class NormClip:
         if not self._full:
             return torch.tensor(math.inf)
         place = min(self._window - 1, int(self._quantile * self._window))
-        return self._norms.sort().values[place]
+        limit: torch.Tensor = self._norms.sort().values[place]
+        return limit
 
     def state(self) -> list[float]:
         """Return the recorded norms, oldest first."""

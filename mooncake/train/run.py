@@ -211,7 +211,7 @@ class Run:
         wrong = torch.zeros(batch.num_padded, dtype=torch.bool, device=self._device)
         wrong[batch.padded[targets]] = likeliest != batch.tokens[targets]
         sizes = [rows * longest for rows, longest in batch.groups]
-        parts = zip(batch.groups, wrong.split(sizes), strict=True)
+        parts = zip(batch.groups, torch.split(wrong, sizes), strict=True)
         return len(drawn) - sum(int(part.view(group).any(dim=1).sum()) for group, part in parts)
 
     def _check_tasks(self, begun: Mapping[str, str]) -> None:
