@@ -81,6 +81,25 @@ def write_weights(directory: Path, model: TrainedK2, dtype: torch.dtype) -> None
     _save(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
+@torch.no_grad()
+def load_weights(directory: Path, model: TrainedK2) -> None:
+    """Load what `write_weights` wrote.
+
+    Raises:
+        CheckpointError: the file is broken, or belongs to a model of another shape.
+    """
+    path = directory / WEIGHTS_NAME
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name, value in named_tensors(model):
+                value.copy_(file.get_tensor(name))
+    except (RuntimeError, SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: no run of this preset can begin with these weights ({error}); give a "
+            "directory in which `mooncake train` has trained the same preset"
+        ) from error
+
+
 def named_tensors(model: TrainedK2) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all weights under the names of a DeepSeek-V3 checkpoint, where each expert has its own.
 

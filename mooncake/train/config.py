@@ -41,6 +41,7 @@ class TrainConfig(Stage):
     stages: Sequence[Mapping[str, Any]] = ()
     """For each stage, the settings that differ from the run's."""
     preset: str = "k2-demo"
+    start_from: str = ""
     optimizer: str = "muonclip"
     seed: int = 0
     weight_decay: float = 0.1

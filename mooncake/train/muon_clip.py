@@ -187,7 +187,7 @@ class NormClip:
         before, [].
         """
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        norm = torch.stack(torch._foreach_norm(gradients)).norm()  # noqa: SLF001
+        norm: torch.Tensor = torch.stack(torch._foreach_norm(gradients)).norm()  # noqa: SLF001
         if self._full:
             torch._foreach_mul_(gradients, (self.limit().to(norm.device) / norm).clamp(max=1))
         self._norms = torch.cat((self._norms.to(norm.device), norm[None]))[-self._window :]

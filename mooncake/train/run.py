@@ -28,7 +28,13 @@ from mooncake.tasks.sample import WATCHED
 from mooncake.train.ahead import Wanted
 from mooncake.train.attention import Attention
 from mooncake.train.batches import PADDED_TOKENS, Batch, Batches
-from mooncake.train.checkpoint import STATE_NAME, load_state, save_state, write_weights
+from mooncake.train.checkpoint import (
+    STATE_NAME,
+    load_state,
+    load_weights,
+    save_state,
+    write_weights,
+)
 from mooncake.train.config import TrainConfig
 from mooncake.train.experts import Router
 from mooncake.train.model import TrainedK2
@@ -72,7 +78,8 @@ class Run:
 
         Raises:
             ConfigError: there is no such preset, or it cannot be trained.
-            CheckpointError: the state there belongs to another model, or the tasks have changed.
+            CheckpointError: the state there, or the weights to start from, belong to another
+                model, or the tasks have changed.
         """
         torch.set_num_threads(config.threads)
         self._config = config
@@ -110,6 +117,8 @@ class Run:
             progress = load_state(self._out / STATE_NAME, self.model, self._optimizer, self._norms)
             self.step, self._tokens = progress["step"], progress["tokens"]
             self._check_tasks(progress.get("tasks", {}))
+        elif config.start_from:
+            load_weights(Path(config.start_from), self.model)
         self._forget_later_lines()
 
     def go(

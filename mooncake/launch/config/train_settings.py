@@ -79,6 +79,9 @@ class Train:
         required=True)
     preset: str = owned(TrainConfig, "preset", text, MODEL, "NAME",
         "shape and tokenizer of the model")
+    start_from: str = owned(TrainConfig, "start_from", text, MODEL, "DIR",
+        "directory of an earlier run of the preset, with whose weights this one begins; random "
+        "weights where none is given")
     seed: int = owned(TrainConfig, "seed", count(0), MODEL, "N", "seed of weights and samples")
     dtype: str = owned(TrainConfig, "dtype", OneOf("bfloat16", "float32"), MODEL, "NAME",
         "data type of products; weights and sums are float32")

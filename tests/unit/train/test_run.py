@@ -19,7 +19,7 @@ from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.loading import load_model
 from mooncake.tasks.mix import TASKS
 from mooncake.train.batches import Batch, Batches, packed
-from mooncake.train.checkpoint import STATE_NAME, WEIGHTS_NAME, own_tensor
+from mooncake.train.checkpoint import STATE_NAME, WEIGHTS_NAME, named_tensors, own_tensor
 from mooncake.train.config import TrainConfig
 from mooncake.train.experts import Experts
 from mooncake.train.muon_clip import NormClip
@@ -202,6 +202,20 @@ def test_the_mtp_layer_has_deepseeks_names(tmp_path: Path) -> None:
         assert torch.equal(stored, own_tensor(run.model.state_dict(), wanted).to(torch.bfloat16))
     bias = checkpoint.raw("model.layers.2.mlp.gate.e_score_correction_bias")
     assert bias.dtype == torch.float32
+
+
+def test_a_run_begins_with_the_weights_of_an_earlier_one(tmp_path: Path) -> None:
+    train(config(tmp_path / "whole", steps=2))
+    begun = Run(config(tmp_path / "halves", start_from=str(tmp_path / "whole"), seed=1))
+    stored = Checkpoint.open(tmp_path / "whole")
+    for name, value in named_tensors(begun.model):
+        assert torch.equal(value, stored.tensor(name, tuple(value.shape)).float()), name
+    begun.go(lambda line: None, 1)
+    resumed = Run(config(tmp_path / "halves", start_from=str(tmp_path / "none"), seed=1))
+    assert resumed.step == 1, "a saved state goes before the weights to begin with"
+    for missing in ("none", "muon"):
+        with pytest.raises(CheckpointError, match="no run of this preset can begin with"):
+            Run(config(tmp_path, start_from=str(tmp_path / missing)))
 
 
 def test_another_models_state_is_refused(tmp_path: Path) -> None:
