@@ -140,7 +140,8 @@ fuzz: $(STAMP)
 
 # All that a training run reads, searched for what is held out: ten minutes. ARGS='--every 10' looks at a tenth.
 hold-out: $(STAMP)
-	$(BIN)/python -m tests.support.train.held_out configs/train/k2-demo-2.yaml $(ARGS)
+	$(BIN)/python -m tests.support.train.held_out configs/train/k2-demo-base.yaml $(ARGS)
+	$(BIN)/python -m tests.support.train.held_out configs/train/k2-demo.yaml $(ARGS)
 
 # Faults on simulated clusters, one seed after another: make soak SEEDS=10000 FIRST=0
 SEEDS ?= 1000

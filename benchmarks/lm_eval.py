@@ -22,7 +22,7 @@ from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
 from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import ModelSpec
 from mooncake.launch.config.shipped import DEMO, checkpoint
-from mooncake.tasks.mix import FIRST_TASKS, evaluation_samples
+from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.tasks.sample import Sample
 
 ENVIRONMENT = BUILD / "lm-eval-venv"
@@ -58,7 +58,7 @@ def documents(
                 ),
                 "right": [json.dumps(calls)] if calls else [right, *sample.also_right],
                 "calls": bool(calls),
-                "is_json": sample.task == "json",
+                "is_json": sample.task == "object",
                 "choices": choices,
                 "gold": choices.index(right),
             }
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, default=checkpoint(DEMO))
     parser.add_argument("--num-samples", type=int, default=50, help="of each task")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tasks", nargs="+", choices=FIRST_TASKS, default=list(FIRST_TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     args = parser.parse_args(argv)
     write_documents(args.model, args.tasks, args.num_samples, args.seed)
     names = [f"mooncake_{task}" for task in args.tasks]

@@ -20,9 +20,9 @@ from mooncake.train.config import TrainConfig
 from mooncake.train.run import LOG_NAME, Run
 
 TASKS = {
-    "addition": 3.0, "subtraction": 1.0, "sorting": 1.0, "counting": 1.0, "copying": 2.0,
-    "json": 1.5, "needle": 0.7, "recall": 1.0, "chat": 2.0, "tool_call": 2.5, "tool_result": 1.5,
-    "no_tool": 1.0,
+    "sum": 1.0, "difference": 0.8, "chain": 1.0, "order": 1.0, "tally": 0.8, "copy": 1.5,
+    "look_up": 0.8, "object": 1.8, "memory": 1.1, "question": 1.6, "call": 5.0, "calls": 1.2,
+    "refusal": 2.6, "result": 0.8, "error": 0.3, "turns": 1.2,
 }  # fmt: skip
 RATES = {"muonclip": (0.004, 0.008), "adamw": (0.002, 0.004)}
 STYLE = "text{font:11px system-ui,sans-serif}.axis{stroke:#333}.grid{stroke:#e3e5e8}"

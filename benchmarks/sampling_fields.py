@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks sampling-fields", description=__doc__
     )
-    parser.add_argument("--vocab", type=int, default=1792, help="k2-demo's by default")
+    parser.add_argument("--vocab", type=int, default=1536, help="k2-demo's by default")
     parser.add_argument("--n", type=int, default=128, help="sequences in the batch")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--threads", type=int, default=1)

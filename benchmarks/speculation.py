@@ -48,7 +48,7 @@ PHRASE = 12
 """Tokens that a prompt of "repeats" repeats, and that its answer may have."""
 PROMPT_TOKENS = 192
 TEXTS = ("repeats", "new", "tasks")
-TASKS = ("chat", "addition", "sorting", "json", "recall", "tool_call", "tool_result")
+TASKS = ("question", "sum", "order", "object", "memory", "call", "result")
 ANSWERS = 6
 """Of "tasks", one after another in each place of the batch."""
 

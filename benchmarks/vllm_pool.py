@@ -24,7 +24,7 @@ from benchmarks.support.servers import VLLM_ENV, VLLM_SETTINGS, Layout, load, ma
 
 BLOCK_TOKENS = 128
 START_S = 900.0
-POOL = 'exec "$0" -m mooncake.cli.main serve k2-demo --role kvstore --block-size 1024 '
+POOL = 'exec "$0" -m mooncake.cli.main serve k2-demo --role kvstore --block-size 512 '
 POOL += '--dram 2GiB --cluster-secret-file "$1" --admin-port "$5"'
 
 

@@ -117,12 +117,12 @@ COMMANDS = (
         words="eval", summary="count right answers of an OpenAI endpoint", settings=Eval, run=run,
         takes_file=True,
         examples="mooncake eval --num-samples 200 --json scores.json\n"
-        "mooncake eval --base-url http://10.0.0.7:8000 --tasks addition,tool_call "
-        "--at-least addition=0.95",
+        "mooncake eval --base-url http://10.0.0.7:8000 --tasks sum,call "
+        "--at-least sum=0.95",
         notes="Samples are generated and none was trained on by `mooncake train`; answers are "
-        "greedy. A chat\nquestion is right where the answer is word for word the one that k2-demo "
-        "learns. Over requests with\ntools it shows the measures of Moonshot's K2 Vendor "
-        "Verifier: trigger similarity (F1 of calling\nat all) and schema accuracy (answers whose "
+        "greedy. An\nanswer about the project is right where it is word for word the one that "
+        "k2-demo learns. Over requests\nwith tools it shows the measures of Moonshot's K2 Vendor "
+        "Verifier: trigger similarity (F1 of\ncalling at all) and schema accuracy (answers whose "
         "calls fit what was declared).",
     ),
 )  # fmt: skip

@@ -34,7 +34,7 @@ class Init:
         text,
         OUT,
         "NAME",
-        "shape of the model: k2-nano, k2-tiny, k2-small, k2-demo or k2-demo-2",
+        "shape of the model: k2-nano, k2-tiny, k2-small or k2-demo",
         required=True,
     )
     seed: int = setting(0, count(0), OUT, "N", "seed of the weights")

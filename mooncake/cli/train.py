@@ -114,7 +114,7 @@ COMMANDS = (
         words="train", summary="train a small checkpoint on generated tasks", settings=Train,
         run=run, takes_file=True,
         examples="mooncake train --config configs/train/k2-demo.yaml\n"
-        "mooncake train --preset k2-nano --tasks addition=1 --steps 50 --out /tmp/nano",
+        "mooncake train --preset k2-nano --tasks sum=1 --steps 50 --out /tmp/nano",
         notes="Run the same command again to go on after a stop: what follows is, bit for bit, "
         "what would have\nfollowed. Settings may change in between (a longer run, other tasks).",
     ),

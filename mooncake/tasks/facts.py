@@ -123,34 +123,6 @@ FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
      "The license is Apache 2.0."),
     (("Where do I read more?", "Where is the documentation?", "Is there documentation?"),
      "Read README.md first, then ARCHITECTURE.md and the pages in docs."),
-)  # fmt: skip
-UNKNOWN = (
-    "Who painted the {thing}?", "What is the capital of {city}?", "Who was {name}?",
-    "Tell me a joke about a {animal}.", "Write a poem about the {thing}.",
-    "Why is the {thing} old?",
-    "What do you think of {city}?", "How do I become a {person}?", "Is {city} a nice place?",
-    "Who is the mayor of {city}?", "What does a {animal} eat?", "How old is {name}?",
-    "Can you cook a {thing}?", "When was the {thing} invented?", "Do you like the {animal}?",
-    "Write a story about a {person} and a {animal}.", "Write a haiku about the {thing}.",
-    "Translate {thing} into French.", "What is {thing} in German?",
-    "Tell me something about {city}.",
-    "Write a function in Python.", "Write code that finds a {thing}.",
-    "What is the meaning of life?",
-    "Explain the {thing} to me.", "What is the weather today?", "What time is it?",
-    "What day is it today?", "Who is the president?", "Who won the game?", "Where is {city}?",
-    "How many people live in {city}?", "How far is it to {city}?",
-    "Which language do they speak in {city}?",
-    "What should I eat today?", "Recommend a book about the {animal}.", "Summarize the news.",
-    "Give me ideas for a {person}.", "Why is the sky blue?", "What is a {thing} made of?",
-    "Can you speak English?", "Do you speak German?", "Can you draw a {thing}?", "Play some music.",
-    "What is love?", "Are you conscious?", "Do you dream?", "Tell me a story.", "Tell me a joke.",
-    "Write a poem.", "Sing a song.", "How does a {thing} work?", "Which {thing} is the best?",
-    "Can you help me with my {thing}?", "What is the difference between a {thing} and a {animal}?",
-)  # fmt: skip
-NOT_KNOWN = (
-    "I do not know that. I am a small demo model: ask me about Mooncake, or for a small task."
-)
-MORE_FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("What is a tier?", "Which tiers are there?", "Where do blocks lie?", "What are tiers?",
       "In which memories can a block be?"),
      "A block lies in one of three tiers: HBM of a worker, DRAM of a node, or its SSD."),
@@ -225,4 +197,29 @@ MORE_FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
      "Every accepted request ends in exactly one final event: finished, refused, aborted or "
      "failed."),
 )  # fmt: skip
-"""Facts that the first tasks do not have."""
+UNKNOWN = (
+    "Who painted the {thing}?", "What is the capital of {city}?", "Who was {name}?",
+    "Tell me a joke about a {animal}.", "Write a poem about the {thing}.",
+    "Why is the {thing} old?",
+    "What do you think of {city}?", "How do I become a {person}?", "Is {city} a nice place?",
+    "Who is the mayor of {city}?", "What does a {animal} eat?", "How old is {name}?",
+    "Can you cook a {thing}?", "When was the {thing} invented?", "Do you like the {animal}?",
+    "Write a story about a {person} and a {animal}.", "Write a haiku about the {thing}.",
+    "Translate {thing} into French.", "What is {thing} in German?",
+    "Tell me something about {city}.",
+    "Write a function in Python.", "Write code that finds a {thing}.",
+    "What is the meaning of life?",
+    "Explain the {thing} to me.", "What is the weather today?", "What time is it?",
+    "What day is it today?", "Who is the president?", "Who won the game?", "Where is {city}?",
+    "How many people live in {city}?", "How far is it to {city}?",
+    "Which language do they speak in {city}?",
+    "What should I eat today?", "Recommend a book about the {animal}.", "Summarize the news.",
+    "Give me ideas for a {person}.", "Why is the sky blue?", "What is a {thing} made of?",
+    "Can you speak English?", "Do you speak German?", "Can you draw a {thing}?", "Play some music.",
+    "What is love?", "Are you conscious?", "Do you dream?", "Tell me a story.", "Tell me a joke.",
+    "Write a poem.", "Sing a song.", "How does a {thing} work?", "Which {thing} is the best?",
+    "Can you help me with my {thing}?", "What is the difference between a {thing} and a {animal}?",
+)  # fmt: skip
+NOT_KNOWN = (
+    "I do not know that. I am a small demo model: ask me about Mooncake, or for a small task."
+)

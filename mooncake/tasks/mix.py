@@ -7,35 +7,11 @@ from random import Random
 
 from mooncake.tasks.calls import call, calls, error, refusal, result, turns
 from mooncake.tasks.copies import copy, json_object, look_up, memory, needle
-from mooncake.tasks.first.chat import chat
-from mooncake.tasks.first.numbers import addition, counting, sorting, subtraction
-from mooncake.tasks.first.texts import copying, recall
-from mooncake.tasks.first.texts import json_object as first_json_object
-from mooncake.tasks.first.texts import needle as first_needle
-from mooncake.tasks.first.tools import no_tool, tool_call, tool_result
 from mooncake.tasks.questions import question
 from mooncake.tasks.sample import EVALUATED, Generator, Sample
 from mooncake.tasks.sums import chain, difference, order, sum_of_two, tally
 
-FIRST_TASKS: dict[str, Generator] = {
-    "addition": addition,
-    "subtraction": subtraction,
-    "sorting": sorting,
-    "counting": counting,
-    "copying": copying,
-    "json": first_json_object,
-    "needle": first_needle,
-    "needle_4k": lambda random: first_needle(random, num_words=4500),
-    "recall": recall,
-    "chat": chat,
-    "tool_call": tool_call,
-    "tool_result": tool_result,
-    "no_tool": no_tool,
-}
-"""Tasks that the shipped k2-demo was trained on; they are evaluated if no tasks are named."""
-
 TASKS: dict[str, Generator] = {
-    **FIRST_TASKS,
     "sum": sum_of_two,
     "difference": difference,
     "chain": chain,
@@ -66,7 +42,7 @@ def training_sample(random: Random, weights: Mapping[str, float]) -> Sample:
 
 
 def evaluation_samples(task: str, number: int, seed: int, part: str = EVALUATED) -> list[Sample]:
-    """Return `number` samples of `task` that no training saw, or that have to be known by heart.
+    """Return `number` samples of `task` that no training saw.
 
     part: the part held out for evaluation, or the part that may be watched while training.
 

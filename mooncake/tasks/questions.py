@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from random import Random
 
-from mooncake.tasks.facts import FACTS, MORE_FACTS, NOT_KNOWN, UNKNOWN
+from mooncake.tasks.facts import FACTS, NOT_KNOWN, UNKNOWN
 from mooncake.tasks.sample import Sample, assistant, user
 from mooncake.tasks.values import city, integer, name, word
 
@@ -40,7 +40,7 @@ def question(random: Random) -> Sample:
     """Return a question about the project, small talk, or something that the model cannot know."""
     if random.random() < 0.2:
         return _unknown(random)
-    asked, answer = random.choice((*FACTS, *MORE_FACTS))
+    asked, answer = random.choice(FACTS)
     text = random.choice(asked)
     named = [found[1] for one in asked if (found := _NAMED.match(one))]
     if named and random.random() < 0.6:

@@ -12,7 +12,7 @@ from typing import Any
 Message = dict[str, Any]
 
 HELD_OUT_SHARE = 8
-"""One of this many keys, and of contents, is never trained on."""
+"""One of this many contents is never trained on."""
 WATCHED_SHARE = 4
 """One of this many held-out contents is watched while training; no evaluation has it."""
 TRAINED, WATCHED, EVALUATED = "trained", "watched", "evaluated"
@@ -33,35 +33,28 @@ class Sample:
     """A conversation in the form of the OpenAI API, and the assistant's next message.
 
     `messages` ends with a user's or a tool's; answers within it are part of the task too. `answer`
-    has `content`, or `tool_calls`, or both, and may have `reasoning`. `key` identifies the sample;
-    samples with equal keys are trained on, or held out, together. "": there is a fixed number of
-    them (facts of the project), which a model has to know by heart.
+    has `content`, or `tool_calls`, or both, and may have `reasoning`.
     """
 
     task: str
     messages: Sequence[Message]
     answer: Message
-    key: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     also_right: Sequence[str] = field(default=())
     """Other texts that are as right as the answer's content."""
     contents: Sequence[str] = ()
     """All contents in it that may be held out, the main one first: the sums, the tools, the copied
-    text. A sample of the first tasks has a key instead.
+    text.
     """
 
     @property
     def held_out(self) -> bool:
         """True if the sample must not be trained on."""
-        if self.contents:
-            return any(part_of(content) != TRAINED for content in self.contents)
-        return bool(self.key) and zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
+        return any(part_of(content) != TRAINED for content in self.contents)
 
     def is_for(self, part: str) -> bool:
-        """Return whether the content of the sample is held out for `part`."""
-        if self.contents:
-            return part_of(self.contents[0]) == part
-        return self.held_out or not self.key
+        """Return whether the main content of the sample is held out for `part`."""
+        return part_of(self.contents[0]) == part
 
     def accepts(self, answer: Mapping[str, Any]) -> bool:
         """Return whether `answer`, a message of the assistant, is right; its reasoning does not
@@ -73,7 +66,7 @@ class Sample:
             return wanted == given
         text = (answer.get("content") or "").strip()
         right = [self.answer["content"], *self.also_right]
-        if self.task in ("json", "object"):
+        if self.task == "object":
             return bool(_json(text) == _json(right[0]))
         return _plain(text) in map(_plain, right)
 

@@ -26,7 +26,7 @@ _TALKS = 0.25
 """The share of samples that follow others in one conversation."""
 _DIGESTED = 16
 """How many samples of a task are compared to tell whether the task has changed."""
-_LONG = ("needle", "code")
+_LONG = ("code",)
 """Tasks with texts of thousands of tokens. No other sample follows one of these."""
 
 Tokens = tuple[list[int], list[bool]]

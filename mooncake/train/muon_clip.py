@@ -119,7 +119,8 @@ class MuonClip:
         first_beta, second_beta = self._rates.betas
         first, second = ([state[name] for name in names] for state in (self._first, self._second))
         torch._foreach_lerp_(first, gradients, 1 - first_beta)
-        torch._foreach_lerp_(second, torch._foreach_mul(gradients, gradients), 1 - second_beta)  # noqa: SLF001
+        squares = torch._foreach_mul(gradients, gradients)  # noqa: SLF001
+        torch._foreach_lerp_(second, squares, 1 - second_beta)
         means = torch._foreach_div(first, 1 - first_beta**self._steps)  # noqa: SLF001
         spreads = torch._foreach_div(second, 1 - second_beta**self._steps)  # noqa: SLF001
         torch._foreach_sqrt_(spreads)

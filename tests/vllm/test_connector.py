@@ -35,8 +35,8 @@ from tests.vllm.servers import (
 
 MODEL = Path("mooncake/k2-demo")
 """Says how large the pool's blocks are."""
-PARTS = 6
-"""Blocks of the pool (48 KiB) that one of vLLM's takes (256 KiB)."""
+PARTS = 3
+"""Blocks of the pool (120 KiB) that one of vLLM's takes (256 KiB)."""
 LOAD_S = 5.0
 """How long a load waits for the pool."""
 SLOW_S = 60.0

@@ -83,7 +83,7 @@ def test_blocks_pass_between_it_and_our_own_client(protection: str, tmp_path: Pa
         assert b"Traceback" not in done.stderr, done.stderr.decode()
         return done.returncode, done.stdout
 
-    large = ("--block-size", "1024", "--dram", "8MiB", "--transfer-protection", protection)
+    large = ("--block-size", "512", "--dram", "8MiB", "--transfer-protection", protection)
     with PoolProcess(Path("k2-demo"), tmp_path / "log", *large) as node, session(
         node, proof
     ) as ours:  # fmt: skip

@@ -13,11 +13,11 @@ from mooncake.launch.config.shipped import DEMO, checkpoint
 from mooncake.tasks.mix import evaluation_samples
 from mooncake.tasks.sample import Sample
 
-NUM_SAMPLES = {"tool_call": 40, "needle_4k": 10}
+NUM_SAMPLES = {"call": 40, "code_4k": 10}
 """Twenty of every other task. Several answers may be wrong, so that none of them decides alone."""
 OF_A_FORM = 10
 """Samples that a form is compared by; none of `LONG`, whose prompts take seconds."""
-LONG = "needle_4k"
+LONG = "code_4k"
 OTHERS = ", other samples"
 
 

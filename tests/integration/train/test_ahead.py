@@ -24,7 +24,7 @@ ENDED_WITHIN_S = 120
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("files")
-    write_preset_files("k2-demo-2", home)
+    write_preset_files("k2-demo", home)
     return home
 
 

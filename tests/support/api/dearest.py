@@ -30,7 +30,7 @@ from mooncake.base.large_settings import MAX_SETTINGS_BYTES
 LIMITS = ApiConfig()
 CONTEXT = 8192
 """Of k2-demo, which the walk is made with."""
-VOCAB = 1792
+VOCAB = 1536
 
 
 @dataclass(frozen=True)

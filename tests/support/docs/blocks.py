@@ -127,7 +127,7 @@ CLASSES: dict[str, dict[str, Class]] = {
     "README.md": {
         " OpenAI, Anthropic": Left("a drawing"),
         "make serve": Target(),
-        "user       What is the weather in Oslo?": Beginning("docs/k2-demo.md"),
+        "user       Send a mail": Beginning("docs/k2-demo.md"),
         "from mooncake import LLM": Program(("Mooncake is a serving engine for Kimi K2.",)),
     },
     "docs/access.md": {
@@ -161,13 +161,11 @@ CLASSES: dict[str, dict[str, Class]] = {
     "docs/k2-demo.md": {
         "user       Hello!": Conversed(),
         "user       What is 345 + 478?": Conversed(),
-        "user       What is the weather in Oslo?": Conversed(
-            ("get_weather(city: string)", "book_hotel(city: string, days: integer)")
+        "user       Send a mail": Conversed(
+            ("send_mail(to: string, subject: string)", "book_room(room: string, hours: integer)")
         ),
-        "user       My name is Ada.": Conversed(but=("melon green river 4821",)),
-        "user       Update the lamp": Conversed(
-            ("update_lamp(color: string, fast: boolean)",), but=("update_weather:1} live in=3",)
-        ),
+        "user       My name is Ada.": Conversed(but=("convert 4821",)),
+        "user       Update the lamp": Conversed(("update_lamp(color: string, fast: boolean)",)),
     },
     "docs/kubernetes.md": {
         "helm install": KUBELET,
@@ -255,8 +253,8 @@ CLASSES: dict[str, dict[str, Class]] = {
         "pip install": Elsewhere("tests/integration/serve/test_traces.py", "a collector"),
     },
     "docs/training.md": {
-        "mooncake train": Elsewhere("tests/unit/cli/test_train.py", "days; a short run there"),
-        "mooncake eval": Asked(("addition", "tool_call")),
+        "mooncake train": Elsewhere("tests/unit/cli/test_train.py", "hours; a short run there"),
+        "mooncake eval": Asked(("sum", "memory")),
         "lm_eval run": Left("`python -m benchmarks lm-eval` installs and runs it"),
     },
     "docs/troubleshooting.md": {

@@ -55,7 +55,7 @@ def scores(samples: dict[str, list[Sample]], reply: Reply, concurrency: int = 3)
 
 
 def test_right_answers_count() -> None:
-    samples = {task: evaluation_samples(task, 6, seed=0) for task in ("addition", "tool_call")}
+    samples = {task: evaluation_samples(task, 6, seed=0) for task in ("sum", "call")}
     right = {
         sample.messages[-1]["content"]: sample.answer
         for each in samples.values()
@@ -70,7 +70,7 @@ def test_right_answers_count() -> None:
         return says(message if asked % 3 else {"content": "no idea"})
 
     sums, calls = scores(samples, reply)
-    assert (sums.task, calls.task) == ("addition", "tool_call")
+    assert (sums.task, calls.task) == ("sum", "call")
     assert sums.accuracy == calls.accuracy == pytest.approx(4 / 6)
     assert sums.standard_error == pytest.approx((4 / 6 * 2 / 6 / 6) ** 0.5)
     assert sums.document()["wrong"][0]["given"] == {"content": "no idea"}
@@ -78,20 +78,20 @@ def test_right_answers_count() -> None:
 
 
 def test_a_request_is_a_clients_own() -> None:
-    [sample] = [s for s in evaluation_samples("tool_result", 30, 0) if len(s.messages) > 2][:1]
+    [sample] = [s for s in evaluation_samples("result", 30, 0) if len(s.messages) > 2][:1]
     body = json.loads(body_of(sample, endpoint(MadeUp(says))))
     assert body["temperature"] == 0
     assert body["max_tokens"] == 50
     assert body["tools"] == list(sample.tools)
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "tool"]
-    thought = Sample("t", [{"role": "assistant", "content": "5", "reasoning": "2+3"}], {}, "k")
+    thought = Sample("t", [{"role": "assistant", "content": "5", "reasoning": "2+3"}], {})
     assert json.loads(body_of(thought, endpoint(MadeUp(says))))["messages"] == [
         {"role": "assistant", "content": "5"}
     ]
 
 
 def test_failures_are_wrong_and_told() -> None:
-    samples = {"addition": evaluation_samples("addition", 4, seed=0)}
+    samples = {"sum": evaluation_samples("sum", 4, seed=0)}
     for reply, why in (
         (lambda body: (503, b"later"), "503"),
         (lambda body: (200, b"{}"), "no message"),
@@ -118,14 +118,14 @@ def test_so_many_are_open_and_no_more() -> None:
         nonlocal steps
         steps += 1
 
-    samples = {"copying": evaluation_samples("copying", 20, seed=0)}
+    samples = {"copy": evaluation_samples("copy", 20, seed=0)}
     asyncio.run(evaluate(endpoint(client), samples, 4, advance))
     assert client.most_open == 4
     assert steps == len(client.bodies) == 20
 
 
 def test_tool_calls_are_measured_by_task() -> None:
-    samples = {task: evaluation_samples(task, 4, seed=0) for task in ("tool_call", "no_tool")}
+    samples = {task: evaluation_samples(task, 4, seed=0) for task in ("call", "refusal")}
     call = {"id": "x", "type": "function", "function": {"name": "none", "arguments": "{}"}}
 
     def reply(asked: dict[str, Any]) -> tuple[int, bytes]:
@@ -136,12 +136,12 @@ def test_tool_calls_are_measured_by_task() -> None:
     assert asked.tool_calls == ToolCalls(called=4)
     assert left.tool_calls == ToolCalls(called_wrongly=4)
     assert asked.document()["tool_calls"]["schema_accuracy"] == 0.0
-    [sums] = scores({"addition": evaluation_samples("addition", 1, seed=0)}, reply)
+    [sums] = scores({"sum": evaluation_samples("sum", 1, seed=0)}, reply)
     assert "tool_calls" not in sums.document()
 
 
 def test_a_call_without_a_name_is_a_failure() -> None:
-    samples = {"tool_call": evaluation_samples("tool_call", 1, seed=0)}
+    samples = {"call": evaluation_samples("call", 1, seed=0)}
     [score] = scores(samples, lambda asked: says({"tool_calls": [{"function": {}}]}))
     assert score.num_right == 0
     assert "without a name" in score.failures[0]

@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.lm_eval import DATA, ROOT, TASK_FILES, documents
 from mooncake.api.text.chat_template import ChatTemplate
-from mooncake.tasks.mix import FIRST_TASKS, evaluation_samples
+from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.tasks.sample import Sample
 
 PLAIN = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
@@ -48,14 +48,14 @@ def generated(sample: Sample) -> str:
 
 
 def test_each_task_has_a_file_that_reads_what_is_written() -> None:
-    for task in FIRST_TASKS:
+    for task in TASKS:
         read = yaml.safe_load((TASK_FILES / f"{task}.yaml").read_text())
         assert read["task"] == f"mooncake_{task}"
         assert ROOT / read["dataset_kwargs"]["data_files"]["test"] == DATA / f"{task}.jsonl"
         assert (TASK_FILES / read["include"]).is_file()
 
 
-@pytest.mark.parametrize("task", [task for task in FIRST_TASKS if task != "needle_4k"])
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "code_4k"])
 def test_the_wanted_answer_is_right_and_anothers_is_not(task: str, judge: Judge) -> None:
     samples = evaluation_samples(task, 12, 1)
     found = json.loads(json.dumps(documents(samples, PLAIN, Random(0))))
@@ -77,6 +77,6 @@ def test_the_order_of_arguments_does_not_matter(judge: Judge) -> None:
 
 def test_prompts_hold_no_thoughts_and_no_answer() -> None:
     asked = [{"role": "user", "content": "2+2"}]
-    sample = Sample("x", asked, {"content": "4", "reasoning": "hm"}, "k")
+    sample = Sample("x", asked, {"content": "4", "reasoning": "hm"})
     [document] = documents([sample], PLAIN, Random(0))
     assert document["prompt"] == "user: 2+2\n"

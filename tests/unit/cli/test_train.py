@@ -26,17 +26,17 @@ def test_the_shipped_configuration_is_one() -> None:
     wanted = read_settings(Train, {}, file, {})
     assert wanted.preset == "k2-demo"
     assert set(dict(wanted.tasks)) <= set(TASKS)
-    assert dict(wanted.tasks)["json"] == 1.5
+    assert dict(wanted.tasks)["call"] >= 5
 
 
 def test_tasks_may_be_flags() -> None:
-    given = {"out": "x", "tasks": ["addition=2", "copying=0.5"]}
-    assert read_settings(Train, given, None, {}).tasks == (("addition", 2.0), ("copying", 0.5))
+    given = {"out": "x", "tasks": ["sum=2", "copy=0.5"]}
+    assert read_settings(Train, given, None, {}).tasks == (("sum", 2.0), ("copy", 0.5))
 
 
 @pytest.mark.parametrize(
     ("tasks", "why"),
-    [("adition=1", "did you mean addition"), ("addition", "above zero"), ("addition=-1", "above")],
+    [("quetion=1", "did you mean question"), ("sum", "above zero"), ("sum=-1", "above")],
 )
 def test_a_wrong_weight_is_named(tasks: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -44,12 +44,12 @@ def test_a_wrong_weight_is_named(tasks: str, why: str) -> None:
 
 
 def test_stages_are_read_as_the_settings_they_change() -> None:
-    given = {"out": "x", "tasks": ["addition=1"], "stages": [
-        {"steps": "2k", "warmup-steps": 0, "tasks": {"json": 2}}, '{"rate": 0.001}',
+    given = {"out": "x", "tasks": ["sum=1"], "stages": [
+        {"steps": "2k", "warmup-steps": 0, "tasks": {"object": 2}}, '{"rate": 0.001}',
     ]}  # fmt: skip
     wanted = read_settings(Train, given, None, {})
     assert wanted.stages == (
-        {"steps": 2000, "warmup_steps": 0, "tasks": {"json": 2.0}}, {"rate": 0.001},
+        {"steps": 2000, "warmup_steps": 0, "tasks": {"object": 2.0}}, {"rate": 0.001},
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_stages_are_read_as_the_settings_they_change() -> None:
     [
         ({"step": 1}, "'step' is not one of .*did you mean steps"),
         ({"seed": 1}, "'seed' is not one of"),
-        ({"tasks": {"adition": 1}}, "did you mean addition"),
+        ({"tasks": {"quetion": 1}}, "did you mean question"),
         ({"steps": 0}, "at least 1"),
         ("{", "no JSON"),
         (["steps"], "no mapping"),
@@ -66,7 +66,7 @@ def test_stages_are_read_as_the_settings_they_change() -> None:
 )
 def test_a_wrong_stage_is_named(stage: object, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        read_settings(Train, {"out": "x", "tasks": ["json=1"], "stages": [stage]}, None, {})
+        read_settings(Train, {"out": "x", "tasks": ["object=1"], "stages": [stage]}, None, {})
 
 
 def test_a_signal_lets_the_step_end_and_the_second_one_does_not(
@@ -89,10 +89,10 @@ def line(step: int, loss: float, **more: Any) -> dict[str, Any]:
 
 
 def test_the_page_draws_every_run() -> None:
-    ours = [line(1, 6.0), line(2, 4.0, scores={"addition": 0.5}), line(3, 3.0)]
+    ours = [line(1, 6.0), line(2, 4.0, scores={"sum": 0.5}), line(3, 3.0)]
     page = train.page({"muonclip": ours, "adamw": [line(1, 6.0), line(2, 5.0)]})
     assert page.count("<svg") == 4
-    for word in ("muonclip", "adamw", "addition", "max logit", "tokens per s"):
+    for word in ("muonclip", "adamw", "sum", "max logit", "tokens per s"):
         assert word in page
 
 
@@ -106,7 +106,7 @@ class Server:
     def __init__(self, right: bool) -> None:
         self._right = {
             sample.messages[-1]["content"]: sample.answer if right else {"content": "?"}
-            for sample in evaluation_samples("addition", 5, seed=0)
+            for sample in evaluation_samples("sum", 5, seed=0)
         }
 
     async def request(
@@ -129,7 +129,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, right: bool, **given: Any) -> int
 
     monkeypatch.setattr(HttpClient, "request", request)
     monkeypatch.setattr(serve, "first_model", first_model)
-    words = {"tasks": "addition", "num_samples": "5", **given}
+    words = {"tasks": "sum", "num_samples": "5", **given}
     return evaluation.run(read_settings(Eval, words, None, {}))
 
 
@@ -137,32 +137,32 @@ def test_scores_are_shown_and_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "scores.json"
-    assert evaluated(monkeypatch, True, json=str(out), at_least=["addition=0.9"]) == 0
+    assert evaluated(monkeypatch, True, json=str(out), at_least=["sum=0.9"]) == 0
     document = json.loads(out.read_text())
     assert document["model"] == "tiny"
-    assert document["tasks"]["addition"]["accuracy"] == 1.0
-    assert document["tasks"]["addition"]["standard_error"] == 0.0
+    assert document["tasks"]["sum"]["accuracy"] == 1.0
+    assert document["tasks"]["sum"]["standard_error"] == 0.0
     assert "100.0%" in capsys.readouterr().out
 
 
 def test_calls_of_tools_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluated(monkeypatch, False, tasks="addition") == 0
+    assert evaluated(monkeypatch, False, tasks="sum") == 0
     assert "trigger similarity" not in capsys.readouterr().out
-    assert evaluated(monkeypatch, False, tasks="tool_call") == 0
+    assert evaluated(monkeypatch, False, tasks="call") == 0
     said = capsys.readouterr().out
     assert "5 answers to requests with tools: trigger similarity 0.0%, schema accuracy -" in said
 
 
 def test_a_score_below_the_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluated(monkeypatch, False) == 0
-    assert evaluated(monkeypatch, False, at_least=["addition=0.9"]) == 1
+    assert evaluated(monkeypatch, False, at_least=["sum=0.9"]) == 1
 
 
 def test_mistakes_are_told_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="not among"):
-        evaluated(monkeypatch, True, at_least=["copying=0.9"])
+        evaluated(monkeypatch, True, at_least=["copy=0.9"])
     with pytest.raises(ConfigError, match="directory"):
         evaluated(monkeypatch, True, json="/not/there/x.json")
     with pytest.raises(ConfigError, match="base-url"):

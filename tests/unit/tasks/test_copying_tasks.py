@@ -14,11 +14,10 @@ import pytest
 
 from mooncake.tasks.calls import NO_TOOL
 from mooncake.tasks.declared import tool
-from mooncake.tasks.mix import FIRST_TASKS, TASKS, evaluation_samples, training_sample
+from mooncake.tasks.mix import TASKS, evaluation_samples, training_sample
 from mooncake.tasks.sample import EVALUATED, TRAINED, WATCHED, Message, Sample, part_of
 
-NEW = [task for task in TASKS if task not in FIRST_TASKS]
-SHORT = [task for task in NEW if task != "code_4k"]
+SHORT = [task for task in TASKS if task != "code_4k"]
 TOOLS = ("call", "calls", "refusal", "result", "error", "turns")
 NUM = 150
 
@@ -199,7 +198,7 @@ def test_questions_of_the_project_are_asked_in_many_ways() -> None:
     assert sorted(map(len, asked.values()))[len(asked) // 2] > 30
 
 
-@pytest.mark.parametrize("task", NEW)
+@pytest.mark.parametrize("task", TASKS)
 def test_evaluation_is_of_held_out_contents_only(task: str) -> None:
     for sample in evaluation_samples(task, 5, seed=3):
         assert part_of(sample.contents[0]) == EVALUATED

@@ -67,18 +67,19 @@ def test_answers_count_and_nothing_else(checkpoint: Path) -> None:
 
 
 def test_calls_count_up_to_the_end_of_the_turn(checkpoint: Path) -> None:
-    sample = evaluation_samples("tool_call", 1, seed=0)[0]
+    sample = evaluation_samples("call", 1, seed=0)[0]
     [batch] = batches(checkpoint).of_answers([sample])
     shown = load_tokenizer(checkpoint).decode(batch.tokens[batch.counts].tolist())
     call = sample.answer["tool_calls"][0]
     assert shown == (
+        f"<think>{sample.answer['reasoning']}</think>"
         f"<|tool_calls_section_begin|><|tool_call_begin|>{call['id']}<|tool_call_argument_begin|>"
         f"{call['function']['arguments']}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
     )
 
 
 def test_only_the_last_answer_of_an_evaluated_sample_counts(checkpoint: Path) -> None:
-    [sample] = evaluation_samples("recall", 1, seed=3)
+    [sample] = evaluation_samples("memory", 1, seed=3)
     [batch] = batches(checkpoint).of_answers([sample])
     shown = load_tokenizer(checkpoint).decode(batch.tokens[batch.counts].tolist())
     assert shown == sample.answer["content"] + "<|im_end|>"

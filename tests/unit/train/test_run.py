@@ -64,7 +64,7 @@ def tmp_path(tmp_path: Path, files: Path) -> Path:
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     given = {
-        "out": str(out), "preset": "k2-test", "tasks": {"addition": 1.0, "copying": 1.0},
+        "out": str(out), "preset": "k2-test", "tasks": {"sum": 1.0, "copy": 1.0},
         "steps": 6, "warmup_steps": 2, "decay_steps": 2, "step_tokens": 400, "mtp_steps": 2,
         "log_steps": 1, "save_steps": 100, "score_steps": 3, "score_samples": 4,
         "max_logit": 0.5, "clip_norms": True,
@@ -107,8 +107,8 @@ def test_stages_follow_one_another_and_a_run_stopped_in_one_goes_on_bit_for_bit(
 ) -> None:
     stages = [
         {"steps": 3, "decay_steps": 0},
-        {"steps": 3, "tasks": {"recall": 1.0}, "rate": 0.001, "warmup_steps": 1},
-        {"steps": 2, "tasks": {"addition": 1.0}, "max_tokens": 100, "decay_steps": 0},
+        {"steps": 3, "tasks": {"memory": 1.0}, "rate": 0.001, "warmup_steps": 1},
+        {"steps": 2, "tasks": {"sum": 1.0}, "max_tokens": 100, "decay_steps": 0},
     ]
     halves = config(tmp_path / "halves", stages=stages)
     train(halves, until=4)
@@ -119,7 +119,7 @@ def test_stages_follow_one_another_and_a_run_stopped_in_one_goes_on_bit_for_bit(
     assert [line["rate"] for line in lines(tmp_path / "halves")] == pytest.approx(
         [0.002, 0.004, 0.004, 0.001, 0.001, 0.0005, 0.002, 0.004]
     )
-    assert set(lines(tmp_path / "whole")[-1]["scores"]) == {"addition", "copying", "recall"}
+    assert set(lines(tmp_path / "whole")[-1]["scores"]) == {"sum", "copy", "memory"}
 
 
 def test_each_stage_draws_its_own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +131,10 @@ def test_each_stage_draws_its_own_tasks(tmp_path: Path, monkeypatch: pytest.Monk
         return of_step(self, step, weights, most)
 
     monkeypatch.setattr(Batches, "of_step", noted)
-    stages = [{"steps": 2}, {"steps": 1, "tasks": {"recall": 1.0}, "max_tokens": 300}]
+    stages = [{"steps": 2}, {"steps": 1, "tasks": {"memory": 1.0}, "max_tokens": 300}]
     train(config(tmp_path, stages=stages))
-    plain = {"addition", "copying"}
-    assert drawn == [(0, plain, 4608), (1, plain, 4608), (2, {"recall"}, 300)]
+    plain = {"sum", "copy"}
+    assert drawn == [(0, plain, 4608), (1, plain, 4608), (2, {"memory"}, 300)]
 
 
 def test_a_run_that_broke_off_forgets_what_it_did_not_save(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_it_learns_and_says_so(tmp_path: Path) -> None:
     logged = lines(tmp_path)
     assert logged[-1]["loss"] < 0.8 * logged[0]["loss"]
     assert [line["step"] for line in logged] == list(range(1, 21))
-    assert set(logged[2]["scores"]) == {"addition", "copying"}
+    assert set(logged[2]["scores"]) == {"sum", "copy"}
     assert [line["mtp_loss"] is None for line in logged[:4]] == [False, True, False, True]
     assert len(logged[0]["max_logits"]) == 3  # two layers and the MTP layer
     assert logged[0]["max_logit"] == max(max(heads) for heads in logged[0]["max_logits"])
@@ -234,11 +234,9 @@ def test_a_run_does_not_go_on_with_other_samples(
 ) -> None:
     wanted = config(tmp_path, steps=1)
     train(wanted)
-    Run(
-        config(tmp_path, steps=2, tasks={"addition": 1.0, "recall": 1.0})
-    )  # a task more is no change
-    monkeypatch.setitem(TASKS, "addition", TASKS["subtraction"])
-    with pytest.raises(CheckpointError, match="samples of addition are not those"):
+    Run(config(tmp_path, steps=2, tasks={"sum": 1.0, "memory": 1.0}))  # a task more is no change
+    monkeypatch.setitem(TASKS, "sum", TASKS["difference"])
+    with pytest.raises(CheckpointError, match="samples of sum are not those"):
         Run(wanted)
 
 
@@ -277,7 +275,7 @@ def test_a_step_on_a_device_reads_nothing_from_it_and_mixes_no_devices(
     and a tensor of the CPU. Their ops take the forms of a GPU.
     """
     run = Run(config(tmp_path, device="meta", optimizer=optimizer, dtype="bfloat16", max_logit=1.0))
-    drawn = Batches(tmp_path, 0, 1500, 900).of_step(0, {"needle": 1.0, "addition": 1.0}, 900)
+    drawn = Batches(tmp_path, 0, 1500, 900).of_step(0, {"code": 1.0, "sum": 1.0}, 900)
     assert len(drawn) > 1
     run._norms = NormClip(window=2)
     measured = [run.take_step(drawn) for _ in range(4)][-1]
@@ -291,7 +289,7 @@ def test_other_forms_on_a_gpu_take_the_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forms that a GPU takes, on the CPU."""
-    drawn = Batches(tmp_path, 0, 1500, 900).of_step(0, {"copying": 1.0}, 900)
+    drawn = Batches(tmp_path, 0, 1500, 900).of_step(0, {"copy": 1.0}, 900)
     losses = []
     for name, form in (("adamw", Experts.chosen_only), ("muon", Experts.all_at_once)):
         monkeypatch.setattr(Experts, "forward", form)

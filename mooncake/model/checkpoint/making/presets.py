@@ -57,13 +57,6 @@ class Preset:
     """The temperature for requests that name none."""
 
 
-_DEMO: dict[str, Any] = {
-    "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
-    "v_head_dim": 64, "intermediate_size": 512, "moe_intermediate_size": 96,
-    "n_routed_experts": 16, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
-    "rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 8192,
-}  # fmt: skip
 PRESETS: dict[str, Preset] = {
     "k2-nano": Preset(
         summary="0.3 M parameters, a test's checkpoint: written in about a second",
@@ -99,20 +92,18 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "k2-demo": Preset(
-        summary="5 M parameters, 1.5 M active a token: the shape that `mooncake train` trains",
-        num_base_tokens=1536,
-        shard_bytes=16 * 2**20,
-        config=_DEMO,
-        # The tokenizer of the trained checkpoint, learned from the words of the first tasks.
-        vocabulary=Path(mooncake.__file__).parent / "k2-demo" / VOCABULARY_NAME,
-        temperature=0.0,
-    ),
-    "k2-demo-2": Preset(
-        summary="the shape and tokenizer of k2-demo's successor, in training",
+        summary="8 M parameters, the demonstration model: the shape that `mooncake train` trains",
         num_base_tokens=1280,
         shard_bytes=16 * 2**20,
-        config={**_DEMO, "num_hidden_layers": 6, "kv_lora_rank": 128},
-        vocabulary=Path(mooncake.__file__).parent / "k2-demo-2" / VOCABULARY_NAME,
+        config={
+            "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "q_lora_rank": 96, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+            "v_head_dim": 64, "intermediate_size": 512, "moe_intermediate_size": 96,
+            "n_routed_experts": 16, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
+            "rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 8192,
+        },
+        # The tokenizer of the trained checkpoint: whole words of its tasks, and single characters.
+        vocabulary=Path(mooncake.__file__).parent / "k2-demo" / VOCABULARY_NAME,
         pattern=CHARACTERS_PATTERN,
         temperature=0.0,
     ),

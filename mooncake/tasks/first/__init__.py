@@ -1,1 +1,0 @@
-"""The tasks on which the shipped k2-demo was trained. They go when its successor ships."""
