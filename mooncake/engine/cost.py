@@ -137,14 +137,21 @@ class StepCostModel:
             self._error.add(abs(used_s - seconds) / seconds)
             kind = self._kinds[_has_prompts(sample)]
             fitted_s = _dot(fitted, features)
-            kind.compare(seconds, _dot(self._started, features), fitted_s)
+            kind.compare(features, seconds, _dot(self._started, features), fitted_s)
             error = abs(fitted_s - seconds) / seconds
             weight = min(1.0, OUTLIER_RATIO / error) if seen_any and error > 0 else 1.0
             self._online.fade(DECAY)
             self._online.add(features, seconds, weight)
         self._has_samples = self._is_stale = True
         for kind in self._kinds:
-            kind.correct()
+            kind.choose()
+
+    def rest(self) -> None:
+        """Predict without the latest errors until steps are measured again: how fast the machine is
+        after it had nothing to do, they do not tell.
+        """
+        for kind in self._kinds:
+            kind.rest()
 
     def sample_s(self, sample: CostSample) -> float:
         """Return the predicted seconds of a step of a sample's size."""
@@ -211,6 +218,8 @@ class StepCostModel:
         if self._is_stale:
             self._fitted = self._fit()
             self._is_stale = False
+            for kind in self._kinds:
+                kind.correct(self._fitted)
         return self._fitted
 
     def _compare_with_profile(self, features: Row, seconds: float) -> None:
@@ -252,11 +261,11 @@ class _Kind:
         self.way = _Way.FITTED
         self.correction = 1.0
         """The factor from the fit to the latest steps."""
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        """The logarithms of measured over fitted seconds."""
+        self._recent: deque[tuple[Row, float]] = deque(maxlen=RECENT)
+        """The features and seconds of the latest steps."""
         self._errors = {way: DecayedMean() for way in _Way}
 
-    def compare(self, seconds: float, started_s: float, fitted_s: float) -> None:
+    def compare(self, features: Row, seconds: float, started_s: float, fitted_s: float) -> None:
         """Take in a step that was predicted in all ways."""
         predicted = {
             _Way.STARTED: started_s,
@@ -266,12 +275,23 @@ class _Kind:
         for way, predicted_s in predicted.items():
             error = abs(math.log(predicted_s / seconds))
             self._errors[way].add(min(error, MAX_ERROR))
-        self._recent.append(math.log(seconds / fitted_s))
+        self._recent.append((features, seconds))
 
-    def correct(self) -> None:
-        """Correct by the latest steps, and choose the way that was best."""
+    def correct(self, fitted: Row) -> None:
+        """Correct a new fit by the latest steps, as far as it has not learned from them itself."""
         if len(self._recent) >= LEAST_RECENT:
-            self.correction = math.exp(statistics.median(self._recent))
+            ratios = [seconds / _dot(fitted, features) for features, seconds in self._recent]
+            self.correction = statistics.median(ratios)
+
+    def rest(self) -> None:
+        """Forget the latest steps."""
+        self._recent.clear()
+        self.correction = 1.0
+        if self.way is _Way.CORRECTED:
+            self.way = _Way.FITTED
+
+    def choose(self) -> None:
+        """Choose the way that was best."""
         errors = {way: mean.value for way, mean in self._errors.items() if mean.value is not None}
         if errors:
             self.way = min(errors, key=lambda way: (errors[way], way is not _Way.FITTED))

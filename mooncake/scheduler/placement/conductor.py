@@ -175,12 +175,11 @@ class Conductor:
             return
         self._index.expect(report.worker, report.block_nos)
         self._fetch.observe(report.worker.worker_id, report.load.counters)
-        view.observe(report.load, now)
+        view.observe(report.load, now, report.samples)
         if report.load.draining and not view.draining:
             view.draining = True
         if report.load.lends:
             self._pools.add(view)
-        view.cost.observe(report.samples)
 
     def on_blocks(self, events: BlockEvents) -> None:
         """Take the block events of a live worker."""

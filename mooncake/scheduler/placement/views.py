@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake.base import Role, WorkerHello, WorkerLoad, WorkerRef
+from mooncake.base import CostSample, Role, WorkerHello, WorkerLoad, WorkerRef
 from mooncake.engine.cost import StepCostModel
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
 
 REPORT_LAG_S = 0.05
 """A report includes the tasks that were sent at least this long before it came."""
+REST_S = 10.0
+"""A worker that had nothing to do for so long is no longer taken to be as slow as its latest steps
+were. Otherwise one that looks too slow for every request would never be tried again.
+"""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -128,6 +132,8 @@ class InstanceView:
     """When prompts here last began to be computed, or were last seen to get on. Infinite before the
     first.
     """
+    _busy_s: float = -math.inf
+    """When it last had something to do."""
 
     @classmethod
     def of(cls, hello: WorkerHello) -> InstanceView:
@@ -170,11 +176,16 @@ class InstanceView:
         """Return the share that this request has here, or None."""
         return self._pending.shares.get(request_id) or self._reported.shares.get(request_id)
 
-    def observe(self, load: WorkerLoad, now: float) -> None:
-        """Take a report that has just arrived."""
+    def observe(self, load: WorkerLoad, now: float, samples: Sequence[CostSample] = ()) -> None:
+        """Take a report that has just arrived, and the steps measured since the last one."""
         if load.num_queued_tokens < self.load.num_queued_tokens:
             self._step_began_s = now
         self.load = load
+        self.cost.observe(samples)
+        if samples or load.num_running or load.num_waiting or self.num_assigned:
+            self._busy_s = now
+        elif now >= self._busy_s + REST_S:
+            self.cost.rest()
         self._ended = _EndedSince()
         visible = [a for a in self._pending.shares.values() if a.placed_s <= now - REPORT_LAG_S]
         for assignment in visible:

@@ -3,11 +3,21 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from mooncake.base import BlockEvents, CostSample, LoadReport, Role, Tier, WorkerLoad
+from mooncake.base import (
+    BlockEvents,
+    CostSample,
+    LoadReport,
+    Role,
+    Tier,
+    WorkerHello,
+    WorkerLoad,
+)
 from mooncake.engine.cost import StepCostModel
 from mooncake.scheduler.placement.admission import Placement, Rejection
 from mooncake.scheduler.placement.conductor import HELD_STEPS, Conductor
+from mooncake.scheduler.placement.views import REST_S
 from tests.support.scheduler.scheduling import (
     BLOCK_TOKENS,
     conductor,
@@ -357,3 +367,19 @@ def test_measured_steps_refine_the_model() -> None:
     assert view is not None
     assert view.cost.error_ratio is not None
     assert view.cost.prefill_s(256, 0, 0) > 1.5
+
+
+@pytest.mark.parametrize("worker", [P0, D0])
+def test_a_worker_that_was_slow_is_tried_again_after_a_rest(worker: WorkerHello) -> None:
+    """All requests were refused from then on, so that no step could show that it is fast again."""
+    made = conductor([D0, P0], ttft_slo_s=1.0, tbt_slo_s=0.1)
+    load = WorkerLoad(num_free_blocks=1000, num_total_blocks=1000)
+    usual = CostSample(64, 0, 1, 0.064) if worker is P0 else CostSample(4, 0, 4, 0.004).of_streams()
+    slow = replace(usual, seconds=50 * usual.seconds)
+    for number, sample in enumerate([usual] * 15 + [slow] * 4):
+        report = LoadReport(worker=worker.worker, load=load, samples=[sample] * 4)
+        made.on_load(report, 0.1 * number)
+    asked = request("a", 64)
+    assert refused(made, asked).reason == ("ttft_limit" if worker is P0 else "tbt_limit")
+    made.on_load(LoadReport(worker=worker.worker, load=load), 2.0 + REST_S)
+    place(made, asked, 2.0 + REST_S)
