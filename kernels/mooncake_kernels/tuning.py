@@ -3,7 +3,8 @@ thumb.
 
 A table is a JSON file in `tuned/`, made by `mooncake tune` and never while serving: `{"device":
 ..., "triton": "3.6", "entries": {"experts/int4/384/256/7168": {"128": {...}}}}`. The inner key is
-the batch; the nearest one is used. Knows no torch and no Triton.
+the batch; the nearest one is used, unless it is more than `_FARTHEST` times as large or as small.
+Knows no torch and no Triton.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 TABLES = Path(__file__).parent / "tuned"
 
+_FARTHEST = 2.0
+"""Tiles measured for a few tokens' rows would slow a prompt's down."""
 _FEW_ROWS = (16, 32, 64)
 """Up to this many rows of an expert, weights are made the rows of the product."""
 
@@ -112,7 +115,8 @@ def experts_config(
         batches = _table(tables / target.file_name).get(shape.key)
         if batches:
             nearest = min(batches, key=lambda batch: abs(math.log(batch / max(pairs, 1))))
-            return batches[nearest]
+            if 1 / _FARTHEST <= nearest / max(pairs, 1) <= _FARTHEST:
+                return batches[nearest]
     return default_experts_config(shape, pairs)
 
 

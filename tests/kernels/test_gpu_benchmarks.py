@@ -176,7 +176,7 @@ class Creations(TorchDispatchMode):
 
 
 def test_findings_name_every_op(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {name: correctness.OPS[name] for name in ("rms_norm", "choose")}
+    few = {name: correctness.OPS[name] for name in ("rms_norm", "choose", "mask")}
     monkeypatch.setattr(correctness, "OPS", few)
     monkeypatch.setattr("mooncake_kernels.checks.ops", lambda: list(few))
     found = list(correctness.findings(bench))

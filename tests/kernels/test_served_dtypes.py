@@ -25,6 +25,9 @@ from tests.support.kernels.launch_notes import Launch, noted_launches
 from tests.support.kernels.step_launches import META, model_of
 from tests.support.model.tiny_models import slot
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="notes launches of tensors without memory, as without a GPU"
+)
 PAGE = 16
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 256, "moe_intermediate_size": 128,

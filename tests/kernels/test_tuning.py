@@ -46,7 +46,8 @@ def test_a_table_is_found_again_and_extended(tmp_path: Path) -> None:
     assert experts_config(SHAPE, 512, H200, tmp_path) == config(32)
     assert experts_config(SHAPE, 200, H200, tmp_path) == config(64)
     assert experts_config(SHAPE, 400, H200, tmp_path) == config(32)
-    assert experts_config(SHAPE, 10**6, H200, tmp_path) == config(32)
+    for far in (60, 1100):  # more than twice as few or as many: another rule's tiles suit them
+        assert experts_config(SHAPE, far, H200, tmp_path) == default_experts_config(SHAPE, far)
 
 
 def test_other_devices_releases_and_shapes_get_the_rule_of_thumb(tmp_path: Path) -> None:
@@ -61,8 +62,19 @@ def test_other_devices_releases_and_shapes_get_the_rule_of_thumb(tmp_path: Path)
 
 
 def test_shipped_tables_can_be_read() -> None:
-    for path in tuning.TABLES.glob("*.json"):
+    paths = list(tuning.TABLES.glob("*.json"))
+    assert tuning.TABLES / H200.file_name in paths
+    for path in paths:
         assert tuning._table(path)
+
+
+def test_the_h200s_table_is_served_by_the_release_that_measured_it_and_no_prompt_takes_it() -> None:
+    shape = ExpertsShape("fp8", 24, 2048, 7168)
+    tuned = experts_config(shape, 512, H200)
+    assert (tuned.gate_up.programs, tuned.down.stages) == (2, 5)
+    assert tuned != default_experts_config(shape, 512)
+    for pairs, target in ((512, Target("NVIDIA H200", "3.9.0")), (65536, H200)):
+        assert experts_config(shape, pairs, target) == default_experts_config(shape, pairs)
 
 
 @pytest.mark.parametrize("split", sorted(KIMI_K2_RANKS))
