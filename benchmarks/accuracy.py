@@ -2,10 +2,10 @@
 
 Each row is a server of its own, asked the same held-out samples of every task as `mooncake eval`
 does, greedily. Rows are compared with the first, bfloat16 weights in one process: a row is lower
-where it loses more than one standard error of the first row's accuracy. Before it is asked, a
-server has to show that it is what its row says: workers, ranks, bytes of a token's KV, stored
-experts. Where weights or KV are quantized, the likelihoods of a text have to differ from the first
-row's, too. `--json` keeps each task's figures.
+where it loses more than one standard error of the difference of the two accuracies. Before it is
+asked, a server has to show that it is what its row says: workers, ranks, bytes of a token's KV,
+stored experts. Where weights or KV are quantized, the likelihoods of a text have to differ from the
+first row's, too. `--json` keeps each task's figures.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ class Row:
         return math.sqrt(self.accuracy * (1 - self.accuracy) / self.num_samples)
 
     def keeps(self, first: Row) -> bool:
-        """Whether the accuracy is at most one standard error below that of `first`."""
-        return self.accuracy >= first.accuracy - first.standard_error
+        """Whether the accuracy is at most one standard error of the difference below `first`'s."""
+        error = math.hypot(self.standard_error, first.standard_error)
+        return self.accuracy >= first.accuracy - error
 
     def unlike(self, first: Row) -> bool:
         """Whether what is quantized here had an effect."""
