@@ -97,7 +97,7 @@ def test_what_cannot_be() -> None:
         check_slots(384, 3, 16)
     with pytest.raises(ConfigError, match="at most 8"):
         check_slots(8, 16, 2)
-    with pytest.raises(ConfigError, match="window_size: 10 steps are more than step_interval 5"):
+    with pytest.raises(ConfigError, match="window_size: 10 steps are more than step_interval"):
         EplbConfig(window_size=10, step_interval=5)
     with pytest.raises(ConfigError, match="num_redundant_experts: must be at least 0, not -1"):
         EplbConfig(num_redundant_experts=-1)
