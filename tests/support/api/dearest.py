@@ -58,7 +58,7 @@ def number(value: float, above: float, **beside: Any) -> Dearest:
 
 WIDE = {"n": LIMITS.max_choices, "max_tokens": 24}
 LONG = {"max_tokens": CONTEXT - 64, "ignore_eos": True}
-FULL_TEXT = "a b " * (LIMITS.max_body_bytes // 5)
+FULL_TEXT = "the " * (LIMITS.max_body_bytes // 5)
 """Most of what a body may have."""
 CONTEXT_IDS = [40 + at % 900 for at in range(CONTEXT - 40)]
 PROPERTIES = 2000
@@ -203,7 +203,7 @@ CHAT: dict[str, Dearest] = {
     "include_reasoning": switch(False, **WIDE),
     "reasoning_effort": switch("none"),
     "add_generation_prompt": switch(False),
-    "continue_final_message": switch(PROMPT=[{"role": "assistant", "content": "a b " * 1000}],
+    "continue_final_message": switch(PROMPT=[{"role": "assistant", "content": "the " * 1000}],
                                      add_generation_prompt=False),
     "documents": switch([{"text": "a b c", "title": str(at)} for at in range(10_000)]),
 }  # fmt: skip
@@ -218,7 +218,7 @@ COMPLETION: dict[str, Dearest] = {
 RESPONSES: dict[str, Dearest] = {
     **SHARED,
     "input": Dearest(turns(TURNS), {"truncation": "auto"}, {"": []}),
-    "instructions": switch("a b " * 1500),
+    "instructions": switch("the " * 1500),
     "max_output_tokens": number(CONTEXT - 64, 10**7, ignore_eos=True),
     "tools": Dearest(
         [{"type": "function", "name": f"call_{at}", "parameters": schema(2)} for at in range(60)],
@@ -239,7 +239,7 @@ RESPONSES: dict[str, Dearest] = {
 PROMPTS: dict[str, Dearest] = {
     **SHARED,
     "messages": Dearest(turns(TURNS), {"truncate_prompt_tokens": -1}, {"": []}),
-    "system": switch("a b " * 1500),
+    "system": switch("the " * 1500),
     "tools": Dearest(
         [{"name": f"call_{at}", "input_schema": schema(2)} for at in range(60)],
         above={"": [{"name": "x", "input_schema": {}}] * (MAX_TOOLS + 1)},
@@ -252,8 +252,8 @@ COUNT: dict[str, Dearest] = {
     name: replace(row, above=None) if name in SAMPLING.keys() - EVEN_COUNTED else row
     for name, row in PROMPTS.items()
 } | {
-    "truncate_prompt_tokens": number(CONTEXT - 64, -2, PROMPT="a b " * CONTEXT),
-    "truncation_side": switch("left", PROMPT="a b " * CONTEXT, truncate_prompt_tokens=64),
+    "truncate_prompt_tokens": number(CONTEXT - 64, -2, PROMPT="the " * CONTEXT),
+    "truncation_side": switch("left", PROMPT="the " * CONTEXT, truncate_prompt_tokens=64),
     "messages": Dearest(turns(TURNS // 2), {"truncate_prompt_tokens": -1}, {"": []}),
 }
 """Of a prompt that is only counted, what chooses tokens is not looked at but for its type."""
@@ -264,7 +264,7 @@ MESSAGES: dict[str, Dearest] = {
         ANSWER["stop"].value, above={"": ["x"] * (LIMITS.max_stops + 1)}, named="stop_sequences"
     ),
 }
-COUNTED = "a b " * (2 * CONTEXT - 32)
+COUNTED = "the " * (2 * CONTEXT - 32)
 TOKENIZE: dict[str, Dearest] = {
     "model": switch("k2-demo", prompt="hi"),
     "prompt": Dearest(COUNTED, above={"": COUNTED * 2}),
@@ -326,7 +326,7 @@ class Route:
         if not self.is_chat:
             return value
         if isinstance(value, list) and isinstance(value[0], int):
-            value = "a b " * (len(value) // 2 - 40)
+            value = "the " * (len(value) // 2 - 40)
         if isinstance(value, str):
             return value if self.prompt == "input" else [{"role": "user", "content": value}]
         return value
