@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
@@ -89,11 +89,15 @@ def load_weights(directory: Path, model: TrainedK2) -> None:
         CheckpointError: the file is broken, or belongs to a model of another shape.
     """
     path = directory / WEIGHTS_NAME
+    own = dict(named_tensors(model))
     try:
-        with safe_open(path, framework="pt") as file:
-            for name, value in named_tensors(model):
-                value.copy_(file.get_tensor(name))
-    except (RuntimeError, SafetensorError, OSError) as error:
+        stored = load_file(path)
+        shapes = ({name: each.shape for name, each in tensors.items()} for tensors in (own, stored))
+        if next(shapes) != next(shapes):
+            raise ValueError("its tensors have other names or shapes")
+        for name, value in own.items():
+            value.copy_(stored[name])
+    except (SafetensorError, ValueError, OSError) as error:
         raise CheckpointError(
             f"{path}: no run of this preset can begin with these weights ({error}); give a "
             "directory in which `mooncake train` has trained the same preset"

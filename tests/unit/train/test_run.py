@@ -204,7 +204,9 @@ def test_the_mtp_layer_has_deepseeks_names(tmp_path: Path) -> None:
     assert bias.dtype == torch.float32
 
 
-def test_a_run_begins_with_the_weights_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_weights_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(config(tmp_path / "whole", steps=2))
     begun = Run(config(tmp_path / "halves", start_from=str(tmp_path / "whole"), seed=1))
     stored = Checkpoint.open(tmp_path / "whole")
@@ -213,9 +215,12 @@ def test_a_run_begins_with_the_weights_of_an_earlier_one(tmp_path: Path) -> None
     begun.go(lambda line: None, 1)
     resumed = Run(config(tmp_path / "halves", start_from=str(tmp_path / "none"), seed=1))
     assert resumed.step == 1, "a saved state goes before the weights to begin with"
-    for missing in ("none", "muon"):
+    deeper = {**SMALL.config, "num_hidden_layers": 3}
+    monkeypatch.setitem(PRESETS, "k2-deeper", dataclasses.replace(SMALL, config=deeper))
+    train(config(tmp_path / "deeper", preset="k2-deeper", steps=1))
+    for other in ("none", "muon", "deeper"):
         with pytest.raises(CheckpointError, match="no run of this preset can begin with"):
-            Run(config(tmp_path, start_from=str(tmp_path / missing)))
+            Run(config(tmp_path, start_from=str(tmp_path / other)))
 
 
 def test_another_models_state_is_refused(tmp_path: Path) -> None:
