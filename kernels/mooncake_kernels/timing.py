@@ -57,8 +57,9 @@ def copy_bandwidth(num_bytes: int = 4 * 2**30) -> float:
     floors are computed.
 
     A captured `copy_` is no kernel but a node of its own, and slower: 2.77 TB/s on an H200 where
-    a kernel of ours read 3.67. So the copy inverts the bits.
+    a kernel of ours read 3.67. So the copy inverts the bits. They are random, because a GPU moves
+    zeros faster.
     """
-    source = torch.zeros(num_bytes // 16, dtype=torch.int64, device="cuda")
+    source = torch.empty(num_bytes // 16, dtype=torch.int64, device="cuda").random_()
     target = torch.empty_like(source)
     return num_bytes / cuda_seconds(lambda: torch.bitwise_not(source, out=target))
