@@ -162,7 +162,7 @@ class Lane:
 
 class Look(Generic[Result]):
     """Asks for something in a thread, once at a time: all who ask meanwhile share the answer. So
-    anybody may ask as often as they like. Used in the event loop.
+    many who ask cost as much as one. Used in the event loop.
     """
 
     def __init__(self, ask: Callable[[], Result]) -> None:

@@ -554,7 +554,7 @@ class ChainHead(msgspec.Struct, frozen=True, array_like=True):
     """The request wants so many leading blocks kept, of these and of those that the message names.
     """
     keep_s: float = 0.0
-    """For how many seconds from now on."""
+    """How many seconds these blocks are kept, from now on."""
 
     @property
     def counted(self) -> frozenset[BlockKey]:

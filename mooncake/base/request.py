@@ -90,7 +90,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     num_kept_tokens: int = 0
     """The pool keeps the KV of so many leading tokens of the prompt, as far as the tenant may."""
     keep_s: float = 0.0
-    """For how many seconds after the request."""
+    """How many seconds it is kept after the request."""
     traced: bool = False
     """Its workers report what they did for it and when (`RequestOutput.spans`)."""
 

@@ -230,7 +230,7 @@ def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | No
     """
     speaker = speaker_of(message)
     if speaker is None and type(message) in SPEAKERS:
-        return f"{sender.name} names nobody in {type(message).__name__}: a client names itself"
+        return f"{sender.name} does not name itself in {type(message).__name__}; a client must"
     if speaker is not None and _is_long(speaker):
         return f"{sender.name} names itself by more than {MAX_NAME_CHARS} characters"
     if speaker is not None and not sender.is_own(speaker, whence):

@@ -374,7 +374,7 @@ def _config(wanted: Node) -> Any:
 
     if not wanted.cluster_secret:
         raise ConfigError(
-            "cluster-secret: the pool lets nobody in without its secret; give it by "
+            "cluster-secret: the pool admits only who knows its secret; give it by "
             "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     return msgspec.structs.replace(

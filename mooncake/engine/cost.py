@@ -92,7 +92,7 @@ class StepCostModel:
         """The logarithm of measured seconds over the profile's prediction."""
         self._error = DecayedMean()
         self._kinds = _Kind(), _Kind()
-        """Of steps without and with prompts."""
+        """One kind is steps without prompts, the other those with prompts."""
         self._is_stale = False
         usable = _usable(profile)
         for sample in usable:

@@ -150,7 +150,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_unserved(self) -> bool:
-        """True if nobody works on an answer for it. More of a request may still come."""
+        """True if no answer is being made for it. More of a request may still come."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def forget(self) -> None:

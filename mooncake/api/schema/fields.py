@@ -90,7 +90,7 @@ class CacheControl(JsonObject):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    """For how long; 5 minutes by default. Each request that asks again begins the time anew."""
+    """How long it is kept; 5 minutes by default. Each such request begins the time anew."""
 
     @property
     def keep_s(self) -> float:

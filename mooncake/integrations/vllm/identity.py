@@ -28,7 +28,7 @@ def weights_name(model: str, commit: str | None, load_format: str) -> str:
     path = Path(model)
     if load_format == "dummy":
         raise ConfigError(
-            "load-format: dummy weights have no revision, so that nobody can share their KV; load "
+            "load-format: dummy weights have no revision, so their KV cannot be shared; load "
             "the model's own"
         )
     if path.is_dir() or path.is_file():

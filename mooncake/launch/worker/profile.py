@@ -186,7 +186,7 @@ class Fit:
 
     samples: Sequence[CostSample]
     coefficients: tuple[float, ...]
-    """Of a step with chunks of prompts."""
+    """Coefficients of a step with chunks of prompts."""
     stream_coefficients: tuple[float, ...]
     predicted_s: Sequence[float]
     """Prediction for each sample by a model fitted to all the others, so that the error is

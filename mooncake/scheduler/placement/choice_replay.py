@@ -75,7 +75,7 @@ class EngineLoad(_Fact, frozen=True):
     stream_coefficients: tuple[float, ...] = ()
     """Empty where a release recorded it that predicted streams like chunks of one token."""
     num_prompts: Count | None = None
-    """Of its sequences, those with a prompt to compute. None where a release recorded it that did
+    """How many of its sequences have a prompt to compute. None where a release recorded it that did
     not count the streams beside a prompt.
     """
     num_queued_tokens: Count = 0

@@ -265,7 +265,7 @@ MISTAKES = [
     (f"status --url http://127.0.0.1:{TAKEN} --wide", "unknown option --wide"),
     ("status --url http://127.0.0.1:1", "is `mooncake serve` running?"),
     ("chat --url http://127.0.0.1:1", "is `mooncake serve` running?"),
-    ("pool stats", "cluster-secret: the pool lets nobody in without its secret; give it"),
+    ("pool stats", "cluster-secret: the pool admits only who knows its secret; give it"),
     ("pool stats --cluster-secret-file s --url http://127.0.0.1:1", "no server answers at"),
     ("pool put name nowhere", "cannot read nowhere"),
     ("pool get", "give a NAME or --block HEX"),
