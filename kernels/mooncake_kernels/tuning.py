@@ -42,7 +42,8 @@ class ProductTile:
 class DecodeTile:
     """How the absorbed decode walks a context: step_tokens of a page at a time, in so many stages.
     0: what suits the number of rows and the cache. warpgroups: whether to use Hopper's own form
-    (`triton.mla_decode_hopper`), which has steps and stages of its own; None: where it is faster, if all else is 0 too.
+    (`triton.mla_decode_hopper`), which has steps and stages of its own; None: where it is faster,
+    if all else is 0 too.
     """
 
     stages: int = 0
