@@ -4,8 +4,9 @@ Each row is a server of its own, asked the same held-out samples of every task a
 does, greedily. Rows are compared with the first, bfloat16 weights in one process: a row is lower
 where it loses more than one standard error of the difference of the two accuracies. Before it is
 asked, a server has to show that it is what its row says: workers, ranks, bytes of a token's KV,
-stored experts. Where weights or KV are quantized, the likelihoods of a text have to differ from the
-first row's, too. `--json` keeps each task's figures.
+stored experts; afterwards it has to show that drafts were accepted, in the row of drafts alone.
+Where weights or KV are quantized, the likelihoods of a text have to differ from the first row's,
+too. `--json` keeps each task's figures.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ RANKS = (*ONE_PROCESS, "--tensor-parallel-size", "2")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj."
 STORED = {"bf16": "weight BF16", "fp8": "weight F8_E4M3", "int4": "weight_packed I32"}
 """What a checkpoint stores of an expert, by form of weights."""
+ACCEPTED = "mooncake:spec_decode_num_accepted_tokens_total"
 PROBE = "What is Mooncake? Mooncake is a serving engine for Kimi K2. The code of Ada is 4821. " * 3
 
 
@@ -56,6 +58,7 @@ class Form:
     ranks: str = ""
     """What `serve` calls the ranks of its engine; none: it has one."""
     roles: frozenset[str] = frozenset({"decode"})
+    drafts: bool = False
 
     @property
     def quantized_kv(self) -> bool:
@@ -69,6 +72,10 @@ class Form:
 FP8_KV = ("--kv-cache-dtype", "fp8")
 TWO, POOLED = frozenset({"prefill", "decode"}), frozenset({"prefill", "decode", "kvstore"})
 PLAIN = Form("bf16, one process", ONE_PROCESS)
+DCP = Form(
+    "TP2 + DCP2", (*RANKS, "--decode-context-parallel-size", "2"), ranks="2 ranks (tp2-dcp2)"
+)
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
 FORMS = (
     PLAIN,
     Form("FP8 weights", ONE_PROCESS, "fp8"),
@@ -77,12 +84,15 @@ FORMS = (
     Form("1 prefill + 1 decode", ("--kvstore", "0", *KV), roles=TWO),
     Form("1 prefill + 1 decode + pool", KV, roles=POOLED),
     Form("TP2", RANKS, ranks="2 ranks (tp2)"),
-    Form("TP2 + DCP2", (*RANKS, "--decode-context-parallel-size", "2"), ranks="2 ranks (tp2-dcp2)"),
+    DCP,
+    Form("TP2 + EP2", (*RANKS, "--enable-expert-parallel"), ranks="2 ranks (tp2-ep2)"),
+    Form("PP2", (*ONE_PROCESS, "--pipeline-parallel-size", "2"), ranks="2 ranks (tp1-pp2)"),
+    Form("drafts from the prompt", (*ONE_PROCESS, *DRAFTS), drafts=True),
 )
 TOGETHER = (
     Form("FP8 weights and KV", (*ONE_PROCESS, *FP8_KV), "fp8"),
     Form("INT4 weights, 1 prefill + 1 decode + pool", KV, "int4", roles=POOLED),
-    FORMS[-1],
+    DCP,
 )
 """All of them in fewer servers, for tests."""
 
@@ -190,6 +200,15 @@ def check_in_use(form: Form, directory: Path, server: Server) -> None:
             raise RuntimeError(f"{form.name}: {what}: {given}, where it should be {wanted}")
 
 
+def check_drafts(form: Form, server: Server) -> None:
+    """Raise RuntimeError where accepted drafts were expected and there is none, or the reverse."""
+    with urllib.request.urlopen(server.url + "/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    counted = [line for line in lines if line.startswith(ACCEPTED)]
+    if (sum(float(line.rsplit(" ", 1)[1]) for line in counted) > 0) != form.drafts:
+        raise RuntimeError(f"{form.name}: accepted drafts: {counted}")
+
+
 def likelihoods_of(url: str) -> list[float]:
     """Return the log probabilities of the tokens of a text."""
     body = {"model": SERVED_NAME, "prompt": PROBE, "max_tokens": 1, "echo": True, "logprobs": 0}
@@ -212,6 +231,7 @@ def measure(
                 check_in_use(form, directory, server)
                 likelihoods = likelihoods_of(server.url)
                 scores = scores_of(server.url, SERVED_NAME, samples)
+                check_drafts(form, server)
                 rows.append(Row(form, scores, likelihoods))
             print(table([rows[0], rows[-1]]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows

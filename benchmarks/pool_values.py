@@ -216,13 +216,15 @@ class Theirs:
 def upstream_store(ends: Ends) -> Iterator[Theirs]:
     """Upstream's master, a process that lends memory to the store, and a client."""
     ports = [free_port() for _ in range(2)]
+    programs = upstream.ENVIRONMENT / "bin"
     with ExitStack() as opened:
         words = [f"--rpc_port={ports[0]}", f"--metrics_port={ports[1]}"]
         options = ["--rpc_address=127.0.0.1", "--default_kv_lease_ttl=200"]
         address = f"127.0.0.1:{ports[0]}"
         with ends.other():
             master = subprocess.Popen(
-                [str(upstream.ENVIRONMENT / "bin" / "mooncake_master"), *words, *options],
+                # -I: it must not import this repository's package, which has upstream's name.
+                [programs / "python", "-I", programs / "mooncake_master", *words, *options],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
