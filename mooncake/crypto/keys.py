@@ -87,12 +87,12 @@ class KeyRing:
         """
         words = text.split()
         if not words:
-            raise ConfigError(f"{where} holds no key; give {HOW}")
+            raise ConfigError(f"{where} contains no key; give {HOW}")
         keys = [_read(word) for word in words]
         found = [key for key in keys if key is not None]
         if len(found) < len(keys):
             number = keys.index(None) + 1
-            raise ConfigError(f"{where}: word {number} is no key; give {HOW}")
+            raise ConfigError(f"{where}: word {number} is not a key; give {HOW}")
         return cls(found)
 
     def get(self, key_id: bytes) -> Key | None:

@@ -58,8 +58,8 @@ class Certificate(msgspec.Struct, frozen=True, array_like=True):
         """Raise Forbidden when the certificate has expired."""
         if self.expires_s and unix_s >= self.expires_s:
             raise Forbidden(
-                f"the credential {self.name!r} has expired: ask for a new one, "
-                "made by `mooncake credential`"
+                f"the credential {self.name!r} has expired; make a new one with "
+                "`mooncake credential`"
             )
 
     def check_signature(self, signature: bytes, data: bytes) -> None:
@@ -217,15 +217,15 @@ class Credential:
         """
         if given.startswith(PREFIX) != (self._secret is None):
             raise ConfigError(
-                "a running process cannot change between the cluster secret and a credential: "
-                "give it the same kind again, or restart it with the other"
+                "a running process cannot change between the cluster secret and a credential; "
+                "give it the same kind again, or restart it"
             )
         if self._secret is None:
             new = _read(given)
             if new.keys.seed != self.keys.seed:
                 raise ConfigError(
                     f"the credential {new.certificate.name!r} has other keys than this process "
-                    "uses: restart the process with it"
+                    "uses; restart the process to use it"
                 )
             self.certificate, self.cluster, clusters = new.certificate, new.cluster, new.clusters
             signed, self._listening = new.signed, new.listening_seed or b""
@@ -281,7 +281,9 @@ class KeyAgreement:
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError as error:
-            raise ProtocolError(f"no key of an exchange: {error}") from error
+            raise ProtocolError(
+                f"the peer's key for the exchange cannot be read: {error}"
+            ) from error
 
 
 def check_certificate(signed: bytes, trust: Trust) -> Certificate:
@@ -332,10 +334,10 @@ def secrets_in(given: str) -> list[str]:
     """
     found = [line.strip() for line in given.splitlines() if line.strip()]
     if not found:
-        raise ConfigError("the cluster secret is empty: set one, the same for all workers")
+        raise ConfigError("the cluster secret is empty; set one, the same for all workers")
     if len(found) > MAX_SECRETS:
         raise ConfigError(
-            f"the cluster secret has {len(found)} lines: give one, or two while you replace it"
+            f"the cluster secret has {len(found)} lines; give one line, or two while you replace it"
         )
     return found
 
@@ -430,7 +432,7 @@ def _read(text: str) -> Credential:
             written.seed, written.signed, written.cluster, None, written.others, written.listening
         )
     except (binascii.Error, ValueError, ProtocolError) as error:
-        raise ConfigError("the credential is damaged: copy its file whole") from error
+        raise ConfigError("the credential is damaged; copy its whole file again") from error
 
 
 def keys_in(text: str) -> Keys:

@@ -73,11 +73,13 @@ def certificate_of(data: bytes | memoryview) -> bytes:
     another version.
     """
     if len(data) < _HEAD_BYTES or data[0] != _MAGIC:
-        raise ProtocolError(f"not a message of this protocol: {data[:8].hex() or 'empty'}")
+        raise ProtocolError(
+            f"the bytes are not a message of this protocol: {data[:8].hex() or 'empty'}"
+        )
     if data[1] != FRAME_VERSION:
         raise ProtocolError(
-            f"the peer frames messages in version {data[1]}, release {__version__} on this side in "
-            f"{FRAME_VERSION}: run the same release on all workers"
+            f"the peer frames messages in version {data[1]}, and this release ({__version__}) in "
+            f"version {FRAME_VERSION}; run the same release on all workers"
         )
     return bytes(data[_HEAD_BYTES : _HEAD_BYTES + int.from_bytes(data[2:_HEAD_BYTES], "little")])
 

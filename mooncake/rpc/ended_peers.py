@@ -88,7 +88,7 @@ class EndedPeers:
             OSError: it refuses the connection, or has closed it.
         """
         if code := link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(code, "refused, or closed")
+            raise OSError(code, "the peer refused the connection or closed it")
         try:
             link.getpeername()
         except OSError as error:

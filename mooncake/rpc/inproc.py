@@ -29,7 +29,7 @@ class InprocNetwork:
         """Make `channel` reachable. Raises ValueError when its address is taken."""
         with self._lock:
             if channel.address in self._channels:
-                raise ValueError(f"the in-process address {channel.address!r} is taken")
+                raise ValueError(f"another channel here has the address {channel.address!r}")
             self._channels[channel.address] = channel
 
     def detach(self, channel: InprocChannel) -> None:

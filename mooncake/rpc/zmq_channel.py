@@ -671,7 +671,9 @@ class _Gate:
         except ProtocolError as error:
             raise Forbidden(error.message) from error
         if certificate.channel_key.hex() != channel_key:
-            raise Forbidden(f"the key of the connection is not that of {certificate.name!r}")
+            raise Forbidden(
+                f"the connection has another key than the certificate of {certificate.name!r}"
+            )
         return _Holder(head_of(signed), certificate, certificate.sender(), signed, names)
 
     def complain(self, channel_key: str, reason: str) -> None:

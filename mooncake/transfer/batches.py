@@ -89,7 +89,10 @@ def choose_slice_bytes(num_bytes: int, num_connections: int, limits: SliceLimits
 def cut_slices(ops: Sequence[TransferOp], slice_bytes: int, max_pieces: int) -> list[Slice]:
     """Return `ops` in order as slices of at most `slice_bytes` bytes and `max_pieces` pieces."""
     if slice_bytes < 1 or max_pieces < 1:
-        raise ValueError(f"a slice must hold something, not {slice_bytes} bytes, {max_pieces} ops")
+        raise ValueError(
+            f"a slice of {slice_bytes} bytes and {max_pieces} ops can hold nothing; both "
+            "must be at least 1"
+        )
     slices: list[Slice] = []
     pieces: list[TransferOp] = []
     room = slice_bytes

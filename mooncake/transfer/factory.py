@@ -79,7 +79,7 @@ def choose_protection(name: str) -> Protection | None:
 def _check_protection(protection: Protection | None, protocols: Container[str]) -> None:
     if protection is Protection.ENCRYPT and "rdma" in protocols:
         raise ConfigError(
-            "transfer-protection: NICs write memory as it is, so that RDMA cannot encrypt; leave "
+            "transfer-protection: RDMA cannot encrypt, because NICs write memory as it is; leave "
             "rdma out of `transport`"
         )
 
@@ -182,9 +182,9 @@ def _check(config: TransferConfig) -> None:
             f"{', '.join(PROTOCOLS)}"
         )
     if not config.secret:
-        raise ConfigError("the cluster secret is empty: set one, the same for all workers")
+        raise ConfigError("the cluster secret is empty; set one, the same for all workers")
     _check_protection(config.protection, config.protocols)
     if config.num_io_threads < 1 or config.num_copy_threads < 0:
-        raise ConfigError("transfer needs at least one I/O thread")
+        raise ConfigError("the transfer engine needs at least one I/O thread")
     if config.num_copy_threads >= MAX_HANDS:
-        raise ConfigError(f"transfer may have {MAX_HANDS - 1} threads that copy at most")
+        raise ConfigError(f"the transfer engine may have at most {MAX_HANDS - 1} threads that copy")

@@ -78,7 +78,7 @@ class Grants:
                 slot = self._next_slot
                 self._next_slot += 1
             else:
-                raise TransferError(f"more than {NUM_SLOTS} grants are open")
+                raise TransferError(f"more than {NUM_SLOTS} grants would be open at once")
             self._last += 1
             number = self._last * NUM_SLOTS + slot
             self._open.add(number)

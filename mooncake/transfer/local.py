@@ -254,7 +254,7 @@ class InprocFabric:
         """Make the memory of an engine reachable. Raises ValueError when the id is taken."""
         with self._lock:
             if engine_id in self._tables:
-                raise ValueError(f"the transfer engine id {engine_id!r} is taken in this process")
+                raise ValueError(f"another transfer engine here has the id {engine_id!r}")
             self._tables[engine_id] = table
 
     def detach(self, engine_id: str) -> None:

@@ -128,7 +128,10 @@ class DeviceRegion(_Region):
 
     @property
     def buffer(self) -> memoryview:
-        raise ValueError(f"region {self.region_id} ({self.label}) lies on {self.device}")
+        raise ValueError(
+            f"region {self.region_id} ({self.label}) lies in memory of {self.device}, which "
+            "the CPU cannot read"
+        )
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
         return (read_now(self.memory, ranges),)
@@ -300,7 +303,10 @@ class RegionTable:
         """Return the host region that holds the range. Raises RangeRefused, saying why not."""
         region = self.find_any(region_id, offset, num_bytes)
         if isinstance(region, DeviceRegion):
-            raise RangeRefused(f"region {region_id} ({region.label}) lies on {region.device}")
+            raise RangeRefused(
+                f"region {region_id} ({region.label}) lies in memory of {region.device}, "
+                "which the CPU cannot read"
+            )
         return region
 
     def views(
@@ -326,8 +332,8 @@ class RegionTable:
         loans = self.loans.find(borrower, ranges, write=write)
         if loans is None:
             raise RangeRefused(
-                f"this memory is not lent to this client to {'write' if write else 'read'}: pool "
-                "clients reach what they have been granted, or have pinned, and nothing else"
+                f"this client may not {'write' if write else 'read'} this memory: a pool client "
+                "reaches only what was granted to it, or what it has pinned"
             )
         return loans
 

@@ -142,7 +142,7 @@ class RoutedTransfer:
         Raises TransferError when there is not enough host memory to stand before it.
         """
         if self._staging is None:
-            raise TransferError(f"{label}: this engine moves no device memory")
+            raise TransferError(f"{label}: this transfer engine cannot move memory of a device")
         self._staging.open(memory)
         return self._regions.register_device(memory, label)
 
@@ -230,7 +230,7 @@ class RoutedTransfer:
                 if op.remote_offset < 0:
                     raise RangeRefused(f"remote offset {op.remote_offset} is negative")
             if batch.question and len({op.num_bytes for op in batch.ops}) > 1:
-                raise RangeRefused("the answer to a question comes in pieces of one size")
+                raise RangeRefused("all pieces of a question must have one size")
         except RangeRefused as error:
             job.stop(error.message)
             return batch_id

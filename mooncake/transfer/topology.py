@@ -105,7 +105,8 @@ def prefer(matrix: Matrix, near: Mapping[str, Sequence[str]]) -> dict[str, NicCh
         unknown = [name for name in names if name not in everyone]
         if unknown:
             raise ConfigError(
-                f"rdma-near: {', '.join(unknown)} is not in use here; {', '.join(everyone)} is"
+                f"rdma-near: this process does not use {', '.join(unknown)}; it uses "
+                f"{', '.join(everyone)}"
             )
         others = tuple(name for name in everyone if name not in names)
         chosen[location] = NicChoice(tuple(names), others)

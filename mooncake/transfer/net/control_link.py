@@ -82,14 +82,14 @@ class ControlLink:
         if descriptors:
             try:
                 if self._unsent:
-                    raise BlockingIOError("the peer sends requests and reads no answers")
+                    raise BlockingIOError("the peer sends requests, but reads no answers")
                 frame = frame[socket.send_fds(self._sock, [frame], descriptors) :]
             except OSError as error:
                 self._end_soon(error.strerror or str(error))
                 return
         self._unsent += frame
         if len(self._unsent) > _MAX_UNSENT_BYTES:
-            self._end_soon("the peer sends requests and reads no answers")
+            self._end_soon("the peer sends requests, but reads no answers")
         else:
             self._flush()
 
@@ -138,7 +138,7 @@ class ControlLink:
             if not self._received:
                 self._drop_descriptors()
             elif len(self._descriptors) > MAX_DESCRIPTORS:
-                raise ProtocolError("the peer sends descriptors without end")
+                raise ProtocolError("the peer sends more descriptors than messages use")
         except MooncakeError as error:
             self._end(error.message)
 

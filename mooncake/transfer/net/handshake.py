@@ -117,8 +117,8 @@ def _peer(
     if not roles.intersection(certificate.roles):
         wanted = " or ".join(sorted(role.value for role in roles))
         raise HandshakeRefused(
-            f"the credential {certificate.name!r} moves no blocks this way: that takes one of "
-            f"role {wanted}"
+            f"the credential {certificate.name!r} may not move blocks this way; one of role "
+            f"{wanted} may"
         )
     return certificate
 
@@ -179,7 +179,9 @@ def _check(peer: Certificate, signature: bytes, side: bytes, transcript: bytes) 
     try:
         peer.check_signature(signature, _signed(side, transcript))
     except Forbidden as error:
-        raise HandshakeRefused("the peer has not the keys of its certificate") from error
+        raise HandshakeRefused(
+            "the peer does not hold the keys that its certificate names"
+        ) from error
 
 
 class ConnectingSide:

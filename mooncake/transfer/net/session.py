@@ -124,7 +124,7 @@ class ClientSession(Generic[Ask, Answer]):
         taken = self._link.take_descriptors()
         try:
             if len(taken) != count:
-                raise ProtocolError(f"the peer sent {len(taken)} descriptors, not {count}")
+                raise ProtocolError(f"the peer sent {len(taken)} descriptors instead of {count}")
             yield taken
         finally:
             for descriptor in taken:

@@ -190,7 +190,7 @@ class EndpointPool(Generic[Key]):
     def add(self, key: Key) -> None:
         """Take a new key. Raises ValueError when it is in already or there is no room."""
         if key in self._visited or not self.has_room:
-            raise ValueError(f"no room for {key!r}, or it is there already")
+            raise ValueError(f"the pool is full, or has {key!r} already")
         if self._hand == len(self._keys):
             self._hand = 0  # past the end, the hand stands for the oldest key, not for a future one
         self._keys.append(key)

@@ -219,7 +219,7 @@ class RdmaMemory:
 def _register_dmabuf(memory: DeviceMemory, nic: Nic) -> Registration:
     buffer = memory.dmabuf()
     if buffer is None:
-        raise TransferError(f"{memory.device} gives no dmabuf")
+        raise TransferError(f"{memory.device} cannot export its memory as a dmabuf")
     try:
         return nic.register_dmabuf(buffer.fd, buffer.offset, memory.num_bytes)
     finally:

@@ -178,7 +178,7 @@ class VerbsNic:
         except self._verbs.error:
             pass
         if failed:
-            raise TransferError(f"{self.address.name} reports a failure of its own")
+            raise TransferError(f"{self.address.name} reported that it failed")
         with contextlib.suppress(self._verbs.error, ValueError):  # without an address: the old one
             self.address = self._read_address(self._find_port(), self._choices)
 
@@ -187,7 +187,7 @@ class VerbsNic:
         for port in read_ports(self.address.name):
             if port.port == self._port:
                 return port
-        raise ValueError(f"{self.address.name} has no port {self._port} any more")
+        raise ValueError(f"{self.address.name} no longer has port {self._port}")
 
     def reopen(self) -> None:
         self.close()
@@ -238,7 +238,7 @@ class VerbsNic:
                 self._domain, num_bytes, self._access, dmabuf=fd, offset=offset
             )
         except (self._verbs.error, AttributeError) as error:  # older releases do not have it
-            raise TransferError(f"{self.address.name} takes no dmabuf: {error}") from error
+            raise TransferError(f"{self.address.name} cannot register a dmabuf: {error}") from error
         return VerbsRegistration(self._verbs, region)
 
     def new_pair(self) -> VerbsPair:
@@ -249,7 +249,7 @@ class VerbsNic:
             if self.inline_bytes:
                 self.inline_bytes, self.has_extended_posts = 0, True
                 return self.new_pair()
-            raise TransferError(f"{self.address.name} opens no queue pair: {error}") from error
+            raise TransferError(f"{self.address.name} cannot open a queue pair: {error}") from error
 
     def _create_pair(self) -> tuple[Any, bool]:
         """Return the pair, and whether it supports the faster extended way to post."""
@@ -312,7 +312,9 @@ class VerbsNic:
             try:
                 count, found = self._queue.poll(_POLL_AT_ONCE)
             except self._verbs.error as error:
-                raise TransferError(f"{self.address.name} reports nothing: {error}") from error
+                raise TransferError(
+                    f"{self.address.name} cannot be asked for completions: {error}"
+                ) from error
             ended += [
                 Completion(
                     completion.wr_id, self._outcome(completion.status), str(completion.status)
@@ -342,7 +344,9 @@ class VerbsNic:
         try:
             self._queue.req_notify()
         except self._verbs.error as error:
-            raise TransferError(f"{self.address.name} reports nothing: {error}") from error
+            raise TransferError(
+                f"{self.address.name} cannot be asked for completions: {error}"
+            ) from error
 
     def close(self) -> None:
         self._is_open = False
@@ -366,7 +370,7 @@ class VerbsRegistration:
         try:
             self._region.close()
         except self._verbs.error as error:
-            raise TransferError(f"memory cannot be withdrawn from the NIC: {error}") from error
+            raise TransferError(f"the NIC cannot give up a memory region: {error}") from error
 
 
 class VerbsPair:
@@ -404,7 +408,9 @@ class VerbsPair:
                 for request in requests:
                     self._post_plain(request)
         except self._verbs.error as error:
-            raise TransferError(f"{self.address.nic.name} takes no request: {error}") from error
+            raise TransferError(
+                f"{self.address.nic.name} did not take a request: {error}"
+            ) from error
 
     def _flags(self, request: WorkRequest) -> tuple[int, bool]:
         enums = self._verbs.enums
@@ -469,7 +475,8 @@ def open_nics(devices: Sequence[str], choices: NicChoices) -> list[VerbsNic]:
     missing = [name for name in devices if name not in there]
     if missing:
         raise ConfigError(
-            f"no RDMA device {', '.join(missing)} here; there are: {', '.join(there) or 'none'}"
+            f"this machine has no RDMA device {', '.join(missing)}; it has: "
+            f"{', '.join(there) or 'none'}"
         )
     nics = []
     for device in devices or there:

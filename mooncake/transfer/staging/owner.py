@@ -232,7 +232,7 @@ class StagingSession:
     def _open(self, ask: wire.Open) -> None:
         limits = self._owner.arena.limits
         if ask.ticket in self._windows or len(self._windows) >= limits.max_windows_asked:
-            raise ProtocolError("a client asks for too many windows")
+            raise ProtocolError("the client asked for more windows than it may hold")
         try:
             region = self._device(ask.region_id, ask.ranges)
             if ask.is_write:
@@ -325,7 +325,7 @@ class StagingSession:
     def _land(self, ask: wire.Land) -> None:
         window = self._windows.get(ask.ticket)
         if window is None or not window.is_write or window.state is not State.GRANTED:
-            raise ProtocolError("a client lands what it does not have")
+            raise ProtocolError("the client reported a window that it was not granted")
         self._owner.table.grants.revoke(window.grant)
         # Counted before it is looked at: whoever revokes the memory's grant sees one or the other.
         self._owner.count_landing(window.memory_grant, 1)

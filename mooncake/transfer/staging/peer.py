@@ -184,7 +184,7 @@ class StagingPeer:
             return
         if isinstance(answer, wire.Granted):
             if request.acts:
-                raise ProtocolError("the owner grants what was not asked for")
+                raise ProtocolError("the owner granted a window that was not asked for")
         else:
             del self._requests[answer.ticket]
         request.answered(answer)

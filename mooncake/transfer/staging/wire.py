@@ -121,9 +121,13 @@ def _check(message: Ask | Answer) -> None:
     if isinstance(message, Open):
         lengths = [length for _, length in message.ranges]
         if not 0 < len(lengths) <= MAX_RANGES or min(lengths) <= 0:
-            raise ProtocolError(f"a peer asks for a window on {len(lengths)} ranges")
+            raise ProtocolError(
+                f"the peer asked for a window on {len(lengths)} ranges, which are too many or none"
+            )
     elif isinstance(message, RegionFacts) and message.window_bytes < 1:
-        raise ProtocolError(f"a peer offers windows of {message.window_bytes} bytes")
+        raise ProtocolError(
+            f"the peer offered windows of {message.window_bytes} bytes, which is outside the limits"
+        )
 
 
 CODEC: Codec[Ask, Answer] = Codec(Ask, Answer, "windows", _check)

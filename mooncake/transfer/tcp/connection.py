@@ -443,10 +443,10 @@ class Connection:
         seals = self._channel.received
         header = wire.parse_header(memoryview(seals.open(data)), _ANSWERS)
         if not self._requests or header.request_id != self._requests[0].request_id:
-            raise ProtocolError("answer to a request that was not made")
+            raise ProtocolError("the peer answered a request that was not made")
         request = self._requests[0]
         if not (request.outgoing.is_sent and header.kind in (request.answer_kind, wire.REFUSED)):
-            raise ProtocolError("answer of the wrong kind")
+            raise ProtocolError("the peer's answer is of another kind than the request")
         if header.kind == wire.DONE:
             self._end_request(None)
         elif header.kind == wire.REFUSED:
@@ -455,7 +455,7 @@ class Connection:
             answered = functools.partial(self._on_answer, header.num_bytes)
             self._expect(header.grant + seals.num_tag_bytes, answered)
         elif header.num_bytes != request.part.slice.num_bytes:
-            raise ProtocolError("answer of the wrong length")
+            raise ProtocolError("the peer's answer does not have the length that was asked for")
         else:
             lengths = [op.num_bytes for op in request.part.slice.pieces]
             self._receiving = Incoming(request.views, lengths, seals)
@@ -468,7 +468,7 @@ class Connection:
         size = request.part.slice.pieces[0].num_bytes
         count, rest = divmod(num_bytes, size)
         if rest or count > len(request.views):
-            raise ProtocolError("answer of the wrong length")
+            raise ProtocolError("the peer's answer does not have the length that was asked for")
         request.part.job.set_answer(answer, num_bytes)
         if count:
             views = request.views[:count]

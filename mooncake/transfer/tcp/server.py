@@ -276,7 +276,7 @@ class ServerConnection:
         request = self._request = wire.parse_header(data[: wire.HEADER_BYTES], _REQUESTS)
         is_question = request.kind == wire.ASK
         if is_question != (request.num_ranges == 0):
-            raise ProtocolError("transfer request without ranges, or a question with some")
+            raise ProtocolError("a transfer request has no ranges, or a question has some")
         then = self._on_question if is_question else self._on_head
         length = request.num_bytes if is_question else request.num_ranges * wire.RANGE_BYTES
         if length == wire.RANGE_BYTES:
@@ -296,7 +296,7 @@ class ServerConnection:
         ranges = wire.parse_ranges(head[wire.HEADER_BYTES :])
         lengths = [length for _, _, length in ranges]
         if sum(lengths) != request.num_bytes or 0 in lengths:
-            raise ProtocolError("transfer request whose ranges do not add up")
+            raise ProtocolError("the ranges of a transfer request do not add up to its bytes")
         views = self._resolve(request, ranges)
         if request.kind == wire.WRITE:
             self._incoming = Incoming(views, lengths, self._channel.received)
@@ -474,7 +474,7 @@ def _cut(region_id: int, pieces: Pieces, num_bytes: int) -> list[tuple[int, int,
     """
     count, rest = divmod(pieces.num_bytes, num_bytes)
     if rest or count * len(pieces.offsets) > MAX_ANSWER_PIECES:
-        raise ProtocolError(f"a question for pieces of {num_bytes} bytes, which are too many")
+        raise ProtocolError(f"a question asks for pieces of {num_bytes} bytes, which is too many")
     starts = range(0, pieces.num_bytes, num_bytes)
     return [(region_id, offset + start, num_bytes) for offset in pieces.offsets for start in starts]
 

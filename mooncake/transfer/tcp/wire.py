@@ -66,17 +66,22 @@ def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
     """Return the header in `data`. Raises ProtocolError unless it is of `kinds` and in bounds."""
     kind, version, num_ranges, request_id, num_bytes, grant = _HEADER.unpack(data)
     if kind not in _KINDS or version != WIRE_VERSION:
-        raise ProtocolError(f"not a transfer frame: kind {kind}, version {version}")
+        raise ProtocolError(f"these bytes are not a transfer frame: kind {kind}, version {version}")
     if kind not in kinds:
         raise ProtocolError(f"unexpected transfer frame of kind {kind}")
     if num_ranges > MAX_RANGES or num_bytes > MAX_REQUEST_BYTES:
-        raise ProtocolError(f"transfer frame too large: {num_ranges} ranges, {num_bytes} bytes")
+        raise ProtocolError(
+            f"a transfer frame is too large: {num_ranges} ranges, {num_bytes} bytes"
+        )
     if kind == REFUSED and num_bytes > MAX_REASON_BYTES:
-        raise ProtocolError(f"refusal of {num_bytes} bytes is too long")
+        raise ProtocolError(f"a refusal of {num_bytes} bytes is too long")
     if kind == ASK and not (RANGE_BYTES <= num_bytes <= MAX_QUESTION_BYTES and grant):
-        raise ProtocolError(f"question of {num_bytes} bytes, for pieces of {grant}")
+        raise ProtocolError(
+            f"a question has {num_bytes} bytes and asks for pieces of {grant}, which is "
+            "outside the limits"
+        )
     if kind == TOLD and not 0 < grant <= MAX_QUESTION_BYTES:
-        raise ProtocolError(f"answer of {grant} bytes")
+        raise ProtocolError(f"an answer has {grant} bytes, which is outside the limits")
     return Header(kind, num_ranges, request_id, num_bytes, grant)
 
 

@@ -190,7 +190,7 @@ def test_a_client_may_not_drain(pool: Pool) -> None:
 def test_what_has_expired_is_refused_with_words(pool: Pool) -> None:
     with (
         pool.session(text(CLIENT, "acme", expires_s=1.0)) as late,
-        pytest.raises(MooncakeError, match="has expired: ask for a new one"),
+        pytest.raises(MooncakeError, match="has expired; make a new one"),
     ):
         late.stat()
 
@@ -349,10 +349,10 @@ def test_a_client_touches_what_it_was_lent_while_it_is_lent(
         (Op.READ, first, size), (Op.WRITE, others[0], size), (Op.READ, others[0], size),
         (Op.READ, 0, NUM_BLOCKS * size), (Op.WRITE, max(first, second), size + 1),
     ):  # fmt: skip
-        assert "not lent to this client" in str(engine.move(op, offset, length))
+        assert "this client may not" in str(engine.move(op, offset, length))
     client.channel.send(pool.channel.address, PutEnd(writer=client.ref, ticket=1, written=keys[:1]))
     until(lambda: pool.node.stores(keys[0]), "the first is stored")
-    assert "not lent to this client to write" in str(engine.move(Op.WRITE, first))
+    assert "may not write this memory" in str(engine.move(Op.WRITE, first))
     assert engine.move(Op.WRITE, second) is None, "the other put is open"
     for ticket in (2, 3):
         pinned = client.answer(
@@ -376,7 +376,7 @@ def test_loans_are_of_one_client(pool: Pool, hands: tuple[Raw, Hands]) -> None:
     [offset] = granted.places.offsets
     other = Hands(pool, text(CLIENT, "acme"), "tcp")
     other.grant = granted.places.grant
-    assert "not lent to this client" in str(other.move(Op.WRITE, offset))
+    assert "this client may not" in str(other.move(Op.WRITE, offset))
     other.transfer.close()
 
 

@@ -336,8 +336,11 @@ def read_message(sock: socket.socket) -> bytes:
         (b"\xff" * wire.HEADER_BYTES, "not a transfer frame"),
         (wire.pack_header(wire.Header(wire.READ, 0, 1, 0)), "unexpected transfer frame"),
         (wire.pack_header(wire.Header(wire.DATA, 0, 7, 8)), "request that was not made"),
-        (wire.pack_header(wire.Header(wire.DONE, 0, 1, 0)), "of the wrong kind"),
-        (wire.pack_header(wire.Header(wire.DATA, 0, 1, 9)), "of the wrong length"),
+        (wire.pack_header(wire.Header(wire.DONE, 0, 1, 0)), "of another kind than the request"),
+        (
+            wire.pack_header(wire.Header(wire.DATA, 0, 1, 9)),
+            "does not have the length that was asked for",
+        ),
         (b"", "no progress for 0 s"),
         (wire.pack_header(wire.Header(wire.DATA, 0, 1, 8)) + b"half", "no progress"),
     ],

@@ -27,14 +27,14 @@ def test_keys_are_hexadecimal_or_base64(write) -> None:
     "word", ["secret", "ab" * 31, "ab" * 33, "zz" * 32, base64.b64encode(bytes(31)).decode(), "é"]
 )
 def test_what_is_no_key_is_told_by_its_place_and_not_repeated(word: str) -> None:
-    with pytest.raises(ConfigError, match="there: word 2 is no key; give 32 random") as refused:
+    with pytest.raises(ConfigError, match="there: word 2 is not a key; give 32 random") as refused:
         KeyRing.parse(f"{SECRETS[0].hex()} {word}", "there")
     assert word not in str(refused.value)
     assert SECRETS[0].hex() not in str(refused.value)
 
 
 def test_no_key_at_all_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="there holds no key"):
+    with pytest.raises(ConfigError, match="there contains no key"):
         KeyRing.parse(" \n", "there")
 
 

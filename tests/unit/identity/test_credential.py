@@ -156,7 +156,7 @@ def test_a_certificate_counts_until_it_expires() -> None:
     of_acme(expires_s=0.0).certificate.check_time(1e12)
     certificate = of_acme(expires_s=100.0).certificate
     certificate.check_time(99.9)
-    with pytest.raises(Forbidden, match="'etl' has expired: ask for a new one"):
+    with pytest.raises(Forbidden, match="'etl' has expired; make a new one"):
         certificate.check_time(100.0)
 
 
@@ -175,7 +175,7 @@ def test_a_credential_of_another_role_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("text", [PREFIX, PREFIX + "!", PREFIX + "AAAA"])
 def test_a_damaged_credential_says_so(text: str) -> None:
-    with pytest.raises(ConfigError, match="damaged: copy its file whole"):
+    with pytest.raises(ConfigError, match="damaged; copy its whole file again"):
         own_credential(text, CLIENT)
     with pytest.raises(ConfigError, match="damaged"):
         own_credential(of_acme().text[:-8], CLIENT)

@@ -78,5 +78,5 @@ def test_a_key_that_travels_is_read_by_the_process_that_asked_alone() -> None:
     ):  # fmt: skip
         with pytest.raises(Forbidden, match="encrypted for another process"):
             opened(wrong, keys)
-    with pytest.raises(Forbidden, match="no key"):
+    with pytest.raises(Forbidden, match="key for the exchange"):
         sealed_to(PublicKeys(bytes(32), b""), b"key")

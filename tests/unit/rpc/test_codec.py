@@ -161,7 +161,7 @@ def test_another_version_is_named() -> None:
     data = bytearray(encode(EXAMPLES[0]))
     data[1] = FRAME_VERSION + 1
     with pytest.raises(
-        ProtocolError, match=f"version {FRAME_VERSION + 1}, release .* on this side"
+        ProtocolError, match=f"version {FRAME_VERSION + 1}, and this release .* in"
     ):
         decode(bytes(data))
 

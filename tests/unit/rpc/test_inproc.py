@@ -55,7 +55,7 @@ def test_to_an_unknown_or_closed_address_it_vanishes() -> None:
 def test_an_address_is_taken_once() -> None:
     network = InprocNetwork()
     a = InprocChannel(network, "a")
-    with pytest.raises(ValueError, match="'a' is taken"):
+    with pytest.raises(ValueError, match="has the address 'a'"):
         InprocChannel(network, "a")
     a.close()
 

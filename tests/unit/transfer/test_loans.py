@@ -82,6 +82,6 @@ def test_taking_back_waits_for_threads_that_touch_the_piece() -> None:
 
 def test_the_table_says_what_clients_may_do() -> None:
     table = RegionTable(Gates())
-    with pytest.raises(RangeRefused, match="not lent to this client to read: pool clients reach"):
+    with pytest.raises(RangeRefused, match="may not read this memory: a pool client reaches"):
         table.borrowed("a", [(1, 0, 1)], write=False)
     table.close()

@@ -54,7 +54,9 @@ def test_what_is_said_to_be_near_comes_first() -> None:
     assert choose_nics(matrix, "gpu:0000:03:00.0") == NicChoice(("c",), ("a", "b"))
     only = prefer(found, {ANYWHERE: ["c"]})
     assert choose_nics(only, "cpu:9") == NicChoice(("c",), ("a", "b"))
-    with pytest.raises(ConfigError, match="rdma-near: d is not in use here; a, b, c is"):
+    with pytest.raises(
+        ConfigError, match="rdma-near: this process does not use d; it uses a, b, c"
+    ):
         prefer(found, {"cpu:0": ["a", "d"]})
 
 

@@ -95,7 +95,7 @@ def test_no_room_and_twice_are_errors() -> None:
     pool: EndpointPool[str] = EndpointPool(1)
     pool.add("a")
     for key in ("a", "b"):
-        with pytest.raises(ValueError, match="no room"):
+        with pytest.raises(ValueError, match="is full, or has"):
             pool.add(key)
     with pytest.raises(KeyError):
         pool.remove("b")
