@@ -160,9 +160,7 @@ def test_what_cannot_travel_is_refused_by_the_sender() -> None:
 def test_another_version_is_named() -> None:
     data = bytearray(encode(EXAMPLES[0]))
     data[1] = FRAME_VERSION + 1
-    with pytest.raises(
-        ProtocolError, match=f"version {FRAME_VERSION + 1}, and this release .* in"
-    ):
+    with pytest.raises(ProtocolError, match=f"version {FRAME_VERSION + 1}, and this release .* in"):
         decode(bytes(data))
 
 
