@@ -617,8 +617,9 @@ class Unpin(Message, frozen=True, tag="unpin"):
 
 
 class Replicate(Message, frozen=True, tag="replicate"):
-    """Copy these blocks, a run of one chain, from another pool node. The copies show in block
-    events; an `asker` is answered with `TakenOver`.
+    """Copy these blocks, a run of one chain, from another pool node. For a client the node copies
+    from a `source` only that a gateway names. The copies show in block events; an `asker` is
+    answered with `TakenOver`.
     """
 
     source: WorkerRef

@@ -54,8 +54,8 @@ SENDERS: dict[type[m.Message], frozenset[CredentialRole]] = {
         ((_G, _C), (p.RemoveBlocks,)),
         ((_G, _O), (m.Drain,)),
         ((_C,), (m.Replicate, p.SetPins, p.DescribeBlocks, p.ForgetBlocks)),
-        ((_C, _O), (p.FindBlocks, p.AskPool, p.FindReplicas)),
-        ((_W, _C, _O), (m.WorkerHello, m.LoadReport, m.BlockEvents)),
+        ((_C, _O), (p.FindBlocks, p.AskPool)),
+        ((_W, _C, _O), (m.WorkerHello, m.LoadReport, m.BlockEvents, p.FindReplicas)),
         ((_W, _G, _C, _O), (m.PeerLost,)),
     )
     for message in messages

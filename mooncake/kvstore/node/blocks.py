@@ -139,7 +139,8 @@ COUNTERS = {
     "ssd_read_errors": "blocks that a disk failed to read",
     "ssd_write_errors": "blocks that a disk failed to write",
     "blocks_replicated": "blocks copied from other nodes",
-    "replicas_refused": "orders to copy that were refused: no room, or too many other orders",
+    "replicas_refused": "orders to copy that were refused: no room, too many other orders, or a "
+    "node that no gateway names",
     "replicas_failed": "copies that did not arrive",
     "replicas_dropped": "copies dropped because they were not read",
     "blocks_taken_over": "blocks copied from nodes that drained",

@@ -28,7 +28,14 @@ from mooncake.base import (
     WorkerHello,
 )
 from mooncake.base.messages import Answer, Refused, Replicate, WhoAreYou
-from mooncake.base.pool_messages import HomesFound, PoolState, RemoveBlocks, TakenOver, TakeOver
+from mooncake.base.pool_messages import (
+    HomesFound,
+    PoolState,
+    RemoveBlocks,
+    ReplicasFound,
+    TakenOver,
+    TakeOver,
+)
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.blocks import COUNTERS, NodeBlocks, NodePorts
 from mooncake.kvstore.node.inquiries import Inquiries
@@ -178,6 +185,7 @@ class KvNode:
             HomesFound: migration.on_homes,
             TakenOver: migration.on_taken,
             Replicate: lambda order, now: replicator.begin(order, now, refused=migration.begun),
+            ReplicasFound: lambda a, now: replicator.on_named(a, now, refused=migration.begun),
             TakeOver: lambda order, now: replicator.take_over(order, now, refused=migration.begun),
             PinGranted: replicator.on_pin_granted,
             TransferDone: replicator.on_transfer_done,

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from mooncake.base import BlockKey, PinGranted, WorkerRef
 from mooncake.base.messages import Replicate
-from mooncake.base.pool_messages import LastingPin, TakenOver, TakeOver
+from mooncake.base.pool_messages import LastingPin, ReplicasFound, TakenOver, TakeOver
 from mooncake.base.rights import client_key
 from mooncake.kvstore.client.block_memory import BlockMemory, MemoryTransfers
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
+from mooncake.kvstore.node.sources import Sources
 from mooncake.kvstore.storage.tiering import Tiering
 from mooncake.transfer.engine import TransferDone
 
@@ -71,6 +72,7 @@ class Replicator:
         self._reader = BlockReader(ports.worker, ports.channel, self._transfers, verify=False)
         """It does not verify checksums: the node hashes copies like all other blocks."""
         self._copied = copied
+        self._sources = Sources(ports)
         self._pulls: dict[int, _Pull] = {}
         """Pulls by the number of their read."""
         self._copies: OrderedDict[BlockKey, float] = OrderedDict()
@@ -78,19 +80,22 @@ class Replicator:
 
     @property
     def quiet(self) -> bool:
-        """True if nothing is being pulled."""
-        return not self._pulls
+        """True if nothing is being pulled or waits to be."""
+        return not self._pulls and not self._sources.waiting
 
     def begin(self, order: Replicate, now: float, *, refused: bool) -> None:
         """Pull the blocks of a run that are not known here, as far as there is room, from the first
-        on. `refused`: this node drains, so it takes nothing.
+        on. `refused`: nothing is pulled, because this node drains or no gateway names the source.
         """
         run = dict.fromkeys(self._wanted(order, now))
         here = [key for key in run if self._dram.has(key)]
         wanted = [key for key in run if not self._dram.is_known(key)]
         granted: dict[BlockKey, int] = {}
-        may_pull = self._may_pull(order) and order.source != self._worker
-        if wanted and may_pull and not refused:
+        may_pull = self._may_pull(order) and order.source != self._worker and not refused
+        if wanted and may_pull and _client_of(order) and not self._sources.knows(order.source):
+            self._sources.ask(order, now)
+            return
+        if wanted and may_pull:
             # All of the run: what of it is here is not to make room for the rest.
             granted, evicted = self._dram.reserve(list(run), order.tenant)
             self._copied([], evicted)
@@ -100,8 +105,14 @@ class Replicator:
 
     def _may_pull(self, order: Replicate) -> bool:
         client = _client_of(order)
-        num_own = sum(_client_of(pull.order) == client for pull in self._pulls.values())
-        return len(self._pulls) < MAX_PULLS and not (client and num_own >= MAX_CLIENT_PULLS)
+        begun = [*(pull.order for pull in self._pulls.values()), *self._sources.waiting]
+        num_own = sum(_client_of(each) == client for each in begun)
+        return len(begun) < MAX_PULLS and not (client and num_own >= MAX_CLIENT_PULLS)
+
+    def on_named(self, answer: ReplicasFound, now: float, *, refused: bool) -> None:
+        """Go on with the orders whose source a gateway names. `refused`: this node drains."""
+        for order in self._sources.on_named(answer):
+            self.begin(order, now, refused=refused)
 
     def take_over(self, order: TakeOver, now: float, *, refused: bool) -> None:
         """Pull the blocks of a draining node, and answer it. `refused`: this node drains too.
@@ -218,6 +229,7 @@ class Replicator:
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End pulls from a node that was lost."""
         self._reader.on_peer_lost(worker, now)
+        self._sources.lose(worker)
 
     def used(self, keys: Sequence[BlockKey], now: float) -> None:
         """Note that this run was read, because copies may be in it."""
@@ -234,8 +246,13 @@ class Replicator:
             self._copies.pop(key, None)
 
     def tick(self, now: float) -> float | None:
-        """Give up reads that take too long, and drop cold copies. Return when to call again."""
-        wake_s = self._reader.tick(now)
+        """Give up reads that take too long and orders whose source is unknown, and drop cold
+        copies. Return when to call again.
+        """
+        for order in self._sources.overdue(now):
+            self._counters["replicas_refused"] += 1
+            self.begin(order, now, refused=True)
+        wakes = (self._reader.tick(now), self._sources.next_s)
         idle_s = self._config.replica_idle_s
         cold: list[BlockKey] = []
         while self._copies:
@@ -250,7 +267,7 @@ class Replicator:
                 self._copies[key] = now  # it is pinned or kept: it is not cold
         self._counters["replicas_dropped"] += len(cold)
         self._copied([], cold)
-        times = [] if wake_s is None else [wake_s]
+        times = [wake_s for wake_s in wakes if wake_s is not None]
         if self._copies:
             times.append(next(iter(self._copies.values())) + idle_s)
         return min(times, default=None)

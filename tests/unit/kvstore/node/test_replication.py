@@ -23,9 +23,10 @@ from mooncake.base import (
     packed_places,
 )
 from mooncake.base.messages import Replicate
-from mooncake.base.pool_messages import TakenOver
+from mooncake.base.pool_messages import FindReplicas, ReplicasFound, TakenOver
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.node.replication import MAX_CLIENT_PULLS, MAX_PULLS
+from mooncake.kvstore.node.sources import ANSWER_S
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks
 from mooncake.sim.world.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer
@@ -37,6 +38,9 @@ from tests.support.kvstore.node_world import (
     LocalTransfer,
     NodeWorld,
     keys,
+)
+from tests.support.kvstore.node_world import (
+    GATEWAY as NODE_GATEWAY,
 )
 from tests.support.kvstore.pool_world import PoolWorld
 
@@ -266,18 +270,61 @@ def test_a_run_that_comes_up_from_a_disk_in_pieces_is_copied_whole() -> None:
 def test_one_client_s_orders_leave_pulls_to_others() -> None:
     """Its sources may never answer."""
     world, silent = NodeWorld(num_blocks=256), WorkerRef("kv-1", "e1", "inproc://kv-1")
-    clients = [WorkerRef(f"client-{key}", "e1", f"tcp://10.0.0.7:1#{key}") for key in ("aa", "bb")]
     asked: list[int] = []
-    for client in clients:
+    for client in (client_of("aa"), client_of("bb")):
         before = len(world.channel.sent)
         for number in range(MAX_CLIENT_PULLS + 4):
             block = keys(1000 * len(asked) + number)
             order = Replicate(source=silent, keys=block, asker=client, ticket=world.ticket())
             world.handle(order)
+        world.handle(named(world, silent))
         sent = [message for _, message in world.channel.sent[before:]]
         asked.append(sum(isinstance(message, PinBlocks) for message in sent))
     assert asked == [MAX_CLIENT_PULLS] * 2
     assert sum(asked) < MAX_PULLS
+
+
+def client_of(channel_key: str) -> WorkerRef:
+    return WorkerRef(f"client-{channel_key}", "e1", f"tcp://10.0.0.7:1#{channel_key}")
+
+
+def named(world: NodeWorld, *nodes: WorkerRef) -> ReplicasFound:
+    """Return a gateway's answer: there are these nodes."""
+    return ReplicasFound(
+        asker=world.store, ticket=0, stores=[*nodes], num_blocks=[0 for _ in nodes]
+    )
+
+
+def test_an_order_of_a_client_connects_to_no_address_but_that_of_a_node() -> None:
+    """The client chooses the address; it may be that of any port in the node's network."""
+    world, client = NodeWorld(), client_of("aa")
+    owner = WorkerRef("kv-1", "e1", "tcp://10.0.0.8:1#bb")
+    other = WorkerRef("kv-1", "e1", "tcp://10.0.0.9:5432#aa")
+
+    def order(source: WorkerRef, number: int) -> list[tuple[str, type]]:
+        sent = world.handle(
+            Replicate(source=source, keys=keys(number), asker=client, ticket=world.ticket())
+        )
+        return [(address, type(message)) for address, message in sent]
+
+    question = [(NODE_GATEWAY.address, FindReplicas)]
+    assert order(owner, 1) == question
+    assert order(other, 2) == question
+    pulled = [sent for sent in world.handle(named(world, owner)) if sent[0] == owner.address]
+    assert [type(message) for _, message in pulled] == [PinBlocks]
+    assert not world.node.quiet
+    world.tick(world.now + ANSWER_S)
+    [refused] = [message for _, message in world.channel.sent if isinstance(message, TakenOver)]
+    assert (refused.asker, refused.ticket, refused.keys) == (client, 2, [])
+    assert world.node.counters["replicas_refused"] == 1
+    assert order(owner, 3) == [(owner.address, PinBlocks)], "it is known"
+    world.handle(PeerLost(worker=owner))
+    assert order(owner, 4) == question
+    world.handle(Drain())
+    assert not [sent for sent in world.handle(named(world, owner)) if sent[0] == owner.address]
+    assert {address for address, _ in world.channel.sent} <= {
+        NODE_GATEWAY.address, owner.address, client.address
+    }  # fmt: skip
 
 
 def test_a_late_answer_to_an_earlier_boot_is_not_taken_for_one_to_this() -> None:
