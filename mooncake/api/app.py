@@ -128,7 +128,7 @@ def create_app(
         version=__version__,
         docs_url=None,  # FastAPI's page loads scripts from elsewhere; `page_routes` has our own
         redoc_url=None,
-        openapi_url="/openapi.json" if config.docs else None,
+        openapi_url=None,  # FastAPI encodes the document anew for each request; `page_routes` once
     )
     recorder = recorder or Recorders()
     app.state.api_server = api_server

@@ -25,6 +25,7 @@ _MEDIA = {
     "css": "text/css; charset=utf-8",
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
+    "json": "application/json",
     "svg": "image/svg+xml",
 }
 _HEADERS = {
@@ -58,6 +59,15 @@ def page_routes(api_server: ApiServer) -> APIRouter:
             """The page that shows the OpenAPI document."""
             return _file(request, files, "docs.html")
 
+        documents: dict[str, tuple[bytes, str]] = {}
+
+        @router.get("/openapi.json")
+        async def openapi(request: Request) -> Response:
+            """The OpenAPI document. Strangers may ask for it, so it is encoded only once."""
+            if not documents:
+                documents["openapi.json"] = _tagged(encode(request.app.openapi()))
+            return _file(request, documents, "openapi.json")
+
     @router.get(PAGE_PATH + "{name}")
     async def file(request: Request, name: str) -> Response:
         """A file of the page."""
@@ -76,9 +86,13 @@ def _read_files() -> dict[str, tuple[bytes, str]]:
     files: dict[str, tuple[bytes, str]] = {}
     for entry in resources.files("mooncake.api.page").iterdir():
         if entry.name.rpartition(".")[2] in _MEDIA:
-            body = entry.read_bytes()
-            files[entry.name] = (body, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+            files[entry.name] = _tagged(entry.read_bytes())
     return files
+
+
+def _tagged(body: bytes) -> tuple[bytes, str]:
+    """Return a file with its entity tag."""
+    return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
 
 def _file(request: Request, files: dict[str, tuple[bytes, str]], name: str) -> Response:

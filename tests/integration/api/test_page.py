@@ -10,8 +10,10 @@ from importlib import resources
 from typing import Any
 
 import httpx
+import pytest
 
 from mooncake.api.config import ApiConfig
+from mooncake.api.schema.replies import encode
 from tests.support.api.server import ScriptedBackend, live_api_server, says
 
 FEED = "/v1/cluster/events"
@@ -67,6 +69,31 @@ def test_an_unchanged_file_is_not_sent_again_and_no_other_file_is_to_be_had() ->
                 assert reply.json()["error"]["code"] == 404
 
     asyncio.run(main())
+
+
+def test_the_openapi_document_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no key, so a stranger may ask for it again and again."""
+    encoded: list[Any] = []
+
+    def counting(value: Any) -> bytes:
+        encoded.append(value)
+        return encode(value)
+
+    monkeypatch.setattr("mooncake.api.routes.page.encode", counting)
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("x"))
+        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+            first, *others = [await client.get("/openapi.json") for _ in range(5)]
+            assert first.headers["content-type"] == "application/json"
+            assert first.json()["info"]["title"] == "Mooncake"
+            assert {each.content for each in others} == {first.content}
+            same = {"If-None-Match": first.headers["etag"]}
+            again = await client.get("/openapi.json", headers=same)
+            assert (again.status_code, again.content) == (304, b"")
+
+    asyncio.run(main())
+    assert len(encoded) == 1
 
 
 def test_no_file_turns_text_into_markup_or_asks_another_server() -> None:
