@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ApiError, ErrorReply, shorten
-from mooncake.api.http.response import json_response, tenant_of
+from mooncake.api.http.response import json_response, tenant_of, unless_gone
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
 from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
@@ -49,8 +49,12 @@ def receipt_routes(api_server: ApiServer) -> APIRouter:
             whence = request.client.host if request.client else None
             path = request.url.path
             audit(OPERATOR_ROUTE, kind=f"{who} {path}", who=who, whence=whence, path=path)
-        while await api_server.tokenizing.run(lambda: receipts.weigh(kept), own):
-            pass  # slow, so other tenants have their turn after each placement
+
+        async def weighed() -> None:
+            while await api_server.tokenizing.run(lambda: receipts.weigh(kept), own):
+                pass  # slow, so other tenants have their turn after each placement
+
+        await unless_gone(request, weighed())
         return json_response(encode(receipts.receipt(kept)))
 
     @router.get(
@@ -61,7 +65,7 @@ def receipt_routes(api_server: ApiServer) -> APIRouter:
         makes these choices again.
         """
         _, kept = found(name, None)
-        body = await api_server.tokenizing.run(lambda: encode(bundle(kept)), tenant_of(request))
-        return json_response(body)
+        making = api_server.tokenizing.run(lambda: encode(bundle(kept)), tenant_of(request))
+        return json_response(await unless_gone(request, making))
 
     return router

@@ -16,7 +16,7 @@ from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.base import Failure, GenerateRequest, MonotonicClock, OutputEvent
 from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.events import Accepted
-from mooncake.telemetry.receipts import MAX_SEQUENCES, Receipts
+from mooncake.telemetry.receipts import MAX_SEQUENCES, Kept, Receipts
 from tests.support.api.server import ScriptedBackend, answer, live_api_server, refusal, says
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
@@ -164,6 +164,34 @@ def test_a_key_sees_the_receipts_of_its_tenant_and_an_operator_all() -> None:
         assert (await client.get(path)).status_code == 401
 
     run(ask, keys=KEYS)
+
+
+def test_a_receipt_whose_client_has_left_is_made_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has as many turns in the lane as the call had placements: here it never ends."""
+    turns: list[None] = []
+
+    def weigh(self: Receipts, kept: Kept) -> bool:
+        turns.append(None)
+        return True
+
+    monkeypatch.setattr(Receipts, "weigh", weigh)
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        reply = await client.post(CHAT, json=ASK)
+        path = f"/v1/requests/{reply.headers[RECEIPT]}/receipt"
+        leaving = asyncio.create_task(client.get(path))
+        async with asyncio.timeout(60):
+            while len(turns) < 3:
+                await asyncio.sleep(0.01)
+            leaving.cancel()
+            num_before = -1
+            while num_before < len(turns):
+                num_before = len(turns)
+                await asyncio.sleep(0.1)
+
+    run(ask)
 
 
 def test_bundles_are_for_operators() -> None:
