@@ -82,6 +82,10 @@ class ApiConfig:
     """
     max_inflight_body_bytes: int = 512 * 1024 * 1024
     """Bytes of bodies that running requests may have in memory together; more get 429."""
+    max_inflight_logprob_bytes: int = 1 << 30
+    """Bytes that the log-probabilities of running requests may take in memory together, if all
+    answers get as long as they may; more get 429.
+    """
     max_kept_answer_bytes: int = 64 * 1024 * 1024
     """Bytes of recorded answers to requests with an `Idempotency-Key`, for clients that repeat
     them.

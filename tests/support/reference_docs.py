@@ -21,7 +21,7 @@ from mooncake.api.app import create_app
 from mooncake.api.bounds import PRICES
 from mooncake.api.config import ApiConfig
 from mooncake.api.generation.sampling import MAX_COUNTED_CONTEXTS
-from mooncake.api.http.limits import SLO_TBT, SLO_TTFT
+from mooncake.api.http.limits import LOGPROB_BYTES, SLO_TBT, SLO_TTFT
 from mooncake.api.http.repeats import HEADER, MAX_READERS
 from mooncake.api.http.server import MAX_SHAKING
 from mooncake.api.schema.chat import ChatRequest
@@ -357,6 +357,12 @@ def prices() -> list[str]:
         ["bytes of one body", f"{config.max_body_bytes:,}", "413"],
         ["cost of the values in one body", f"{config.max_body_cost:,}", "413"],
         ["bytes of the bodies of running requests", f"{config.max_inflight_body_bytes:,}", "429"],
+        [
+            "bytes of the log-probabilities of running requests, each with its longest answer "
+            f"({LOGPROB_BYTES} for one)",
+            f"{config.max_inflight_logprob_bytes:,}",
+            "429",
+        ],
         ["requests with a body at a time", f"{config.max_concurrent:,}", "429"],
         [
             "bytes of recorded answers to requests with an `Idempotency-Key`",

@@ -351,6 +351,18 @@ class Call:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def max_logprobs(self) -> int:
+        """The number of log-probabilities, of prompts and of the longest answers."""
+        total = 0
+        for request in self.requests:
+            sampling = request.sampling
+            if sampling.num_logprobs is not None:
+                total += sampling.max_tokens * (sampling.num_logprobs + 1)
+            if sampling.num_prompt_logprobs is not None:
+                total += len(request.prompt_tokens) * (sampling.num_prompt_logprobs + 1)
+        return total
+
+    @property
     def prompt_price(self) -> int:
         """The charge for all prompts, in tokens. Each prompt counts once, however many choices it
         has.

@@ -48,6 +48,9 @@ RECEIPT = "X-Mooncake-Receipt"
 LEAST_BODY_BYTES = 16 << 10
 """Bytes of bodies that each key may hold, however many others hold theirs."""
 
+LEAST_LOGPROB_BYTES = 16 << 20
+"""The same for log-probabilities: those of 131,072 tokens."""
+
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -103,7 +106,7 @@ class Access:
     Every POST holds one of its account's permits until the reply has ended, however it ends. The
     scope's state gets: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it may
     ask for), `key`, its `ApiKey`, `charge`, a function that counts tokens against the key's limit,
-    `in_flight`, what this request holds of the memory for all bodies, and `is_proven`: whether the
+    `in_flight`, what this request holds of the memory that all share, and `is_proven`: whether the
     connection may outlive others. `is_operator` says whether it has an operator's key, or no key is
     needed.
 
@@ -126,6 +129,7 @@ class Access:
         self._is_local = _is_loopback(config.host)
         self._requests = Shares(config.max_concurrent, least=1)
         self._bodies = Shares(config.max_inflight_body_bytes, LEAST_BODY_BYTES)
+        self._logprobs = Shares(config.max_inflight_logprob_bytes, LEAST_LOGPROB_BYTES)
         self._keyring = keyring
         self._ids = ids
         self._clock = clock
@@ -200,7 +204,8 @@ class Access:
             self._refused(state["request_id"], limited.http_status, limited.reason)
 
         key = None if account is None else account.key.name
-        in_flight = state["in_flight"] = InFlight(self._requests, self._bodies, key, refused)
+        in_flight = InFlight(self._requests, self._bodies, self._logprobs, key, refused)
+        state["in_flight"] = in_flight
         try:
             if account is None:
                 yield

@@ -1,6 +1,6 @@
 """The limits of one API key (requests and tokens a minute, requests at a time), what all requests
-share (bodies in memory, requests at a time), and the limits on latency that a call asks for. Takes
-`now`.
+share (bodies and log-probabilities in memory, requests at a time), and the limits on latency that a
+call asks for. Takes `now`.
 
 An `Account` owns its key's budgets and permits; only `http.access` calls `enter` and `leave`.
 """
@@ -25,6 +25,8 @@ SLO_TBT = "x-mooncake-slo-tbt-ms"
 _MILLISECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 _NO_KEY = ApiKey(digest=b"", name="")
 MINUTE_S = 60.0
+LOGPROB_BYTES = 128
+"""Memory of one log-probability until its answer is written: 117 to 145 bytes."""
 BUSY_RETRY_S = 1.0
 """Retry advice when too many requests of a key run: it is not known when one ends."""
 
@@ -128,7 +130,7 @@ class Account:
 
 
 class Shares:
-    """Units that running requests share: bytes of bodies, or the requests themselves. No key holds
+    """Units that running requests share: bytes in memory, or the requests themselves. No key holds
     more than half of what the others leave, so that a newcomer finds some. However many keys do so,
     each may hold `least`, even above the limit.
     """
@@ -145,7 +147,7 @@ class Shares:
         own = self._held.get(holder, 0)
         left = self._limit - (self.num_held - own)
         most = left if holder is None else max(self._least, left // 2)
-        if own + amount > most:
+        if amount and own + amount > most:
             return False
         if amount:
             self._held[holder] = own + amount
@@ -175,6 +177,7 @@ class InFlight:
         self,
         requests: Shares,
         bodies: Shares,
+        logprobs: Shares,
         key: str | None,
         refused: Callable[[Limited], None],
     ) -> None:
@@ -183,8 +186,9 @@ class InFlight:
         Raises:
             Limited: too many requests run.
         """
-        self._requests, self._bodies, self._key, self._refused = requests, bodies, key, refused
-        self._num_bytes = 0
+        self._requests, self._bodies, self._logprobs = requests, bodies, logprobs
+        self._key, self._refused = key, refused
+        self._num_bytes = self._logprob_bytes = 0
         if not requests.take(key, 1):
             self._refuse("too many requests run here at a time", "requests_in_flight")
 
@@ -202,9 +206,25 @@ class InFlight:
             )
         self._num_bytes += num_bytes
 
+    def add_logprobs(self, number: int) -> None:
+        """Hold the memory of so many log-probabilities.
+
+        Raises:
+            Limited: those of running requests may fill the memory for them.
+        """
+        num_bytes = number * LOGPROB_BYTES
+        if not self._logprobs.take(self._key, num_bytes):
+            self._refuse(
+                "the log-probabilities that running requests may get fill the memory for them "
+                "(`max-inflight-logprob-bytes`); a smaller max_tokens takes less",
+                "logprob_bytes_in_flight",
+            )
+        self._logprob_bytes += num_bytes
+
     def end(self) -> None:
         """Give everything back."""
         self._requests.give_back(self._key, 1)
+        self._logprobs.give_back(self._key, self._logprob_bytes)
         self._bodies.give_back(self._key, self._num_bytes)
 
     def _refuse(self, message: str, reason: str) -> NoReturn:

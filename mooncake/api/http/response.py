@@ -123,6 +123,7 @@ class CallResponse(Response):
         asked = call.requests[0].priority  # a call has only one class
         try:
             limits = latency_limits(Headers(scope=scope), state.get("key"), asked)
+            state["in_flight"].add_logprobs(call.max_logprobs)
         except MooncakeError as error:
             await ErrorResponse(error)(scope, receive, send)
             return
@@ -180,6 +181,7 @@ class CallResponse(Response):
                 body = self._renderer.whole(self._call, deltas)
             else:
                 body = await self._written(partial(self._renderer.whole, self._call, deltas))
+            del deltas  # so that a client that reads slowly holds only the body
             await json_response(body)(scope, receive, send)
             self._is_complete = True
 

@@ -302,6 +302,10 @@ class ServeConfig:
         "SIZE",
         "memory for the bodies of running requests; more get 429, and one key may take at most "
         "half of what the others leave")
+    max_inflight_logprob_bytes: int = owned(ApiConfig, "max_inflight_logprob_bytes", size(1), API,
+        "SIZE",
+        "memory for the log-probabilities of running requests, each counted with its longest "
+        "answer; more get 429, and one key may take at most half of what the others leave")
     max_kept_answer_bytes: int = owned(ApiConfig, "max_kept_answer_bytes", size(0), API,
         "SIZE",
         "memory for answers to requests with an Idempotency-Key, for clients that repeat them; one "

@@ -22,6 +22,7 @@ from mooncake.api.adapters import chat_call
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.access import Keyring
+from mooncake.api.http.limits import LOGPROB_BYTES
 from mooncake.api.http.server import serve
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.completions import CompletionRenderer
@@ -166,6 +167,38 @@ def test_bodies_of_running_requests_have_a_bound_and_no_key_takes_all() -> None:
             assert reply.status_code == 400
         (refused,) = [event for event in events.events if isinstance(event, Refused)]
         assert (refused.status, refused.reason) == (429, "body_bytes_in_flight")
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_of_running_requests_have_a_bound_and_no_key_takes_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mooncake.api.http.access.LEAST_LOGPROB_BYTES", 1)
+
+    async def main() -> None:
+        events = EventList()
+        backend = ScriptedBackend(hangs)
+        keys = (key("alice"), key("bob"))
+        most = 100 * 3 * LOGPROB_BYTES
+        limits = {"max_inflight_logprob_bytes": 2 * most}
+        long = ASK | {"max_tokens": 100, "logprobs": True, "top_logprobs": 2, "stream": True}
+        short = ASK | {"max_tokens": 1, "logprobs": True}
+        async with limited_api_server(backend, *keys, limits=limits, recorder=events) as client:
+            async with streams(client, backend, long, "alice"):
+                for stream in (True, False):
+                    body = short | {"stream": stream}
+                    reply = await client.post(CHAT, json=body, headers=bearer("alice"))
+                    assert reply.status_code == 429
+                    assert reply.headers["retry-after"] == "1"
+                    assert "`max-inflight-logprob-bytes`" in reply.json()["error"]["message"]
+                for name, body in (("alice", ASK | {"stream": True}), ("bob", short)):
+                    async with streams(client, backend, body | {"stream": True}, name):
+                        pass
+            async with streams(client, backend, long, "alice"):
+                pass
+        (refused, _) = [event for event in events.events if isinstance(event, Refused)]
+        assert (refused.status, refused.reason) == (429, "logprob_bytes_in_flight")
 
     asyncio.run(main())
 

@@ -21,6 +21,16 @@ def test_a_key_takes_at_most_half_of_what_the_others_leave() -> None:
     assert shares.take("b", 6)
 
 
+def test_who_wants_nothing_gets_it_whatever_others_have_taken_since() -> None:
+    shares = Shares(100, least=1)
+    assert shares.take("a", 50)
+    assert shares.take("b", 25)
+    assert not shares.take("a", 1)
+    assert shares.take("a", 0)
+    shares.give_back("a", 0)
+    assert shares.num_held == 75
+
+
 def test_without_keys_all_is_one_clients() -> None:
     shares = Shares(100, least=1)
     assert shares.take(None, 100)
