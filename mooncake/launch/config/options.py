@@ -81,7 +81,10 @@ def setting(
     """Return a dataclass field that carries its `Option`; `more` holds further fields of the
     `Option`.
     """
-    option = Option(read=read, group=group, metavar=metavar, text=text, **more)
+    return _field(Option(read=read, group=group, metavar=metavar, text=text, **more), default)
+
+
+def _field(option: Option, default: Any) -> Any:
     return dataclasses.field(default=default, repr=not option.secret, metadata={"option": option})
 
 
@@ -110,8 +113,7 @@ def owned(
 def same_as(kind: type, name: str, group: str) -> Any:
     """Return the setting `name` of another dataclass of settings, for a command that shares it."""
     option, default = options_of(kind)[name]
-    option = dataclasses.replace(option, group=group, owner=None, short="")
-    return dataclasses.field(default=default, metadata={"option": option})
+    return _field(dataclasses.replace(option, group=group, owner=None, short=""), default)
 
 
 def values_of(settings: object, owner: type) -> dict[str, Any]:

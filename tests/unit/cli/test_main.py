@@ -109,16 +109,20 @@ def test_repeated_flags_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert '["a", "b"]' in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["cluster-secret", "api-key", "admin-token"])
 def test_a_secret_given_as_a_flag_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     words = ["serve", str(write_config_only(tmp_path / "m")), "--dry-run"]
-    assert cli.run([*words, "--cluster-secret", "hush"]) == 0
+    if flag == "admin-token":
+        words += ["--admin-port", "0"]
+    variable = f"MOONCAKE_{flag.replace('-', '_').upper()}"
+    assert cli.run([*words, f"--{flag}", "hush"]) == 0
     warned = capsys.readouterr().err
-    assert "warning: --cluster-secret: all users" in warned
-    assert "MOONCAKE_CLUSTER_SECRET" in warned
+    assert f"warning: --{flag}: all users" in warned
+    assert variable in warned
     assert "hush" not in warned
-    monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", "hush")
+    monkeypatch.setenv(variable, "hush")
     assert cli.run(words) == 0
     assert capsys.readouterr().err == ""
 
