@@ -34,6 +34,8 @@ TOOLS = ("pip", "setuptools")
 """Which pip has to install into the image's environment itself: its own ones are older."""
 BASE = f"stand-in@sha256:{'0' * 64}"
 COMPILERS = ("c++*", "cc", "clang*", "cpp*", "g++*", "gcc*", "*-gnu-g++*", "*-gnu-gcc*")
+OF_DEBIAN = ("pip", "pip[0-9]*")
+"""This machine's, beside the Python that stands in for that of the base image."""
 
 
 def why_not() -> str:
@@ -91,6 +93,8 @@ class _Stage:
         self, name: str, folder: Path, context: Path, wheels: Path, given: Mapping[str, str]
     ) -> None:
         self.root = folder / name / "root"
+        self.python = f"{self.root}{sys.base_prefix}"
+        """Where the Python of its base image lies."""
         self.environment = {"PATH": BASE_PATH}
         self.arguments: dict[str, str] = {}
         self.words: dict[str, str] = {}
@@ -130,8 +134,13 @@ class _Stage:
             self.lines += [f"mkdir -p {root}{needed}", *self._bound(needed, str(needed))]
         if not self._name.startswith("build"):
             folders = (f"{root}/usr/bin", f"{root}/usr/local/bin")
-            places = (f"{folder}/{each}" for folder in folders for each in COMPILERS)
-            self.lines.append(f"rm -f {' '.join(places)}")
+            places = (f"{at}/{each}" for at in folders for each in COMPILERS + OF_DEBIAN)
+            base = f"upperdir={folder}/base,workdir={folder}/base-work"
+            self.lines += [
+                f"mkdir -p {folder}/base {folder}/base-work",
+                f"mount -t overlay base {self.python} -o lowerdir={sys.base_prefix},{base}",
+                f"rm -f {' '.join(places)}",
+            ]
 
     def _bound(self, source: Path, target: str) -> list[str]:
         place = f"{self.root}{target}"
@@ -239,7 +248,7 @@ class RunningImage:
         lines = [
             "mount --make-rprivate /", "ip link set lo up", f"mount -t tmpfs layers {layers}",
             *(line for stage in stages for line in stage.lines),
-            f"mount -o remount,bind,ro {image.root}",
+            *(f"mount -o remount,bind,ro {each}" for each in (image.root, image.python)),
             "echo started",
             f"exec {image.started(entry, image.environment, '/tmp', self._user)}",
         ]  # fmt: skip
