@@ -83,7 +83,7 @@ class GatewayProcess:
         self.channel = channel
         self._app: Any = None
         self.gateway_id = gateway_id
-        self._conductor = Conductor(plan.scheduler, ids)
+        self._conductor = Conductor(plan.scheduler, ids, layout=plan.layout)
         self.gateway = Gateway(
             plan.scheduler,
             WorkerRef(gateway_id, ids.hex(8), channel.address),

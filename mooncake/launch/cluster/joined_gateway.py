@@ -75,7 +75,7 @@ class JoinedCluster:
                     f"{self.config.model} holds other weights (revision {plan.model.revision}) "
                     f"than those of the cluster ({worker.weights_revision})"
                 )
-            self.plan = dataclasses.replace(plan, scheduler=facts.scheduler)
+            self.plan = dataclasses.replace(plan, scheduler=facts.scheduler, layout=worker.layout)
         self._following = SecretFollower(config.cluster_secret_file, self._credential.renew)
         own = machine_facts.host_name() if config.node_id is None else config.node_id
         # One at a fixed port comes back under its name.

@@ -18,13 +18,22 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from mooncake.base import MooncakeError, Role, SystemIds, WorkerRef
+from mooncake.base import ConfigError, KvLayout, MooncakeError, Role, SystemIds, WorkerRef
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
-from mooncake.launch.cluster.facts import ANSWER_S, GATEWAY_ID, encode_facts, why_silent
+from mooncake.launch.cluster.facts import (
+    ANSWER_S,
+    GATEWAY_ID,
+    ClusterFacts,
+    NotUp,
+    Seeds,
+    encode_facts,
+    read_facts,
+    why_silent,
+)
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.lone_worker import run_worker
 from mooncake.launch.cluster.workers import cluster_workers, own_facts
@@ -65,8 +74,8 @@ class Registry:
         )
         ref = WorkerRef(GATEWAY_ID, ids.hex(8), self._channel.address)
         gateway = Gateway(
-            plan.scheduler, ref, Conductor(plan.scheduler, ids), self._channel, ids,
-            Recorders(Metrics("pool")),
+            plan.scheduler, ref, Conductor(plan.scheduler, ids, layout=plan.layout), self._channel,
+            ids, Recorders(Metrics("pool")),
         )  # fmt: skip
         self.address = ref.address
         gateway.facts = encode_facts(own_facts(config, plan, ref.address))
@@ -133,7 +142,7 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
         worker = begun
         watch = node_lock.JoinWatch(
             begun.driver, settings.worker_id, gateway_address,
-            functools.partial(_why_silent, config, meant, begun.ref),
+            functools.partial(_why_silent, config, plan, meant, begun.ref),
             max(ANSWER_S, config.join_timeout),
         )  # fmt: skip
 
@@ -148,15 +157,44 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
     say(f"{settings.worker_id} has ended{_fate(worker)}")
 
 
-def _why_silent(config: ServeConfig, meant: SeedAddresses, own: WorkerRef) -> MooncakeError:
-    """Return why a pool does not answer. The secret is what its file holds by now."""
+def _why_silent(
+    config: ServeConfig, plan: ServePlan, meant: SeedAddresses, own: WorkerRef
+) -> MooncakeError:
+    """Return why a pool does not let a node in: ConfigError where its blocks are not those of the
+    pool, Forbidden where it has another secret, otherwise NotUp. The secret is what its file holds
+    by now.
+    """
     try:
         file = config.cluster_secret_file
         secret = str(config.cluster_secret) if file is None else read_secret(Path(file))
         credential = own_credential(secret, CredentialRole.WORKER)
+        if config.seeds:
+            anywhere = dataclasses.replace(config, bind_ports=None)  # this node has taken its own
+            with contextlib.closing(Seeds(anywhere, credential)) as seeds:
+                told = [read_facts(each.facts) for each in seeds.ask()]
+            for problem in (_misfit(plan.layout, facts) for facts in told):
+                if problem is not None:
+                    return problem
         return why_silent(config.seeds or meant, meant, credential, own)
+    except ConfigError as error:
+        return NotUp(error.message)  # such as a file of the secret that is just being replaced
     except MooncakeError as error:
         return error
+
+
+def _misfit(own: KvLayout, facts: ClusterFacts) -> ConfigError | None:
+    """Return why blocks of the layout `own` are of no use to a cluster, or None."""
+    theirs = facts.worker.layout
+    if own == theirs:
+        return None
+    setting = "model" if own.block_tokens == theirs.block_tokens else "block-size"
+    return ConfigError(
+        f"{setting}: the cluster of the gateway at {facts.gateway_address.partition('#')[0]} does "
+        f"not use this node: a block has {own.block_tokens} tokens here and {theirs.block_tokens} "
+        f"there, and the KVCache layouts are {own.fingerprint} and {theirs.fingerprint}; start the "
+        "node with the model, weights, KV dtype, block size and method of drafts of the cluster, "
+        "or leave the model out: the cluster then tells them"
+    )
 
 
 def _fate(worker: process.Worker | None) -> str:

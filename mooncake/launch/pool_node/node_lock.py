@@ -63,8 +63,8 @@ def lock_name(worker_id: str, node_id: str, pool_address: str) -> socket.socket:
 
 
 class JoinWatch:
-    """Logs that the node has joined, or why the pool does not answer. It stops the node where that
-    is because the pool has another secret. Close it at the end.
+    """Logs that the node has joined, or why the pool does not let it in. It stops the node where
+    that is because the pool has another secret or other blocks. Close it at the end.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class JoinWatch:
         why_silent: Callable[[], MooncakeError],
         limit_s: float,
     ) -> None:
-        """`why_silent` looks for the pool and returns why it does not answer. Before `limit_s` the
-        node is not stopped.
+        """`why_silent` looks for the pool and returns why it does not let the node in: Forbidden
+        and ConfigError stop the node, but not before `limit_s`.
         """
-        self.refusal: Forbidden | None = None
+        self.refusal: Forbidden | ConfigError | None = None
         """Why the node was stopped."""
         self._driver = driver
         self._worker_id = worker_id
@@ -96,7 +96,7 @@ class JoinWatch:
 
     def _watch(self) -> None:
         num_looks, next_question = 0, round(WARN_AFTER_S / LOOK_S)
-        refusal: Forbidden | None = None
+        refusal: Forbidden | ConfigError | None = None
         while not self._ended.wait(LOOK_S):
             try:
                 joined = self._driver.call(lambda node, _: bool(node.joined)).result()
@@ -113,7 +113,7 @@ class JoinWatch:
             if num_looks < next_question:
                 continue
             problem = self._why_silent()
-            if isinstance(problem, Forbidden) and num_looks >= self._limit:
+            if isinstance(problem, Forbidden | ConfigError) and num_looks >= self._limit:
                 refusal = problem
                 continue
             _log.warning(

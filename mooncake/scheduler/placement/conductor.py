@@ -16,6 +16,7 @@ from mooncake.base import (
     GenerateRequest,
     IdSource,
     KeyChain,
+    KvLayout,
     LoadReport,
     Priority,
     Role,
@@ -66,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The way in which blocks are named in this cluster; the first worker sets it."""
+    """The way in which blocks are named in this cluster."""
 
     fingerprint: str
     block_tokens: int
@@ -76,9 +77,16 @@ class Conductor:
     """Places requests on workers."""
 
     def __init__(
-        self, config: SchedulerConfig, ids: IdSource, *, columns_from: int = COLUMNS_FROM
+        self,
+        config: SchedulerConfig,
+        ids: IdSource,
+        *,
+        layout: KvLayout | None = None,
+        columns_from: int = COLUMNS_FROM,
     ) -> None:
-        """`columns_from`: see `pair_choice`."""
+        """`layout`: that of the cluster's engines, which every worker must have; None: that of the
+        first worker. `columns_from`: see `pair_choice`.
+        """
         self._config = config
         self._index = PrefixIndex()
         self._fetch = FetchCosts(config)
@@ -94,7 +102,12 @@ class Conductor:
         )  # fmt: skip
         self._queues = WorkerQueues()
         self._output_tokens = RunningMean(config.expected_output_tokens, OUTPUT_WINDOW)
-        self._layout: Layout | None = None
+        self._given_layout: Layout | None = None
+        if layout is not None:
+            self._given_layout = Layout(
+                fingerprint=layout.fingerprint, block_tokens=layout.block_tokens
+            )
+        self._layout = self._given_layout
         self._block_bytes = 0
         self.keeps_facts = False
         """Whether placements and rejections say what they were chosen from."""
@@ -103,7 +116,7 @@ class Conductor:
 
     @property
     def layout(self) -> Layout | None:
-        """The way in which blocks are named; None before the first worker joins."""
+        """The way in which blocks are named; None while neither the cluster nor a worker says."""
         return self._layout
 
     @property
@@ -209,7 +222,7 @@ class Conductor:
         self._fetch.forget(worker_id)
         self.bookings.on_worker_lost(worker_id)
         if not self._views:
-            self._layout = None
+            self._layout = self._given_layout
 
     # -------------------------------------------------------- placement
 

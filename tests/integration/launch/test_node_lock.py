@@ -91,6 +91,7 @@ class Driver:
 
 SILENCE = NotUp("no gateway answers")
 REFUSAL = Forbidden("cluster-secret: the gateway has another one")
+MISFIT = ConfigError("block-size: the cluster does not use this node")
 
 
 @contextlib.contextmanager
@@ -131,15 +132,16 @@ def test_the_log_tells_of_joining_and_of_gateways_that_do_not_answer(
     assert watch.refusal is None
 
 
-def test_a_node_with_another_secret_is_stopped_at_the_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("refusal", [REFUSAL, MISFIT])
+def test_a_node_with_another_secret_or_other_blocks_is_stopped_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: MooncakeError
 ) -> None:
-    """Until then the pool may be started again with the secret of the node."""
+    """Until then the pool may be started again with the settings of the node."""
     driver = Driver(math.inf)
-    with caplog.at_level(logging.INFO), watching(monkeypatch, driver, *[REFUSAL] * 2) as watch:
+    with caplog.at_level(logging.INFO), watching(monkeypatch, driver, *[refusal] * 2) as watch:
         [warning] = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"{REFUSAL.message}; still asking")
-    assert watch.refusal is REFUSAL
+    assert warning.startswith(f"{refusal.message}; still asking")
+    assert watch.refusal is refusal
 
 
 def test_a_pool_that_is_away_at_the_limit_may_refuse_later(monkeypatch: pytest.MonkeyPatch) -> None:

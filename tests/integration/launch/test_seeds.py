@@ -11,18 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.base import ConfigError, Forbidden
+from mooncake.base import ConfigError, Forbidden, WorkerRef
 from mooncake.base.messages import AskCluster, ClusterTold
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import exit_code
 from mooncake.identity import Credential, issue, own_credential
 from mooncake.launch.cluster import facts as facts_module
+from mooncake.launch.cluster import pool
 from mooncake.launch.cluster.facts import NotUp, encode_facts, facts_of_seeds
 from mooncake.launch.cluster.joined_gateway import JoinedCluster
 from mooncake.launch.cluster.workers import joining_worker, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 from tests.support.model.checkpoints import write_config_only
 
@@ -151,6 +153,23 @@ def test_a_gateway_that_knows_the_secret_and_does_not_answer_is_named(
         pytest.raises(NotUp, match=r"does not answer: .* --bind-host 127\.0\.0\.1"),
     ):
         facts_of_seeds(joining(mute.address), own_credential("hush", CredentialRole.WORKER))
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"), [({"block_size": 64}, "block-size"), ({"kv_cache_dtype": "fp8"}, "model")]
+)
+def test_a_pool_node_whose_blocks_do_not_fit_learns_what_to_change(
+    gateway: str, tmp_path: Path, given: dict[str, object], setting: str
+) -> None:
+    model = str(tmp_path / "small")
+    config = joining(gateway, "kvstore", model=model, **{"block_size": 32, **given})
+    own = WorkerRef("kvstore-a", "e1", "tcp://127.0.0.1:1")
+    with SeedAddresses(config.seeds) as meant:
+        problem = pool._why_silent(config, make_plan(config, 4), meant, own)
+    assert isinstance(problem, ConfigError)
+    assert problem.message.startswith(f"{setting}: the cluster of the gateway at tcp://127")
+    assert "32 there" in problem.message
+    assert exit_code(problem) == 2
 
 
 STEPS = [

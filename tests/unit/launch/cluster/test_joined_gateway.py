@@ -23,6 +23,7 @@ from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.credentials import secret_file, write_private
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
+from mooncake.scheduler.placement.conductor import Layout
 from tests.support.model.checkpoints import write_config_only
 from tests.support.scheduler.scheduling import ref
 
@@ -131,6 +132,10 @@ def test_a_gateway_tells_how_the_kvcache_is_set_up_of_engines_of_its_own_alone(
         plan, options=msgspec.structs.replace(plan.options, measure_pages=True)
     )
     on_gpus = GatewayProcess(measured, InprocChannel(network, "on GPUs"), "mine")
+    assert [joined._conductor.layout, first._conductor.layout] == [
+        Layout(fingerprint=each.layout.fingerprint, block_tokens=each.layout.block_tokens)
+        for each in (cluster._facts.worker, plan)
+    ], "known before a worker comes, so that none can bring another one"
     for process, shown in ((first, True), (joined, False), (on_gpus, False)):
         series = process.backend.metrics(for_operator=True)
         assert (b"mooncake:cache_config_info{" in series) is shown

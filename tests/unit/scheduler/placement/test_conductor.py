@@ -10,16 +10,20 @@ from mooncake.base import (
     CostSample,
     LoadReport,
     Role,
+    SeededIds,
     Tier,
     WorkerHello,
     WorkerLoad,
 )
 from mooncake.engine.cost import StepCostModel
+from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.admission import Placement, Rejection
 from mooncake.scheduler.placement.conductor import HELD_STEPS, Conductor
 from mooncake.scheduler.placement.views import REST_S
+from tests.support.engine.fake_runner import small_layout
 from tests.support.scheduler.scheduling import (
     BLOCK_TOKENS,
+    FINGERPRINT,
     conductor,
     hello,
     keys_of,
@@ -288,6 +292,20 @@ def test_when_all_have_gone_another_layout_may_come() -> None:
     made.on_lost("p0")
     assert made.layout is None
     assert made.on_hello(hello("d0", Role.DECODE, layout_fingerprint="layout-2")) is None
+
+
+def test_a_layout_that_the_cluster_has_is_not_set_by_who_comes_first() -> None:
+    """A pool node with other blocks is refused, and the engines that come later are not."""
+    layout = small_layout(block_tokens=BLOCK_TOKENS, fingerprint=FINGERPRINT)
+    made = Conductor(SchedulerConfig(), SeededIds(0), layout=layout)
+    reason = made.on_hello(hello("k0", Role.KVSTORE, block_tokens=2 * BLOCK_TOKENS))
+    assert reason is not None
+    assert f"({2 * BLOCK_TOKENS} tokens a block) is not the cluster's {FINGERPRINT} (" in reason
+    for worker in (P0, D0):
+        assert made.on_hello(worker) is None
+        made.on_lost(worker.worker.worker_id)
+    assert made.layout is not None, "also while nobody is there"
+    assert made.on_hello(hello("k0", Role.KVSTORE, block_tokens=2 * BLOCK_TOKENS)) is not None
 
 
 def test_a_repeated_hello_keeps_the_bookings() -> None:
