@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +19,8 @@ from starlette.responses import Response
 from mooncake import __version__
 from mooncake.api.api_server import ApiServer
 from mooncake.api.backend import Backend
+from mooncake.api.batches.in_process import ask
+from mooncake.api.batches.service import BatchService
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
 from mooncake.api.http.access import RECEIPT, Access, Keyring, unlimited_keys
@@ -26,8 +30,10 @@ from mooncake.api.http.repeats import REPLAYED
 from mooncake.api.http.response import ErrorResponse
 from mooncake.api.http.tracing import Tracing
 from mooncake.api.model import ServedModel
+from mooncake.api.routes.batches import batch_routes
 from mooncake.api.routes.chat import chat_routes
 from mooncake.api.routes.completions import completion_routes
+from mooncake.api.routes.files import file_routes
 from mooncake.api.routes.messages import messages_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
@@ -35,6 +41,14 @@ from mooncake.api.routes.page import page_routes
 from mooncake.api.routes.receipts import receipt_routes
 from mooncake.api.routes.responses import responses_routes
 from mooncake.api.routes.tokens import token_routes
+from mooncake.api.schema.batches import (
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.message_replies import MessageReply, TokenCount
@@ -78,12 +92,13 @@ _ROUTES = (
 
 _BODIES: list[type[BaseModel]] = [
     ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-    TokenizeRequest, DetokenizeRequest,
+    TokenizeRequest, DetokenizeRequest, BatchRequest,
 ]  # fmt: skip
 
 _REPLIES: list[type[msgspec.Struct]] = [
     ChatReply, CompletionReply, ResponseReply, MessageReply, TokenCount, ModelCard, ModelList,
     TokenizeReply, TokenizerInfoReply, DetokenizeReply, Receipt, Bundle, ErrorReply, AnthropicError,
+    FileObject, FileList, FileDeleted, BatchObject, BatchList,
 ]  # fmt: skip
 
 
@@ -114,7 +129,8 @@ def create_app(
     """Return the ASGI application.
 
     Its `state.api_server` is the `ApiServer` (which explains `recent`, `vitals`, `receipts`), its
-    `state.keyring` the `Keyring`. `recorder` gets an event, timed by `clock`, for every request
+    `state.keyring` the `Keyring`, its `state.batches` the `BatchService`, if `config` has a
+    directory for it. `recorder` gets an event, timed by `clock`, for every request
     that a key's limit refuses or that has no valid key, and for each hold of the event loop.
     `tracer` chooses the calls that are traced; it gets the events of `backend`.
     """
@@ -134,8 +150,14 @@ def create_app(
     app.state.api_server = api_server
     app.state.watch_loop = lambda: watch_loop(clock, recorder)
     app.state.keyring = keyring = Keyring(unlimited_keys(config.api_keys), config.keys)
+    batches = None
+    if config.batch_dir is not None:
+        batches = BatchService(api_server, Path(config.batch_dir), ask=partial(ask, app))
+    app.state.batches = batches
     for routes in _ROUTES:
         app.include_router(routes(api_server))
+    app.include_router(file_routes(batches))
+    app.include_router(batch_routes(api_server, batches))
     app.add_exception_handler(MooncakeError, _on_mooncake_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

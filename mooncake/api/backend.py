@@ -43,6 +43,10 @@ class Backend(Protocol):
     def missing(self) -> Sequence[str]:
         """The roles that a request needs and that no worker has now."""
 
+    @property
+    def has_waiting_batch(self) -> bool:
+        """True if work of the class batch waits until capacity is idle."""
+
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Start a request; `sink` gets its events. A refusal comes as its `FinalEvent`."""
 

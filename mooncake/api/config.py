@@ -39,6 +39,11 @@ class ApiKey:
     operator: bool = False
     """True if it may see the cluster: hosts, processes and the requests of all tenants."""
 
+    @property
+    def owner(self) -> str:
+        """The tenant that it belongs to."""
+        return self.tenant or self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig:
@@ -93,6 +98,18 @@ class ApiConfig:
     max_receipts: int = 1024
     """Receipts of the last calls that are kept; 0: none. The tenant that has most loses its oldest.
     """
+    batch_dir: str | None = None
+    """The directory of files and batches; gateways may share it. None: there are none."""
+    max_batch_lines: int = 50_000
+    """Lines of one batch."""
+    max_batch_file_bytes: int = 200 * 1024 * 1024
+    """Bytes of one uploaded file; larger ones get 413."""
+    max_tenant_batch_bytes: int = 4 * 1024**3
+    """Bytes that all files of a tenant may take together, and the results of one batch. A file that
+    does not fit gets 403; a line that does not fit ends in the error file.
+    """
+    max_tenant_batches: int = 32
+    """Batches of a tenant that have not ended; more get 429."""
     kept_answer_s: float = 600.0
     """How long such an answer is kept after its end."""
     linger_s: float = 10.0

@@ -84,6 +84,10 @@ class GatewayBackend:
     def missing(self) -> Sequence[str]:
         return self._gateway.missing
 
+    @property
+    def has_waiting_batch(self) -> bool:
+        return self._gateway.has_waiting_batch
+
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         self._gateway.submit(request, sink, self._clock.now())
         self._schedule_turn()

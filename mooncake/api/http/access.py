@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +44,18 @@ key.
 
 RECEIPT = "X-Mooncake-Receipt"
 """The header that names the receipt of a call."""
+
+OWN_CALL = "own_call"
+"""The entry of a scope's state by which this server asks itself; no connection can set it."""
+
+
+class OwnCall(NamedTuple):
+    """Whose call it is that this server makes: a line of a batch."""
+
+    key_name: str | None
+    """The name of the API key; None: it was made without one."""
+    tenant: str
+
 
 LEAST_BODY_BYTES = 16 << 10
 """Bytes of bodies that each key may hold, however many others hold theirs."""
@@ -97,6 +109,15 @@ class Keyring:
             if hmac.compare_digest(digest, account.key.digest):
                 found = account
         return found
+
+    def named(self, own: OwnCall) -> Account | None:
+        """Return the account of the key by which a call of this server is made, if that key is
+        still there and belongs to the same tenant.
+        """
+        for account in self._accounts.values():
+            if (account.key.name, account.key.owner) == own:
+                return account
+        return None
 
 
 class Access:
@@ -162,18 +183,22 @@ class Access:
             return
         is_open = _is_open(scope) and not (scope["path"] == "/metrics" and _key_of(headers))
         needs_key = bool(len(self._keyring)) and not is_open
-        account = self._account(headers) if needs_key else None
+        own: OwnCall | None = state.get(OWN_CALL)
+        account = None
+        if needs_key:
+            account = self._account(headers) if own is None else self._keyring.named(own)
         is_operator = account.key.operator if account is not None else not len(self._keyring)
         state["is_operator"] = is_operator
         if needs_key and account is None:
             error = Unauthorized("a valid API key is needed: send 'Authorization: Bearer KEY'")
             self._refused(request_id, error.http_status, "no_valid_key")
-            audit("proof_failed", proof="API key", whence=_client(scope), path=scope["path"])
+            if own is None:
+                audit("proof_failed", proof="API key", whence=_client(scope), path=scope["path"])
             await ErrorResponse(error)(scope, receive, named_send)
             return
         if account is not None:
             state["key_name"] = account.key.name
-            state["tenant"] = account.key.tenant or account.key.name
+            state["tenant"] = account.key.owner
             is_operators = scope["path"].startswith(OPERATOR_PATH)
             if is_operators:
                 self._audit(account.key, scope)

@@ -160,6 +160,10 @@ class Shares:
         if left:
             self._held[holder] = left
 
+    def held_by(self, holder: str | None) -> int:
+        """Return how much one holder has."""
+        return self._held.get(holder, 0)
+
     @property
     def num_held(self) -> int:
         return sum(self._held.values())

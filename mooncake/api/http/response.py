@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -30,7 +30,7 @@ from mooncake.api.generation.generation import Call
 from mooncake.api.http.limits import latency_limits
 from mooncake.api.http.tracing import call_attributes
 from mooncake.api.text.message_parser import Delta
-from mooncake.base import GenerateRequest, InternalError, MooncakeError, Priority
+from mooncake.base import InternalError, MooncakeError, Priority
 
 _log = logging.getLogger(__name__)
 
@@ -117,11 +117,9 @@ class CallResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
         state = scope.get("state", {})
-        if refusal := _refused_class(call.requests, state.get("priorities", tuple(Priority))):
-            await ErrorResponse(refusal)(scope, receive, send)
-            return
         asked = call.requests[0].priority  # a call has only one class
         try:
+            check_class(state, asked)
             limits = latency_limits(Headers(scope=scope), state.get("key"), asked)
             state["in_flight"].add_logprobs(call.max_logprobs)
         except MooncakeError as error:
@@ -223,16 +221,12 @@ class CallResponse(Response):
         await send({"type": "http.response.body", "body": b"".join(events), "more_body": False})
 
 
-def _refused_class(
-    requests: Sequence[GenerateRequest], allowed: Sequence[Priority]
-) -> MooncakeError | None:
-    """Return the error for a call whose class its key may not ask for. A call has only one
-    class.
-    """
-    asked = requests[0].priority
+def check_class(state: Mapping[str, Any], asked: Priority) -> None:
+    """Raise ApiError for a call whose class its key may not ask for. `state`: of its scope."""
+    allowed: Sequence[Priority] = state.get("priorities", tuple(Priority))
     if asked in allowed:
-        return None
-    return forbidden(
+        return
+    raise forbidden(
         f"priority: this API key may not ask for {asked.value} (it may for "
         f"{', '.join(priority.value for priority in allowed)}); `priorities` of `api-keys-file` "
         "says so, and `priority` and `service_tier` of a request choose",

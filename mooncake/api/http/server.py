@@ -234,6 +234,8 @@ async def serve(
     stopping = asyncio.create_task(stop.wait())
     aside = [asyncio.create_task(app.state.watch_loop())]
     accepting: set[asyncio.Task[None]] = set()
+    batches = app.state.batches
+    running_batches = None if batches is None else asyncio.create_task(batches.runner.run())
     try:
         while not server.started and not running.done():
             await asyncio.sleep(START_POLL_S)
@@ -268,4 +270,8 @@ async def serve(
         if not running.done():
             running.cancel()
         listener.close()
+        if running_batches is not None:
+            running_batches.cancel()
+            await asyncio.gather(running_batches, return_exceptions=True)
+            await batches.close()
         api_server.close()

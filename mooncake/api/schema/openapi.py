@@ -16,20 +16,20 @@ _EVENTS = {"type": "string", "description": "Server-sent events, with stream=tru
 
 def operation(
     body: type[BaseModel] | None,
-    reply: type[msgspec.Struct],
+    reply: type[msgspec.Struct] | None,
     error: type[msgspec.Struct],
     *,
     stream: bool = False,
 ) -> dict[str, Any]:
-    """Return a route's `openapi_extra`: its JSON body, its reply (also as a stream, if it has one),
-    and the body of every status other than 200.
+    """Return a route's `openapi_extra`: its JSON body, its reply (also as a stream, if it has one;
+    None: the route describes it itself), and the body of every status other than 200.
     """
-    content: dict[str, Any] = {"application/json": _schema(reply)}
+    content: dict[str, Any] = {"application/json": _schema(reply)} if reply is not None else {}
     if stream:
         content["text/event-stream"] = {"schema": _EVENTS}
     described: dict[str, Any] = {
         "responses": {
-            "200": {"description": "The answer.", "content": content},
+            **({"200": {"description": "The answer.", "content": content}} if content else {}),
             "default": {
                 "description": "What is wrong with the request, or with the server.",
                 "content": {"application/json": _schema(error)},

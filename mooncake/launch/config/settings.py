@@ -312,6 +312,17 @@ class ServeConfig:
         "key may take at most half of what the others leave")
     max_receipts: int = owned(ApiConfig, "max_receipts", count(0), API, "N",
         "number of last calls whose receipts (`mooncake explain`) are kept in memory; 0: none")
+    batch_dir: str | None = owned(ApiConfig, "batch_dir", text, API, "DIR",
+        "directory of files and batches (/v1/files, /v1/batches), which survive restarts; gateways "
+        "may share it (default: neither is served)")
+    max_batch_lines: int = owned(ApiConfig, "max_batch_lines", count(1), API, "N",
+        "most lines of a batch; a longer input file fails")
+    max_batch_file_bytes: int = owned(ApiConfig, "max_batch_file_bytes", size(1), API, "SIZE",
+        "largest file that is uploaded; larger ones get 413")
+    max_tenant_batch_bytes: int = owned(ApiConfig, "max_tenant_batch_bytes", size(1), API, "SIZE",
+        "most that the files of a tenant take together, and the answers of one batch")
+    max_tenant_batches: int = owned(ApiConfig, "max_tenant_batches", count(1), API, "N",
+        "most batches of a tenant that have not ended; more get 429")
     max_connections: int = owned(ApiConfig, "max_connections", count(1), API, "N",
         "most open connections; when there are more, the oldest that has proven no key is closed")
     max_body_cost: int = owned(ApiConfig, "max_body_cost", count(1), API, "N",

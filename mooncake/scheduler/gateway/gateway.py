@@ -116,6 +116,11 @@ class Gateway:
         else:
             self._request_manager.submit(request, sink, now)
 
+    @property
+    def has_waiting_batch(self) -> bool:
+        """True if work of the class batch waits until capacity is idle."""
+        return self._request_manager.has_waiting_batch
+
     def abort(self, request_id: str, now: float) -> None:
         """End a request because its client asked for it. Its final event (ABORT) comes before this
         returns, and its workers are told to abort it. Unknown and ended ids are ignored.

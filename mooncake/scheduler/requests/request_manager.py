@@ -114,6 +114,11 @@ class RequestManager:
         """Return the number of requests in each state."""
         return dict(Counter(record.state.value for record in self._requests.values()))
 
+    @property
+    def has_waiting_batch(self) -> bool:
+        """True if work of the class batch waits until capacity is idle."""
+        return self._pending.has_batch
+
     # ---------------------------------------------------------- coming and going
 
     def submit(self, request: GenerateRequest, sink: Sink, now: float) -> None:

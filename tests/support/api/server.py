@@ -178,6 +178,7 @@ class ScriptedBackend:
         self.aborted: list[str] = []
         self.abort_seen = asyncio.Event()
         self.is_ready = True
+        self.has_waiting_batch = False
         self.drained = False
         self._running: dict[str, tuple[GenerateRequest, Sink]] = {}
         self._hanging: list[tuple[str, Iterator[OutputEvent | None]]] = []

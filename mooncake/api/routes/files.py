@@ -1,0 +1,208 @@
+"""`/v1/files`: what batches read and write."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from mooncake.api.batches.service import PURPOSE, READ_BYTES, BatchService, NewFile, expiry_of
+from mooncake.api.errors import ApiError, ErrorReply
+from mooncake.api.http.multipart import FormSplitter, Head, boundary_of
+from mooncake.api.http.response import json_response, tenant_of
+from mooncake.api.routes.pages import AFTER, limit_of, limit_parameter, needed, parameter
+from mooncake.api.schema.batches import FileDeleted, FileList, FileObject
+from mooncake.api.schema.openapi import operation
+from mooncake.api.schema.replies import encode
+from mooncake.base import InvalidRequest
+
+JSONL = "application/jsonl"
+MAX_FILES = 1000
+MAX_WORD_BYTES = 256
+FORM_BYTES = 64 << 10
+"""Bytes that a form may have besides its file."""
+_FORM = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"const": PURPOSE},
+                    "expires_after[anchor]": {"const": "created_at"},
+                    "expires_after[seconds]": {"type": "integer"},
+                },
+                "required": ["file", "purpose"],
+            }
+        }
+    },
+}
+_CONTENT: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The file.",
+        "content": {JSONL: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+def file_routes(batches: BatchService | None) -> APIRouter:
+    """Return the routes of files; without `batches` they say what turns them on."""
+    router = APIRouter()
+
+    @router.post(
+        "/v1/files",
+        openapi_extra=operation(None, FileObject, ErrorReply) | {"requestBody": _FORM},
+    )
+    async def upload(request: Request) -> Response:
+        """Take a file of JSON lines, for a batch. It is written to the disk as it arrives."""
+        return json_response(encode(await _upload(request, needed(batches))))
+
+    @router.get(
+        "/v1/files",
+        openapi_extra=operation(None, FileList, ErrorReply)
+        | {
+            "parameters": [
+                AFTER,
+                limit_parameter(MAX_FILES),
+                parameter("order", {"enum": ["asc", "desc"]}),
+                parameter("purpose", {"type": "string"}),
+            ]
+        },
+    )
+    async def files(request: Request) -> Response:
+        """List the files of the key's tenant."""
+        asked = request.query_params
+        order = asked.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order: must be asc or desc", param="order")
+        data, has_more = await needed(batches).files(
+            tenant_of(request),
+            purpose=asked.get("purpose"),
+            after=asked.get("after"),
+            limit=limit_of(request, MAX_FILES, MAX_FILES),
+            newest_first=order == "desc",
+        )
+        ids = [each.id for each in data] or [None]
+        page = FileList(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
+        return json_response(encode(page))
+
+    @router.get("/v1/files/{file_id}", openapi_extra=operation(None, FileObject, ErrorReply))
+    async def file(request: Request, file_id: str) -> Response:
+        """Describe one file."""
+        return json_response(encode(await needed(batches).file(tenant_of(request), file_id)))
+
+    @router.delete("/v1/files/{file_id}", openapi_extra=operation(None, FileDeleted, ErrorReply))
+    async def delete(request: Request, file_id: str) -> Response:
+        """Delete a file that no open batch reads."""
+        await needed(batches).delete_file(tenant_of(request), file_id)
+        return json_response(encode(FileDeleted(id=file_id)))
+
+    @router.get(
+        "/v1/files/{file_id}/content",
+        response_class=StreamingResponse,
+        responses=_CONTENT,
+        openapi_extra=operation(None, None, ErrorReply),
+    )
+    async def content(request: Request, file_id: str) -> Response:
+        """Return what is in a file."""
+        service, tenant = needed(batches), tenant_of(request)
+        found = await service.file(tenant, file_id)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for offset in range(0, found.bytes, READ_BYTES):
+                yield await service.read(tenant, file_id, offset)
+
+        headers = {"content-length": str(found.bytes)}
+        return StreamingResponse(pieces(), media_type=JSONL, headers=headers)
+
+    return router
+
+
+async def _upload(request: Request, service: BatchService) -> FileObject:
+    """Read the form of an upload, its file straight to the disk."""
+    boundary = boundary_of(request.headers.get("content-type", ""))
+    if boundary is None:
+        raise ApiError(
+            415,
+            "UnsupportedMediaTypeError",
+            "a file is sent as a form: Content-Type: multipart/form-data with a boundary, and the "
+            "fields purpose and file",
+        )
+    length = request.headers.get("content-length", "0")
+    num_bytes = max(0, int(length[:18]) - FORM_BYTES) if length.isdecimal() else 0
+    request.state.in_flight.add_bytes(READ_BYTES)
+    file = await service.begin_file(tenant_of(request), num_bytes)
+    form = _Form(service, file)
+    try:
+        splitter = FormSplitter(boundary)
+        async for piece in request.stream():
+            for part in splitter.feed(piece):
+                await form.add(part)
+        if not splitter.ended:
+            raise InvalidRequest("the form ends before its last boundary")
+        filename = await form.end()
+        words = form.words
+        if words.get("purpose") != PURPOSE:
+            raise InvalidRequest(f"purpose: must be {PURPOSE!r}", param="purpose")
+        kept_s = expiry_of(words.get("expires_after[anchor]"), words.get("expires_after[seconds]"))
+        return await service.add_file(file, filename, kept_s)
+    finally:
+        await service.discard_file(file)
+
+
+class _Form:
+    """The fields of one upload: words in memory, the file in pieces of `READ_BYTES`."""
+
+    def __init__(self, service: BatchService, file: NewFile) -> None:
+        self._service = service
+        self._file = file
+        self._field: Head | None = None
+        self._filename: str | None = None
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self.words: dict[str, str] = {}
+
+    async def add(self, part: Head | bytes) -> None:
+        """Add a head, or bytes of the field whose head came last."""
+        if isinstance(part, Head):
+            await self._end_field()
+            self._field = part
+            if part.name == "file":
+                if self._filename is not None:
+                    raise InvalidRequest("file: one file is uploaded at a time", param="file")
+                self._filename = part.filename or "upload.jsonl"
+            return
+        self._pieces.append(part)
+        self._num_bytes += len(part)
+        if self._is_file:
+            if self._num_bytes >= READ_BYTES:
+                await self._write()
+        elif self._num_bytes > MAX_WORD_BYTES:
+            name = self._field.name if self._field is not None else ""
+            raise InvalidRequest(f"{name[:64]}: has more than {MAX_WORD_BYTES} bytes")
+
+    async def end(self) -> str:
+        """End the last field; return the name of the file."""
+        await self._end_field()
+        if self._filename is None:
+            raise InvalidRequest("file: is missing in the form", param="file")
+        return self._filename
+
+    @property
+    def _is_file(self) -> bool:
+        return self._field is not None and self._field.name == "file"
+
+    async def _end_field(self) -> None:
+        if self._is_file:
+            await self._write()
+        elif self._field is not None:
+            self.words[self._field.name] = b"".join(self._pieces).decode("utf-8", "replace")
+        self._field, self._pieces, self._num_bytes = None, [], 0
+
+    async def _write(self) -> None:
+        data, self._pieces, self._num_bytes = b"".join(self._pieces), [], 0
+        await self._service.write(self._file, data)
