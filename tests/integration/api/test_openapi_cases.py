@@ -26,6 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from mooncake.api.config import ApiConfig
 from tests.support.api.server import ScriptedBackend, live_api_server, says
 from tests.support.examples import examples
 from tests.support.serve.server import serving
@@ -46,6 +47,17 @@ GENERATING = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
     "/v1/messages/count_tokens", "/tokenize", "/detokenize",
 )  # fmt: skip
+OF_BATCHES = (
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files"),
+    ("GET", "/v1/files/{file_id}"),
+    ("DELETE", "/v1/files/{file_id}"),
+    ("GET", "/v1/files/{file_id}/content"),
+    ("POST", "/v1/batches"),
+    ("GET", "/v1/batches"),
+    ("GET", "/v1/batches/{batch_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
+)
 PROBES = ("/health", "/health/startup", "/health/ready", "/health/live")
 PLAIN = (
     "/v1/models",
@@ -60,14 +72,16 @@ PLAIN = (
 
 
 @contextlib.contextmanager
-def scripted_api_server() -> Iterator[str]:
+def scripted_api_server(batch_dir: Path) -> Iterator[str]:
     """Serve an API server over a scripted model from a thread of its own."""
     started, address = threading.Event(), [""]
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def main() -> None:
-        async with live_api_server(ScriptedBackend(says("<think>in</think>hello"))) as url:
+        config = ApiConfig(port=0, drain_s=0.2, batch_dir=str(batch_dir))
+        backend = ScriptedBackend(says("<think>in</think>hello"))
+        async with live_api_server(backend, config=config) as url:
             address[0] = url
             started.set()
             await stop.wait()
@@ -85,12 +99,13 @@ def scripted_api_server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home: Path = tmp_path_factory.mktemp("model")
     if not NUM_CASES:
-        with scripted_api_server() as address:
+        with scripted_api_server(home / "batches") as address:
             yield address
         return
-    home: Path = tmp_path_factory.mktemp("model")
     words = ["--colocated", "--dtype", "float32", "--max-model-len", "256"]
+    words += ["--batch-dir", str(home / "batches")]
     with serving(str(nano_checkpoint(home)), *words, log=home / "log") as server:
         yield server.url
 
@@ -98,7 +113,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def document(url: str) -> dict[str, Any]:
     body: dict[str, Any] = httpx.get(f"{url}/openapi.json").json()
-    assert set(body["paths"]) == {*GENERATING, *PLAIN, "/ping", "/metrics"}
+    of_batches = {path for _, path in OF_BATCHES}
+    assert set(body["paths"]) == {*GENERATING, *PLAIN, *of_batches, "/ping", "/metrics"}
     return body
 
 
@@ -113,9 +129,14 @@ def test_questions(url: str, document: dict[str, Any], path: str) -> None:
     send(url, document, path, "GET", GenerationMode.POSITIVE)
 
 
+@pytest.mark.parametrize(("method", "path"), OF_BATCHES)
+def test_files_and_batches(url: str, document: dict[str, Any], method: str, path: str) -> None:
+    send(url, document, path, method, GenerationMode.POSITIVE)
+
+
 def send(url: str, document: dict[str, Any], path: str, method: str, mode: GenerationMode) -> None:
     """Send this operation's share of the cases and check what comes back."""
-    shares = 2 * len(GENERATING) + len(PLAIN)
+    shares = 2 * len(GENERATING) + len(PLAIN) + len(OF_BATCHES)
     operation = schemathesis.openapi.from_dict(document)[path][method]
 
     @settings(

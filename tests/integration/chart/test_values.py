@@ -25,6 +25,7 @@ from tests.integration.chart.test_chart import (
     rendered,
     served,
 )
+from tests.support.docs.blocks import BLOCKS
 
 pytestmark = needs_helm
 CI = sorted((CHART / "ci").glob("*.yaml"))
@@ -274,6 +275,20 @@ def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
             [spread] = spec["topologySpreadConstraints"]
             selected = spread["labelSelector"]["matchLabels"]
             assert selected == workload["spec"]["selector"]["matchLabels"]
+
+
+def test_gateways_share_a_directory_of_batches_as_their_page_says(tmp_path: Path) -> None:
+    [block] = [each for each in BLOCKS if each.place.startswith("docs/batches.md") and
+               each.text.startswith("gateway:")]  # fmt: skip
+    [asked] = yaml.safe_load(block.text).values()
+    values = {**NEEDED, "gateway": {**NEEDED.get("gateway", {}), **asked}}
+    for role, workload in workloads(from_file(values, tmp_path)).items():
+        spec = workload["spec"]["template"]["spec"]
+        [container] = spec["containers"]
+        is_gateway = role == "gateway"
+        assert ("--batch-dir" in str(container)) is is_gateway
+        assert (asked["extraVolumes"][0] in spec["volumes"]) is is_gateway
+        assert (asked["extraVolumeMounts"][0] in container["volumeMounts"]) is is_gateway
 
 
 def test_each_worker_has_its_shape_and_each_rank_a_gpu(tmp_path: Path) -> None:

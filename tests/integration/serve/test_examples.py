@@ -26,8 +26,9 @@ NAMED = ("--served-model-name", DEMO)
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(ours("examples", checkpoint(DEMO), *NAMED, *ONE_PROCESS)) as server:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    batches = ("--batch-dir", str(tmp_path_factory.mktemp("batches")))
+    with running(ours("examples", checkpoint(DEMO), *NAMED, *ONE_PROCESS, *batches)) as server:
         yield server.url
 
 

@@ -123,6 +123,18 @@ KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kub
 UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
 JOIN = Elsewhere("tests/integration/hosts/test_join.py", HOSTS)
 
+QUESTIONS = """\
+import json
+
+with open("questions.jsonl", "w") as lines:
+    for name, first in (("a", 11), ("b", 12)):
+        messages = [{"role": "user", "content": f"What is {first} + {first + 7}?"}]
+        line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions"}
+        print(json.dumps(line | {"body": {"messages": messages}}), file=lines)
+
+"""
+"""What the reader of docs/batches.md has typed before."""
+
 CLASSES: dict[str, dict[str, Class]] = {
     "README.md": {
         " OpenAI, Anthropic": Left("a drawing"),
@@ -133,6 +145,15 @@ CLASSES: dict[str, dict[str, Class]] = {
     "docs/access.md": {
         "# mooncake serve DIR --api-keys-file": Read("keys"),
         "mooncake credential --role pool-client": OfPool(),
+    },
+    "docs/batches.md": {
+        "mooncake serve DIR --batch-dir": PLANNED,
+        "cat > questions.jsonl": Asked(('"purpose":"batch"', '"status":"processed"')),
+        "import time": Program(
+            ("completed", '"custom_id":"a"', '"custom_id":"b"', '"status_code":200'),
+            before=QUESTIONS,
+        ),
+        "gateway:": Elsewhere("tests/integration/chart/test_values.py", "helm"),
     },
     "docs/benchmarks.md": {"mooncake bench serve": Asked(("Output token throughput",))},
     "docs/conformance.md": {

@@ -23,6 +23,7 @@ _PLACES = {
     "schemas": ("grammars", "Schemas"),
     "http": ("http", "HttpConnection"),
     "bodies": ("http", "HttpBodies"),
+    "forms": ("http", "Forms"),
     "pool-admin": ("http", "PoolAdminHttp"),
     "bench-answers": ("http", "BenchAnswers"),
 }

@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 import socket
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -15,7 +16,8 @@ from uvicorn.server import ServerState
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
 from mooncake.api.http.connection import limited_protocol
-from mooncake.base import SeededIds
+from mooncake.api.http.multipart import FormSplitter, Head
+from mooncake.base import InvalidRequest, SeededIds
 from mooncake.base.rights import CredentialRole
 from mooncake.bench.http_wire import EventSplitter, ResponseReader, WireError
 from mooncake.identity import cluster_keys
@@ -204,6 +206,42 @@ class HttpBodies(Target):
             assert len(answer) < 16_384, f"an error of {len(answer)} bytes"
         assert not sent[-1].get("more_body"), "an answer without an end"
         return f"{status} {answer[:60] if status >= 400 else b''!r}"
+
+
+class Forms(Target):
+    """A form with a file, as it is uploaded. The first byte says how it is cut."""
+
+    name = "forms"
+    modules = ("mooncake.api.http.multipart",)
+    allowed = (InvalidRequest,)
+    max_bytes = 262_144
+    seeds = (
+        b'\0--X\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--X\r\n'
+        b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n'
+        b"Content-Type: application/jsonl\r\n\r\n{}\r\n{}\n\r\n--X--\r\n",
+        b'\3--X\r\nContent-Disposition: form-data; name="a\\"b"\r\n\r\n\r\n--X--',
+    )
+    tokens = (
+        b"\r\n--X\r\n", b"\r\n--X--", b"--X", b"\r\n\r\n", b"\r\n", b"\r\n--", b"-", b"\0", b"\xff",
+        b'Content-Disposition: form-data; name="file"\r\n\r\n', b"; filename=", b'"', b"\\",
+        b"content-disposition:", b" \t", b"; name=a", b'; name="' + b"x" * 300,
+    )  # fmt: skip
+
+    def run(self, data: bytes) -> str:
+        cut = self._fields(pieces_of(data[1:], data[0] if data else 0))
+        whole = self._fields([data[1:]])
+        assert cut == whole, "fields depend on how bytes are cut"
+        return f"{len(whole)} {[head.filename is None for head, _ in whole]}"
+
+    def _fields(self, pieces: Iterable[bytes]) -> list[tuple[Head, bytearray]]:
+        splitter, found = FormSplitter("X"), list[tuple[Head, bytearray]]()
+        for piece in pieces:
+            for part in splitter.feed(piece):
+                if isinstance(part, Head):
+                    found.append((part, bytearray()))
+                else:
+                    found[-1][1].extend(part)
+        return found
 
 
 class PoolAdminHttp(Target):
