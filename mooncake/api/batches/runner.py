@@ -266,7 +266,7 @@ class BatchRunner:
         """Check the input of a batch, and record what comes of it."""
         batch, config = run.batch, self._api_server.config
         checker = InputChecker(batch.endpoint, config.max_batch_lines, self._max_line_bytes)
-        reader = self._reader(batch)
+        reader = LineReader(self._area, batch.input_file_id, self._max_line_bytes)
         while not (reader.at_end or checker.is_hopeless or run.stopped.is_set()):
             await self._read(lambda: checker.check(reader.read(SLICE_BYTES)))
         if run.stopped.is_set():
@@ -295,9 +295,10 @@ class BatchRunner:
         try:
             async with self._turns.setdefault(batch.tenant, asyncio.Lock()):
                 async for number, text in self._lines_of(batch, done):
-                    await self._placed(batch.tenant, len(text))
+                    num_bytes = min(len(text), self._max_line_bytes)
+                    await self._placed(batch.tenant, num_bytes)
                     task = asyncio.create_task(self._answer(run, number, text))
-                    task.add_done_callback(partial(answered, number, len(text)))
+                    task.add_done_callback(partial(answered, number, num_bytes))
                     asking.add(task)
             while asking:
                 await asyncio.wait(asking)
@@ -310,15 +311,13 @@ class BatchRunner:
         self, batch: BatchRow, done: Collection[int]
     ) -> AsyncIterator[tuple[int, bytes]]:
         """Yield the lines of a checked input that are not `done`."""
-        reader = self._reader(batch)
+        # Without a limit of its own: that of the settings may have changed since the check.
+        reader = LineReader(self._area, batch.input_file_id, batch.input_bytes)
         while not reader.at_end:
             for number, text in await self._read(partial(reader.read, SLICE_BYTES)):
                 if number not in done:
-                    assert text is not None, "it was checked"
+                    assert text is not None, "it is no longer than its file"
                     yield number, text
-
-    def _reader(self, batch: BatchRow) -> LineReader:
-        return LineReader(self._area, batch.input_file_id, self._max_line_bytes)
 
     async def _placed(self, tenant: str, num_bytes: int) -> None:
         """Wait until a line of `tenant` may be asked, and take its place."""

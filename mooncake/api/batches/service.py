@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -48,13 +49,16 @@ _FILENAME = re.compile(rf"[^\x00-\x1f\x7f]{{1,{MAX_FILENAME_CHARS}}}")
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True)
+@dataclass
 class NewFile:
     """A file that is being uploaded."""
 
     tenant: str
     file_id: str
     writer: FileWriter
+    used: int
+    """Bytes of the tenant's files when it began."""
+    num_bytes: int = 0
 
 
 class BatchService:
@@ -76,6 +80,8 @@ class BatchService:
         self._store = BatchStore(directory / "batches.sqlite")
         self._storing = Lane("storing-batches", 1, LANE_PLACES)
         self._reading = Lane("reading-files", 2, LANE_PLACES)
+        self._uploading: Counter[str] = Counter()
+        """Tenant -> bytes of its files that are being uploaded here."""
         self._owner = "-".join(filter(None, (self._config.gateway_id, api_server.new_id()[:8])))
         self.runner = BatchRunner(
             api_server,
@@ -111,12 +117,18 @@ class BatchService:
         if used + num_bytes > self._config.max_tenant_batch_bytes:
             raise self._full(used)
         file_id = f"file-{self._api_server.new_id()}"
-        return NewFile(tenant, file_id, self._area.writer(file_id, self._owner))
+        return NewFile(tenant, file_id, self._area.writer(file_id, self._owner), used)
 
     async def write(self, file: NewFile, piece: bytes) -> None:
-        """Add a piece to a new file. Raises ApiError once it is too large."""
-        if file.writer.num_bytes + len(piece) > self._config.max_batch_file_bytes:
+        """Add a piece to a new file. Raises ApiError once it is too large, or all that its tenant
+        uploads is.
+        """
+        file.num_bytes += len(piece)
+        self._uploading[file.tenant] += len(piece)
+        if file.num_bytes > self._config.max_batch_file_bytes:
             raise self._too_large()
+        if file.used + self._uploading[file.tenant] > self._config.max_tenant_batch_bytes:
+            raise self._full(file.used)
         await self._reading.run(partial(file.writer.write, piece), file.tenant)
 
     async def add_file(self, file: NewFile, filename: str, kept_s: int) -> FileObject:
@@ -144,7 +156,10 @@ class BatchService:
         return _file_object(row)
 
     async def discard_file(self, file: NewFile) -> None:
-        """Delete what was written of a new file, unless it is whole."""
+        """Delete what was written of a new file, unless it is whole. Call it once for each."""
+        self._uploading[file.tenant] -= file.num_bytes
+        if not self._uploading[file.tenant]:
+            del self._uploading[file.tenant]
         await self._reading.run(file.writer.discard, file.tenant)
 
     async def file(self, tenant: str, file_id: str) -> FileObject:
@@ -230,6 +245,7 @@ class BatchService:
             key_name=key_name,
             endpoint=body.endpoint,
             input_file_id=file.id,
+            input_bytes=file.bytes,
             completion_window=body.completion_window,
             metadata=msgspec.json.encode(body.metadata).decode(),
             output_kept_s=MAX_EXPIRY_S if expiry is None else expiry.seconds,

@@ -46,7 +46,8 @@ CREATE INDEX files_of_tenant ON files (tenant, seq);
 CREATE TABLE batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
     key_name TEXT, endpoint TEXT NOT NULL, input_file_id TEXT NOT NULL,
-    completion_window TEXT NOT NULL, metadata TEXT NOT NULL, output_kept_s INTEGER NOT NULL,
+    input_bytes INTEGER NOT NULL, completion_window TEXT NOT NULL, metadata TEXT NOT NULL,
+    output_kept_s INTEGER NOT NULL,
     status TEXT NOT NULL, ends_as TEXT NOT NULL DEFAULT '', errors TEXT NOT NULL DEFAULT '[]',
     created_s INTEGER NOT NULL, expires_s INTEGER NOT NULL, in_progress_s INTEGER,
     finalizing_s INTEGER, cancelling_s INTEGER, ended_s INTEGER,
@@ -86,6 +87,7 @@ class BatchRow:
     """The API key that it runs with; None: it was made without one."""
     endpoint: str
     input_file_id: str
+    input_bytes: int
     completion_window: str
     metadata: str
     """JSON."""
@@ -124,6 +126,8 @@ class BatchStore:
             ConfigError: it cannot be opened, or a newer release has written it.
         """
         try:
+            if str(path) != ":memory:":
+                path.touch(mode=0o600)
             # A rollback journal, and no WAL: its shared memory would bind all gateways to one host.
             self._db = sqlite3.connect(
                 path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
@@ -135,7 +139,7 @@ class BatchStore:
                     for statement in _SCHEMA.split(";\n"):
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        except (sqlite3.Error, Unavailable) as error:
+        except (sqlite3.Error, OSError, Unavailable) as error:
             raise ConfigError(f"batch-dir: {path} cannot be opened: {error}") from error
         if version > SCHEMA_VERSION:
             self.close()

@@ -8,6 +8,8 @@ from mooncake.api.http.limits import Shares
 
 MAX_LINES = 1024
 """Lines that one gateway asks at a time."""
+FIRST_LINES = 8
+"""Lines that are asked before one has been answered."""
 MAX_BYTES = 64 << 20
 """Bytes of these lines."""
 
@@ -16,11 +18,13 @@ class Window:
     """The lines that are being asked, by tenant.
 
     While batch work waits for room, only a tenant of which nothing is asked gets a place: its one
-    line takes the tenant's turns at the gateway. A tenant has at most half of what others leave,
-    and always room for one line.
+    line takes the tenant's turns at the gateway. Otherwise each answer makes room for its line and
+    one more, so that few lines are on their way when the gateway begins to let them wait. A tenant
+    has at most half of what others leave, and always room for one line.
     """
 
     def __init__(self, max_line_bytes: int) -> None:
+        self._limit = FIRST_LINES
         self._lines = Shares(MAX_LINES, least=1)
         self._bytes = Shares(MAX_BYTES, least=max_line_bytes)
 
@@ -28,7 +32,10 @@ class Window:
         """Take a place for a line of `tenant`, if it may have one. `has_waiting_batch`: work of the
         class batch waits at the gateway until there is room.
         """
-        if has_waiting_batch and self._lines.held_by(tenant):
+        if has_waiting_batch:
+            self._limit = max(FIRST_LINES, self.num_lines)
+        is_full = has_waiting_batch or self.num_lines >= self._limit
+        if is_full and self._lines.held_by(tenant):
             return False
         if not self._lines.take(tenant, 1):
             return False
@@ -38,7 +45,8 @@ class Window:
         return True
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        """Give the place of a line back."""
+        """Give the place of a line back, which was answered."""
+        self._limit = min(MAX_LINES, self._limit + 1)
         self._lines.give_back(tenant, 1)
         self._bytes.give_back(tenant, num_bytes)
 

@@ -38,6 +38,7 @@ def file(name: str = "file-1", tenant: str = "a", **changes: Any) -> FileRow:
 def batch(name: str = "batch_1", tenant: str = "a", **changes: Any) -> BatchRow:
     fields: dict[str, Any] = {
         "key_name": None, "endpoint": "/v1/completions", "input_file_id": "file-1",
+        "input_bytes": 10,
         "completion_window": "24h", "metadata": "null", "output_kept_s": 50, "created_s": 1,
         "expires_s": 1000,
     }  # fmt: skip
