@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from mooncake.api.api_server import LANE_PLACES
 from mooncake.api.app import create_app
+from mooncake.api.batches.window import MAX_LINES
 from mooncake.api.bounds import PRICES
 from mooncake.api.config import ApiConfig
 from mooncake.api.generation.sampling import MAX_COUNTED_CONTEXTS
@@ -382,6 +383,14 @@ def prices() -> list[str]:
             "nothing is computed",
         ],
         ["TLS handshakes at a time", f"{MAX_SHAKING:,}", "the oldest ends"],
+        ["bytes of one uploaded file", f"{config.max_batch_file_bytes:,}", "413"],
+        ["bytes of the files of a tenant", f"{config.max_tenant_batch_bytes:,}", "403"],
+        ["batches of a tenant that have not ended", f"{config.max_tenant_batches:,}", "429"],
+        ["lines of a batch", f"{config.max_batch_lines:,}", "the batch fails"],
+        [
+            "lines of batches that a gateway asks at a time", f"{MAX_LINES:,}",
+            "they wait; a tenant has half of what others leave",
+        ],
     ]  # fmt: skip
     lines += ["", "These hold for whole requests; one key has at most half of what the others "
               "leave of bodies, recorded answers, requests and lanes. A key of which nothing waits "

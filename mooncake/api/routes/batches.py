@@ -45,7 +45,8 @@ def batch_routes(api_server: ApiServer, batches: BatchService | None) -> APIRout
             after=request.query_params.get("after"),
             limit=limit_of(request, 20, MAX_BATCHES),
         )
-        ids = [each.id for each in data] or [None]
+        ids: list[str | None] = [each.id for each in data]
+        ids = ids or [None]
         page = BatchList(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
         return json_response(encode(page))
 

@@ -86,7 +86,8 @@ def file_routes(batches: BatchService | None) -> APIRouter:
             limit=limit_of(request, MAX_FILES, MAX_FILES),
             newest_first=order == "desc",
         )
-        ids = [each.id for each in data] or [None]
+        ids: list[str | None] = [each.id for each in data]
+        ids = ids or [None]
         page = FileList(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
         return json_response(encode(page))
 

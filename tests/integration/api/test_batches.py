@@ -225,7 +225,7 @@ def test_uploads_that_are_refused_leave_nothing(tmp_path: Path) -> None:
                 (head + b"{}", "last boundary"),
                 (head + b"{}\r\n" + head + b"{}\r\n--X--", "one file"),
                 (head.replace(b'"file"', b'"purpose"') + b"x" * 300, "256 bytes"),
-                (head.replace(b"file", b"more") * (MAX_PARTS + 1), "fields"),
+                ((head.replace(b"file", b"more") + b"\r\n") * (MAX_PARTS + 1), "fields"),
                 (b"--X\r\n\r\n", "no name"),
             ):
                 reply = await plain.post("/v1/files", content=body, headers=form)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 WAIT_S = 60.0
 ENDED = ("completed", "failed", "cancelled", "expired")
 
