@@ -21,12 +21,13 @@ from mooncake.base import CostSample
 Array = NDArray[np.float64]
 Row = tuple[float, ...]
 
-NUM_FEATURES = 7
+NUM_FEATURES = 8
 NUM_COEFFICIENTS = 5
 NUM_STREAM_COEFFICIENTS = 3
-DEFAULT_COEFFICIENTS: Row = (5e-3, 1e-4, 1e-9, 1e-9, 0.0, 1e-4, 1e-9)
+DEFAULT_COEFFICIENTS: Row = (5e-3, 1e-4, 1e-9, 1e-9, 0.0, 1e-4, 1e-9, 0.0)
 """First guesses, used until a sample comes: seconds per step; token, (token, context token) pair,
-(token, token) pair and context token of chunks; token and context token of streams.
+(token, token) pair and context token of chunks; token and context token of streams; what a step
+takes longer because it has chunks.
 """
 DECAY = 1 - 1 / 256
 """An old sample's weight falls to 1/e within 256 newer ones."""
@@ -65,7 +66,8 @@ class StepCostModel:
     n*c/s (pairs of new and cached tokens), n*n/s (pairs within a chunk) and c (context that is
     read, and for a chunk expanded, however many tokens attend to it). Streams have terms of their
     own, their tokens and their context tokens, because on a CPU a stream's token costs several
-    times as much as one of a chunk. So one model covers a chunk of prefill, a decode batch and a
+    times as much as one of a chunk. A step with chunks has one more term, because even a short
+    chunk touches nearly all experts. So one model covers a chunk of prefill, a decode batch and a
     mix (Mooncake, FAST'25, 6.1: polynomial of request length and prefix length). Until a chunk or a
     stream was measured, it is taken for the other, of one token.
 
@@ -113,14 +115,15 @@ class StepCostModel:
         """The first five coefficients, in the order of the class docstring: those of a step with
         chunks of prompts.
         """
-        return self._of_kind(has_prompts=True)[:NUM_COEFFICIENTS]
+        fixed, *others, with_chunks = self._of_kind(has_prompts=True)
+        return fixed + with_chunks, *others[: NUM_COEFFICIENTS - 1]
 
     @property
     def stream_coefficients(self) -> tuple[float, ...]:
         """The seconds of a step of streams, and what each stream and each of their context tokens
         adds.
         """
-        fixed, *_, stream, stream_read = self._of_kind(has_prompts=False)
+        fixed, *_, stream, stream_read, _ = self._of_kind(has_prompts=False)
         return fixed, stream, stream_read
 
     def observe(self, samples: Iterable[CostSample]) -> None:
@@ -165,6 +168,13 @@ class StepCostModel:
     def streams_s(self, num_streams: int, num_context_tokens: int) -> float:
         """Return the predicted seconds of one step of streams, each with one token."""
         return _dot(self.stream_coefficients, (1.0, num_streams, num_context_tokens))
+
+    def beside_s(self, num_streams: int, num_context_tokens: int) -> float:
+        """Return what a step of streams is predicted to take when it has chunks of prompts too,
+        without the tokens of these.
+        """
+        fixed, *_, stream, stream_read, with_chunks = self._of_kind(has_prompts=True)
+        return fixed + with_chunks + stream * num_streams + stream_read * num_context_tokens
 
     def prefill_s(self, num_new_tokens: int, num_context_tokens: int, chunk_tokens: int) -> float:
         """Return the predicted seconds to compute a prompt's last `num_new_tokens` tokens when the
@@ -237,13 +247,15 @@ class StepCostModel:
         ridge = np.where(diagonal > 0, RIDGE * diagonal, 1.0)
         prior = np.where(diagonal > 0, DEFAULT_COEFFICIENTS, 0.0)
         found = non_negative_least_squares(gram + np.diag(ridge), moment + ridge * prior)
-        fixed, token, pair, square, read, stream, stream_read = found
-        has_chunks, has_streams = diagonal[[1, -2]] > 0
+        fixed, token, pair, square, read, stream, stream_read, with_chunks = found
+        has_chunks, has_streams = diagonal[[1, 5]] > 0
         if not has_streams:
+            fixed, with_chunks = fixed + with_chunks, 0.0
             stream, stream_read = token + square, pair + read
         elif not has_chunks:
             token, read = stream, stream_read
-        return max(fixed, MIN_STEP_S), token, pair, square, read, stream, stream_read
+        fixed = max(fixed, MIN_STEP_S)
+        return fixed, token, pair, square, read, stream, stream_read, with_chunks
 
 
 class _Way(Enum):
@@ -374,7 +386,7 @@ def _features(sample: CostSample) -> Row:
         sample.num_context_tokens - context,
         sample.num_sequences - sample.num_streams,
     )
-    return 1.0, *chunks, tokens, context
+    return 1.0, *chunks, tokens, context, float(_has_prompts(sample))
 
 
 def _terms(
