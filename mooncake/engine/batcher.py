@@ -37,12 +37,13 @@ from itertools import chain
 from types import MappingProxyType
 
 from mooncake.base.errors import ContextTooLong
-from mooncake.base.request import Failure, Flow
+from mooncake.base.request import Failure, Flow, Priority
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.gaps import Prompt, PromptTime, prompt_time
+from mooncake.engine.first_tokens import CROWD, Prompt, efficient_chunk, postponed
+from mooncake.engine.gaps import PromptTime, Stream, prompt_time
 from mooncake.engine.sequence import Sequence, SequenceState, Standing, last_in_order, rank
 from mooncake.engine.speculation import Speculation
 from mooncake.engine.step_shares import Sharing, StepShare, turn_of
@@ -69,6 +70,14 @@ class Batch:
     """What streams leave for prompts in a step with a limit; None before a prompt asks."""
     prompts: dict[int, Prompt] = field(default_factory=dict)
     """sequence_id -> what a prompt has to compute, where prompts may wait for streams."""
+    line: list[Sequence] = field(default_factory=list)
+    """The prompts that run or wait, in rank order, as far as there are seats."""
+    postponed: set[int] = field(default_factory=set)
+    """The sequence_id of each prompt that waits until others are computed."""
+    most_late: int | None = None
+    """The most tokens of a chunk, where all prompts are too late in any case; None: whole ones."""
+    is_crowded: bool = False
+    """Whether there are so many prompts that they are computed whatever it costs streams."""
     share: StepShare | None = None
     """The shares of the flows that get less than they want; None: there are no such flows."""
 
@@ -155,17 +164,48 @@ class Batcher:
             batch.share = self.sharing.of_step(self.running, self.admissible())
         if self._config.num_stages > 1:
             batch.num_running_streams = sum(each.num_missing == 1 for each in self.running)
+        if self._config.first_token_s is not None or self._config.max_gap_s is not None:
+            self._postpone(batch)
         self._fill(batch)
         is_idle = self._is_idle
         if is_idle and not batch.shares and batch.share is not None:
             batch.prompt_time = None
             batch.share.lift()  # otherwise flows that sit out would leave the step empty
             self._fill(batch)
+        if is_idle and not batch.shares and batch.postponed:
+            batch.postponed = set()  # those that go before them have no pages
+            self._fill(batch)
         if is_idle and not batch.shares:
             self._admit_by_force(batch)
         if self._speculation is not None:
             self._add_drafts(batch, self._speculation)
         return batch
+
+    def _postpone(self, batch: Batch) -> None:
+        """Choose the prompts that wait until others are computed. Where flows meet, none does."""
+        config = self._config
+        batch.line = [
+            each
+            for each in chain(self.running, self.waiting)
+            if each.num_missing > 1 and _is_ready(each)
+        ][: config.max_num_seqs]
+        if config.first_token_s is None or not batch.line or len(self._flows) > 1:
+            return
+        at_most = [_prompt(each, _num_before(each)) for each in batch.line]
+        if not postponed(config, self._cost, at_most, self._now):
+            return  # even without what is cached of them
+        prompts = [self._prompt(each, batch) for each in batch.line]
+        num_streams = sum(each.num_missing == 1 for each in self.running)
+        places = postponed(config, self._cost, prompts, self._now)
+        batch.is_crowded = len(prompts) >= max(CROWD, num_streams)
+        if len(places) == len(prompts):
+            batch.most_late = efficient_chunk(config, self._cost)
+            left = config.max_batched_tokens if batch.is_crowded else batch.most_late
+            for place, prompt in enumerate(prompts):
+                if left > 0:
+                    places.remove(place)
+                left -= prompt.num_tokens
+        batch.postponed = {batch.line[place].sequence_id for place in places}
 
     @property
     def _is_idle(self) -> bool:
@@ -188,7 +228,7 @@ class Batcher:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # it yielded to an earlier one in this very loop
-            if self._waits_for_streams(sequence, batch):
+            if sequence.sequence_id in batch.postponed or self._waits_for_streams(sequence, batch):
                 continue
             if batch.most(sequence, 1) and self._grow(sequence, batch):
                 self._give(sequence, batch)
@@ -204,6 +244,8 @@ class Batcher:
             computed = _num_before(sequence)
             most = chunk_sizes(self._cost, most, computed, sequence.num_unplanned)[0]
         most = batch.most(sequence, most)
+        if batch.most_late is not None and sequence.num_missing > 1 and not batch.is_crowded:
+            most = min(most, batch.most_late)
         time = self._prompt_time(sequence, batch) if most else None
         if time is not None:
             most = min(most, sequence.num_unplanned, batch.budget)
@@ -218,21 +260,23 @@ class Batcher:
 
     def _prompt_time(self, sequence: Sequence, batch: Batch) -> PromptTime | None:
         """Return what the step's streams leave for prompts; None: the sequence is not limited by
-        it. In a pipeline, streams that wait behind the step count too.
+        it. In a pipeline, streams that wait behind the step count too. A target limits nobody where
+        flows meet, because a prompt of one must not wait for the streams of another.
         """
         if sequence.num_missing == 1 or not (batch.streams or batch.num_running_streams):
             return None
+        if self._config.max_gap_is_target and len(self._flows) > 1:
+            return None
         if batch.prompt_time is None and self._config.max_gap_s is not None:
-            streams = [_num_before(batch.shares[each][0]) for each in batch.streams]
-            line = [
-                each
-                for each in chain(self.running, self.waiting)
-                if each.num_missing > 1 and _is_ready(each)
-            ]
-            longest = max((each.num_tokens for each in line), default=0)
-            prompts = (self._prompt(each, batch) for each in line[: self._config.max_num_seqs])
+            streams = [_stream(batch.shares[each][0]) for each in batch.streams]
+            longest = max((each.num_tokens for each in batch.line), default=0)
+            prompts = (
+                self._prompt(each, batch)
+                for each in batch.line
+                if batch.most_late is None and each.sequence_id not in batch.postponed
+            )
             batch.prompt_time = prompt_time(
-                self._config, self._cost, streams, longest, prompts, self._now
+                self._config, self._cost, streams, longest, prompts, self._now, batch.is_crowded
             )
             if not batch.streams and self._is_idle:
                 batch.prompt_time.may_wait = False  # no step would end, and plan the next
@@ -246,16 +290,15 @@ class Batcher:
             return time is not None
         if not time.may_wait:
             return False
-        _, num_tokens, num_before = self._prompt(sequence, batch)
-        return time.is_too_short(num_tokens, num_before, is_limited)
+        prompt = self._prompt(sequence, batch)
+        return time.is_too_short(prompt.num_tokens, prompt.num_before, is_limited)
 
     def _prompt(self, sequence: Sequence, batch: Batch) -> Prompt:
         """Return what a prompt has to compute beside what is cached."""
         known = batch.prompts.get(sequence.sequence_id)
         if known is None:
             cached = len(self._match(sequence)) * self._config.block_tokens
-            before = max(cached, _num_before(sequence))
-            known = Prompt(sequence.added_s, sequence.num_tokens - before, before)
+            known = _prompt(sequence, max(cached, _num_before(sequence)))
             batch.prompts[sequence.sequence_id] = known
         return known
 
@@ -289,7 +332,9 @@ class Batcher:
         for sequence in list(self.waiting):
             if batch.budget == 0 or len(self.running) >= self._config.max_num_seqs:
                 break
-            if (blocked and not sequence.pages) or self._waits_for_streams(sequence, batch):
+            if blocked and not sequence.pages:
+                continue
+            if sequence.sequence_id in batch.postponed or self._waits_for_streams(sequence, batch):
                 continue
             if sequence.flow in full and not sequence.pages:
                 continue
@@ -609,6 +654,7 @@ class Batcher:
     def _preempt(self, victim: Sequence, batch: Batch) -> None:
         self._pool.release(victim.drop_kv())
         victim.num_preemptions += 1
+        victim.waits_since_s = self._now
         batch.take_back(victim)
         batch.preempted.append(victim)
         if victim.state is SequenceState.RUNNING:
@@ -653,6 +699,21 @@ def _is_ready(sequence: Sequence) -> bool:
     nor failed.
     """
     return sequence.num_unplanned > 0 and not sequence.aborted and sequence.failure is None
+
+
+def _is_batch(sequence: Sequence) -> bool:
+    kind, _ = sequence.flow
+    return kind is Priority.BATCH
+
+
+def _prompt(sequence: Sequence, num_before: int) -> Prompt:
+    num_tokens = sequence.num_tokens - num_before
+    return Prompt(sequence.waits_since_s, num_tokens, num_before, _is_batch(sequence))
+
+
+def _stream(sequence: Sequence) -> Stream:
+    allowance = None if _is_batch(sequence) else sequence.allowance
+    return Stream(_num_before(sequence), len(sequence.output_tokens), allowance)
 
 
 def _num_before(sequence: Sequence) -> int:

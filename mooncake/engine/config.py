@@ -104,8 +104,12 @@ class EngineConfig:
     """Whether each step waits for the steps of other engines that share experts with this one."""
     max_gap_s: float | None = None
     """The longest gap between two tokens of a stream, as far as prompts in the same step lengthen
-    it. Chunks of prompts are cut so that a step is predicted to keep it. None: never for this
-    reason.
+    it. Chunks of prompts are cut so that a step is predicted to keep it, but a stream with many
+    tokens may have a longer one now and then. None: never for this reason.
+    """
+    max_gap_is_target: bool = False
+    """Whether `max_gap_s` must cost no throughput: chunks are not cut so small that their tokens
+    take much longer, and a late prompt lifts it even where its chunks fit.
     """
     first_token_s: float | None = None
     """How long after a prompt came its first token may be due. Until it must begin for that, a
@@ -128,7 +132,7 @@ class EngineConfig:
                 if value is not None and not value > 0:
                     raise ConfigError(f"{field.name}: {value!r} is not a time above 0")
                 continue
-            if field.name in ("enable_prefix_caching", "in_lockstep"):
+            if field.name in ("enable_prefix_caching", "in_lockstep", "max_gap_is_target"):
                 if not isinstance(value, bool):
                     raise ConfigError(f"{field.name}: {value!r} is neither true nor false")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:

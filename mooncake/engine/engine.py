@@ -143,7 +143,7 @@ class Engine:
             return False
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
-        sequence.added_s = now
+        sequence.added_s = sequence.waits_since_s = now
         self._sequences[sequence.sequence_id] = sequence
         self.extend_keys(sequence)
         self._publish(sequence)
@@ -298,6 +298,8 @@ class Engine:
             failure = sequence.failure or _failure(result, slot, sampled)
             if sequence.aborted or failure is not None:
                 sampled = []
+            if sampled and self.config.max_gap_s is not None:
+                sequence.allowance.count(now, self.config.max_gap_s)
             finish = self._append(sequence, sampled)
             if failure is None:
                 of_prompt = result.prompt_logprobs.get(sequence.sequence_id)

@@ -1,31 +1,72 @@
 """How much of a step prompts get beside streams whose gaps have a limit. Pure.
 
-Chunks are cut so that a step is predicted to keep the limit. Where even the smallest chunk would
-break it, prompts wait for streams to end, as long as their first tokens can still come in time.
-When one of those that wait is late, all prompts are computed as if there were no limit: one long
-gap costs streams less than a row of steps that each break the limit. A late prompt whose chunks fit
-changes nothing.
+Chunks are cut so that a step is predicted to keep the limit. The limit is on the mean of the
+slowest tenth of a stream's gaps, so a stream with many tokens may have a long gap now and then
+(`Allowance`): a step may take as long as the stream with the least allowance can afford. Where even
+the smallest chunk would take longer, prompts wait for streams to end or to have more tokens, as
+long as their first tokens can still come in time. When one of those that wait is late, all prompts
+are computed as if there were no limit: one long gap costs streams less than a row of steps that
+each break the limit. A late prompt whose chunks fit changes nothing.
+
+A limit that is only a target must not cost throughput: no chunk is so small that its tokens take
+much longer than those of a whole chunk, and a late prompt lifts the limit even where its chunks
+fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import neg
 from typing import NamedTuple
 
 from mooncake.engine.chunks import UNIT, largest_chunk
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
+from mooncake.engine.first_tokens import Prompt, efficient_chunk
+
+SLOW_ONE_IN = 10
+"""The limit on gaps is on the mean of the slowest of this many."""
 
 
-class Prompt(NamedTuple):
-    """What a prompt still has to compute."""
+@dataclass(slots=True)
+class Allowance:
+    """What long gaps a stream has had, and what it can still afford."""
 
-    added_s: float
-    num_tokens: int
+    last_s: float | None = None
+    """When its last token was sampled."""
+    long_s: list[float] = field(default_factory=list)
+    """Its gaps above half the limit, the longest first."""
+
+    def count(self, now: float, limit_s: float) -> None:
+        """Take in a token that was sampled at `now`."""
+        if self.last_s is not None and now - self.last_s > limit_s / 2:
+            insort(self.long_s, now - self.last_s, key=neg)
+        self.last_s = now
+
+    def longest_s(self, num_tokens: int, limit_s: float, usual_s: float) -> float:
+        """Return how long the next gap may be, at least `limit_s`, so that the mean of the slowest
+        tenth keeps the limit if the stream ends after it. Its short gaps count as `usual_s`.
+
+        num_tokens: how many tokens it has so far.
+        """
+        num_others = max(0, -(-num_tokens // SLOW_ONE_IN) - 1)
+        others_s = sum(self.long_s[:num_others])
+        others_s += usual_s * max(0, num_others - len(self.long_s))
+        return max(limit_s, (num_others + 1) * limit_s - others_s)
+
+
+class Stream(NamedTuple):
+    """A stream of a step."""
+
     num_before: int
-    """The tokens before these, which are computed or cached."""
+    """The tokens before its own."""
+    num_tokens: int
+    """The tokens that were sampled for it."""
+    allowance: Allowance | None
+    """None: it is of the class batch, whose gaps have no limit."""
 
 
 @dataclass(slots=True)
@@ -36,6 +77,8 @@ class PromptTime:
     left_s: float
     may_wait: bool
     """Whether a prompt waits when its smallest chunk does not fit."""
+    least: int = UNIT
+    """The tokens of the smallest chunk, for a prompt that has more."""
     streams_left_s: float = 0.0
     """What the streams alone leave."""
     has_prompt: bool = False
@@ -55,11 +98,11 @@ class PromptTime:
         """
         is_first = not (is_limited or self.has_free_prompt)
         left_s = self.streams_left_s if is_first else self.left_s
-        return self.may_wait and self._chunk_s(min(UNIT, num_tokens), num_before) > left_s
+        return self.may_wait and self._chunk_s(min(self.least, num_tokens), num_before) > left_s
 
     def take(self, most: int, num_before: int, is_limited: bool) -> int:
         """Count a chunk of a prompt, of at most `most` tokens, and return how many it has. Unless
-        prompts wait, the first prompt, and the first of flows that are not limited, get `UNIT`
+        prompts wait, the first prompt, and the first of flows that are not limited, get `least`
         tokens in any case: streams slow them down and never stop them.
         """
         is_first = not self.has_prompt or not (is_limited or self.has_free_prompt)
@@ -69,7 +112,7 @@ class PromptTime:
         if chunk_s <= self.left_s:
             self.left_s -= chunk_s
             return most
-        least = min(UNIT, most) if is_first else 0
+        least = min(self.least, most) if is_first else 0
         limit_s = self.left_s + self.cost.coefficients[0]
         self.left_s = 0.0  # prompts behind it wait for the next step
         return largest_chunk(self.cost, most, least, num_before, limit_s)
@@ -82,23 +125,47 @@ class PromptTime:
 def prompt_time(
     config: EngineConfig,
     cost: StepCostModel,
-    streams: list[int],
+    streams: Sequence[Stream],
     longest: int,
     prompts: Iterable[Prompt],
     now: float,
+    is_crowded: bool = False,
 ) -> PromptTime:
     """Return the time that streams leave for prompts in a step.
 
-    streams: the tokens before each stream's own. prompts: those that run or wait, in rank order;
-    they are looked at only if the smallest chunk of one of `longest` tokens does not fit.
+    longest: the tokens of the longest prompt. prompts: those that run or wait and are not
+    postponed, in rank order; they are looked at only if one may have to wait, or where the limit is
+    a target. is_crowded: whether prompts are computed as if one were late.
     """
-    limit_s = math.inf if config.max_gap_s is None else config.max_gap_s
-    left_s = limit_s / config.num_stages - cost.streams_s(len(streams), sum(streams))
-    time = PromptTime(cost, left_s, config.first_token_s is not None, streams_left_s=left_s)
-    time.may_wait = time.is_too_short(UNIT, longest, is_limited=False)
-    if time.may_wait and _any_is_late(prompts, now, config, time):
+    context = sum(stream.num_before for stream in streams)
+    left_s = _longest_s(config, cost, streams) - cost.beside_s(len(streams), context)
+    least = efficient_chunk(config, cost) if config.max_gap_is_target else UNIT
+    waits = config.first_token_s is not None
+    time = PromptTime(cost, left_s, waits, least, streams_left_s=left_s)
+    time.may_wait = time.is_too_short(least, longest, is_limited=False)
+    may_lift = waits and (time.may_wait or config.max_gap_is_target)
+    if may_lift and (is_crowded or _any_is_late(prompts, now, config, time)):
         time.left_s = time.streams_left_s = math.inf
     return time
+
+
+def _longest_s(config: EngineConfig, cost: StepCostModel, streams: Sequence[Stream]) -> float:
+    """Return how long a step may take, for the sake of its streams. In a pipeline streams that wait
+    behind the step have their say, too, so it keeps the limit whatever its own could afford.
+    """
+    if config.max_gap_s is None:
+        return math.inf
+    if config.num_stages > 1 or not streams:
+        return config.max_gap_s / config.num_stages
+    usual_s = cost.streams_s(len(streams), sum(stream.num_before for stream in streams))
+    return min(
+        (
+            one.allowance.longest_s(one.num_tokens, config.max_gap_s, usual_s)
+            for one in streams
+            if one.allowance is not None
+        ),
+        default=math.inf,
+    )
 
 
 def _any_is_late(
@@ -108,9 +175,11 @@ def _any_is_late(
     in time, if prompts were computed one after the other from now on.
     """
     ready_s = now
-    for added_s, num_tokens, num_before in prompts:
+    for prompt in prompts:
+        _, num_tokens, num_before, _ = prompt
         ready_s += time.cost.prefill_s(num_tokens, num_before, config.max_chunk_tokens)
-        is_late = ready_s > added_s + (config.first_token_s or 0.0)
-        if is_late and time.is_too_short(num_tokens, num_before, is_limited=False):
+        if ready_s > prompt.due_s(config) and (
+            config.max_gap_is_target or time.is_too_short(num_tokens, num_before, is_limited=False)
+        ):
             return True
     return False

@@ -30,6 +30,7 @@ from mooncake.base.request import (
     fair_shares,
 )
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.gaps import Allowance
 
 
 class SequenceState(str, Enum):
@@ -98,11 +99,14 @@ class Sequence:
     """Whether steps with this sequence report each layer (`LayerDone`)."""
 
     drafting: Drafting = field(default_factory=Drafting)
+    allowance: Allowance = field(default_factory=Allowance)
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of all full blocks of known tokens; `extend_keys` updates them."""
     state: SequenceState = SequenceState.NEW
     arrival: int = -1
     added_s: float = 0.0
+    waits_since_s: float = 0.0
+    """When it was added, or preempted last."""
     started_s: float | None = None
     """When the sequence's first step was submitted."""
     steps: list[int] = field(default_factory=list)

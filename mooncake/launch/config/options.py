@@ -385,6 +385,11 @@ def share(name: str, value: object) -> float:
     return number
 
 
+def amount(name: str, value: object) -> float:
+    """Read a number of at least zero."""
+    return 0.0 if str(value) in ("0", "0.0") else positive(name, value)
+
+
 def part(name: str, value: object) -> float:
     """Read a number from 0 to 1."""
     return 0.0 if str(value) in ("0", "0.0") else share(name, value)

@@ -336,6 +336,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             max_model_len=model.max_model_len,
             max_waiting=config.max_waiting_requests,
             max_gap_s=_max_gap_s(config),
+            max_gap_is_target=config.slo_tbt_ms is None,
             first_token_s=_first_token_s(config),
             **values_of(config, EngineConfig),
         ),
@@ -446,15 +447,28 @@ def _gpu_node(config: ServeConfig) -> GpuNode | None:
 
 
 def _max_gap_s(config: ServeConfig) -> float | None:
-    """Return how long a step for a prompt may take while streams wait for their own steps."""
-    return None if config.slo_tbt_ms is None else GAP_SHARE * config.slo_tbt_ms / 1e3
+    """Return how long a step for a prompt may take while streams wait for their own steps: by the
+    limit, or else by the target. A target needs one for first tokens, too, because prompts that
+    wait for streams must know how long.
+    """
+    if config.slo_tbt_ms is not None:
+        return GAP_SHARE * config.slo_tbt_ms / 1e3
+    if not config.target_tbt_ms or _first_token_s(config) is None:
+        return None
+    return GAP_SHARE * config.target_tbt_ms / 1e3
 
 
 def _first_token_s(config: ServeConfig) -> float | None:
-    """Return how long a prompt may wait and compute while streams keep their limit."""
-    if config.slo_ttft_s is None or config.slo_tbt_ms is None:
-        return None
-    return GAP_SHARE * config.slo_ttft_s
+    """Return how long a prompt may wait and compute while streams keep their limit. A limit on gaps
+    alone is kept whatever it costs first tokens.
+    """
+    if config.slo_tbt_ms is not None:
+        first_s = config.slo_ttft_s
+    elif not config.target_tbt_ms:
+        first_s = None
+    else:
+        first_s = config.slo_ttft_s or config.target_ttft_s
+    return GAP_SHARE * first_s if first_s else None
 
 
 def _gpus_here(config: ServeConfig, options: ModelOptions, num_ranks: int) -> GpuNode | None:

@@ -18,6 +18,7 @@ from mooncake.launch.config import options
 from mooncake.launch.config.options import (
     OneOf,
     SomeOf,
+    amount,
     count,
     disks,
     flag,
@@ -390,6 +391,14 @@ class ServeConfig:
         "together with the second, so that the hand-over to decode makes no gap (default: no "
         "limit)",
         per_unit=1000)
+    target_ttft_s: float = setting(5.0, amount, LIMITS, "S",
+        "without limits: the time to the first token that prompts are planned for; those that can "
+        "still be in time go before those that cannot; no request is refused for it")
+    target_tbt_ms: float = setting(150.0, amount, LIMITS, "MS",
+        "without --slo-tbt-ms: the gaps between tokens that are planned for; prompts wait for "
+        "running streams as long as --target-ttft-s allows, or are computed in chunks that are "
+        "short enough, as far as this costs little throughput; no request is refused for it; 0: "
+        "prompts neither wait nor let others go first")
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
         "let workers change between prefill and decode when the load moves for long", switch=True)
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",

@@ -87,7 +87,8 @@ class DirectEngine:
         Raises:
             MooncakeError: a setting is wrong, the model does not fit, or it cannot be loaded.
         """
-        config = resolve({"model": model, "colocated": True, **settings}, None, {})
+        fixed = {"colocated": True, "target_tbt_ms": 0}  # nobody watches the text appear
+        config = resolve({"model": model, **fixed, **settings}, None, {})
         plan = make_plan(config, machine_facts.num_cores())
         check_memory(plan, machine_facts.available_bytes())
         return cls(plan)

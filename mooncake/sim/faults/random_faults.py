@@ -390,6 +390,7 @@ class Trial:
             step_timeout_s=self._random.choice([3, 10]),
             max_gap_s=limits.choice([None, 0.001, 0.05]),
             first_token_s=limits.choice([None, 0.2, 5.0]),
+            max_gap_is_target=limits.choice([False, True]),
         )
 
     def _make_runner(

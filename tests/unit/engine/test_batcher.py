@@ -16,7 +16,7 @@ from mooncake.base.request import Flow, GenerateRequest, Priority, fair_shares
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.gaps import prompt_time
+from mooncake.engine.gaps import Allowance, Stream, prompt_time
 from mooncake.engine.sequence import Sequence, SequenceState, rank
 from mooncake.engine.step_shares import NUM_AFTER
 from tests.support.engine.engines import ROOMY, request
@@ -40,7 +40,7 @@ class Planner:
 
     def add_request(self, order: GenerateRequest, num_received: int = 0) -> Sequence:
         self.last_id += 1
-        sequence = Sequence(self.last_id, order)
+        self.last_added = sequence = Sequence(self.last_id, order)
         sequence.arrival = self.last_id
         if num_received:
             sequence.output_tokens.append(1)
@@ -186,7 +186,7 @@ def test_a_late_prompt_whose_chunks_fit_keeps_the_limit_of_the_streams() -> None
 
 def test_a_prompt_of_a_limited_flow_lets_no_first_prompt_of_others_wait() -> None:
     config = replace(ROOMY, max_gap_s=0.160, first_token_s=100.0)
-    time = prompt_time(config, steady_cost(), [4], 900, [], now=0.0)
+    time = prompt_time(config, steady_cost(), [Stream(4, 1, Allowance())], 900, [], now=0.0)
     time.may_wait = True
     assert time.take(900, 0, is_limited=True) == 128
     assert not time.is_used_up(is_limited=False)
@@ -196,8 +196,136 @@ def test_a_prompt_of_a_limited_flow_lets_no_first_prompt_of_others_wait() -> Non
     assert time.is_too_short(64, 0, is_limited=False)
 
 
+def test_a_late_batch_prompt_keeps_the_limit_of_the_streams() -> None:
+    """It is late, too, after ten times as long: no prompt waits for ever."""
+    planner = Planner(max_gap_s=0.001, first_token_s=2.0, cost=steady_cost(), **LARGE)
+    planner.add(4)
+    planner.plan()
+    planner.add(900, priority=Priority.BATCH)
+    assert planner.commit(planner.batcher.plan(now=18.0)) == {1: 1}
+    assert list(planner.commit(planner.batcher.plan(now=19.5))) == [1, 2]
+
+
+def test_a_preempted_sequence_waits_anew_for_the_streams() -> None:
+    planner = Planner(max_gap_s=0.001, first_token_s=2.0, cost=steady_cost(), **LARGE)
+    first, second = planner.add(4), planner.add(400)
+    planner.plan()
+    planner.batcher.plan(now=90.0)
+    planner.batcher._preempt(second, Batch(budget=0))
+    assert planner.commit(planner.batcher.plan(now=91.0)) == {first.sequence_id: 1}
+    assert list(planner.commit(planner.batcher.plan(now=91.7))) == [1, 2]
+
+
+def test_beside_streams_of_batch_alone_chunks_are_whole() -> None:
+    planner = Planner(max_gap_s=0.001, first_token_s=2.0, cost=steady_cost(), **LARGE)
+    planner.add(4, priority=Priority.BATCH)
+    planner.plan()
+    planner.add(900, priority=Priority.BATCH)
+    assert planner.plan() == {1: 1, 2: 900}
+
+
+def test_a_stream_with_many_tokens_affords_a_long_gap_now_and_then() -> None:
+    planner = Planner(max_gap_s=0.100, cost=steady_cost(), **LARGE)
+    stream = planner.add(4)
+    planner.plan()
+    stream.output_tokens += [1] * 99
+    stream.num_computed += 99
+    planner.plan()
+    planner.add(500)
+    assert planner.plan() == {1: 1, 2: 500}  # 0.5 s; nine more gaps of its slowest tenth are short
+    stream.allowance.long_s = [0.52]
+    planner.add(900)
+    shares = planner.plan()
+    assert 64 <= shares[3] <= 320
+
+
+def test_a_target_makes_no_chunk_so_small_that_its_tokens_take_much_longer() -> None:
+    """Ten milliseconds of a step's own are a tenth of what 100 tokens take."""
+    limits = {"max_gap_s": 0.060, "first_token_s": 100.0}
+    planner = Planner(max_gap_is_target=True, cost=steady_cost(), **LARGE, **limits)
+    planner.add(4)
+    planner.plan()
+    planner.add(900)
+    planner.add(30)
+    assert planner.plan() == {1: 1, 3: 30}
+    wider = Planner(
+        max_gap_s=0.200, first_token_s=100.0, max_gap_is_target=True, cost=steady_cost(), **LARGE
+    )
+    wider.add(4)
+    wider.plan()
+    wider.add(900)
+    assert 128 <= wider.plan()[2] < 200
+
+
+def test_a_late_prompt_lifts_a_target_even_where_its_chunks_fit() -> None:
+    limits = {"max_gap_s": 0.200, "first_token_s": 2.0}
+    planner = Planner(max_gap_is_target=True, cost=steady_cost(), **LARGE, **limits)
+    planner.add(4)
+    planner.plan()
+    planner.add(900)
+    assert planner.commit(planner.batcher.plan(now=0.5))[2] < 200
+    assert planner.commit(planner.batcher.plan(now=1.5))[2] > 700
+
+
+def test_a_target_lets_no_prompt_wait_for_streams_of_others() -> None:
+    limits = {"max_gap_s": 0.001, "first_token_s": 100.0}
+    planner = Planner(max_gap_is_target=True, cost=steady_cost(), **LARGE, **limits)
+    planner.add(4, tenant="a")
+    planner.plan()
+    planner.add(64, tenant="b")
+    assert 2 in planner.plan()
+
+
+# ------------------------------------------------------------ first tokens in time
+
+
+def test_a_prompt_that_is_too_late_lets_those_go_first_that_are_not() -> None:
+    planner = Planner(first_token_s=0.5, cost=steady_cost(), **LARGE)
+    long, short = planner.add(900), planner.add(300)
+    assert planner.commit(planner.batcher.plan(now=0.0)) == {2: 300}
+    planner.finish(short)
+    assert planner.commit(planner.batcher.plan(now=0.4)) == {1: 128}, "another may come"
+    planner.add(200)
+    planner.last_added.waits_since_s = 0.5
+    assert planner.commit(planner.batcher.plan(now=0.5)) == {3: 200}
+    assert long.num_computed == 128
+    planner.finish(planner.last_added)
+    planner.add(200)
+    planner.last_added.waits_since_s = 6.0
+    assert planner.commit(planner.batcher.plan(now=6.0)) == {1: 772}, "it waited enough"
+
+
+def test_where_flows_meet_prompts_go_in_their_turn() -> None:
+    planner = Planner(first_token_s=0.5, cost=steady_cost(), **LARGE)
+    planner.add(900, tenant="a")
+    planner.add(100, tenant="b")
+    assert 1 in planner.plan()
+
+
+def test_too_late_prompts_do_not_harm_streams_unless_there_are_many() -> None:
+    limits = {"max_gap_s": 0.001, "first_token_s": 0.5}
+    planner = Planner(cost=steady_cost(), **LARGE, **limits)
+    planner.add(4)
+    planner.plan()
+    for number in range(2, 5):
+        planner.add(900)
+        assert planner.commit(planner.batcher.plan(now=0.1)) == {1: 1}, number
+    planner.add(900)
+    assert planner.commit(planner.batcher.plan(now=0.1)) == {1: 1, 2: 900, 3: 123}
+
+
+def test_a_postponed_prompt_with_all_pages_lets_nobody_wait_for_them() -> None:
+    small = {"num_blocks": 250, "max_batched_tokens": 128, "max_chunk_tokens": 128}
+    planner = Planner(first_token_s=0.5, cost=steady_cost(), **{**LARGE, **small})
+    long = planner.add(900)
+    assert planner.plan() == {1: 128}
+    assert len(long.pages) == 225
+    planner.add(120)
+    assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 128}
+
+
 def test_what_is_cached_of_a_prompt_makes_it_no_later() -> None:
-    planner = Planner(max_gap_s=0.001, first_token_s=0.5, cost=steady_cost(), **LARGE)
+    planner = Planner(max_gap_s=0.001, first_token_s=0.8, cost=steady_cost(), **LARGE)
     tokens = list(range(900))
     earlier = planner.add_request(request(tokens))
     planner.plan()
@@ -205,7 +333,7 @@ def test_what_is_cached_of_a_prompt_makes_it_no_later() -> None:
         planner.pool.publish(key, page)
     again = planner.add_request(request([*tokens[:-1], 1000]))
     assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 1}
-    assert again.sequence_id in planner.commit(planner.batcher.plan(now=0.5))
+    assert again.sequence_id in planner.commit(planner.batcher.plan(now=0.8))
 
 
 def test_a_prompt_that_waits_is_computed_when_the_streams_have_ended() -> None:

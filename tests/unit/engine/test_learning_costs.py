@@ -266,9 +266,7 @@ def test_a_short_chunk_beside_streams_is_predicted_from_recorded_steps_of_both_a
     fixed time for all steps, such steps were predicted 12 % too short in the median, up to 38 %.
     """
     model = StepCostModel(recorded("profile_processor", 0))
-    found = [
-        (one, model.sample_s(one) / one.seconds - 1) for one in recorded("mixed_processor", 0)
-    ]
+    found = [(one, model.sample_s(one) / one.seconds - 1) for one in recorded("mixed_processor", 0)]
     short = [each for each in found if each[0].num_new_tokens - each[0].num_streams == 64]
     assert len(short) >= 8
     assert median_error(short) < 0.09

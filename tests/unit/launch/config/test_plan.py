@@ -193,15 +193,31 @@ def test_a_shorter_limit_needs_fewer_pages(model: Path) -> None:
 
 
 def test_steps_are_planned_for_the_limit_of_gaps(model: Path) -> None:
-    assert plan_for(model, slo_tbt_ms=50).engine.max_gap_s == pytest.approx(0.04)
-    assert plan_for(model).engine.max_gap_s is None
+    told = plan_for(model, slo_tbt_ms=50).engine
+    assert told.max_gap_s == pytest.approx(0.04)
+    assert not told.max_gap_is_target
 
 
-def test_prompts_wait_for_streams_only_where_both_limits_are_told(model: Path) -> None:
+def test_prompts_wait_for_streams_under_both_limits(model: Path) -> None:
     told = plan_for(model, slo_ttft_s=5, slo_tbt_ms=50).engine
     assert told.first_token_s == pytest.approx(4.0)
     assert plan_for(model, slo_tbt_ms=50).engine.first_token_s is None
-    assert plan_for(model, slo_ttft_s=5).engine.first_token_s is None
+
+
+def test_without_limits_steps_are_planned_for_targets_and_nothing_is_refused(model: Path) -> None:
+    plan = plan_for(model)
+    assert (plan.engine.max_gap_s, plan.engine.first_token_s) == pytest.approx((0.12, 4.0))
+    assert plan.engine.max_gap_is_target
+    assert plan.scheduler.ttft_slo_s is plan.scheduler.tbt_slo_s is None
+    other = plan_for(model, target_ttft_s=2, target_tbt_ms=50).engine
+    assert (other.max_gap_s, other.first_token_s) == pytest.approx((0.04, 1.6))
+    assert plan_for(model, slo_ttft_s=3).engine.first_token_s == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize("off", [{"target_tbt_ms": 0}, {"target_ttft_s": 0}])
+def test_targets_can_be_turned_off(model: Path, off: dict[str, int]) -> None:
+    engine = plan_for(model, **off).engine
+    assert engine.max_gap_s is engine.first_token_s is None
 
 
 def test_limits_go_to_the_scheduler_in_seconds(model: Path) -> None:
