@@ -31,6 +31,7 @@ import msgspec
 from benchmarks.serve import KV_BYTES, write_model
 from benchmarks.support import vllm_environment
 from benchmarks.support.goodput_figures import Limits, Outcome, Trial, relative, summary, table
+from benchmarks.support.goodput_twin import compared, plan_of, read_profile, twin
 from benchmarks.support.servers import (
     BUILD,
     MAX_MODEL_LEN,
@@ -43,7 +44,7 @@ from benchmarks.support.servers import (
     running,
     vllm_cpu,
 )
-from benchmarks.support.sessions import Session, agents, chats, conversations, shorter
+from benchmarks.support.sessions import Session, Turn, agents, chats, conversations, shorter
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.endpoint import Output, Target, ask
 from mooncake.bench.http_client import HttpClient
@@ -60,6 +61,8 @@ VLLM_CHUNKS = (256, 512, 2048)
 PATIENCE = 4
 """A client goes away when an answer takes so many times what limits allow in all: it is late."""
 NUM_ALONE, ALONE_TOKENS, ALONE_ANSWER = 3, 512, 32
+ALONE_EVERY_S = 60.0
+"""The simulator sends such requests so far apart that each meets an idle server."""
 REFUSALS = ("429", "503")
 TARGET = Target(
     backend="openai",
@@ -143,12 +146,19 @@ def _outcome(output: Output) -> Outcome:
     return Outcome(end="whole", ttft_s=output.ttft_s, tbt_s=slow_gap_mean(output.itls_s))
 
 
-async def _alone(client: HttpClient, words: PromptSource, seed: int) -> list[Output]:
-    """Send requests one after the other; the first wakes the server and is not returned."""
+def _alone_turns(words: PromptSource, seed: int) -> list[Turn]:
+    """Return the requests for an idle server: the first wakes it and does not count."""
     source = random.Random(f"alone/{seed}")
-    outputs = [
-        await _sent(client, words.draw(source, ALONE_TOKENS), ALONE_ANSWER)
+    return [
+        Turn(fresh=words.draw(source, ALONE_TOKENS), output_len=ALONE_ANSWER)
         for _ in range(1 + NUM_ALONE)
+    ]
+
+
+async def _alone(client: HttpClient, words: PromptSource, seed: int) -> list[Output]:
+    """Send requests one after the other."""
+    outputs = [
+        await _sent(client, turn.fresh, turn.output_len) for turn in _alone_turns(words, seed)
     ]
     if failed := [output.error for output in outputs if not output.success]:
         raise RuntimeError(f"a request to the idle server failed: {failed[0]}")
@@ -182,6 +192,25 @@ def measure(args: argparse.Namespace, layout: Layout, load: str, rate: float, se
         idle_tbt_s=statistics.median(slow_gap_mean(each.itls_s) for each in alone),
         load_average=os.getloadavg()[0],
     )
+
+
+def simulated(args: argparse.Namespace, trials: Sequence[Trial]) -> list[str]:
+    """Return a table of what was measured and what the simulator foretells, for our servers."""
+    limits, words = _limits(args), _words(args.model)
+    known, samples = layouts(args.model, limits), read_profile(args.twin)
+    pairs = []
+    for trial in trials:
+        layout = known.get(trial.server)
+        if layout is None or not layout.is_ours:
+            continue
+        alone = [
+            Session(at_s=ALONE_EVERY_S * place, turns=[turn])
+            for place, turn in enumerate(_alone_turns(words, trial.seed)[1:])
+        ]
+        sessions = load_of(args, trial.load, trial.rate, trial.seed)
+        plan = plan_of(layout)
+        pairs.append((trial, twin(plan, samples, trial, alone, sessions, limits, PATIENCE)))
+    return compared(pairs, limits)
 
 
 # ---------------------------------------------------------------- what comes of it
@@ -249,6 +278,8 @@ def main(argv: Sequence[str]) -> int:
         )
     kinds = {"absolute limits": limits, "10x and 5x of the fastest idle": relative(trials, 10, 5)}
     print("\n".join(report(trials, kinds)))
+    if args.twin:
+        print("\n".join(["", "measured, simulated:", "", *simulated(args, trials)]))
     if args.report:
         write_page(args.report, title, trials, limits)
     return 0
@@ -289,6 +320,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--with-vllm", action="store_true", help=f"make {BUILD.name}/vllm-venv")
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep trials here, and go on")
     parser.add_argument("--report", type=Path, metavar="PAGE", help="write tables and plots")
+    parser.add_argument("--twin", type=Path, metavar="FILE",
+        help="simulate our trials too, on a machine with this profile (mooncake profile --out)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     args.lines = None
     if {"conversations", "recorded"} & set(args.loads):

@@ -106,7 +106,7 @@ def plan_of(layout: Layout) -> ServePlan:
     Raises:
         ValueError: the layout is not `servers.ours`.
     """
-    if "serve" not in layout.command:
+    if not layout.is_ours:
         raise ValueError(f"{layout.name} is not one of our servers")
     words = layout.command[layout.command.index("serve") + 1 :]
     given: dict[str, object] = {"model": words[0]}

@@ -58,13 +58,14 @@ class Layout:
     command: tuple[str, ...]
     """Without host and port."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_ours: bool = False
 
 
 def ours(name: str, model: Path, *flags: str) -> Layout:
     """Return `mooncake serve` with `flags`."""
     fixed = ("--served-model-name", SERVED_NAME, "--max-model-len", MAX_MODEL_LEN)
     program = (sys.executable, "-m", "mooncake.cli.main", "serve", str(model), *fixed)
-    return Layout(name=name, command=(*program, *flags))
+    return Layout(name=name, command=(*program, *flags), is_ours=True)
 
 
 def vllm_cpu(model: Path) -> Layout | None:
