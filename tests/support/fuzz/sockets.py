@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from mooncake.transfer.net.io_loop import READABLE, IoLoop, Timer
+from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, IoLoop, Timer
 
 BUFFER_BYTES = 2**20
 
@@ -50,6 +50,8 @@ class LoopStub(IoLoop):
         self.gate = threading.Lock()
         self.scratch = memoryview(bytearray(4096))
         self.handlers: dict[int, Callable[[int], None]] = {}
+        self.watched: dict[int, int] = {}
+        """The events that each handler waits for."""
         self.timers: list[Timer] = []
         self._calls: deque[Callable[[], None]] = deque()
 
@@ -61,18 +63,19 @@ class LoopStub(IoLoop):
         return self.timers[-1]
 
     def add(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
-        self.handlers[fd] = handler
+        self.handlers[fd], self.watched[fd] = handler, events
 
     def modify(self, fd: int, events: int) -> None:
         assert fd in self.handlers
+        self.watched[fd] = events
 
     def remove(self, fd: int) -> None:
         self.handlers.pop(fd, None)
 
     def run(self, sock: socket.socket, events: int = READABLE) -> None:
-        """Let `sock` have an event, if it is watched."""
+        """Let `sock` have an event, if it is watched for that."""
         handler = self.handlers.get(sock.fileno())
-        if handler is not None:
+        if handler is not None and events & (self.watched[sock.fileno()] | HUNG_UP):
             handler(events)
         while self._calls:
             self._calls.popleft()()

@@ -8,13 +8,23 @@ import struct
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job, Part, Slice
-from mooncake.transfer.engine import Op, TransferBatch, TransferOp
+from mooncake.transfer.engine import (
+    MAX_ANSWER_BYTES,
+    Asked,
+    Brought,
+    Op,
+    Pieces,
+    QuestionEvent,
+    TransferBatch,
+    TransferOp,
+)
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import ConnectingSide
@@ -29,6 +39,7 @@ from mooncake.transfer.tcp.connection import (
     ConnectionState,
 )
 from mooncake.transfer.tcp.frames import Outgoing
+from mooncake.transfer.tcp.questions import Questions
 from mooncake.transfer.tcp.server import ServerConnection, ServerLimits
 from mooncake.transfer.tcp.wire import pack_handshake
 from tests.support.fuzz.sockets import LoopStub, pair
@@ -79,60 +90,117 @@ def sealed(frames: Iterable[Frame], how: int, seals: Seals, least_bytes: int) ->
     `least_bytes` are not whole.
     """
     sent, heads = bytearray(), []
-    for messages, pieces in frames:
-        outgoing = Outgoing(messages, pieces, seals)
+    for messages, pieces, last in frames:
+        outgoing = Outgoing(messages, pieces, seals, partial(bytes, last) if last else None)
         begin = len(sent)
+        # How long a question is, too, is read before its tag.
+        first = wire.HEADER_BYTES if messages[0][0] in QUESTIONS else 4
         while not outgoing.is_sent:
             views = list(outgoing.views())
             sent += b"".join(views)
             outgoing.advance(sum(map(len, views)))
         if len(messages[0]) >= least_bytes:
-            heads.append(range(begin + 4, begin + len(messages[0]) + seals.num_tag_bytes))
+            heads.append(range(begin + first, begin + len(messages[0]) + seals.num_tag_bytes))
     altered_at = (how - 1) * len(sent) // 85 if how and sent else None
     if altered_at is not None:
         sent[altered_at] ^= 0x10
     return Stream(bytes(sent), heads, altered_at)
 
 
-Frame = tuple[list[bytes], list[memoryview]]
-"""Messages, each with a tag of its own, and the pieces of a payload."""
+Frame = tuple[list[bytes], list[memoryview], bytes]
+"""Messages, each with a tag of its own, the pieces of a payload, and the message behind it."""
+QUESTIONS = (wire.ASK, wire.OFFER)
 
 
 def requests_of(data: bytes) -> Iterator[Frame]:
     """Return the requests in `data`, as far as they can be told apart; the rest is one message."""
     while len(data) >= wire.HEAD_BYTES:
-        kind, _, num_ranges, _, num_bytes = struct.unpack_from("<BBHQQ", data)
+        kind, _, num_ranges, _, num_bytes, grant = struct.unpack_from("<BBHQQQ", data)
         length = wire.HEADER_BYTES + wire.RANGE_BYTES * max(1, num_ranges)
+        if kind in QUESTIONS:
+            length = wire.HEADER_BYTES + (num_bytes if kind == wire.ASK else grant)
         if len(data) < length:
             data = data[: wire.HEAD_BYTES - 1]  # a head that is not whole
             break
         head, data = data[:length], data[length:]
-        payload = memoryview(data[: num_bytes if kind == wire.WRITE else 0])
+        payload = memoryview(data[: num_bytes if kind in (wire.WRITE, wire.OFFER) else 0])
         data = data[len(payload) :]
         ranges = head[wire.HEADER_BYTES :]
         ranges = ranges[: len(ranges) // wire.RANGE_BYTES * wire.RANGE_BYTES]
+        sizes = [size for _, _, size in wire.parse_ranges(memoryview(ranges))]
+        sums = b""
+        if kind in QUESTIONS:
+            sizes = [num_bytes // max(1, num_ranges)] * num_ranges if kind == wire.OFFER else []
+            sums = data[: wire.SUM_BYTES * len(sizes)]
+            data = data[len(sums) :]
         pieces = []
-        for _, _, size in wire.parse_ranges(memoryview(ranges)):
+        for size in sizes:
             pieces.append(payload[:size])
             payload = payload[size:]
-        yield [head], [piece for piece in (*pieces, payload) if piece]
+        yield [head], [piece for piece in (*pieces, payload) if piece], sums
     if data:
-        yield [data], []
+        yield [data], [], b""
 
 
 def answers_of(data: bytes) -> Iterator[Frame]:
     """The same of answers."""
     while len(data) >= wire.HEADER_BYTES:
-        kind, _, _, _, num_bytes = struct.unpack_from("<BBHQQ", data)
+        kind, _, _, _, num_bytes, grant = struct.unpack_from("<BBHQQQ", data)
         head, data = data[: wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
-        more = data[: num_bytes if kind in (wire.DATA, wire.REFUSED) else 0]
+        answer = data[: {wire.TOLD: grant, wire.REFUSED: num_bytes}.get(kind, 0)]
+        data = data[len(answer) :]
+        more = data[: num_bytes if kind in (wire.DATA, wire.TOLD) else 0]
         data = data[len(more) :]
-        if kind == wire.REFUSED:
-            yield [head, more], []
-        else:
-            yield [head], [memoryview(more)] if more else []
+        messages = [head, answer] if kind in (wire.TOLD, wire.REFUSED) else [head]
+        yield messages, [memoryview(more)] if more else [], b""
     if data:
-        yield [data], []
+        yield [data], [], b""
+
+
+class Machine:
+    """Answers the questions that the owner hears, as the first byte of each says."""
+
+    def __init__(self) -> None:
+        self.questions = Questions()
+        self._heard: list[QuestionEvent] = []
+        self._num_pieces: dict[int, int] = {}
+        self.questions.hear(self._heard.append)
+
+    def work(self) -> None:
+        """Take what was heard."""
+        while self._heard:
+            event = self._heard.pop(0)
+            if isinstance(event, Asked):
+                self._num_pieces[event.number] = event.num_pieces
+                self._begin(event)
+            elif isinstance(event, Brought):
+                assert len(event.sums) == self._num_pieces[event.number]
+                self.questions.answer(event.number, b"yes", FIRST_REGION, Pieces([], 1))
+            else:
+                del self._num_pieces[event.number]
+
+    def _begin(self, event: Asked) -> None:
+        how = event.question[0] % 4
+        if how == 0:
+            self.questions.refuse(event.number, "no")
+        elif event.num_pieces:
+            assert 0 < event.num_bytes <= MAX_ANSWER_BYTES
+            size = event.num_bytes // event.num_pieces
+            room = REGION_BYTES // size
+            wanted = range(event.num_pieces) if how == 1 else range(1, event.num_pieces, how)
+            offsets: list[int | None] = [None] * event.num_pieces
+            for number in wanted if room else ():
+                offsets[number] = number % room * size
+            self.questions.take(event.number, FIRST_REGION, offsets, 0)
+        else:
+            pieces = Pieces([0] * (how - 1), 256)
+            self.questions.answer(event.number, b"yes", FIRST_REGION, pieces)
+
+    def check(self) -> None:
+        """Check that each question has ended, once."""
+        self.work()
+        assert not self._num_pieces
+        assert not self.questions.num_open
 
 
 class TcpOwner(Target):
@@ -165,12 +233,14 @@ class TcpOwner(Target):
             stream = sealed(frames, sealing // len(PROTECTIONS), seals, wire.HEAD_BYTES)
         loop, (ours, theirs) = LoopStub(), pair()
         ended: list[object] = []
+        machine = Machine()
         listener = SimpleNamespace(
             forget=ended.append, fenced=lambda identity: [], too_many_of=lambda identity: []
         )
         server: Any = SimpleNamespace(
             credentials=credentials("owner", 2, protection), table=self._memory.table,
             limits=ServerLimits(), listener=listener, stats=LinkStats("served"),
+            questions=machine.questions,
         )  # fmt: skip
         connection = ServerConnection(server, ours, loop)
         connection.start()
@@ -184,8 +254,10 @@ class TcpOwner(Target):
                 left = piece
                 while left and not ended:
                     left = left[send_some(theirs, left) :]
+                    machine.work()
                     num_answered += turn(loop, ours, theirs)
             for _ in range(4):
+                machine.work()
                 num_answered += turn(loop, ours, theirs)
             assert len(ended) <= 1
             assert ended or not stream.head_is_altered, "an altered request was obeyed"
@@ -195,6 +267,7 @@ class TcpOwner(Target):
             connection.close()
             theirs.close()
             self._memory.check()
+            machine.check()
             assert not loop.handlers
 
 
@@ -222,9 +295,10 @@ def turn(loop: LoopStub, ours: socket.socket, theirs: socket.socket) -> int:
 
 
 class TcpClient(Target):
-    """What an owner answers to a READ, a WRITE and a READ of ours. The first byte says how the
-    answers are cut; even: the owner has proven itself before. The second says how they are sealed
-    then, and where a relay changes a bit of them.
+    """What an owner answers to a READ, a WRITE and a READ of ours, and to questions that ask for
+    bytes and bring some. The first byte says how the answers are cut; even: the owner has proven
+    itself before. The second says how they are sealed then, and where a relay changes a bit of
+    them.
     """
 
     name = "tcp-client"
@@ -281,13 +355,19 @@ class TcpClient(Target):
 
 
 class _ClientSide:
-    """The peer of a connection: gives out three parts and counts what becomes of them."""
+    """The peer of a connection: gives out some parts and counts what becomes of them."""
 
     def __init__(self) -> None:
         self.failures: list[ConnectionFailure] = []
         self.endings: list[str] = []
         self.num_taken = 0
-        self._due = [(Op.READ, FIRST_REGION), (Op.WRITE, FIRST_REGION), (Op.READ, UNKNOWN_REGION)]
+        self._due = [
+            (Op.READ, FIRST_REGION, b""), (Op.WRITE, FIRST_REGION, b""),
+            (Op.READ, UNKNOWN_REGION, b""), (Op.READ, FIRST_REGION, b"\2 which of these have you?"),
+            (Op.WRITE, FIRST_REGION, b"\1 where do all of these go?"),
+            (Op.WRITE, FIRST_REGION, b"\0 which nobody wants to have"),
+        ]  # fmt: skip
+        self.num_due = len(self._due)
 
     @property
     def has_work(self) -> bool:
@@ -296,10 +376,10 @@ class _ClientSide:
     def take(self) -> Part | None:
         if not self._due:
             return None
-        operation, region = self._due.pop(0)
+        operation, region, question = self._due.pop(0)
         ops = [TransferOp(FIRST_REGION, 64, region, 0, 256)]
         peer = SegmentRef(engine_id="owner", endpoints={}, host="here")
-        batch = TransferBatch(op=operation, peer=peer, ops=ops)
+        batch = TransferBatch(op=operation, peer=peer, ops=ops, question=question)
         job = Job(self.num_taken, batch, 0.0, self._ended)
         job.set_ops(ops)
         job.expect(1)
@@ -326,15 +406,15 @@ class _ClientSide:
 
 
 def conversation() -> tuple[bytes, bytes]:
-    """Return what a client and an owner say to each other after the handshake: a READ, a WRITE, and
-    a READ that is refused.
+    """Return what a client and an owner say to each other after the handshake: a READ, a WRITE, a
+    READ that is refused, and three questions.
     """
-    memory, loop, side = Memory(), LoopStub(), _ClientSide()
+    memory, loop, side, machine = Memory(), LoopStub(), _ClientSide(), Machine()
     (client, at_client), (owner, at_owner) = pair(), pair()
     server: Any = SimpleNamespace(
         credentials=credentials("owner", 2), table=memory.table, limits=ServerLimits(),
         listener=SimpleNamespace(forget=lambda _: None, fenced=lambda _: []),
-        stats=LinkStats("served"),
+        stats=LinkStats("served"), questions=machine.questions,
     )  # fmt: skip
     serving = ServerConnection(server, owner, loop)
     serving.start()
@@ -347,12 +427,14 @@ def conversation() -> tuple[bytes, bytes]:
         len(b"".join(map(pack_handshake, each))) for each in (genuine.said, genuine.answered)
     )
     asks, answers = bytearray(), bytearray()
-    while len(side.endings) < 3:
+    while len(side.endings) < side.num_due:
         for source, target, record in ((at_client, at_owner, asks), (at_owner, at_client, answers)):
             with contextlib.suppress(BlockingIOError):
                 data = source.recv(65_536)
                 record.extend(data)
                 target.sendall(data)
+            loop.run(owner)
+            machine.work()
             loop.run(owner)
             loop.run(client)
     connection.abort("over")
