@@ -90,7 +90,7 @@ class Turns:
         ways = WAYS if number % 2 else WAYS[::-1]
         for way in ways:
             value = f"{name}{way[0]}"
-            self._note(f"{way} put", way, lambda value=value: self._ours.put(value, start, size))
+            self._note(f"{way} put", way, partial(self._ours.put, value, start, size))
         # The node has the value of the last message before it gets a question for it.
         with messages_alone():
             self._ours.get(f"{name}m", start, size)

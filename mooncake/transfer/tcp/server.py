@@ -406,8 +406,10 @@ class ServerConnection:
         try:
             if self._is_offered or self._is_coming:
                 raise ProtocolError("a question was answered before its bytes were taken")
-            ranges = _cut(region_id, pieces, request.grant)
-            views = self._resolve(ranges, write=False) if ranges else []
+            views = []
+            if pieces.offsets:
+                ranges = _cut(region_id, pieces, request.grant)
+                views = self._resolve(ranges, write=False)
             if self._refusal is not None:
                 self._refuse(request, self._refusal)
                 return
@@ -430,7 +432,7 @@ class ServerConnection:
 
     def _turn_down(self, request: wire.Header, reason: str) -> None:
         """Refuse a question. Bytes that follow it are dropped first."""
-        self._refusal = reason
+        self._refusal = self._refusal or reason
         if self._is_offered:
             self._needed = []
             self._receive_offer(request)

@@ -413,7 +413,9 @@ def conversation() -> tuple[bytes, bytes]:
     (client, at_client), (owner, at_owner) = pair(), pair()
     server: Any = SimpleNamespace(
         credentials=credentials("owner", 2), table=memory.table, limits=ServerLimits(),
-        listener=SimpleNamespace(forget=lambda _: None, fenced=lambda _: []),
+        listener=SimpleNamespace(
+            forget=lambda _: None, fenced=lambda _: [], too_many_of=lambda _: []
+        ),
         stats=LinkStats("served"), questions=machine.questions,
     )  # fmt: skip
     serving = ServerConnection(server, owner, loop)

@@ -165,9 +165,9 @@ def test_a_writer_that_is_lost_meanwhile_is_refused_and_its_memory_rests() -> No
     assert "taken back" in world.transfer.refusals[number]
     world.over(number)
     assert world.inventory == set()
-    assert world.stored(keys(3)) == [], "until its fence is passed"
+    assert world.stored(keys(3), READER) == [], "until its fence is passed"
     world.tick(60.0)
-    assert world.stored(keys(3)) == keys(3)
+    assert world.stored(keys(3), READER) == keys(3)
 
 
 def test_blocks_given_up_by_a_message_are_not_written() -> None:
@@ -194,7 +194,7 @@ def test_a_ticket_serves_once_whichever_way_it_comes() -> None:
     assert world.written(again) == []
     assert world.answer(
         PutStart(writer=WRITER, ticket=50, keys=keys(3)), PutGranted
-    ).keys == []  # type: ignore[attr-defined]  # fmt: skip
+    ).keys == []  # fmt: skip
 
 
 def test_bytes_that_are_no_blocks_and_other_messages_are_refused() -> None:
