@@ -362,7 +362,9 @@ class ServerConnection:
             return
         try:
             if len(offsets) != request.num_ranges:
-                raise ProtocolError(f"a question brings {request.num_ranges} pieces, and has {len(offsets)} places")
+                raise ProtocolError(
+                    f"a question brings {request.num_ranges} pieces, and has {len(offsets)} places"
+                )
             size = request.num_bytes // request.num_ranges
             ranges = [(region_id, offset, size) for offset in offsets if offset is not None]
             found = iter(self._resolve(ranges, write=True, grant=grant) if ranges else ())
