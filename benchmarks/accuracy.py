@@ -25,9 +25,9 @@ from typing import Any
 from safetensors import safe_open
 
 from benchmarks.support.servers import SERVED_NAME, Server, load, machine, ours, running
+from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.evaluate import Endpoint, Score, evaluate
-from mooncake.bench.http_client import HttpClient
 from mooncake.launch.config.shipped import DEMO, checkpoint
 from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint

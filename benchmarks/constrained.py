@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.servers import ROOT, SERVED_NAME, Server, load, machine, ours, running
+from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.endpoint import Target
-from mooncake.bench.http_client import HttpClient
 from mooncake.bench.samples import PromptSource, RandomShape, random_samples
 from mooncake.bench.serve import benchmark, shown_errors
 

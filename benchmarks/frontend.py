@@ -36,10 +36,10 @@ from benchmarks.support.servers import (
     running,
 )
 from mooncake.api import load_tokenizer
+from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.endpoint import Output, Target
-from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
 from mooncake.bench.samples import PromptSource, RandomShape, Sample, random_samples
 from mooncake.bench.serve import benchmark, shown_errors

@@ -45,9 +45,9 @@ from benchmarks.support.servers import (
     vllm_cpu,
 )
 from benchmarks.support.sessions import Session, Turn, agents, chats, conversations, shorter
+from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.endpoint import Output, Target, ask
-from mooncake.bench.http_client import HttpClient
 from mooncake.bench.samples import PromptSource, Sample
 from mooncake.sim.files import read_trace
 from mooncake.sim.results.plots import Line, lines_plot

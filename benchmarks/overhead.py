@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.support.servers import ROOT, SERVED_NAME, load, machine, process_cpu_s
+from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.endpoint import Output, Target
-from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
 from mooncake.bench.samples import PromptSource, RandomShape, random_samples
 from mooncake.bench.serve import benchmark, shown_errors

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support.servers import ROOT, SERVED_NAME, Server, load, machine, ours, running
+from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.endpoint import Target, ask
-from mooncake.bench.http_client import HttpClient
 from mooncake.bench.samples import Sample
 
 SETTLE_S = 1.5

@@ -36,10 +36,10 @@ from benchmarks.support.servers import (
     vllm_cpu,
 )
 from benchmarks.support.servers import load as load_average
+from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.endpoint import Target
-from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
 from mooncake.bench.samples import PromptSource, RandomShape, random_samples
 from mooncake.bench.serve import benchmark, shown_errors

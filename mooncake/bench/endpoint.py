@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from mooncake.api.http.client import HttpClient, RequestFailed
+from mooncake.api.http.client_wire import EventSplitter
 from mooncake.base import ConfigError
-from mooncake.bench.http_client import HttpClient, RequestFailed
-from mooncake.bench.http_wire import EventSplitter
 from mooncake.bench.samples import Sample
 
 BackendName = Literal["openai", "openai-chat", "vllm"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from mooncake.bench.http_client import HttpClient, RequestFailed
+from mooncake.api.http.client import HttpClient, RequestFailed
 from mooncake.bench.tool_calls import ToolCalls
 from mooncake.tasks.sample import Message, Sample
 

@@ -19,10 +19,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from mooncake.api.http.client import HttpClient, RequestFailed
 from mooncake.base import ConfigError, MooncakeError, Unauthorized, Unavailable, Unreachable
 from mooncake.bench.arrivals import Run
 from mooncake.bench.endpoint import Output, Target, ask
-from mooncake.bench.http_client import HttpClient, RequestFailed
 from mooncake.bench.metrics import Metrics, metrics_of
 from mooncake.bench.samples import Sample
 from mooncake.bench.server_counters import parse_counts, parse_rows

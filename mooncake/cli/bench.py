@@ -45,8 +45,8 @@ mooncake bench serve --dataset-name timed_trace --dataset-path trace.jsonl --sel
 
 
 def _serve(wanted: BenchServe) -> int:
+    from mooncake.api.http.client import HttpClient
     from mooncake.api.http.event_loop import run_in_loop
-    from mooncake.bench.http_client import HttpClient
     from mooncake.bench.report import TITLES
 
     shown = _listed(wanted.percentile_metrics, "percentile-metrics", TITLES)

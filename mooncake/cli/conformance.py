@@ -94,8 +94,8 @@ async def _run(wanted: Conformance, processes: Processes | None) -> int:
 
 async def _endpoint(wanted: Conformance, url: str) -> Endpoint:
     """Return an endpoint with the model that it serves. Raises Unavailable when it lists none."""
+    from mooncake.api.http.client import HttpClient
     from mooncake.bench.conformance.endpoint import Endpoint
-    from mooncake.bench.http_client import HttpClient
     from mooncake.bench.serve import first_model
 
     headers = {"Authorization": f"Bearer {wanted.api_key}"} if wanted.api_key else {}

@@ -19,8 +19,8 @@ from mooncake.launch.config.eval_settings import Eval
 from mooncake.tasks.mix import evaluation_samples
 
 if TYPE_CHECKING:
+    from mooncake.api.http.client import HttpClient
     from mooncake.bench.evaluate import Score
-    from mooncake.bench.http_client import HttpClient
     from mooncake.bench.tool_calls import ToolCalls
 
 
@@ -31,8 +31,8 @@ def run(wanted: Eval) -> int:
         ConfigError: the address is not valid, or the file cannot be written.
         Unavailable: the server lists no model.
     """
+    from mooncake.api.http.client import HttpClient
     from mooncake.api.http.event_loop import run_in_loop
-    from mooncake.bench.http_client import HttpClient
 
     for task, _ in wanted.at_least:
         if task not in wanted.tasks:

@@ -16,9 +16,9 @@ import numpy as np
 import openai
 from safetensors.numpy import save
 
+from mooncake.api.http.client_wire import request_head
 from mooncake.base import Drain, SeededIds, WorkerRef
 from mooncake.base.messages import WhoAreYou
-from mooncake.bench.http_wire import request_head
 from mooncake.crypto.keys import Key, KeyRing
 from mooncake.identity import issue
 from mooncake.identity.credential import PREFIX

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from mooncake.api.http.client import RequestFailed
 from mooncake.bench.conformance.endpoint import COMPLETIONS, HANDLE, Answer
 from mooncake.bench.conformance.target import PROBE_TOKENS, Target, difference
 from mooncake.bench.conformance.verdict import Failed, NotPossible
-from mooncake.bench.http_client import RequestFailed
 from mooncake.bench.server_counters import parse_metrics
 
 ABORTS_AT_ONCE = 4

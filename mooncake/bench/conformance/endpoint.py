@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from mooncake.api.http.client import HttpClient, RequestFailed
+from mooncake.api.http.client_wire import EventSplitter
 from mooncake.bench.conformance.verdict import NotPossible
-from mooncake.bench.http_client import HttpClient, RequestFailed
-from mooncake.bench.http_wire import EventSplitter
 from mooncake.bench.server_counters import Series, parse_metrics
 
 COMPLETIONS = "/v1/completions"

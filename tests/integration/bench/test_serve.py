@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from mooncake.api.http.client import HttpClient
 from mooncake.base import ConfigError, Failure, Unavailable
 from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.endpoint import Output, Target, ask
-from mooncake.bench.http_client import HttpClient
 from mooncake.bench.metrics import Metrics
 from mooncake.bench.samples import Sample
 from mooncake.bench.serve import benchmark, first_model

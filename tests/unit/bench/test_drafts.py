@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from mooncake.bench.http_client import Answer, HttpClient, RequestFailed
+from mooncake.api.http.client import Answer, HttpClient, RequestFailed
 from mooncake.bench.metrics import metrics_of
 from mooncake.bench.report import document, table
 from mooncake.bench.serve import server_metrics

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mooncake.api.http.client import Answer, RequestFailed
 from mooncake.bench.evaluate import Endpoint, Score, body_of, evaluate
-from mooncake.bench.http_client import Answer, RequestFailed
 from mooncake.bench.tool_calls import ToolCalls
 from mooncake.tasks.mix import evaluation_samples
 from mooncake.tasks.sample import Sample

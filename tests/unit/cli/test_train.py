@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mooncake.api.http.client import Answer, HttpClient
 from mooncake.base import ConfigError
 from mooncake.bench import serve
-from mooncake.bench.http_client import Answer, HttpClient
 from mooncake.cli import eval as evaluation
 from mooncake.cli import train
 from mooncake.launch.config.config import read_settings

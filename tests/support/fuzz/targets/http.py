@@ -15,11 +15,11 @@ from uvicorn.server import ServerState
 
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
+from mooncake.api.http.client_wire import EventSplitter, ResponseReader, WireError
 from mooncake.api.http.connection import limited_protocol
 from mooncake.api.http.multipart import FormSplitter, Head
 from mooncake.base import InvalidRequest, SeededIds
 from mooncake.base.rights import CredentialRole
-from mooncake.bench.http_wire import EventSplitter, ResponseReader, WireError
 from mooncake.identity import cluster_keys
 from mooncake.launch.host.credentials import RequestVerifier
 from mooncake.launch.host.guard import Guard
@@ -312,7 +312,7 @@ class BenchAnswers(Target):
     """What a server answers to the bench client. The first byte says how it is cut."""
 
     name = "bench-answers"
-    modules = ("mooncake.bench.http_wire",)
+    modules = ("mooncake.api.http.client_wire",)
     allowed = (WireError,)
     max_bytes = 262_144
     tokens = (

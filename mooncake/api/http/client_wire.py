@@ -32,6 +32,8 @@ class ResponseReader:
     def __init__(self) -> None:
         self.status = 0
         self.reason = ""
+        self.headers: dict[str, str] = {}
+        """By names in lower case. Of several headers of one name, the last."""
         self.done = False
         self._parser = httptools.HttpResponseParser(self)
         self._keep_alive = True
@@ -80,11 +82,15 @@ class ResponseReader:
         if self.done:
             raise WireError("the server sent more than one answer")
         self.reason = ""
+        self.headers.clear()
 
     def on_status(self, status: bytes) -> None:
         self.reason += status.decode("latin-1")  # comes in pieces, as the bytes do
 
-    def on_header(self, name: bytes, _value: bytes) -> None:
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.status:
+            return  # it comes after the body
+        self.headers[name.lower().decode("latin-1")] = value.decode("latin-1")
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._has_length = True
 

@@ -13,8 +13,8 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from mooncake.api.http.client_wire import ResponseReader, WireError, request_head
 from mooncake.base import ConfigError
-from mooncake.bench.http_wire import ResponseReader, WireError, request_head
 
 TIMEOUT_S = 6 * 3600.0
 """The limit for one whole request. Without it, a server that died without closing would block the
@@ -23,6 +23,8 @@ client for ever.
 
 OnData = Callable[[bytes, float], None]
 """A function that gets body bytes and the time when they came (`time.perf_counter`)."""
+OnHead = Callable[[int, dict[str, str]], None]
+"""A function that gets the status and the headers of an answer, by names in lower case."""
 
 
 class RequestFailed(Exception):
@@ -44,6 +46,7 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.reader = ResponseReader()
         self._on_data: OnData | None = None
+        self._on_head: OnHead | None = None
         self._ended: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -60,6 +63,9 @@ class _Connection(asyncio.Protocol):
         except WireError as error:
             self._finish(RequestFailed(str(error)))
             return
+        if self._on_head is not None and self.reader.status:
+            self._on_head(self.reader.status, self.reader.headers)
+            self._on_head = None
         if body:
             self._on_data(body, now)
         if self.reader.done:
@@ -75,18 +81,18 @@ class _Connection(asyncio.Protocol):
             why = f": {exc}" if exc else ""
             self._finish(RequestFailed(f"the server closed the connection{why}"))
 
-    async def ask(self, request: bytes, on_data: OnData) -> Answer:
+    async def ask(self, request: bytes, on_data: OnData, on_head: OnHead | None) -> Answer:
         """Send `request` and wait for the end of the answer."""
         if self.transport is None:
             raise RequestFailed("the server closed the connection")
         self.reader = ResponseReader()
-        self._on_data = on_data
+        self._on_data, self._on_head = on_data, on_head
         self._ended = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         try:
             await self._ended
         finally:
-            self._ended = self._on_data = None
+            self._ended = self._on_data = self._on_head = None
             if not self.reader.done:
                 self.close()
         return Answer(self.reader.status, self.reader.reason)
@@ -136,9 +142,16 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes, on_data: OnData
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        on_data: OnData,
+        on_head: OnHead | None = None,
     ) -> Answer:
-        """Send a request, pass its body on as it comes, return how it ended.
+        """Send a request, pass on the head of its answer and then its body as they come, return
+        how it ended. A cancelled request closes its connection, by which the server notices.
 
         Raises:
             RequestFailed: no complete answer came.
@@ -146,25 +159,27 @@ class HttpClient:
         head = request_head(method, self._prefix + path, self._netloc, headers, len(body))
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._exchange(head + body, on_data)
+                return await self._exchange(head + body, on_data, on_head)
         except TimeoutError as error:
             raise RequestFailed(f"no answer within {TIMEOUT_S:.0f} s") from error
 
-    async def _exchange(self, request: bytes, on_data: OnData) -> Answer:
+    async def _exchange(self, request: bytes, on_data: OnData, on_head: OnHead | None) -> Answer:
         while self._idle:
             kept = self._idle.pop()
             if not kept.usable:
                 continue
             try:
-                return await self._ask(kept, request, on_data)
+                return await self._ask(kept, request, on_data, on_head)
             except RequestFailed:
                 # A server may close an idle connection at any time, also as we write to it.
                 if kept.reader.started:
                     raise
-        return await self._ask(await self._connect(), request, on_data)
+        return await self._ask(await self._connect(), request, on_data, on_head)
 
-    async def _ask(self, connection: _Connection, request: bytes, on_data: OnData) -> Answer:
-        answer = await connection.ask(request, on_data)
+    async def _ask(
+        self, connection: _Connection, request: bytes, on_data: OnData, on_head: OnHead | None
+    ) -> Answer:
+        answer = await connection.ask(request, on_data, on_head)
         if connection.reader.keep_alive and connection.usable:
             self._idle.append(connection)
         else:

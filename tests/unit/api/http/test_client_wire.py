@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.bench.http_wire import (
+from mooncake.api.http.client_wire import (
     MAX_HEAD_BYTES,
     EventSplitter,
     ResponseReader,
@@ -71,8 +71,17 @@ def test_answer_that_breaks_off_is_not_whole(length: int) -> None:
 
 
 def test_interim_answers_are_passed_over() -> None:
-    reader, body = read([b"HTTP/1.1 100 Continue\r\n\r\n" + SIZED])
+    reader, body = read([b"HTTP/1.1 100 Continue\r\nx: y\r\n\r\n" + SIZED])
     assert (reader.status, body) == (404, b"gone")
+    assert reader.headers == {"content-length": "4", "connection": "close"}
+
+
+def test_headers_behind_the_body_are_ignored() -> None:
+    reader, _ = read([CHUNKED.replace(b"\r\n0\r\n\r\n", b"\r\n0\r\nAfter: z\r\n\r\n")])
+    assert reader.done
+    assert reader.headers == {
+        "content-type": "text/event-stream", "transfer-encoding": "chunked",
+    }  # fmt: skip
 
 
 def test_answer_without_a_body_is_done_with_its_head() -> None:
