@@ -150,6 +150,10 @@ class ApiServer:
         """Return the metrics in Prometheus' text format; those of tenants only for an operator."""
         return await self._metrics[for_operator].result()
 
+    def status(self) -> Any:
+        """Return what `mooncake status` shows."""
+        return self.backend.status()
+
     def drain(self) -> None:
         """Refuse new calls from now on, and end the feeds of cluster events."""
         self.draining = True

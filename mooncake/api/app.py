@@ -147,9 +147,6 @@ def create_app(
         openapi_url=None,  # FastAPI encodes the document anew for each request; `page_routes` once
     )
     recorder = recorder or Recorders()
-    app.state.api_server = api_server
-    app.state.watch_loop = lambda: watch_loop(clock, recorder)
-    app.state.keyring = keyring = Keyring(unlimited_keys(config.api_keys), config.keys)
     batches = None
     if config.batch_dir is not None:
         batches = BatchService(api_server, Path(config.batch_dir), ask=partial(ask, app))
@@ -158,12 +155,31 @@ def create_app(
         app.include_router(routes(api_server))
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(api_server, batches))
+    if tracer is not None:
+        app.add_middleware(Tracing, tracer=tracer, clock=clock, model_name=api_server.names[0])
+    finish_app(app, api_server, config, ids=ids, clock=clock, recorder=recorder)
+    return app
+
+
+def finish_app(
+    app: FastAPI,
+    serving: Any,
+    config: ApiConfig,
+    *,
+    ids: IdSource,
+    clock: Clock,
+    recorder: Recorder,
+) -> None:
+    """Put around the routes of `app` what every API server has: errors as clients expect them, keys
+    and their limits, web origins, a log of requests. `serving` becomes `app.state.api_server`.
+    """
+    app.state.api_server = serving
+    app.state.watch_loop = lambda: watch_loop(clock, recorder)
+    app.state.keyring = keyring = Keyring(unlimited_keys(config.api_keys), config.keys)
     app.add_exception_handler(MooncakeError, _on_mooncake_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected_error)
-    if tracer is not None:
-        app.add_middleware(Tracing, tracer=tracer, clock=clock, model_name=api_server.names[0])
     app.add_middleware(
         Access,
         keyring=keyring,
@@ -182,7 +198,6 @@ def create_app(
         )
     if config.access_log:
         app.add_middleware(AccessLog, clock=clock)  # the last one added is the outermost
-    return app
 
 
 async def _on_mooncake_error(request: Request, error: Exception) -> Response:

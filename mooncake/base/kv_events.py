@@ -64,4 +64,8 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     medium: str
 
 
-KvEvent = BlockStored | BlockRemoved
+class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No block that was published before can be reused any more."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -132,9 +132,12 @@ def _show(
         print(flush=True)
         return
     console.print(gateway_table(answer.get("gateways", [])))
-    console.print(worker_table(answer.get("workers", []), rates))
+    if "engines" in answer:
+        console.print(engine_table(answer["engines"]))
+    else:
+        console.print(worker_table(answer.get("workers", []), rates))
     for name, value in answer.items():
-        if name not in ("gateways", "workers"):
+        if name not in ("gateways", "workers", "engines"):
             console.print(f"{name}: {_flat(value)}")
 
 
@@ -181,6 +184,32 @@ def worker_table(workers: list[dict[str, Any]], rates: Rates | None = None) -> T
             *([_stages(worker)] if staged else []),
             str(worker.get("health_url", "")).removeprefix("http://"),
         )
+    return table
+
+
+def engine_table(engines: list[dict[str, Any]]) -> Table:
+    """Return one row for each of other people's engines: its state, its load from this gateway,
+    which part of its prompts it had cached, how its prefixes are known, and its models or why it
+    is not up.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name in ("engine", "state", "running", "waiting", "requests", "failed", "cached", "by"):
+        table.add_column(name)
+    table.add_column("serves", overflow="fold")
+    for engine in engines:
+        computed = engine.get("num_prompt_tokens", 0)
+        prefixes = str(engine.get("prefixes", ""))
+        if prefixes == "events":
+            prefixes = f"events, {engine.get('num_blocks', 0)} blocks"
+        table.add_row(
+            *(str(engine.get(name, "")) for name in ("url", "state")),
+            *(str(engine.get(f"num_{name}", 0)) for name in (
+                "running", "waiting", "requests", "failed",
+            )),
+            f"{engine.get('num_cached_tokens', 0) / computed:.0%}" if computed else "",
+            prefixes,
+            str(engine.get("reason") or ", ".join(engine.get("models", []))),
+        )  # fmt: skip
     return table
 
 

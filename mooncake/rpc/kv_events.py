@@ -3,8 +3,8 @@ them, and a ROUTER socket replays what a subscriber missed. A gateway owns one p
 owns the sockets.
 
 A message is [topic, number (8 bytes, big-endian), batch]; a batch is msgpack [time, events, 0] (the
-format of vLLM 0.32). A replay request is [empty, first number]; the answers are [empty, number,
-batch] and in the end [empty, -1, empty].
+format of vLLM 0.32). A replay request is [empty, first number]; the answers are [empty, topic,
+number, batch] and in the end [empty, empty, -1, empty].
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class KvEventPublisher:
             return  # this is not a request for a replay
         for number, batch in self._kept:
             if number >= rest[1]:
-                self._replay.send_multipart((asker, b"", number, batch))
-        self._replay.send_multipart((asker, b"", END, b""))
+                self._replay.send_multipart((asker, b"", self._topic, number, batch))
+        self._replay.send_multipart((asker, b"", b"", END, b""))
 
 
 def _bound(socket: zmq.Socket[bytes], name: str, address: str) -> str:

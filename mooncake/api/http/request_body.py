@@ -75,6 +75,29 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
         ClientDisconnect: the client has left.
     """
     config = api_server.config
+    body, cost = await read_json(request, config)
+    if cost.total <= MAX_COST_HERE:
+        fields = _validated(kind, body)
+    else:
+        working = api_server.tokenizing.run(lambda: _validated(kind, body), tenant_of(request))
+        fields = await unless_gone(request, working)
+    for text in fields.json_texts:
+        cost.add_text(text)
+        _check_size(len(body), cost.total, config)
+    api_server.check_body(fields)
+    if isinstance(fields, SharedFields) and fields.seed is None:
+        fields.seed = getattr(request.state, "seed", None)
+    return fields
+
+
+async def read_json(request: Request, config: ApiConfig) -> tuple[bytes, JsonCost]:
+    """Read the body of `request` within the limits and return it with its cost. It is said to be
+    JSON, and is not parsed here.
+
+    Raises:
+        MooncakeError: 413 too large, 415 not JSON, 429 too much in memory.
+        ClientDisconnect: the client has left.
+    """
     content_type = request.headers.get("content-type", "")
     media = content_type.split(";", 1)[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
@@ -97,19 +120,7 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
         if since_turn > TURN_BYTES:
             await asyncio.sleep(0)  # other tasks' turn: what has arrived is read without a wait
             since_turn = 0
-    body = b"".join(parts)
-    if cost.total <= MAX_COST_HERE:
-        fields = _validated(kind, body)
-    else:
-        working = api_server.tokenizing.run(lambda: _validated(kind, body), tenant_of(request))
-        fields = await unless_gone(request, working)
-    for text in fields.json_texts:
-        cost.add_text(text)
-        _check_size(size, cost.total, config)
-    api_server.check_body(fields)
-    if isinstance(fields, SharedFields) and fields.seed is None:
-        fields.seed = getattr(request.state, "seed", None)
-    return fields
+    return b"".join(parts), cost
 
 
 def _validated(kind: type[Body], body: bytes) -> Body:

@@ -10,15 +10,14 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
-from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig, TlsConfig
 from mooncake.api.http.connection import limited_protocol
-from mooncake.base import ConfigError, Unavailable
+from mooncake.base import ConfigError, MooncakeError, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +34,26 @@ REST_S = 0.5
 """When descriptors run out, no connection is accepted for this long."""
 RENEWAL_S = 2.0
 """Seconds between two looks at the files of a certificate."""
+
+
+class Serving(Protocol):
+    """What is asked of the state behind an application (`app.state.api_server`) at its end."""
+
+    def drain(self) -> None:
+        """Refuse new calls from now on."""
+
+    async def calls_ended(self, limit_s: float) -> None:
+        """Wait until no call is running, for `limit_s` seconds at most."""
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls that run."""
+
+    def fail_all(self, error: MooncakeError) -> None:
+        """End all running calls with `error`."""
+
+    def close(self) -> None:
+        """Close what serves the calls."""
 
 
 class _Server(uvicorn.Server):
@@ -212,7 +231,7 @@ async def serve(
     still accepted, and new calls are refused with 503, because load balancers notice only after a
     while.
     """
-    api_server: ApiServer = app.state.api_server
+    serving: Serving = app.state.api_server
     listener = listener or bind(config)
     settings = uvicorn.Config(
         app,
@@ -247,9 +266,9 @@ async def serve(
             host, port = listener.getsockname()[:2]
             ready(host, port)
         await asyncio.wait({running, stopping, *accepting}, return_when=asyncio.FIRST_COMPLETED)
-        api_server.drain()
+        serving.drain()
         end_s = asyncio.get_running_loop().time() + config.drain_s
-        await api_server.calls_ended(config.drain_s)
+        await serving.calls_ended(config.drain_s)
         for plain in server.servers:  # at once, not at the server's next look around
             plain.close()
         for each in accepting:
@@ -258,8 +277,8 @@ async def serve(
         left_s = max(0.0, end_s - asyncio.get_running_loop().time())
         done, _ = await asyncio.wait({running}, timeout=left_s)
         if not done:
-            _log.warning("ending %d calls that did not finish in time", api_server.num_calls)
-            api_server.fail_all(Unavailable("the server is shutting down", retry_after_s=1.0))
+            _log.warning("ending %d calls that did not finish in time", serving.num_calls)
+            serving.fail_all(Unavailable("the server is shutting down", retry_after_s=1.0))
         await running
     finally:
         for each in (stopping, *accepting, *aside):
@@ -274,4 +293,4 @@ async def serve(
             running_batches.cancel()
             await asyncio.gather(running_batches, return_exceptions=True)
             await batches.close()
-        api_server.close()
+        serving.close()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mooncake import __version__
-from mooncake.api.api_server import ApiServer
 from mooncake.api.http.response import ErrorResponse, json_response
 from mooncake.api.schema.replies import encode
+from mooncake.base import MooncakeError
 from mooncake.telemetry.health import Probe
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
@@ -22,7 +22,20 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 }
 
 
-def operation_routes(api_server: ApiServer) -> APIRouter:
+class Operated(Protocol):
+    """What operators ask: the API server, or one in front of other people's engines."""
+
+    async def failing(self, probe: Probe) -> MooncakeError | None:
+        """Return why this process fails `probe`; None when it passes."""
+
+    async def metrics(self, for_operator: bool) -> bytes:
+        """Return all metrics in Prometheus' text format; those of tenants only for operators."""
+
+    def status(self) -> Any:
+        """Return what `mooncake status` shows."""
+
+
+def operation_routes(api_server: Operated) -> APIRouter:
     """Return the operators' routes over `api_server`."""
     router = APIRouter()
 
@@ -73,6 +86,6 @@ def operation_routes(api_server: ApiServer) -> APIRouter:
     @router.get("/v1/cluster/status")
     async def status() -> Response:
         """Workers, pool and load: what `mooncake status` shows."""
-        return json_response(encode(api_server.backend.status()))
+        return json_response(encode(api_server.status()))
 
     return router

@@ -16,6 +16,7 @@ from typing import Any
 
 from mooncake import __version__
 from mooncake.api import ApiConfig, GatewayBackend, ServedModel, TlsConfig, bind, create_app, serve
+from mooncake.api.http.access import Keyring
 from mooncake.base import (
     Clock,
     ConfigError,
@@ -144,7 +145,7 @@ class GatewayProcess:
             )
             opened.enter_context(self._driven())
             opened.enter_context(self._publishing(config.kv_events_config))
-            following = self._follow_keys(config)
+            following = follow_keys(config, self._app.state.keyring)
             try:
                 await serve(self._app, api_server, stop=stop, ready=ready, listener=listener)
             finally:
@@ -210,20 +211,20 @@ class GatewayProcess:
         finally:
             self.backend.stop()
 
-    def _follow_keys(self, config: ServeConfig) -> asyncio.Task[None] | None:
-        """Read the file of keys again when it changes, and on SIGHUP."""
-        if config.api_keys_file is None:
-            return None
-        asked = asyncio.Event()
-        asked.set()  # it may have changed since it was read for the API server
 
-        def on_signal() -> None:
-            asked.set()
-            reopen()
+def follow_keys(config: ServeConfig, keyring: Keyring) -> asyncio.Task[None] | None:
+    """Read the file of keys again when it changes, and on SIGHUP. None: there is no such file."""
+    if config.api_keys_file is None:
+        return None
+    asked = asyncio.Event()
+    asked.set()  # it may have changed since it was read for the API server
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
-        keyring = self._app.state.keyring
-        return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
+    def on_signal() -> None:
+        asked.set()
+        reopen()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
+    return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
 
 
 def _cache_infos(plan: ServePlan) -> list[CacheInfo]:

@@ -101,6 +101,10 @@ def dry_run(config: ServeConfig) -> int:
         MooncakeError: `serve` would refuse.
     """
     machine_facts.check_system()
+    if config.engines:
+        from mooncake.launch.cluster import engine_gateway
+
+        return engine_gateway.dry_run(config)
     if not config.model:
         words = f"the cluster at {config.join} decides what this {config.role} does"
         Console(markup=False).print(words, soft_wrap=True, highlight=False)
@@ -119,6 +123,10 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
         MooncakeError: the cluster cannot be started; nothing is left running.
     """
     machine_facts.check_system()
+    if config.engines:
+        from mooncake.launch.cluster import engine_gateway
+
+        return engine_gateway.serve_engines(config)
     if config.role == "gateway":
         return _serve_joined(config)
     if config.joins_by_ray:

@@ -15,10 +15,11 @@ import yaml
 from mooncake.base import ConfigError
 from mooncake.launch.config import options
 from mooncake.launch.config.options import flag, nearest
-from mooncake.launch.config.settings import LIMITS, ServeConfig
+from mooncake.launch.config.settings import API, ENGINES, LIMITS, ServeConfig
 from mooncake.launch.config.shipped import DEMO, checkpoint, shape_of
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.environment import is_loopback
+from mooncake.scheduler.engines.fleet import POLICIES as ENGINE_POLICIES
 
 Settings = TypeVar("Settings")
 
@@ -222,6 +223,11 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         if left in written and right in written:
             raise ConfigError(f"{flag(left)} and {flag(right)} exclude each other: {why}")
 
+    if any(option.group == ENGINES for name, option in _given(written)):
+        _check_engines(config, written)
+        _check_tls(config, written)
+        _check_keys(config)
+        return
     for name in ("ssd_key_file", "ssd_key_command"):
         if name in written and not config.ssd_encryption:
             raise ConfigError(f"{flag(name)}: the key is used only with --ssd-encryption; add it")
@@ -258,11 +264,56 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError(
             f"no model is named; put one first, e.g. mooncake serve {DEMO} --role {config.role}"
         )
-    for name in ("api_key", "admin_token"):
-        if any(not key.isascii() for key in getattr(config, name)):
+    _check_keys(config)
+
+
+def _given(written: Mapping[str, object]) -> list[tuple[str, options.Option]]:
+    """Return the settings that are given."""
+    known = options.options_of(ServeConfig)
+    return [(name, known[name][0]) for name in written]
+
+
+def _check_keys(config: ServeConfig) -> None:
+    for name in ("api_key", "admin_token", "engine_api_key"):
+        if any(not key.isascii() for key in getattr(config, name) or ""):
             raise ConfigError(
                 f"{flag(name)}: a key travels in a header, which takes only ASCII characters; "
                 "give another"
+            )
+
+
+OF_ENGINES = (
+    "role", "policy", "slo_ttft_s", "max_waiting_requests", "http_without_tls", "log_level",
+    "log_file", "log_format", "audit_log", "dry_run",
+)  # fmt: skip
+"""What a gateway over other people's engines takes besides the settings of its API."""
+NOT_OF_ENGINES = ("max_receipts", "allow_special_tokens_in_chat", "kv_events_config")
+"""What it does not take of them."""
+
+
+def _check_engines(config: ServeConfig, written: Mapping[str, object]) -> None:
+    """Refuse what a gateway over other people's engines cannot do."""
+    if config.role != "gateway":
+        raise ConfigError("engines: only a gateway places requests over them; add --role gateway")
+    if not config.engines:
+        raise ConfigError("engines: they are missing; add --engines URL")
+    for name, option in _given(written):
+        is_known = option.group in (API, ENGINES) or name in OF_ENGINES or bool(option.variables)
+        if not is_known or name in NOT_OF_ENGINES:
+            raise ConfigError(
+                f"{flag(name)}: a gateway over other people's engines has no such setting; leave "
+                "it out, or set it at the engines"
+            )
+    if config.policy not in ENGINE_POLICIES:
+        raise ConfigError(
+            f"policy: {config.policy}: over other people's engines it is one of "
+            f"{', '.join(ENGINE_POLICIES)}"
+        )
+    for engine, *_ in config.engine_events:
+        if engine not in config.engines:
+            raise ConfigError(
+                f"engine-events: {engine} is not one of --engines, which are "
+                f"{', '.join(config.engines)}"
             )
 
 

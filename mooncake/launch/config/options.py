@@ -407,6 +407,38 @@ def web_url(name: str, value: object) -> str:
     return str(value)
 
 
+def engine_urls(name: str, value: object) -> tuple[str, ...]:
+    """Read URLs of OpenAI-compatible servers: a list, or one text with commas. A "/v1" at the end
+    is left out.
+    """
+    parts = [part.strip() for item in texts(name, value) for part in item.split(",")]
+    urls = [web_url(name, part).rstrip("/").removesuffix("/v1") for part in parts]
+    twice = next((url for url in urls if urls.count(url) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{flag(name)}: {twice} is named twice")
+    return tuple(urls)
+
+
+def engine_events(name: str, value: object) -> tuple[tuple[str, str, str | None], ...]:
+    """Read where engines publish block events, "URL=EVENTS" or "URL=EVENTS,REPLAY": one text or a
+    list of them.
+    """
+    found: list[tuple[str, str, str | None]] = []
+    for written in texts(name, value):
+        url, _, listed = written.rpartition("=")
+        places = [place.strip() for place in listed.split(",")]
+        if not url or len(places) > 2 or any(
+            not place.startswith((DIRECT, "ipc://")) for place in places
+        ):  # fmt: skip
+            raise ConfigError(
+                f"{flag(name)}: {written!r} is not URL=EVENTS,REPLAY (e.g. "
+                "http://10.0.0.7:8000=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558)"
+            )
+        [engine] = engine_urls(name, url)
+        found.append((engine, places[0], places[1] if len(places) > 1 else None))
+    return tuple(found)
+
+
 def port_range(name: str, value: object) -> tuple[int, int]:
     """Read "FIRST-LAST"."""
     found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", str(value))

@@ -21,6 +21,8 @@ from mooncake.launch.config.options import (
     amount,
     count,
     disks,
+    engine_events,
+    engine_urls,
     flag,
     host_and_port,
     hosts_and_ports,
@@ -59,6 +61,7 @@ from mooncake.transfer.rdma.backend import RdmaSettings
 MODEL = "model and its memory"
 POOL = "KVCache pool of each kvstore worker"
 CLUSTER = "cluster"
+ENGINES = "other people's engines"
 API = "HTTP API"
 ENGINE = "engine"
 LIMITS = "placement and limits"
@@ -278,6 +281,17 @@ class ServeConfig:
     all2all_backend: str = setting(GATHERED, OneOf(GATHERED, *DEEPEP), CLUSTER, "NAME",
         "how rows get to the ranks that have their experts; allgather_reducescatter: all rows go "
         "to all ranks, and sums come back; deepep: only with --dry-run so far")
+    engines: tuple[str, ...] = setting((), engine_urls, ENGINES, "URL",
+        "OpenAI-compatible server, such as vLLM's, over which --role gateway places requests; may "
+        "be repeated", repeat=True)
+    engine_events: tuple[tuple[str, str, str | None], ...] = setting((), engine_events, ENGINES,
+        "URL=EVENTS,REPLAY",
+        "addresses at which one of --engines publishes block events in vLLM's format, and replays "
+        "them, e.g. http://h:8000=tcp://h:5557,tcp://h:5558; may be repeated", repeat=True)
+    engine_api_key: str | None = setting(None, text, ENGINES, "KEY",
+        "API key that --engines expect (default: none, or that of the client if this server needs "
+        "none)",
+        env="MOONCAKE_ENGINE_API_KEY", secret=True)
     host: str = owned(ApiConfig, "host", text, API, "HOST", "address at which the API listens")
     port: int = owned(ApiConfig, "port", count(0, 65535), API, "PORT",
         "port of the API; 0: any free port")

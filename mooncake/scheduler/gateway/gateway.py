@@ -24,7 +24,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.kv_events import KvEvent
+from mooncake.base.kv_events import AllBlocksCleared, KvEvent
 from mooncake.base.messages import AskCluster, ClusterTold, DoubtPeers, GatewayNews, PeersHeard
 from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
 from mooncake.rpc.channel import Channel, PeerEnded
@@ -128,7 +128,10 @@ class Gateway:
         self._request_manager.abort(request_id, now)
 
     def publish_blocks(self, publish: Callable[[Sequence[KvEvent]], None]) -> None:
-        """From now on publish which blocks of requests can be reused, and which cannot any more."""
+        """From now on publish which blocks of requests can be reused, and which cannot any more.
+        Subscribers are first told to forget what a gateway before this one has published.
+        """
+        publish([AllBlocksCleared()])
         self._feed = self._request_manager.feed = BlockFeed(self._conductor.replicas, publish)
 
     def drain(self, now: float) -> None:

@@ -79,10 +79,12 @@ def replayed(readers: Readers, publisher: KvEventPublisher, first: int) -> list[
     socket.send_multipart((b"", first.to_bytes(8, "big")))
     numbers: list[int] = []
     while True:
-        _, number, batch = socket.recv_multipart()
+        empty, topic, number, batch = socket.recv_multipart()
+        assert empty == b""
         if number == END:
-            assert batch == b""
+            assert topic == batch == b""
             return numbers
+        assert topic == publisher._topic
         numbers.append(int.from_bytes(number, "big"))
 
 

@@ -1,0 +1,1 @@
+"""Placement over other people's engines: what is known of each, and which one gets a request."""
