@@ -104,7 +104,8 @@ class EventOrder:
         self.asks_from = None
         if held and not found and held[-1][0] < self._next:  # the engine has begun anew
             self._next = self.asks_from = 0
-            self._held.extend(held)
+            anew = (at for at in range(len(held)) if at == 0 or held[at][0] <= held[at - 1][0])
+            self._held.extend(held[max(anew) :])
             return [None]
         usable: list[bytes | None] = []
         for number, batch in (*sorted(found.items()), *held):

@@ -13,7 +13,7 @@ Row = tuple[float, float, float]
 
 GUESS: Row = (0.05, 2e-4, 0.005)
 """Seconds of a first token; of each token to compute; of each request that runs."""
-GUESS_WEIGHT = 0.25
+GUESS_WEIGHT = 0.1
 """The shape of the guess counts as this part of a first token that was seen. Its speed does not
 count once one was.
 """
@@ -21,13 +21,15 @@ OTHERS_WEIGHT = 2.0
 """The first tokens of all engines count for one as this many of its own."""
 FADE = 1 - 1 / 64
 """What an older first token counts beside the next one."""
-LEAST_S = 0.005
-"""First tokens are fitted to relative errors, and shorter ones as this long."""
+LEAST_S = 0.001
+"""Shorter first tokens count as this long."""
 SWEEPS = 40
 
 
 class _Sums:
-    """Sums of a least-squares fit."""
+    """Sums of a least-squares fit. The errors are relative to the guess, so that short prompts count
+    as much as long ones.
+    """
 
     def __init__(self) -> None:
         self.products = [[0.0] * 3 for _ in range(3)]
@@ -35,8 +37,7 @@ class _Sums:
         self.weight = 0.0
 
     def add(self, row: Sequence[float], seconds: float) -> None:
-        seconds = max(seconds, LEAST_S)
-        scaled = seconds**-2
+        scaled = sum(map(mul, GUESS, row)) ** -2
         for i, left in enumerate(row):
             for j, right in enumerate(row):
                 self.products[i][j] += scaled * left * right
@@ -68,7 +69,7 @@ class FirstTokens:
         row = (1.0, num_tokens, float(num_running))
         for sums in (self._all, self._own[engine]):
             sums.fade()
-            sums.add(row, seconds)
+            sums.add(row, max(seconds, LEAST_S))
         self._fits = [None] * len(self._fits)
 
     def fit(self, engine: int) -> Row:
@@ -95,9 +96,9 @@ class FirstTokens:
         guessed = sum(map(mul, GUESS, (sum(map(mul, line, GUESS)) for line in products)))
         slowness = sum(map(mul, answers, GUESS)) / guessed
         found = [slowness * each for each in GUESS]
-        for index, each in enumerate(found):
+        for index, each in enumerate(GUESS):
             products[index][index] += GUESS_WEIGHT / each**2
-            answers[index] += GUESS_WEIGHT / each
+            answers[index] += GUESS_WEIGHT * slowness / each
         for _ in range(SWEEPS):
             for index, line in enumerate(products):
                 rest = answers[index] - sum(map(mul, line, found)) + line[index] * found[index]
