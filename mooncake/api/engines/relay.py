@@ -60,7 +60,7 @@ class Relay(Response):
         super().__init__()
         self._proxy = proxy
         self._asked = asked
-        self._headers = headers
+        self._given = headers
         self._request_id = proxy.new_id()
         self._told: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
         self._charge: Callable[[int], None] = lambda _: None
@@ -122,7 +122,7 @@ class Relay(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the request answered. Raises MooncakeError when that fails."""
-        prompt = await self._proxy.prompt_of(self._asked, self._headers)
+        prompt = await self._proxy.prompt_of(self._asked, self._given)
         tried: list[str] = []
         refused: _Refused | None = None
         while True:
@@ -196,7 +196,7 @@ class Relay(Response):
         body = self._asked.body()
         try:
             with self._proxy.exchange(
-                placement.engine, self._asked.path, body, self._headers
+                placement.engine, self._asked.path, body, self._given
             ) as exchange:
                 status = await exchange.head()
                 if status >= 500 or status == 429:

@@ -283,6 +283,7 @@ async def serve(
     finally:
         for each in (stopping, *accepting, *aside):
             each.cancel()
+        await asyncio.gather(*aside, return_exceptions=True)
         for end in await asyncio.gather(*accepting, return_exceptions=True):
             if isinstance(end, Exception):
                 _log.error("no connection was accepted any more", exc_info=end)

@@ -27,8 +27,8 @@ SWEEPS = 40
 
 
 class _Sums:
-    """Sums of a least-squares fit. The errors are relative to the guess, so that short prompts count
-    as much as long ones.
+    """Sums of a least-squares fit. Errors are relative to the guess: short prompts count as much as
+    long ones.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,8 @@ class FirstTokens:
         """Return the seconds until a first token behind `num_tokens` to compute, its own included,
         at an engine that runs `num_running` other requests.
         """
-        return sum(map(mul, self.fit(engine), (1.0, num_tokens, float(num_running))))
+        constant, per_token, per_request = self.fit(engine)
+        return constant + per_token * num_tokens + per_request * num_running
 
     def observe(self, engine: int, num_tokens: float, num_running: int, seconds: float) -> None:
         """Learn from a first token: see `predict`."""

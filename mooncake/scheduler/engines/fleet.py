@@ -24,8 +24,9 @@ UNSEEN_FACTOR = 2.0
 the answer comes in one piece.
 """
 CLOSE = 1.1
-"""First tokens that come at most this many times as late as the first one count as equally early:
-the engine with fewer requests gets the request.
+"""First tokens that come at most this many times as late as the first one count as equally early.
+The engine that runs fewer requests gets the request, then one that has half of the prompt, then the
+one that has got fewer so far.
 """
 RETRY_S = 1.0
 
@@ -214,7 +215,7 @@ class Fleet:
                 f"{len(self)} requests run here (`max-waiting-requests`)", retry_after_s=RETRY_S
             )
         options = [self._option(each, prompt, now) for each in able]
-        chosen = self._choose(options)
+        chosen = self._choose(options, prompt.num_tokens)
         limit_s = self._config.ttft_slo_s
         if not tried and limit_s is not None and chosen.predicted_ttft_s > limit_s:
             raise Overloaded(
@@ -325,16 +326,21 @@ class Fleet:
             num_running=num_running,
         )
 
-    def _choose(self, options: Sequence[Placement]) -> Placement:
+    def _choose(self, options: Sequence[Placement], num_tokens: int) -> Placement:
         if self._config.policy == "round-robin":
             self._turn += 1
             return options[self._turn % len(options)]
 
-        def load(option: Placement) -> tuple[int, int]:
-            engine = self._engines[self._index[option.engine]]
-            return option.num_running, engine.num_requests
-
         if self._config.policy == "load-balance":
-            return min(options, key=load)
+            return min(options, key=lambda option: (option.num_running, self._num_got(option)))
         first_s = min(option.predicted_ttft_s for option in options)
-        return min((each for each in options if each.predicted_ttft_s <= CLOSE * first_s), key=load)
+        return min(
+            (each for each in options if each.predicted_ttft_s <= CLOSE * first_s),
+            key=lambda option: (
+                option.num_running, 2 * option.num_cached_tokens < num_tokens,
+                self._num_got(option),
+            ),
+        )  # fmt: skip
+
+    def _num_got(self, option: Placement) -> int:
+        return self._engines[self._index[option.engine]].num_requests

@@ -1,4 +1,4 @@
-"""The fit of first tokens: it learns each engine's speed, and takes others' where it knows little."""
+"""The fit of first tokens learns each engine's speed, and takes others' where it knows little."""
 
 from __future__ import annotations
 
