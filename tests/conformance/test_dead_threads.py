@@ -50,6 +50,7 @@ from mooncake.model.parallel.peers import Peers
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.running.follower import Guesses, _give_signs, _hear
 from mooncake.model.running.runner import ModelRunner
+from mooncake.rpc.kv_event_reader import EventSource, KvEventReader
 from mooncake.rpc.kv_events import KvEventPublisher
 from mooncake.transfer.local import CopyPool
 from mooncake.transfer.net.io_loop import IoLoop
@@ -108,6 +109,7 @@ THREADS = {
     "model/parallel/torch_group.py:VitalThread": VITAL,
     "model/placing.py:ThreadPoolExecutor": TOLD,
     "model/running/runner.py:VitalThread": VITAL,
+    "rpc/kv_event_reader.py:VitalThread": VITAL,
     "rpc/kv_events.py:VitalThread": VITAL,
     "rpc/seed_addresses.py:Thread": OWN,
     "rpc/zmq_channel.py:Timer": NOTHING,
@@ -169,6 +171,7 @@ SHOWN_BY = {
     "model/parallel/torch_group.py:Thread": ABORT,
     "model/parallel/torch_group.py:VitalThread": ABORT,
     "model/running/runner.py:VitalThread": "test_steps_of_a_model",
+    "rpc/kv_event_reader.py:VitalThread": "test_what_reads_kv_events",
     "rpc/kv_events.py:VitalThread": "test_what_publishes_kv_events",
     "rpc/seed_addresses.py:Thread": (
         "tests/integration/launch/test_seed_addresses.py::"
@@ -585,6 +588,14 @@ def test_what_publishes_kv_events(faults: Faults, monkeypatch: pytest.MonkeyPatc
     faults.of("kv-events")
     publisher.close()
     publisher._context.destroy(linger=0)
+
+
+def test_what_reads_kv_events(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvEventReader, "_turn", die)
+    reader = KvEventReader([EventSource("http://engine", "tcp://127.0.0.1:1")])
+    faults.of("kv-event-reader")
+    reader.close()
+    reader._context.destroy(linger=0)
 
 
 def test_signs_of_a_rank(faults: Faults) -> None:

@@ -11,6 +11,7 @@ _PLACES = {
     "proofs": ("messages", "Proofs"),
     "handshake": ("messages", "Handshake"),
     "control": ("messages", "Control"),
+    "engine-events": ("messages", "EngineEvents"),
     "tcp-owner": ("transfers", "TcpOwner"),
     "tcp-client": ("transfers", "TcpClient"),
     "ssd-records": ("storage", "SsdRecords"),

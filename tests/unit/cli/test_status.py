@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mooncake.base.errors import Unauthorized, Unavailable
 from mooncake.cli.main import run
-from mooncake.cli.status import worker_table
+from mooncake.cli.status import engine_table, worker_table
 from mooncake.launch.host.http_client import Client
 
 
@@ -22,6 +22,22 @@ def shown(workers: list[dict[str, Any]]) -> str:
 
 def worker(name: str, **counters: float) -> dict[str, Any]:
     return {"id": name, "role": "decode", "load": {"num_running": 3, "counters": counters}}
+
+
+def test_engines_of_others_have_a_table() -> None:
+    engines = [
+        {
+            "url": "http://a:8000", "state": "up", "reason": "", "models": ["m", "lora"],
+            "prefixes": "events", "num_blocks": 70, "num_running": 2, "num_waiting": 1,
+            "num_requests": 9, "num_failed": 1, "num_prompt_tokens": 400, "num_cached_tokens": 300,
+        },
+        {"url": "http://b:8000", "state": "down", "reason": "refused", "prefixes": "sent"},
+    ]  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=200).print(engine_table(engines))
+    _, up, down = (" ".join(line.split()) for line in out.getvalue().splitlines())
+    assert up == "http://a:8000 up 2 1 9 1 75% events, 70 blocks m, lora"
+    assert down == "http://b:8000 down 0 0 0 0 sent refused"
 
 
 def test_accepted_drafts_have_a_column_where_there_are_any() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import msgspec
+
 from mooncake.base.any_message import AnyMessage
+from mooncake.base.engine_events import read_engine_events
 from mooncake.base.errors import ConfigError, Forbidden, MooncakeError, ProtocolError
 from mooncake.base.ids import SeededIds
 from mooncake.base.rights import CredentialRole, refusal
@@ -14,6 +17,7 @@ from mooncake.identity.credential import PREFIX
 from mooncake.launch.host.credentials import RequestVerifier
 from mooncake.rpc.codec import NO_CERTIFICATE, decode, encode, head_of
 from mooncake.rpc.zmq_channel import _Gate
+from mooncake.scheduler.engines.prefixes import PublishedBlocks
 from mooncake.transfer.net.control_link import ControlLink
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import (
@@ -51,6 +55,34 @@ class Rpc(Target):
         again = decode(encode(message))
         assert encode(again) == encode(message), "a message changes when it travels on"
         return type(message).__name__
+
+
+class EngineEvents(Target):
+    """Block events of another engine, and what is remembered of them."""
+
+    name = "engine-events"
+    modules = ("mooncake.base.engine_events", "mooncake.scheduler.engines.prefixes")
+    shape = Shape.MSGPACK
+    allowed = (ProtocolError,)
+    tokens = (b"BlockStored", b"BlockRemoved", b"AllBlocksCleared", b"extra_keys")
+    seeds = (
+        msgspec.msgpack.encode([1.0, [{
+            "type": "BlockStored", "block_hashes": [b"h" * 32, 7], "parent_block_hash": None,
+            "token_ids": [1, 2, 3, 4], "block_size": 2, "medium": "GPU",
+            "extra_keys": [["salt"], [["image", 0]]], "group_idx": 0,
+        }, {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU", "group_idx": 0}], 0]),
+        msgspec.msgpack.encode([1.0, [
+            ["BlockStored", [7], None, [1, 2], 2, None], ["BlockStored", [8], 7, [3, 4], 2],
+            ["BlockRemoved", [7]], ["AllBlocksCleared"],
+        ]]),
+    )  # fmt: skip
+
+    def run(self, data: bytes) -> str:
+        known = PublishedBlocks()
+        events = read_engine_events(data)
+        known.apply("process", events)
+        known.check_integrity()
+        return " ".join(sorted({type(each).__name__ for each in events})) + f" {len(known) > 0}"
 
 
 def credentials(engine_id: str, seed: int, protection: Protection = Protection.NONE) -> Credentials:

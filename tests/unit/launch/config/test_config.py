@@ -158,6 +158,46 @@ def test_settings_that_do_not_go_together(given: dict[str, object], message: str
         resolve(given, None, {})
 
 
+OVER = {"role": "gateway", "engines": "http://a:8000,http://b:8000/v1/"}
+
+
+def test_a_gateway_over_engines_needs_neither_model_nor_secret() -> None:
+    places = ["http://a:8000=tcp://a:5557,tcp://a:5558", "http://b:8000/=tcp://b:5557"]
+    given = {**OVER, "engine_events": places, "policy": "round-robin", "slo_ttft_s": 3, "port": 0}
+    config = resolve(given, None, {"MOONCAKE_ENGINE_API_KEY": "k", "MOONCAKE_CLUSTER_SECRET": "s"})
+    assert config.model == ""
+    assert config.engines == ("http://a:8000", "http://b:8000")
+    assert config.engine_events == (
+        ("http://a:8000", "tcp://a:5557", "tcp://a:5558"), ("http://b:8000", "tcp://b:5557", None),
+    )  # fmt: skip
+    assert config.engine_api_key == "k"
+    assert config.shown()["engine-api-key"] == "(set)"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engines": "http://a"}, "engines: only a gateway places requests over them"),
+        ({"role": "gateway", "engine_api_key": "k"}, "engines: they are missing"),
+        ({**OVER, "engines": "a:8000"}, "engines: 'a:8000' is no URL"),
+        ({**OVER, "engines": "http://a,http://a/v1"}, "engines: http://a is named twice"),
+        ({**OVER, "engine_events": "http://c=tcp://c:1"}, "http://c is not one of --engines"),
+        ({**OVER, "engine_events": "http://a:8000"}, "is not URL=EVENTS,REPLAY"),
+        ({**OVER, "engine_events": "http://a:8000=a:1"}, "is not URL=EVENTS,REPLAY"),
+        ({**OVER, "policy": "random"}, "policy: random: over other people's engines"),
+        ({**OVER, "model": "m"}, "model: a gateway over other people's engines has no such"),
+        ({**OVER, "join": "tcp://a:1"}, "join: a gateway over other people's engines has no"),
+        ({**OVER, "max_receipts": 3}, "max-receipts: a gateway over other people's engines"),
+        ({**OVER, "slo_tbt_ms": 30}, "slo-tbt-ms: a gateway over other people's engines"),
+        ({**OVER, "engine_api_key": "schlüssel"}, "engine-api-key: a key travels in a header"),
+        ({**OVER, "host": "0.0.0.0", "api_key": "k"}, "API keys would travel in plain HTTP"),
+    ],
+)
+def test_what_a_gateway_over_engines_cannot_do(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(given, None, {})
+
+
 def test_a_joining_worker_needs_no_model() -> None:
     assert resolve({"role": "decode", "join": "h:1"}, None, {}).model == ""
 

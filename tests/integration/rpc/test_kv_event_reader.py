@@ -1,0 +1,177 @@
+"""Block events of engines, read over real sockets: from their begin, after gaps, in both forms."""
+
+from __future__ import annotations
+
+import select
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from mooncake.base import ConfigError
+from mooncake.base.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
+from mooncake.base.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventsConfig
+from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader
+from mooncake.rpc.kv_events import END, KvEventPublisher
+
+WAIT_S = 60.0
+ENGINE = "http://engine"
+
+
+def removed(number: int) -> BlockRemoved:
+    return BlockRemoved(block_hashes=[number], medium="GPU")
+
+
+class Reading:
+    """A reader, and the news that have come."""
+
+    def __init__(self, *sources: EventSource) -> None:
+        self.reader = KvEventReader(sources)
+        self._came: list[EventNews] = []
+
+    def next(self) -> EventNews:
+        while not self._came:
+            ready, _, _ = select.select([self.reader.news.fileno()], [], [], WAIT_S)
+            assert ready, "nothing comes"
+            self._came += self.reader.news.receive()
+        return self._came.pop(0)
+
+    def numbers(self, count: int) -> list[Any]:
+        """Return the blocks of the next batches with one removed block each."""
+        found: list[Any] = []
+        while len(found) < count:
+            events = self.next().events
+            if events is None:
+                found.append(None)
+            else:
+                [event] = events
+                assert isinstance(event, RemovedBlocks)
+                found += event.block_hashes
+        return found
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> EventSource:
+    return EventSource(ENGINE, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+
+
+def publisher(source: EventSource, **settings: Any) -> KvEventPublisher:
+    config = KvEventsConfig(
+        endpoint=source.endpoint, replay_endpoint=source.replay_endpoint, **settings
+    )
+    return KvEventPublisher(config, lambda: 1.0)
+
+
+def test_what_was_published_before_and_what_comes_are_read_in_order(home: EventSource) -> None:
+    published = publisher(home, topic="kv")
+    stored = BlockStored(
+        block_hashes=[1, 2], parent_block_hash=None, token_ids=[1, 2, 3, 4], block_size=2,
+        medium="GPU",
+    )  # fmt: skip
+    published.publish([AllBlocksCleared()])
+    published.publish([stored, removed(1)])
+    reading = Reading(home)
+    assert reading.next() == EventNews(home, [ClearedBlocks()])
+    assert reading.next().events == [
+        StoredBlocks(
+            block_hashes=[1, 2], parent_block_hash=None, token_ids=[1, 2, 3, 4], block_size=2,
+            medium="GPU",
+        ),
+        RemovedBlocks(block_hashes=[1], medium="GPU"),
+    ]  # fmt: skip
+    for number in range(50):
+        published.publish([removed(number)])
+    assert reading.numbers(50) == list(range(50))
+    reading.reader.close()
+    published.close()
+
+
+def test_after_a_restart_all_is_read_again(home: EventSource) -> None:
+    published = publisher(home)
+    for number in range(3):
+        published.publish([removed(number)])
+    reading = Reading(home)
+    assert reading.numbers(3) == [0, 1, 2]
+    reading.reader.restart("http://another")
+    reading.reader.restart(ENGINE)
+    assert reading.numbers(4) == [None, 0, 1, 2]
+    reading.reader.close()
+    published.close()
+
+
+def test_an_engine_that_is_replaced_is_read_from_its_begin(home: EventSource) -> None:
+    published = publisher(home)
+    published.publish([removed(0)])
+    published.publish([removed(1)])
+    reading = Reading(home)
+    assert reading.numbers(2) == [0, 1]
+    published.close()
+    another = publisher(home)
+    another.publish([removed(10)])
+    reading.reader.restart(ENGINE)  # as the gateway does when the engine is up again
+    found = reading.numbers(2)
+    while found[-1] != 10:  # the first replay may have gone with the old process
+        reading.reader.restart(ENGINE)
+        found += reading.numbers(1)
+    assert None in found
+    reading.reader.close()
+    another.close()
+
+
+def test_replays_without_a_topic_are_read(home: EventSource) -> None:
+    """As earlier releases of vLLM send them."""
+    context: zmq.Context[Any] = zmq.Context()
+    events, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    assert home.replay_endpoint is not None
+    events.bind(home.endpoint)
+    replay.bind(home.replay_endpoint)
+    reading = Reading(home)
+    asker, empty, first = replay.recv_multipart()
+    assert (empty, first) == (b"", bytes(8))
+    batch = msgspec.msgpack.encode([1.0, [["BlockRemoved", [7], "GPU"]]])
+    for frames in ((b"odd",), (bytes(8), batch), (END, b"")):
+        replay.send_multipart((asker, b"", *frames))
+    assert reading.numbers(1) == [7]
+    reading.reader.close()
+    context.destroy(linger=0)
+
+
+def test_a_batch_that_cannot_be_read_is_left_out_and_told_once(
+    home: EventSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = publisher(home)
+    for _ in range(3):
+        published._next_no += 1
+        published._queue.put(((published._next_no - 1).to_bytes(8, "big"), b"\xc1"))
+    published.publish([removed(3)])
+    reading = Reading(home)
+    assert reading.numbers(1) == [3]
+    assert caplog.text.count("publishes what cannot be read") == 1
+    reading.reader.close()
+    published.close()
+
+
+def test_a_full_mailbox_is_a_loss(home: EventSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.rpc.kv_event_reader.MAX_NEWS", 2)
+    published = publisher(home)
+    for number in range(6):
+        published.publish([removed(number)])
+    reading = Reading(EventSource(ENGINE, home.endpoint, home.replay_endpoint))
+    assert reading.numbers(2) == [0, 1]
+    found: list[Any] = []
+    for number in range(6, 1000):  # until one finds a place behind the loss
+        published.publish([removed(number)])
+        found += reading.numbers(1)
+        if None in found[:-1]:
+            break
+    assert None in found
+    assert [each for each in found if each is not None] == sorted(set(found) - {None})
+    reading.reader.close()
+    published.close()
+
+
+def test_an_address_that_cannot_be_one_is_named() -> None:
+    with pytest.raises(ConfigError, match="engine-events: http://engine: cannot connect to tcp://"):
+        KvEventReader([EventSource(ENGINE, "tcp://nothing")])
