@@ -1,4 +1,4 @@
-"""A process of `mooncake serve --role gateway --engines`, over scripted engines and block events."""
+"""A real gateway over other engines, which are scripted, and their block events."""
 
 from __future__ import annotations
 

