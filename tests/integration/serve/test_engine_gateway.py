@@ -63,11 +63,11 @@ def test_prompts_go_where_events_say_their_prefix_is(
     ]  # fmt: skip
     assert run(["serve", *words, "--dry-run"]) == 0
     assert f"{second.url}: prefixes by block events" in capsys.readouterr().out
-    with (
-        contextlib.closing(KvEventPublisher(config, lambda: 0.0)) as publisher,
-        serving(*words, log=tmp_path / "log") as server,
-    ):
-        publisher.publish([stored])
+    with contextlib.ExitStack() as opened:
+        publisher = KvEventPublisher(config, lambda: 0.0)
+        opened.callback(publisher.close)
+        publisher.publish([stored])  # before the gateway is there
+        server = opened.enter_context(serving(*words, log=tmp_path / "log"))
         until_up(server)
         while server.status()["engines"][1]["num_blocks"] != 10:
             pass
