@@ -111,7 +111,7 @@ def test_a_prefix_is_found_by_the_events_of_the_server_that_has_it(world: World)
     for number, tokens in prompts.items():
         world.servers[number % 2].ask(tokens, 1)
     with gateway(world) as server:
-        until(lambda: min(blocks(server)) >= 2 * 1000 // BLOCK_TOKENS, "blocks are known", WAIT_S)
+        until(lambda: min(blocks(server)) >= 2 * (1000 // BLOCK_TOKENS), "blocks are known", WAIT_S)
         for tokens in prompts.values():
             details = ask(server, tokens)["usage"]["prompt_tokens_details"]
             assert details["cached_tokens"] == 999 // BLOCK_TOKENS * BLOCK_TOKENS

@@ -287,7 +287,9 @@ OF_ENGINES = (
     "log_file", "log_format", "audit_log", "dry_run",
 )  # fmt: skip
 """What a gateway over other people's engines takes besides the settings of its API."""
-NOT_OF_ENGINES = ("max_receipts", "allow_special_tokens_in_chat", "kv_events_config")
+NOT_OF_ENGINES = (
+    "max_receipts", "allow_special_tokens_in_chat", "kv_events_config", "batch_dir",
+)  # fmt: skip
 """What it does not take of them."""
 
 
