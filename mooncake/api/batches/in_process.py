@@ -13,6 +13,9 @@ from starlette.types import ASGIApp, Message, Scope
 
 from mooncake.api.http.access import OWN_CALL, OwnCall
 
+PART_BYTES = 1 << 16
+"""Bytes of a body that come at a time, as from a connection: others have their turn between."""
+
 
 class Reply(NamedTuple):
     """A whole answer."""
@@ -26,7 +29,12 @@ async def ask(app: ASGIApp, path: str, body: bytes, name: str, caller: OwnCall) 
     """POST the JSON `body` to `path` as `caller`; `name` is the request's id. Cancelling is what a
     client's leaving is.
     """
-    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    given: list[Message] = [
+        {"type": "http.request", "body": body[at : at + PART_BYTES], "more_body": True}
+        for at in range(0, len(body), PART_BYTES)
+    ]
+    given.append({"type": "http.request", "body": b"", "more_body": False})
+    given.reverse()
     status, headers, parts = 500, Headers(), list[bytes]()
 
     async def receive() -> Message:

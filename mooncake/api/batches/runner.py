@@ -23,7 +23,7 @@ from mooncake.api.batches.store import BatchRow, BatchStore, FileRow
 from mooncake.api.batches.window import Window
 from mooncake.api.http.access import OwnCall
 from mooncake.api.lane import Lane
-from mooncake.base import MooncakeError
+from mooncake.base import InternalError, MooncakeError
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ ROOM_S = 0.25
 RETRY_S = 5.0
 SLICE_BYTES = 1 << 20
 """Bytes of an input file, or of results, that one piece of work handles."""
+BYTES_HERE = 1 << 16
+"""The longest line that is read in the event loop: less than a millisecond."""
 RESULTS_AT_ONCE = 256
 MAX_FAILURES = 3
 """Answers of status 500 or above, other than 503, after which the last one is the result."""
@@ -335,11 +337,15 @@ class BatchRunner:
 
     async def _answer(self, run: _Run, number: int, text: bytes) -> None:
         """Ask one line until it has an answer, and record that."""
-        batch, line = run.batch, lines.read_line(text)
+        batch = run.batch
+        if len(text) <= BYTES_HERE:
+            line, body = _read_line(text)
+        else:
+            line, body = await self._read(partial(_read_line, text))
         if run.num_bytes > self._api_server.config.max_tenant_batch_bytes:
             result = lines.not_answered(batch.id, number, line.custom_id, lines.TOO_LARGE)
         else:
-            result = await self._result(batch, number, line)
+            result = await self._result(batch, number, line.custom_id, body)
         run.num_bytes += len(result.text)
         while not run.is_lost:
             try:
@@ -350,9 +356,8 @@ class BatchRunner:
                 _log.error("a result of batch %s waits: %s", batch.id, error)
             await asyncio.sleep(RETRY_S)
 
-    async def _result(self, batch: BatchRow, number: int, line: InputLine) -> Result:
+    async def _result(self, batch: BatchRow, number: int, custom_id: str, body: bytes) -> Result:
         name = lines.request_name(batch.id, number)
-        body = lines.request_body(line)
         caller = OwnCall(batch.key_name, batch.tenant)
         num_failures = 0
         while True:
@@ -361,7 +366,7 @@ class BatchRunner:
             num_failures += is_failure
             may_succeed = reply.status in RETRIED or (is_failure and num_failures < MAX_FAILURES)
             if not may_succeed:
-                return lines.answered(batch.id, number, line.custom_id, reply.status, reply.body)
+                return lines.answered(batch.id, number, custom_id, reply.status, reply.body)
             given = reply.headers.get("retry-after", "")
             await asyncio.sleep(float(given) if given.isdecimal() else RETRY_S)
 
@@ -369,7 +374,10 @@ class BatchRunner:
 
     async def _all_answered(self, run: _Run) -> bool:
         """Record why the lines without a result have none, if the batch was cancelled or has
-        expired. Return whether every line has a result now.
+        expired. Return whether every line has a result now; False: the lease was lost.
+
+        Raises:
+            InternalError: the batch has not ended, and a line has no result.
         """
         batch = await self._stored(partial(self._store.held, self._owner, run.batch.seq))
         if batch is None or run.is_lost:
@@ -379,7 +387,7 @@ class BatchRunner:
         if len(done) == batch.num_total:
             return True
         if not self._is_over(batch):
-            return False
+            raise InternalError("a line has no result; the log says why")
         code = lines.CANCELLED if batch.status == store.CANCELLING else lines.EXPIRED
         results: list[_Recorded] = []
 
@@ -441,6 +449,12 @@ class BatchRunner:
             created_s=now,
             expires_s=now + batch.output_kept_s,
         )
+
+
+def _read_line(text: bytes) -> tuple[InputLine, bytes]:
+    """Return the request of a line, and the body that it is asked with."""
+    line = lines.read_line(text)
+    return line, lines.request_body(line)
 
 
 async def _until(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:

@@ -450,14 +450,20 @@ class BatchStore:
             return True
 
     def purge(self) -> bool:
-        """Remove some results whose batch has ended. Return whether more are left."""
+        """Remove some results of a batch that has ended. Return whether there were any."""
         with self._transaction() as db:
-            done = db.execute(
-                "DELETE FROM results WHERE rowid IN (SELECT rowid FROM results WHERE batch NOT IN "
-                f"(SELECT seq FROM batches WHERE {_OPEN}) LIMIT ?)",
-                (PURGED_AT_ONCE,),
+            found = db.execute(
+                "SELECT seq FROM batches WHERE ended_s IS NOT NULL AND EXISTS "
+                "(SELECT 1 FROM results WHERE batch = seq) LIMIT 1"
+            ).fetchone()
+            if found is None:
+                return False
+            db.execute(
+                "DELETE FROM results WHERE rowid IN "
+                "(SELECT rowid FROM results WHERE batch = ? LIMIT ?)",
+                (found[0], PURGED_AT_ONCE),
             )
-            return done.rowcount == PURGED_AT_ONCE
+            return True
 
     def check_integrity(self) -> None:
         """Raise AssertionError when counts and results of an open batch disagree."""

@@ -31,7 +31,9 @@ def batch_routes(api_server: ApiServer, batches: BatchService | None) -> APIRout
         check_class(request.scope["state"], Priority.BATCH)
         body = await read_body(request, BatchRequest, api_server)
         key_name = getattr(request.state, "key_name", None)
-        return json_response(encode(await service.add_batch(tenant_of(request), key_name, body)))
+        made = await service.add_batch(tenant_of(request), key_name, body)
+        request.state.is_complete = True  # a repeat with the same Idempotency-Key gets this answer
+        return json_response(encode(made))
 
     @router.get(
         "/v1/batches",

@@ -59,7 +59,9 @@ def file_routes(batches: BatchService | None) -> APIRouter:
     )
     async def upload(request: Request) -> Response:
         """Take a file of JSON lines, for a batch. It is written to the disk as it arrives."""
-        return json_response(encode(await _upload(request, needed(batches))))
+        made = await _upload(request, needed(batches))
+        request.state.is_complete = True  # a repeat with the same Idempotency-Key gets this answer
+        return json_response(encode(made))
 
     @router.get(
         "/v1/files",

@@ -14,8 +14,11 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types import Batch
 
 from mooncake.api.batches import runner
+from mooncake.api.batches.runner import BYTES_HERE
+from mooncake.api.batches.store import BatchStore
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.multipart import MAX_PARTS
 from mooncake.base import Failure, GenerateRequest, OutputEvent, Priority
@@ -34,7 +37,7 @@ EACH = (Priority.INTERACTIVE, Priority.BATCH)
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LOOK_S", 0.05)
+    monkeypatch.setattr(runner, "LOOK_S", 0.2)
     monkeypatch.setattr(runner, "ROOM_S", 0.02)
     monkeypatch.setattr(runner, "RETRY_S", 0.05)
 
@@ -369,6 +372,34 @@ def test_a_server_that_ends_in_a_batch_goes_on_with_it_when_it_comes_back(tmp_pa
     assert len(second.requests) == 5, "the line that was answered is not asked again"
 
 
+def test_another_gateway_takes_over_once_the_first_gives_no_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one ends without a word, as if it was killed: nobody gives its lease back."""
+    monkeypatch.setattr(runner, "LEASE_S", 1.0)
+    monkeypatch.setattr(BatchStore, "release", lambda *_: None)
+    one, two = Held(), ScriptedBackend(says("hello"))
+    one.has_waiting_batch = True
+    made: list[Batch] = []
+
+    async def begin(client: AsyncOpenAI, url: str) -> None:
+        made.append(await start(client, [line(f"q{at}") for at in range(4)]))
+        await in_flight(one, 1)
+        one.resume()
+        await in_flight(one, 1)
+
+    async def end(client: AsyncOpenAI, url: str) -> None:
+        output, errors = await results(client, await until(client, made[0]))
+        assert [each["custom_id"] for each in output] == [f"q{at}" for at in range(4)]
+        assert errors == []
+
+    run(tmp_path, begin, backend=one)
+    [(owner,)] = database(tmp_path, "SELECT owner FROM batches")
+    assert owner is not None
+    run(tmp_path, end, backend=two)
+    assert len(two.requests) >= 3
+
+
 def test_lines_that_are_refused_for_now_are_asked_again(tmp_path: Path) -> None:
     refused: dict[str, int] = {}
     tokens = tiny_tokenizer().encode("hello<|im_end|>")
@@ -550,6 +581,52 @@ def test_lines_have_receipts_of_their_tenant_and_the_ids_of_their_batch(tmp_path
 
     backend = run(tmp_path, play)
     assert backend.requests[0].request_id.startswith("chatcmpl-batch_req_")
+
+
+def test_a_repeat_with_an_idempotency_key_makes_nothing_new(tmp_path: Path) -> None:
+    async def play(client: AsyncOpenAI, url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as plain:
+
+            async def post(path: str, name: str, **sent: Any) -> Any:
+                reply = await plain.post(path, headers={"Idempotency-Key": name}, **sent)
+                assert reply.status_code == 200, reply.text
+                return reply.json()["id"]
+
+            form = {
+                "content": b'--X\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+                b'--X\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+                + jsonl([line("a")])
+                + b"\r\n--X--"
+            }
+
+            async def upload() -> Any:
+                plain.headers["content-type"] = "multipart/form-data; boundary=X"
+                return await post("/v1/files", "one", **form)
+
+            file_id = await upload()
+            assert await upload() == file_id
+            assert len(list((tmp_path / "files").iterdir())) == 1
+            del plain.headers["content-type"]
+            body = {"input_file_id": file_id, "endpoint": CHAT}
+            batch_id = await post("/v1/batches", "two", json=body)
+            assert await post("/v1/batches", "two", json=body) == batch_id
+            assert await post("/v1/batches", "three", json=body) != batch_id
+            await until(client, await client.batches.retrieve(batch_id))
+
+    run(tmp_path, play)
+
+
+def test_a_long_line_is_asked_like_a_short_one(tmp_path: Path) -> None:
+    text = "x" * (3 * BYTES_HERE)
+
+    async def play(client: AsyncOpenAI, url: str) -> None:
+        lines = [line("long", "/v1/completions", prompt="hi", max_tokens=4, user=text)]
+        batch = await until(client, await start(client, lines, "/v1/completions"))
+        output, errors = await results(client, batch)
+        assert [each["custom_id"] for each in output] == ["long"]
+        assert errors == []
+
+    run(tmp_path, play)
 
 
 def test_a_client_that_leaves_in_an_upload_leaves_nothing(tmp_path: Path) -> None:

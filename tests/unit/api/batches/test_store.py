@@ -208,6 +208,7 @@ def test_a_batch_ends_with_the_files_that_have_lines(kept: BatchStore) -> None:
     assert ended is not None
     assert (ended.status, ended.ended_s) == (store.COMPLETED, 9)
     assert kept.file("a", "file-out") is not None
+    assert kept.purge() is True
     assert kept.purge() is False
     assert kept.results(seq, is_error=False, after=0, max_bytes=99) == []
 
@@ -261,6 +262,8 @@ def test_results_are_removed_a_few_at_a_time_once_their_batch_has_ended(kept: Ba
     assert len(kept.done_lines(seq)) == num
     kept.begin_finalizing("me", seq, NAMES, 7)
     kept.finish("me", seq, [], 8)
+    assert kept.purge() is True
+    assert len(kept.done_lines(seq)) == 5
     assert kept.purge() is True
     assert kept.purge() is False
     assert kept.done_lines(seq) == set()
