@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.servers import Layout, family, load, machine, process_cpu_s, running
+from mooncake.launch.cluster.worker_handle import PROGRAM
 from mooncake.launch.host.start_phases import Phase, phases_said
 
 POLL_S = 0.02
@@ -54,7 +55,7 @@ def kind_of(pid: int, server: int, forks: set[int]) -> str:
         return "gateway"
     if pid in forks:
         return "fork server"
-    if words.startswith("ray::WorkerActor"):
+    if PROGRAM in words:
         return "workers"
     name = words.split(" ")[0].rpartition("/")[2]
     return f"Ray: {name}" if name in ("gcs_server", "raylet") else "Ray: helpers"

@@ -260,6 +260,8 @@ class Membership:
             if len(self._gateways) > MAX_GATEWAYS:
                 del self._gateways[next(iter(self._gateways))]
         if gateway.ref != ref:
+            if gateway.ref is not None:  # it was started again and knows nothing of its requests
+                self._lost = [*self._lost, gateway.ref][-MAX_GATEWAYS:]
             gateway.address, gateway.ref = ref.address, ref
             gateway.suspected, gateway.lost_at_s = False, None
         return gateway

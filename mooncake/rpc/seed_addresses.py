@@ -24,6 +24,7 @@ class SeedAddresses(Sequence[str]):
         """Start a thread that looks names up, if there is a name in `given`."""
         self._given = list(given)
         self._now = list(given)
+        self._moved: list[str] = []
         self._stop = threading.Event()
         if any(_name_in(each) for each in given):
             thread = threading.Thread(target=self._look_up_again, name="seeds", daemon=True)
@@ -33,18 +34,24 @@ class SeedAddresses(Sequence[str]):
         """Stop looking names up."""
         self._stop.set()
 
+    def move(self, address: str) -> None:
+        """Count the address of a gateway that has moved, in place of the one that an earlier call
+        named. From any thread.
+        """
+        self._moved = [address]
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._now)
+        return iter([*self._now, *self._moved])
 
     def __len__(self) -> int:
-        return len(self._now)
+        return len(self._now) + len(self._moved)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[str]: ...
     def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        return self._now[index]
+        return [*self._now, *self._moved][index]
 
     def __enter__(self) -> SeedAddresses:
         return self

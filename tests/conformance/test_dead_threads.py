@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,9 +32,10 @@ from mooncake.engine.plan import StepPlan
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk import DiskDone, DiskScanned, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
-from mooncake.launch.cluster import ray_cluster
+from mooncake.launch.cluster import ray_cluster, worker_program
 from mooncake.launch.cluster.pool import Registry
 from mooncake.launch.cluster.ray_workers import RayWorkers
+from mooncake.launch.cluster.worker_program import WorkerProgram
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.health import Watchdog
 from mooncake.launch.host.http_server import HttpServer
@@ -58,6 +60,7 @@ from mooncake.transfer.regions import Gates, RegionTable
 from tests.support.model.checkpoints import write_config_only
 from tests.support.model.tiny_models import kv_for, ours, source_of, truth
 from tests.support.serve.local_world import SocketWorld, request
+from tests.support.serve.plain_settings import worker_settings
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
@@ -81,6 +84,7 @@ THREADS = {
     "launch/cluster/pool.py:Thread": OWN,
     "launch/cluster/ray_workers.py:Thread": ENDS,
     "launch/cluster/serve.py:Thread": TOLD,
+    "launch/cluster/worker_program.py:VitalThread": VITAL,
     "launch/host/file_digests.py:ThreadPoolExecutor": TOLD,
     "launch/host/health.py:VitalThread": VITAL,
     "launch/host/http_server.py:VitalThread": VITAL,
@@ -143,6 +147,7 @@ SHOWN_BY = {
     "kvstore/storage/disk_files.py:VitalThread": "test_disks",
     "launch/cluster/pool.py:Thread": "test_the_registry_of_a_pool",
     "launch/cluster/ray_workers.py:Thread": "test_what_looks_after_the_workers",
+    "launch/cluster/worker_program.py:VitalThread": "test_what_answers_supervisors",
     "launch/host/health.py:VitalThread": "test_the_watchdog",
     "launch/host/http_server.py:VitalThread": "test_a_port_for_operators",
     "launch/host/secret_file.py:VitalThread": "test_what_follows_the_cluster_secret",
@@ -440,6 +445,22 @@ def test_what_looks_after_the_workers(faults: Faults, monkeypatch: pytest.Monkey
     assert workers.vitals()[0].failure == workers.gone()
     workers.stop()
     assert workers.gone() == ""
+
+
+def test_what_answers_supervisors(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener:
+        listen = staticmethod(lambda: None)
+        accept = staticmethod(lambda: (None, ""))
+
+    told = dict.fromkeys(("secret", "secret_file", "advertise_host"), "")
+    begin = SimpleNamespace(settings=worker_settings(), **told)
+    monkeypatch.setattr(WorkerProgram, "_greet", lambda *_: begin)
+    monkeypatch.setattr(WorkerProgram, "_attend", die)
+    for name in ("start_log", "configure_audit", "end_with_vital_threads", "_end"):
+        monkeypatch.setattr(worker_program, name, lambda *_: None)
+    monkeypatch.setattr(worker_program.process, "run", lambda *_, **__: None)
+    WorkerProgram(Listener()).run()  # type: ignore[arg-type]
+    faults.of("supervision")
 
 
 class Dies:

@@ -32,14 +32,16 @@ def ray_environment(config: ServeConfig) -> dict[str, str]:
     return environ
 
 
-def check_start(config: ServeConfig, plan: ServePlan) -> None:
+def check_start(config: ServeConfig, plan: ServePlan, *, adopts: bool = False) -> None:
     """Check memory, key file, certificates and disks. Ports are not checked: the process that is
-    being replaced may still hold them.
+    being replaced may still hold them. `adopts`: workers of the plan run already, and have the
+    memory and the disks.
 
     Raises:
         ConfigError: something is missing or too small; the message names the flag.
     """
-    check_memory(plan, machine_facts.available_bytes())
+    if not adopts:
+        check_memory(plan, machine_facts.available_bytes())
     if not config.colocated and config.role is None:
         ray_environment(config)
     if config.role != "kvstore" or config.ssl_certfile or config.api_keys_file:
@@ -51,7 +53,7 @@ def check_start(config: ServeConfig, plan: ServePlan) -> None:
             for files in (worker.health.tls, worker.admin.tls if worker.admin else None):
                 if files is not None:
                     files.context()
-            if worker.role is Role.KVSTORE:
+            if worker.role is Role.KVSTORE and not adopts:
                 check_disks(worker.kvstore, worker.ssd_key)
 
 

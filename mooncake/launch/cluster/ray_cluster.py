@@ -1,8 +1,9 @@
 """Runs workers as Ray actors: places, watches and restarts them. The only module that imports ray.
 
 Ray carries neither tokens nor KV nor the cluster secret: nobody who reads its store or relays its
-connections learns the secret. An actor is a process that runs `process.run`. A death shows twice:
-at once by the process' descriptor on this machine, and a little later by the failed Ray call.
+connections learns the secret. An actor supervises a worker's process, which outlives it. The death
+of the process shows twice: at once by its descriptor on this machine, and a little later by the
+failed Ray call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import logging
 import os
 import select
+import signal
 import socket
 import ssl
 import sys
@@ -24,14 +26,14 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
-from mooncake.base import ConfigError, Forbidden, MooncakeError, Role
+from mooncake.base import ConfigError, Forbidden, MooncakeError, Role, SystemIds
 from mooncake.identity import Trust
 from mooncake.launch.cluster.facts import (
     ClusterFacts,
@@ -39,8 +41,8 @@ from mooncake.launch.cluster.facts import (
     decode_facts,
     without_secret,
 )
-from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
+from mooncake.launch.cluster.worker_handle import Begin, Told, WorkerHandle, fingerprint, place_of
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
     keep_ray_token_private,
@@ -49,13 +51,10 @@ from mooncake.launch.host.credentials import (
     read_secret,
     secret_file,
 )
-from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.descendants import Descendants, has_ended
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.secret_file import SECRET_FILE
-from mooncake.launch.host.vital_threads import end_with_vital_threads
-from mooncake.launch.worker import process
 from mooncake.launch.worker.process import WorkerSettings
-from mooncake.telemetry.audit import configure_audit
 
 _log = logging.getLogger(__name__)
 
@@ -78,14 +77,17 @@ STOP_S = 10.0
 """A worker that has not stopped by itself after this long is killed."""
 SAVE_S = 5.0
 """Part of that time in which a pool node may write to its disks what is worth keeping."""
+DAEMONS = ("gcs_server", "raylet")
+"""The names of Ray's processes that nothing replaces."""
 MAX_EARLY_DEATHS = 3
 """After this many deaths in a row before a worker was ready, restarts are considered useless."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
-    """The state of an actor's process."""
+    """The state of a worker's process."""
 
     pid: int
+    """0: there is none yet."""
     boot_id: str
     """The boot id of the machine that it runs on."""
     what: str
@@ -94,18 +96,22 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     ready: bool
 
 
+class WorkerEnded(Exception):
+    """The process of a worker has ended, and nobody told it to."""
+
+
 class WorkerActor:
-    """Runs one worker in a process of Ray's. `run` blocks in one thread; the other methods answer
-    beside it.
+    """Supervises the process of one worker for Ray. `run` blocks in one thread; the other methods
+    answer beside it.
     """
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
-        self._state = ("starting", 0, 0)
-        self._worker: process.Worker | None = None
+        self._told = Told()
+        self._handle: WorkerHandle | None = None
         self._lock = threading.Lock()
-        self._drain_s: float | None = None
-        """Set once the worker is to stop."""
+        self._leaving: tuple[float, bool] | None = None
+        """Set once the worker is to stop: see `stop`."""
         self._is_pool = False
         self._facts = b""
 
@@ -113,53 +119,65 @@ class WorkerActor:
         """Return what Ray puts before each line of the log."""
         return self._worker_id
 
-    def run(self, encoded: bytes, secret_file: str) -> str | None:
-        """Be a worker until `stop`; return None, or why it cannot start. A fault ends the process.
+    def run(self, encoded: bytes, secret_file: str, run: str, orphan_s: float) -> str | None:
+        """Start the worker's process, or adopt it if it runs, and return when it has ended: None,
+        or why the worker cannot start.
 
         `secret_file`: the file of the cluster secret on the supervisor's machine. Other machines
-        have the secret in the environment of their Ray.
+        have the secret in the environment of their Ray. `run`: the name of the run of `mooncake
+        serve` that the worker belongs to. `orphan_s`: see `Begin`.
+
+        Raises:
+            WorkerEnded: the process has ended by itself.
         """
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
         self._is_pool = settings.role is Role.KVSTORE
-        end_with_vital_threads()
+        handle: WorkerHandle | None = None
         try:
-            start_log(
-                settings.worker_id, settings.log_level, settings.log_format, settings.log_file
-            )
-            configure_audit(settings.worker_id, settings.audit_log)
             secret, file = _secret_here(Path(secret_file))
-            process.run(
-                msgspec.structs.replace(settings, cluster_secret=secret),
-                secret_file=file,
-                progress=self._progress,
-                started=self._started,
-                advertise_host=_own_address(),
-            )
+            begin = Begin(
+                settings=settings, secret=secret, secret_file=None if file is None else str(file),
+                advertise_host=_own_address(), fingerprint=fingerprint(settings), orphan_s=orphan_s,
+            )  # fmt: skip
+            handle = WorkerHandle(place_of(run, settings.worker_id), begin)
+            with self._lock:
+                self._handle = handle
+            if self._leaving is not None:
+                self.stop(*self._leaving)
+            told: Told | None = handle.first
+            while told is not None:
+                if told.refusal:
+                    return told.refusal
+                self._told = told
+                told = handle.receive()
         except MooncakeError as error:
-            if self._worker is None:
-                return error.message
-            os._exit(1)
-        except BaseException:
-            # The driver has logged it. The process has to end: its state is unknown.
-            if self._worker is None:
-                _log.exception("%s cannot start", settings.worker_id)
-            sys.stderr.flush()
-            os._exit(1)
+            return error.message
+        finally:
+            self._told = Told()
+            with self._lock:
+                self._handle = None
+            if handle is not None:
+                handle.close()
+        if self._leaving is None:
+            raise WorkerEnded(settings.worker_id)
         return None
 
     def state(self) -> bytes:
-        ready = self._worker is not None
-        state = State(os.getpid(), machine_facts.boot_id(), *self._state, ready)
+        told = self._told
+        state = State(
+            told.pid, machine_facts.boot_id(), told.what, told.done, told.whole, told.ready
+        )
         return msgspec.msgpack.encode(state)
 
     def stop(self, drain_s: float, waits: bool) -> None:
-        """End `run`, once what runs here has ended or `drain_s` have passed. `waits`: see
-        `process.Worker.leave`.
+        """End `run`, once what the worker does has ended or `drain_s` have passed. `waits`: see
+        `process.Worker.leave`. A pool node that is told so again saves nothing any more.
         """
         with self._lock:
-            self._drain_s = drain_s
-            if self._worker is not None:
-                self._worker.leave(SAVE_S if self._is_pool else drain_s, waits=waits)
+            limit_s = SAVE_S if self._is_pool and self._leaving is None else drain_s
+            self._leaving = drain_s, waits
+            if self._handle is not None:
+                self._handle.leave(limit_s, waits=waits)
 
     def tell(self, facts: bytes) -> None:
         """Keep the sealed facts that a joining process must know."""
@@ -168,17 +186,6 @@ class WorkerActor:
     def facts(self) -> bytes:
         """Return what `tell` was told last; b"" = nothing yet."""
         return self._facts
-
-    def _progress(self, what: str, done: int, whole: int) -> None:
-        self._state = (what, done, whole)
-
-    def _started(self, worker: process.Worker) -> None:
-        with self._lock:
-            self._worker = worker
-            if worker.admin_url:
-                _log.info("admin at %s", worker.admin_url)
-            if self._drain_s is not None:
-                worker.leave(0.0)  # it has nothing yet
 
 
 class FactsActor:
@@ -293,6 +300,30 @@ def disconnect(forks: ForkServer | None = None) -> None:
         if forks is not None:
             forks.close()
         descendants.end(AGENTS_S)
+
+
+def _daemons() -> list[int]:
+    """Return descriptors of the processes of a Ray that this process has started, without which
+    nothing goes on in it.
+    """
+    found = []
+    with Descendants() as descendants:
+        for pid in descendants.pids:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() in DAEMONS:
+                    found.append(os.pidfd_open(pid))
+    return found
+
+
+def leave_dead_ray() -> None:
+    """Leave a Ray that this process has started and that has lost a process, and end what is left
+    of it but for its agents, which end by themselves or with `disconnect`.
+    """
+    for descriptor in _daemons():
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
+    ray.shutdown()
 
 
 def address() -> str:
@@ -422,11 +453,16 @@ class Supervisor:
         waits: bool = False,
         forks: ForkServer | None = None,
         own_ray: bool = False,
+        run: str = "",
+        orphan_s: float = 0.0,
     ) -> None:
         """`drain_s`: how long engines may finish their requests at the end; those that `wait` serve
         until others have taken their place. `forks` starts the processes of this machine.
-        `own_ray`: `connect` starts Ray here.
+        `own_ray`: `connect` starts Ray here. `run`: the name under which a later supervisor finds
+        these workers; empty: none does. `orphan_s`: how long they wait for one.
         """
+        self._run_name = run or SystemIds().hex(8)
+        self._orphan_s = orphan_s if run else 0.0
         self._forks = forks
         self._own_ray = own_ray
         self._lost = lost
@@ -438,6 +474,10 @@ class Supervisor:
         """The actor that tells the facts if there is no worker."""
         self._facts_lock = threading.Lock()
         self._entries: list[_Entry] = []
+        self._daemons: list[int] = []
+        """Descriptors of the processes of Ray that were started here."""
+        self.ray_is_gone = False
+        """One of them has ended, and with it all actors. Workers serve on if they are to wait."""
         self._poll = select.poll()
         self._stopping = threading.Event()
         self._hurry = threading.Event()
@@ -460,16 +500,12 @@ class Supervisor:
         Raises:
             MooncakeError: a worker cannot start, or `give_up` was called.
         """
-        self._secret_file = str(secret_file)
-        for each in settings:
-            together = each.expert_group is not None  # these share a memory
-            self._entries.append(self._launch(each, here_only=here_only or together))
-        with self._facts_lock:
-            if self._facts and not settings:
-                self._start_facts_actor()
+        self._launch_all(settings, here_only=here_only, secret_file=secret_file)
         while not all(entry.state is not None and entry.state.ready for entry in self._entries):
             if self._stopping.is_set():
                 raise MooncakeError("stopped while the workers were starting")
+            if self.ray_is_gone:
+                raise MooncakeError("Ray has ended while the workers were starting")
             self._step()
             for entry in self._entries:
                 if entry.early_deaths >= MAX_EARLY_DEATHS:
@@ -484,6 +520,28 @@ class Supervisor:
         self._have_started = True
         return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
 
+    def resume(self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path) -> None:
+        """Supervise workers that run already, as `start` does, in a Ray that was started again.
+        Those that have ended meanwhile are started; nobody waits for them.
+        """
+        self._have_started = True
+        self._launch_all(settings, here_only=here_only, secret_file=secret_file)
+
+    def _launch_all(
+        self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path
+    ) -> None:
+        self._secret_file = str(secret_file)
+        if self._own_ray:
+            self._daemons = _daemons()
+            for descriptor in self._daemons:
+                self._poll.register(descriptor, select.POLLIN)
+        for each in settings:
+            together = each.expert_group is not None  # these share a memory
+            self._entries.append(self._launch(each, here_only=here_only or together))
+        with self._facts_lock:
+            if self._facts and not settings:
+                self._start_facts_actor()
+
     def tell(self, facts: bytes) -> None:
         """Have the workers answer with `facts` to processes that join by Ray's address; if there is
         no worker, an actor answers. From any thread. If it is not called before `start`, nobody can
@@ -491,6 +549,8 @@ class Supervisor:
         """
         with self._facts_lock:
             self._facts = facts
+            if self.ray_is_gone:
+                return
             for entry in list(self._entries):
                 entry.actor.tell.remote(facts)
             if self._facts_actor is not None:
@@ -520,13 +580,27 @@ class Supervisor:
         self._hurry.set()
 
     def watch(self) -> None:
-        """Watch the workers until `give_up`."""
-        while not self._stopping.is_set():
+        """Watch the workers until `give_up`, or until Ray is gone."""
+        while not self._stopping.is_set() and not self.ray_is_gone:
             self._step()
+
+    def forget(self) -> None:
+        """Let go of the workers of a Ray that is gone, so that another supervisor adopts them."""
+        for entry in self._entries:
+            self._forget_process(entry)
+        self._entries = []
+        for descriptor in self._daemons:
+            os.close(descriptor)
+        self._daemons = []
 
     def stop(self) -> None:
         """End all workers. Workers that have not begun to serve end at once."""
         self._stopping.set()
+        if self.ray_is_gone:
+            for entry in self._entries:
+                self._kill_process(entry)
+            self.forget()
+            return
         runs = []
         for entry in self._entries:
             if entry.state is not None and entry.state.ready and not entry.lost:
@@ -535,13 +609,17 @@ class Supervisor:
         end_s = time.monotonic() + self._drain_s + STOP_S
         while runs and time.monotonic() < end_s and not self._hurry.is_set():
             _, runs = ray.wait(runs, num_returns=len(runs), timeout=POLL_S)
+        # Who is still there ends now: without a supervisor it would wait for another one.
+        last = [entry.actor.stop.remote(0.0, False) for entry in self._entries]
+        ray.wait(last, num_returns=len(last), timeout=POLL_S) if last else None
         for entry in self._entries:
             ray.kill(entry.actor, no_restart=True)
             if entry.gpus is not None:
                 _groups.remove_placement_group(entry.gpus)
-            self._forget_process(entry)
+            self._kill_process(entry)
         if self._facts_actor is not None:
             ray.kill(self._facts_actor, no_restart=True)
+        self.forget()
 
     def _launch(self, settings: WorkerSettings, *, here_only: bool) -> _Entry:
         """Start a worker as one actor, whose process starts that of each further rank. Ray restarts
@@ -581,13 +659,16 @@ class Supervisor:
         """Make an actor that has just started be a worker; return the call."""
         if self._facts:
             actor.tell.remote(self._facts)
-        return _call_run(actor, settings, self._secret_file)
+        shares = settings.expert_group is not None  # it cannot meet others that start anew
+        orphan_s = 0.0 if shares else self._orphan_s
+        return _call_run(actor, settings, self._secret_file, self._run_name, orphan_s)
 
     def _step(self) -> None:
         """Wait a moment and handle what has happened."""
         wait_s = POLL_S if self._have_started else START_POLL_S
         died = {descriptor for descriptor, _ in self._poll.poll(wait_s * 1000)}
-        if self._stopping.is_set():
+        self.ray_is_gone = self.ray_is_gone or not died.isdisjoint(self._daemons)
+        if self._stopping.is_set() or self.ray_is_gone:
             return
         if self._forks is not None and self._forks.ended():
             _log.warning("the fork server has ended: workers that start again take seconds longer")
@@ -614,8 +695,10 @@ class Supervisor:
             refusal = ray.get(entry.run)
         except RayError as error:
             _log.debug("%s: %s", worker_id, error)
-            if entry.lost and entry.state is None and isinstance(error, ActorUnavailableError):
-                entry.retry_at_s = time.monotonic() + POLL_S  # Ray has yet to start it again
+            away = entry.lost and entry.state is None and isinstance(error, ActorUnavailableError)
+            if away or (isinstance(error, RayActorError) and self._may_run(entry)):
+                # Ray has yet to start the actor again, which then adopts the worker's process.
+                entry.retry_at_s = time.monotonic() + POLL_S
                 return
             entry.early_deaths = 0 if entry.state and entry.state.ready else entry.early_deaths + 1
             self._tell_lost(entry)
@@ -654,9 +737,25 @@ class Supervisor:
         if entry.pidfd is None:
             self._watch_process(entry, entry.state)
 
+    def _may_run(self, entry: _Entry) -> bool:
+        """Return whether a worker that was ready may outlive its actor: its process runs here, or
+        is on another machine, where gateways notice its end by themselves.
+        """
+        if entry.state is None or not entry.state.ready or not self._orphan_s:
+            return False
+        return entry.pidfd is not None or entry.state.boot_id != machine_facts.boot_id()
+
+    def _kill_process(self, entry: _Entry) -> None:
+        """End a process of this machine that has not ended, and wait for that."""
+        if entry.pidfd is not None:
+            if not has_ended(entry.pidfd, POLL_S):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(entry.pidfd, signal.SIGKILL)
+            has_ended(entry.pidfd, STOP_S)
+
     def _watch_process(self, entry: _Entry, state: State) -> None:
         """Have the kernel tell when a process of this machine ends."""
-        if state.boot_id != machine_facts.boot_id():
+        if state.boot_id != machine_facts.boot_id() or not state.pid:
             return
         try:
             descriptor = os.pidfd_open(state.pid)
@@ -702,5 +801,8 @@ def _set_aside(settings: WorkerSettings, *, here_only: bool) -> PlacementGroup:
     )
 
 
-def _call_run(actor: Any, settings: WorkerSettings, secret_file: str) -> Any:
-    return actor.run.remote(msgspec.msgpack.encode(without_secret(settings)), secret_file)
+def _call_run(
+    actor: Any, settings: WorkerSettings, secret_file: str, run: str, orphan_s: float
+) -> Any:
+    encoded = msgspec.msgpack.encode(without_secret(settings))
+    return actor.run.remote(encoded, secret_file, run, orphan_s)

@@ -5,6 +5,7 @@ Owns the supervisor; `ray_cluster` owns Ray itself.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ from mooncake.launch.cluster.facts import (
     when_up,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
+from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.workers import await_stages, cluster_workers, joining_worker, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -34,7 +36,13 @@ from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.worker.process import WorkerSettings
 from mooncake.telemetry.health import Vitals
+
+RAY_AGAIN_S = 1.0
+"""Seconds before a Ray that has ended is started again, and between two tries."""
+
+_log = logging.getLogger(__name__)
 
 
 class RayWorkers:
@@ -49,11 +57,14 @@ class RayWorkers:
         secret: str,
         credential: Credential,
         forks: ForkServer | None = None,
+        kept: KeptRun | None = None,
     ) -> None:
         """`credential` is the gateway's, made from `secret`; both follow the file of the secret.
-        `forks` starts the processes of this machine and is ended at `stop`.
+        `forks` starts the processes of this machine and is ended at `stop`. `kept` names the
+        workers, so that a later start finds them.
         """
         self._forks = forks
+        self._kept = kept
         self._config = config
         self._plan = plan
         self._secret = secret
@@ -68,6 +79,10 @@ class RayWorkers:
         """The files in which processes of this user find the secret: by Ray's address, and by the
         gateway's.
         """
+        self._own_file = Path()
+        """The one that this machine's workers follow."""
+        self._settings: list[WorkerSettings] = []
+        self._here_only = environment.is_loopback(config.bind_host)
         self._sealed: bytes | None = None
         """The facts that joining processes are told."""
 
@@ -94,21 +109,19 @@ class RayWorkers:
         thread.
         """
         try:
-            self._supervisor = supervisor = ray_cluster.Supervisor(
-                gateway_process.worker_lost,
-                self._config.shutdown_timeout * self._config.headless,
-                waits=self._config.headless,
-                forks=self._forks,
-                own_ray=self._config.ray_address is None,
-            )
-            if self._stopping.is_set():
-                supervisor.give_up()
+            supervisor = self._new_supervisor(gateway_process)
             try:
                 self._started.set_result(self._start(supervisor, gateway_process, show))
             except BaseException as error:
                 self._started.set_exception(error)
             else:
                 supervisor.watch()
+                while supervisor.ray_is_gone and not self._stopping.is_set():
+                    _log.error("Ray has ended here and is started again; workers serve on")
+                    supervisor.forget()
+                    ray_cluster.leave_dead_ray()
+                    supervisor = self._new_supervisor(gateway_process)
+                    self._resume(supervisor)
             supervisor.stop()
         finally:
             if self._following is not None:
@@ -117,36 +130,78 @@ class RayWorkers:
                 file.unlink(missing_ok=True)
             ray_cluster.disconnect(self._forks)
 
+    def _new_supervisor(self, gateway_process: GatewayProcess) -> ray_cluster.Supervisor:
+        config, kept = self._config, self._kept
+        self._supervisor = ray_cluster.Supervisor(
+            gateway_process.worker_lost,
+            config.shutdown_timeout * config.headless,
+            waits=config.headless,
+            forks=self._forks,
+            own_ray=config.ray_address is None,
+            run="" if kept is None else kept.name,
+            orphan_s=config.orphan_timeout,
+        )
+        if self._stopping.is_set():
+            self._supervisor.give_up()
+        return self._supervisor
+
+    def _resume(self, supervisor: ray_cluster.Supervisor) -> None:
+        """Start Ray again, have the supervisor adopt the workers, and watch them. Where Ray does
+        not start, it is tried again until `stop`.
+        """
+        while not self._stopping.wait(RAY_AGAIN_S):
+            try:
+                self._connect()
+            except MooncakeError as error:
+                _log.error("%s; it is tried again", error.message)
+                ray_cluster.leave_dead_ray()
+                continue
+            supervisor.tell(self._sealed or b"")
+            supervisor.resume(self._settings, here_only=self._here_only, secret_file=self._own_file)
+            _log.info("Ray runs again; one more worker: --join %s", self._join_address)
+            supervisor.watch()
+            return
+
+    def _connect(self) -> None:
+        """Start Ray, or attach to it, and keep the secret where those that join it look for it."""
+        config = self._config
+        ray_cluster.connect(config.ray_address, config.bind_host, forks=self._forks)
+        self._join_address = ray_cluster.address()
+        self._secret_files.append(secret_file(self._join_address))
+        self._keep(self._secret)
+
     def _start(
         self, supervisor: ray_cluster.Supervisor, gateway_process: GatewayProcess, show: report.Show
     ) -> list[report.WorkerRow]:
         config, plan = self._config, self._plan
         show("ray", "starting", 0, 0)
-        ray_cluster.connect(config.ray_address, config.bind_host, forks=self._forks)
-        self._join_address = ray_cluster.address()
         own_address = gateway_process.channel.address
-        self._secret_files = [secret_file(self._join_address), secret_file(own_address)]
-        self._keep(self._secret)
+        kept_file = None if self._kept is None else self._kept.secret_file
+        self._own_file = kept_file or secret_file(own_address)
+        self._secret_files = list({self._own_file, secret_file(own_address)})
+        self._connect()
         show("ray", report.READY, 1, 1)
         host = machine_facts.host_name()
-        settings = cluster_workers(config, plan, own_address, self._secret, host)
+        self._settings = settings = cluster_workers(config, plan, own_address, self._secret, host)
         facts = own_facts(config, plan, own_address)
         gateway_process.gateway.facts = encode_facts(facts)
 
         def tell() -> None:
             self._sealed = sealed_facts(facts, self._credential)
-            supervisor.tell(self._sealed)
+            if self._supervisor is not None:
+                self._supervisor.tell(self._sealed)
 
         def renew(secret: str) -> None:
             self._credential.renew(secret)
+            self._secret = secret
             tell()
             self._keep(secret)
 
         tell()
         self._following = SecretFollower(config.cluster_secret_file, renew)
-        here_only = environment.is_loopback(config.bind_host)
-        own_file, *_ = self._secret_files
-        pids = supervisor.start(settings, show, here_only=here_only, secret_file=own_file)
+        pids = supervisor.start(
+            settings, show, here_only=self._here_only, secret_file=self._own_file
+        )
         return [
             report.WorkerRow(
                 each.worker_id,

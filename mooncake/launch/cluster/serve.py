@@ -28,8 +28,9 @@ from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start, ray_environment
 from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.cluster.headless import HeadlessPort
+from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.log_file import new_log_file, start_log, stays_calm
-from mooncake.launch.cluster.workers import health_settings
+from mooncake.launch.cluster.workers import cluster_workers, health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
@@ -142,17 +143,19 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     phases = StartPhases("imports", process_began_s())
     phases.begin("checks")
     plan = make_plan(config, machine_facts.num_cores())
-    check_start(config, plan)
+    kept = KeptRun(config)
+    workers = cluster_workers(config, plan, "", "", machine_facts.host_name())
+    check_start(config, plan, adopts=kept.has_workers(each.worker_id for each in workers))
     if not config.headless:
         machine_facts.check_port(config.host, config.port)
     if stays_calm(config) and (file := new_log_file()):
         config = dataclasses.replace(config, log_level="warning", log_file=file)
     start_log("gateway", config.log_level, config.log_format, config.log_file)
     configure_audit("gateway", config.audit_log)
-    with contextlib.ExitStack() as meanwhile:
+    with contextlib.closing(kept), contextlib.ExitStack() as meanwhile:
         if plan.num_engines:
             meanwhile.enter_context(compiled_meanwhile(plan.options, plan.model.dtype))
-        make = functools.partial(_make, config, plan, SystemIds(), forks)
+        make = functools.partial(_make, config, plan, SystemIds(), forks, kept)
         return _run(config, plan, make, phases, meanwhile)
 
 
@@ -211,7 +214,7 @@ def _run(
 
 
 def _make(
-    config: ServeConfig, plan: ServePlan, ids: IdSource, forks: ForkServer | None
+    config: ServeConfig, plan: ServePlan, ids: IdSource, forks: ForkServer | None, kept: KeptRun
 ) -> tuple[Workers, GatewayProcess]:
     from mooncake.launch.cluster.gateway_process import GatewayProcess
 
@@ -228,12 +231,12 @@ def _make(
         from mooncake.launch.cluster.ray_workers import RayWorkers
         from mooncake.rpc.zmq_channel import ZmqChannel
 
-    secret = config.cluster_secret or ids.hex(16)
+    secret = config.cluster_secret or kept.secret() or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
     channel = ZmqChannel(
         config.bind_host, credential=credential, ports=config.bind_ports, tells_ends=True
     )
-    return RayWorkers(config, plan, secret, credential, forks), GatewayProcess(
+    return RayWorkers(config, plan, secret, credential, forks, kept), GatewayProcess(
         plan, channel, config.names[0], ids=ids, has_api=not config.headless
     )
 

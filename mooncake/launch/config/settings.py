@@ -190,6 +190,9 @@ class ServeConfig:
         "this machine trusts)")
     join_timeout: int = setting(0, count(0), CLUSTER, "S",
         "seconds that --join waits for a cluster that is not up yet")
+    orphan_timeout: int = setting(60, count(0), CLUSTER, "S",
+        "seconds that the workers of a `serve` that was killed wait until the same command starts "
+        "again and adopts them; 0: they end with it, as they do without a fixed --port")
     node_id: str | None = setting(None, text, CLUSTER, "NAME",
         "name of this machine (default: its host name)")
     transport: tuple[str, ...] = setting(("auto",), SomeOf("auto", "shm", "rdma", "tcp"), CLUSTER,

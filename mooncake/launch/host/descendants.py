@@ -58,6 +58,13 @@ class Descendants:
         return sorted(waiting)
 
 
+def has_ended(descriptor: int, limit_s: float) -> bool:
+    """Wait up to `limit_s` for the process of a pidfd; return whether it has ended."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(limit_s * 1000))
+
+
 def _descendants(root: int) -> list[int]:
     """Return the pids below `root`, parents before children."""
     children: dict[int, list[int]] = {}

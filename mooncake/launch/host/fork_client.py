@@ -33,7 +33,7 @@ def _forked(path: str, words: list[str]) -> bool:
         try:
             server.connect(path)
             socket.send_fds(server, [b"\0"], [0, 1, 2])
-            server.sendall(json.dumps([words, dict(os.environ), os.getcwd()]).encode())
+            server.sendall(json.dumps([words, dict(os.environ), os.getcwd(), False]).encode())
             server.shutdown(socket.SHUT_WR)
             if not server.recv(16):
                 return False

@@ -2,8 +2,9 @@
 its imports take, and shares their memory with the others.
 
 `fork_client.py` asks for a fork, and each of the two ends with the other. A forked process may ask
-for further ones with `fork`. Threads do not survive a fork, so the server has none. If an import
-starts a thread, the server refuses, and workers start as any process does. It ends with its parent.
+for further ones with `fork`, also for one that outlives it. Threads do not survive a fork, so the
+server has none. If an import starts a thread, the server refuses, and workers start as any process
+does. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Command:
     """Descriptors of its standard input, output and errors, then of what else it inherits."""
     client: int
     """Descriptor of the connection to the client, which ends with this one."""
+    outlives: bool = False
+    """Whether this process does not end with the client."""
 
 
 class ForkServer:
@@ -139,6 +142,11 @@ class Fork:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
+    def let_go(self) -> None:
+        """Forget the process; it goes on only if it outlives this one."""
+        os.close(self._pidfd)
+        self._connection.close()
+
     def wait(self, timeout: float | None = None) -> None:
         """Return once the process has ended. One thread at a time may call this.
 
@@ -165,13 +173,18 @@ class Origin:
 
 
 def fork(
-    words: Sequence[str | int], environ: Mapping[str, str], files: Sequence[int]
+    words: Sequence[str | int],
+    environ: Mapping[str, str],
+    files: Sequence[int],
+    *,
+    outlives: bool = False,
 ) -> Fork | None:
     """Have the server that forked this process fork once more, and the fork be `python WORDS`.
     Return None if no server forked this process, or if that server forks no more.
 
     files: descriptors for standard input, output and errors, then those that the fork inherits. A
-    number n in `words` stands for the n-th of them.
+    number n in `words` stands for the n-th of them. outlives: the fork does not end with this
+    process.
     """
     if Origin.path is None:
         return None
@@ -180,7 +193,7 @@ def fork(
         connection.settimeout(CLIENT_S)
         connection.connect(Origin.path)
         socket.send_fds(connection, [b"\0"], list(files))
-        connection.sendall(json.dumps([list(words), dict(environ), os.getcwd()]).encode())
+        connection.sendall(json.dumps([list(words), dict(environ), os.getcwd(), outlives]).encode())
         connection.shutdown(socket.SHUT_WR)
         answer, pidfds, _, _ = socket.recv_fds(connection, ANSWER_BYTES, 1)
     except OSError:
@@ -278,8 +291,8 @@ def _received(connection: socket.socket) -> Command:
     parts = []
     while part := connection.recv(2**16):
         parts.append(part)
-    words, environ, directory = json.loads(b"".join(parts))
-    return Command(words, environ, directory, files, connection.fileno())
+    words, environ, directory, outlives = json.loads(b"".join(parts))
+    return Command(words, environ, directory, files, connection.fileno(), outlives)
 
 
 def _be(command: Command) -> None:
@@ -289,7 +302,10 @@ def _be(command: Command) -> None:
     for number, descriptor in enumerate(command.files[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    _end_with(command.client)
+    if command.outlives:
+        os.close(command.client)
+    else:
+        _end_with(command.client)
     os.chdir(command.directory)
     _set_environment(command.environ)
     words = [str(command.files[each] if isinstance(each, int) else each) for each in command.words]

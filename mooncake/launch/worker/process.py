@@ -194,6 +194,7 @@ class Worker:
         self._region = region
         self._pages = pages
         self._admin: PoolAdmin | None = None
+        self._met = ""
         self.driver = Driver(
             machine,
             ports.channel,
@@ -272,9 +273,17 @@ class Worker:
         self.driver.call(lambda machine, now: machine.handle(Drain(), now))
         self.driver.stop_when(done, limit_s)
 
+    def meet(self, gateway_address: str) -> None:
+        """Look for a gateway at this address too, in place of the one that an earlier call named.
+        From any thread.
+        """
+        self._met = gateway_address
+        if self._ports.seeds is not None:
+            self._ports.seeds.move(gateway_address)
+
     def say_goodbye(self, gateway_address: str) -> None:
         """Tell the gateway that this worker ends, so that it waits for no heartbeat."""
-        self._ports.channel.send(gateway_address, PeerLost(worker=self.ref))
+        self._ports.channel.send(self._met or gateway_address, PeerLost(worker=self.ref))
 
     def close(self) -> None:
         """Free model, disks, memory and sockets. The driver must have ended.
@@ -354,7 +363,7 @@ def _build_pool(settings: WorkerSettings, hello: WorkerHello, ports: WorkerPorts
     try:
         node = KvNode(
             settings.kvstore, hello, settings.layout, ports.channel, ports.transfer,
-            settings.gateway_address, disks, ports.seeds or (),
+            settings.gateway_address, disks, () if ports.seeds is None else ports.seeds,
         )  # fmt: skip
     except BaseException:
         disks.close()
@@ -427,7 +436,7 @@ def _build_engine(
             hasher,
             own_array,
             _followers(settings, model, array) if options.own_memories else (),
-            ports.seeds or (),
+            () if ports.seeds is None else ports.seeds,
         ),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)

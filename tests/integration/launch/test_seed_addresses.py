@@ -68,6 +68,14 @@ def test_a_name_that_cannot_be_one_does_not_end_the_looking_up() -> None:
         assert "tcp://gate..way:6400" in seeds
 
 
+def test_a_gateway_that_has_moved_is_one_of_them_until_it_moves_again() -> None:
+    with SeedAddresses(["tcp://10.0.0.1:6400"]) as seeds:
+        for address in ("tcp://10.0.0.2:1#ab", "tcp://10.0.0.2:2#cd"):
+            seeds.move(address)
+            assert list(seeds) == [seeds[0], seeds[1]] == ["tcp://10.0.0.1:6400", address]
+            assert len(seeds) == 2
+
+
 def test_addresses_without_names_need_no_thread(hosts: dict[str, list[str]]) -> None:
     given = ["tcp://10.0.0.1:6400", "tcp://[fd00::1]:6400", "tcp://node:7000#abcd"]
     before = look_ups()  # of other tests, which may still end

@@ -28,7 +28,7 @@ class Shown:
     def __init__(self, worker_id: str) -> None:
         self._stopped = threading.Event()
 
-    def run(self, encoded: bytes, secret_file: str) -> None:
+    def run(self, encoded: bytes, secret_file: str, run: str, orphan_s: float) -> None:
         self._stopped.wait()
 
     def state(self) -> bytes:

@@ -26,6 +26,7 @@ from mooncake.rpc.membership import (
     SEED_S,
     Membership,
 )
+from mooncake.rpc.seed_addresses import SeedAddresses
 from tests.support.scheduler.scheduling import Inbox, hello, ref
 
 FIRST, SECOND = ref("gateway"), ref("gateway-1")
@@ -257,7 +258,25 @@ def test_a_doubted_gateway_may_be_back_elsewhere() -> None:
     member.welcome(again, FIRST)
     member.tick(0.1 + 2 * ANSWER_S)
     assert member.count(LoadReport, again) == 1
-    assert member.membership.lost_gateways() == []
+    assert member.membership.lost_gateways() == [SECOND], "what it asked for before has no reader"
+
+
+def test_a_gateway_that_has_moved_is_found_where_the_supervisor_says() -> None:
+    """The only one was killed; the one in its place has its name and another address."""
+    seeds = SeedAddresses([])
+    member = Member(seeds)
+    member.welcome(FIRST)
+    member.tick(0.0)
+    again = WorkerRef(FIRST.worker_id, "e9", "elsewhere")
+    seeds.move("elsewhere")
+    member.tick(5.0)
+    assert member.count(LoadReport, again) == 1
+    member.membership.on_who_are_you(WhoAreYou(gateway=again))
+    member.tick(5.1)
+    assert member.count(WorkerHello, again) == 1
+    member.welcome(again)
+    assert member.membership.lost_gateways() == [FIRST]
+    assert member.membership.gateway_addresses == ["elsewhere"]
 
 
 def test_the_only_gateway_is_greeted_for_ever() -> None:

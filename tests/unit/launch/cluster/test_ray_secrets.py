@@ -103,8 +103,8 @@ def test_a_call_that_starts_a_worker_carries_no_secret(settings: list[WorkerSett
     sent: list[Any] = []
     actor = SimpleNamespace(run=SimpleNamespace(remote=lambda *words: sent.extend(words)))
     for each in settings:
-        ray_cluster._call_run(actor, each, "/a/file")
-    all_sent = b"".join(one if isinstance(one, bytes) else one.encode() for one in sent)
+        ray_cluster._call_run(actor, each, "/a/file", "a run", 60.0)
+    all_sent = b"".join(one if isinstance(one, bytes) else str(one).encode() for one in sent)
     for secret in (SECRET, TOKEN, "a user's"):
         assert secret.encode() not in all_sent
 

@@ -18,6 +18,15 @@ from tests.support.serve.plain_settings import worker_settings
 REFUSAL = "health-port: cannot listen on 127.0.0.1:9000"
 
 
+def fails(error: Exception) -> Any:
+    """Return a function that raises `error`."""
+
+    def get(call: object) -> None:
+        raise error
+
+    return get
+
+
 @pytest.fixture
 def entry(monkeypatch: pytest.MonkeyPatch) -> ray_cluster._Entry:
     """A worker whose Ray call has ended with a refusal."""
@@ -120,3 +129,23 @@ def test_a_refusal_to_start_again_costs_one_worker_and_is_tried_ever_more_seldom
         pauses.append(round(entry.retry_at_s - 100.0, 1))
     assert lost == ["decode-0"], "told once, until it is there again"
     assert pauses == [0.4, 1.6, 6.4, 25.6, 30.0]
+
+
+@pytest.mark.parametrize("orphan_s", [0.0, 60.0])
+def test_a_worker_whose_actor_alone_has_died_is_not_lost(
+    entry: ray_cluster._Entry, monkeypatch: pytest.MonkeyPatch, orphan_s: float
+) -> None:
+    """The actor that Ray starts again adopts it; one that does not wait for that ends."""
+    lost: list[str] = []
+    supervisor = Supervisor(lost.append, run="a run", orphan_s=orphan_s)
+    supervisor._have_started = True
+    entry.state = State(1, "of another machine", "ready", 0, 0, ready=True)
+    monkeypatch.setattr(ray_cluster.ray, "get", fails(ray_cluster.RayActorError()))
+    supervisor._on_end(entry)
+    assert lost == ([] if orphan_s else ["decode-0"])
+    assert entry.retry_at_s is not None
+    entry.retry_at_s = None
+    entry.state = State(1, "of another machine", "ready", 0, 0, ready=True)
+    monkeypatch.setattr(ray_cluster.ray, "get", fails(ray_cluster.RayError()))
+    supervisor._on_end(entry)
+    assert lost == ["decode-0"], "its actor has seen it end"

@@ -1,0 +1,80 @@
+"""The name by which the next start of the same `mooncake serve` finds the workers that this one
+leaves behind when it is killed.
+
+Owns a lock, so that two that run do not share a name, and the file of the secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from mooncake.launch.cluster.worker_handle import connected, place_of
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.credentials import private_dir, read_secret
+
+
+class KeptRun:
+    """Names the workers of one `mooncake serve`. `close` it when they have ended."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Take the name. There is none where nobody could take it again, another one has it, or
+        workers are not to wait.
+        """
+        self.name = ""
+        self._lock: int | None = None
+        place = _place(config)
+        if not place or not config.orphan_timeout:
+            return
+        name = hashlib.sha256(place.encode()).hexdigest()[:16]
+        self._file = private_dir() / f"run-{name}"
+        lock = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return
+        self.name, self._lock = name, lock
+
+    @property
+    def secret_file(self) -> Path | None:
+        """The file in which workers find the cluster secret, if there is a name."""
+        return self._file.with_suffix(".secret") if self.name else None
+
+    def secret(self) -> str | None:
+        """Return the secret of the workers that were left behind, if any were."""
+        if self.secret_file is None or not self.secret_file.exists():
+            return None
+        return read_secret(self.secret_file)
+
+    def has_workers(self, worker_ids: Iterable[str]) -> bool:
+        """Return whether one of these workers was left behind and still runs."""
+        for worker_id in worker_ids if self.name else ():
+            if (found := connected(place_of(self.name, worker_id))) is not None:
+                found.close()
+                return True
+        return False
+
+    def close(self) -> None:
+        """Give the name up."""
+        if self._lock is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._file.unlink()
+            os.close(self._lock)
+            self._lock, self.name = None, ""
+
+
+def _place(config: ServeConfig) -> str:
+    """Return what is the same for each start of a command, and for no two that run; empty: nothing
+    is.
+    """
+    if config.colocated or config.role is not None or config.ray_address is not None:
+        return ""
+    if config.headless:
+        model = Path(config.model).resolve()
+        return f"headless {model} at {config.bind_host}, health {config.health_port}"
+    return f"{config.host}:{config.port}" if config.port else ""

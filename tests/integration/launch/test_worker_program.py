@@ -1,0 +1,187 @@
+"""The process of a worker: it outlives its supervisor, and is adopted by the next one or ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.base import Role
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.launch.cluster import worker_handle
+from mooncake.launch.cluster.worker_handle import (
+    Begin,
+    Told,
+    WorkerHandle,
+    connected,
+    fingerprint,
+    place_of,
+)
+from mooncake.launch.host import environment
+from tests.support.serve.plain_settings import worker_settings
+
+WAIT_S = 120.0
+LONG_S = 600.0
+POOL = worker_settings(
+    role=Role.KVSTORE, worker_id="kvstore-0", kvstore=KvStoreConfig(dram_bytes=2**20)
+)
+
+
+class Supervisors:
+    """Start and adopt the one worker of a run; `ended` waits for its process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = folder / "worker"
+        self._handles: list[WorkerHandle] = []
+        self._pidfds: dict[int, int] = {}
+
+    def begin(self, orphan_s: float = LONG_S, **changes: Any) -> Begin:
+        settings = msgspec.structs.replace(POOL, **changes)
+        return Begin(
+            settings=settings, secret="hush", secret_file=None, advertise_host=None,
+            fingerprint=fingerprint(settings), orphan_s=orphan_s,
+        )  # fmt: skip
+
+    def take(self, begin: Begin) -> tuple[WorkerHandle, Told]:
+        """Start or adopt it; return it with what it says once it is ready, or cannot start."""
+        handle = WorkerHandle(self.place, begin)
+        self._handles.append(handle)
+        told: Told | None = handle.first
+        self._pidfds.setdefault(handle.first.pid, os.pidfd_open(handle.first.pid))
+        while told is not None and not told.ready and not told.refusal:
+            told = handle.receive()
+        assert told is not None, "it has ended"
+        return handle, told
+
+    def ended(self, pid: int) -> bool:
+        """Wait until a process has ended."""
+        ready, _, _ = select.select([self._pidfds[pid]], [], [], WAIT_S)
+        return bool(ready)
+
+    def close(self) -> None:
+        for descriptor in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+        for handle in self._handles:
+            handle.close()
+
+
+@pytest.fixture
+def supervisors(tmp_path: Path) -> Iterator[Supervisors]:
+    made = Supervisors(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_ready_worker_is_adopted_by_a_supervisor_with_the_same_settings(
+    supervisors: Supervisors,
+) -> None:
+    first, told = supervisors.take(supervisors.begin())
+    first.close()
+    moved = supervisors.begin(gateway_address="tcp://127.0.0.1:2", log_file="another")
+    second, again = supervisors.take(moved)
+    assert again.pid == told.pid, "another gateway and another log make no other worker"
+    third, still = supervisors.take(moved)
+    assert still.pid == told.pid
+    assert second.receive() is None, "the newest supervisor takes the place of the one before"
+    third.leave(0.0, waits=False)
+    assert third.receive() is None
+    assert supervisors.ended(told.pid)
+    third.close()
+    assert not supervisors.place.exists(), "nothing is left of it"
+
+
+def test_a_supervisor_with_other_settings_gets_a_new_worker(supervisors: Supervisors) -> None:
+    first, told = supervisors.take(supervisors.begin())
+    larger = supervisors.begin(kvstore=KvStoreConfig(dram_bytes=2**21))
+    second, again = supervisors.take(larger)
+    assert again.pid != told.pid
+    assert supervisors.ended(told.pid), "it made way"
+    first.close()
+    second.leave(0.0, waits=False)
+    assert supervisors.ended(again.pid)
+
+
+@pytest.mark.parametrize("orphan_s", [0.0, 0.2])
+def test_a_worker_that_nobody_adopts_ends(supervisors: Supervisors, orphan_s: float) -> None:
+    handle, told = supervisors.take(supervisors.begin(orphan_s))
+    handle.close()
+    assert supervisors.ended(told.pid)
+
+
+def test_a_worker_that_leaves_ends_with_its_supervisor(supervisors: Supervisors) -> None:
+    """Though it would wait for another one, had it not been told to leave."""
+    handle, told = supervisors.take(supervisors.begin())
+    handle.leave(LONG_S, waits=True)
+    handle.close()
+    assert supervisors.ended(told.pid)
+
+
+def test_a_worker_that_cannot_start_says_why(supervisors: Supervisors, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        health = msgspec.structs.replace(POOL.health, port=port)
+        handle, told = supervisors.take(supervisors.begin(health=health))
+    assert told.refusal.startswith("health-port: ")
+    assert handle.receive() is None
+    assert supervisors.ended(told.pid)
+
+
+def test_who_started_a_process_that_does_not_listen_yet_is_not_killed(tmp_path: Path) -> None:
+    """The kernel names this process, which bound the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "worker"))
+        listener.listen()
+        connection = connected(tmp_path / "worker")
+        assert connection is not None
+        with connection:
+            worker_handle._kill(connection)
+
+
+def test_a_process_that_says_nothing_is_killed_and_replaced(supervisors: Supervisors) -> None:
+    handle, told = supervisors.take(supervisors.begin())
+    handle.close()
+    os.kill(told.pid, signal.SIGSTOP)
+    connection = connected(supervisors.place)
+    assert connection is not None
+    assert worker_handle._greeted(connection, supervisors.begin(), 0.5) is None
+    assert supervisors.ended(told.pid)
+    _, again = supervisors.take(supervisors.begin())
+    assert again.ready
+    assert again.pid != told.pid
+
+
+def test_who_leaves_without_a_word_changes_nothing(supervisors: Supervisors) -> None:
+    """Such as a start that looks whether workers were left behind."""
+    handle, told = supervisors.take(supervisors.begin())
+    for _ in range(3):
+        looking = connected(supervisors.place)
+        assert looking is not None
+        looking.close()
+    _, again = supervisors.take(supervisors.begin())
+    assert again.pid == told.pid
+    assert handle.receive() is None
+
+
+def test_what_a_worker_is_depends_on_settings_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fingerprint(POOL)
+    elsewhere = {"cluster_secret": "s", "gateway_address": "tcp://a:1", "log_file": "f"}
+    assert fingerprint(msgspec.structs.replace(POOL, **elsewhere)) == own
+    assert fingerprint(msgspec.structs.replace(POOL, dtype="bfloat16")) != own
+    monkeypatch.setenv(environment.SEEN_GPUS, "1,2")
+    assert fingerprint(POOL) != own
+
+
+def test_the_place_of_a_worker_is_short_and_its_own() -> None:
+    places = {place_of(run, worker) for run in ("a", "b") for worker in ("c", "d" * 200)}
+    assert len(places) == 4
+    assert all(len(place.name) == len("worker-") + 16 for place in places)

@@ -1,0 +1,130 @@
+"""The process that runs Ray and the gateway is killed, or one of Ray's own: workers stay."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake.launch.host.descendants import Descendants
+from tests.support.serve.server_process import STOP_S, ServerProcess, nano_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WORKERS = {"prefill-0", "decode-0", "kvstore-0"}
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+NUM_TOKENS = 40
+END_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return nano_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def serving(checkpoint: Path, port: int, *words: str) -> ServerProcess:
+    """Start a server at a port, which names its workers for the next start."""
+    return ServerProcess(
+        str(checkpoint), "--port", str(port), "--dtype", "float32",
+        "--kv-cache-memory-bytes", "32MiB", "--kvstore-dram-bytes", "32MiB", *words,
+    )  # fmt: skip
+
+
+def ask(server: ServerProcess, max_tokens: int = NUM_TOKENS) -> tuple[list[int], int]:
+    """Return the tokens of an answer, and how many of its prompt were cached."""
+    body: dict[str, Any] = {
+        "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    reply = server.post("/v1/completions", body)
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return list(reply["choices"][0]["token_ids"]), int(cached)
+
+
+def kill(server: ServerProcess) -> None:
+    """End the process at once, without a word to those that it started."""
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(STOP_S)
+
+
+def have_ended(pidfds: list[int]) -> bool:
+    """Wait until all these processes have ended."""
+    ready = [select.select([each], [], [], END_S)[0] for each in pidfds]
+    for each in pidfds:
+        os.close(each)
+    return all(ready)
+
+
+def test_the_next_start_adopts_the_workers_of_one_that_was_killed(
+    checkpoint: Path, port: int
+) -> None:
+    """The engines are the same processes, the pool is warm. Workers that do not fit the next start
+    make way, and those that nobody adopts end.
+    """
+    with serving(checkpoint, port) as server:
+        server.wait_until_serving()
+        expected, _ = ask(server)
+        pids = server.wait_for_workers(WORKERS)
+        kill(server)
+    with serving(checkpoint, port) as server:
+        server.wait_until_serving()
+        assert server.wait_for_workers(WORKERS) == pids
+        tokens, cached = ask(server)
+        assert (tokens, cached > 0) == (expected, True)
+        os.kill(pids["decode-0"], signal.SIGKILL)
+        others = server.wait_for_workers(WORKERS, without=[pids["decode-0"]])
+        assert {**pids, "decode-0": others["decode-0"]} == others, "it is watched as before"
+        assert ask(server)[0] == expected
+        kept = {name: os.pidfd_open(pid) for name, pid in others.items()}
+        kill(server)
+    with serving(checkpoint, port, "--max-num-seqs", "3", "--orphan-timeout", "1") as server:
+        server.wait_until_serving()
+        new = server.wait_for_workers(WORKERS)
+        assert not set(new.values()) & set(others.values())
+        assert have_ended(list(kept.values()))
+        assert ask(server)[0] == expected
+        orphans = [os.pidfd_open(pid) for pid in new.values()]
+        kill(server)
+    assert have_ended(orphans)
+
+
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_process_of_ray_is_killed_while_an_answer_streams(
+    checkpoint: Path, port: int, daemon: str
+) -> None:
+    with serving(checkpoint, port) as server:
+        server.wait_until_serving()
+        expected, _ = ask(server, 400)
+        pids = server.wait_for_workers(WORKERS)
+        found: list[tuple[list[int], int]] = []
+        asking = threading.Thread(target=lambda: found.append(ask(server, 400)))
+        asking.start()
+        with Descendants(server.process.pid) as descendants:
+            [pid] = [
+                each for each in descendants.pids
+                if Path(f"/proc/{each}/comm").read_text().strip() == daemon
+            ]  # fmt: skip
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for("Ray has ended here and is started again")
+        asking.join(END_S)
+        assert [tokens for tokens, _ in found] == [expected]
+        server.wait_for("Ray runs again")
+        assert server.worker_pids() == pids
+        os.kill(pids["prefill-0"], signal.SIGKILL)
+        others = server.wait_for_workers(WORKERS, without=[pids["prefill-0"]])
+        assert {**pids, "prefill-0": others["prefill-0"]} == others
+        assert ask(server)[0] == expected[:NUM_TOKENS]
+        code, left = server.stop()
+        assert (code, left) == (0, []), server.output
