@@ -21,14 +21,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.base import ConfigError, SystemIds
+from mooncake.integrations.identity import weights_name
+from mooncake.integrations.pool_link import PoolLink
+from mooncake.integrations.settings import PoolSettings
 from mooncake.integrations.vllm.chunks import EngineKind, RankKv
-from mooncake.integrations.vllm.identity import weights_name
-from mooncake.integrations.vllm.lookups import PoolLookups
+from mooncake.integrations.vllm.lookups import PoolLookups, logger
 from mooncake.integrations.vllm.mover import Mover, Staging
 from mooncake.integrations.vllm.pages import Pages, StagedPages
 from mooncake.integrations.vllm.plan import Planner, Scheduled, StepJobs
-from mooncake.integrations.vllm.pool_link import PoolLink
-from mooncake.integrations.vllm.settings import ConnectorSettings
 
 IDLE_WAIT_S = 0.005
 """How long an engine that has nothing to compute waits for the pool before it asks again."""
@@ -57,7 +57,9 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings = settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
+        self._settings = settings = PoolSettings.read(
+            transfer.kv_connector_extra_config, "kv_connector_extra_config"
+        )
         _check(vllm_config, kv_cache_config)
         self._side: _Scheduler | _Worker
         if role == KVConnectorRole.WORKER:
@@ -167,7 +169,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 class _Scheduler:
     """The part of the connector in the scheduler's process."""
 
-    def __init__(self, settings: ConnectorSettings, block_tokens: int) -> None:
+    def __init__(self, settings: PoolSettings, block_tokens: int) -> None:
         self._settings = settings
         self._block_tokens = block_tokens
         self._lookups: PoolLookups | None = None
@@ -175,7 +177,7 @@ class _Scheduler:
 
     def set_ranks(self, ranks: list[RankKv]) -> None:
         settings = self._settings
-        link = PoolLink(settings, settings.lookup_timeout_s)
+        link = PoolLink(settings, settings.lookup_timeout_s, logger)
         self._lookups = PoolLookups(link, ranks)
         self.planner = Planner(
             self._lookups, self._block_tokens, settings.namespace, settings.lookup_timeout_s
@@ -204,7 +206,7 @@ class _Scheduler:
 class _Worker:
     """The part of the connector in a worker's process."""
 
-    def __init__(self, settings: ConnectorSettings, config: Any, num_blocks: int) -> None:
+    def __init__(self, settings: PoolSettings, config: Any, num_blocks: int) -> None:
         self._settings = settings
         self._config = config
         self._num_blocks = num_blocks
@@ -260,7 +262,7 @@ class _Worker:
             settings = self._settings
             staging = Staging(jobs.packing, self.rank, settings.staging_bytes)
             pages = self._pages.staged(staging.memory, staging.slot_bytes, jobs.packing.blocks)
-            link = PoolLink(settings, settings.load_timeout_s)
+            link = PoolLink(settings, settings.load_timeout_s, logger)
             self._moving = Mover(link, staging, settings.tenant, settings.load_timeout_s), pages
         return self._moving
 

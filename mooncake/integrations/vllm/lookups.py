@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -9,14 +10,16 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey, MooncakeError
+from mooncake.integrations.pool_link import PoolLink
 from mooncake.integrations.vllm.chunks import Packing, RankKv
-from mooncake.integrations.vllm.pool_link import PoolLink, logger
 from mooncake.launch.pool_client.session import PoolSession
 
 REACH_S = 1.0
 """Seconds between two attempts to reach a pool that has never been reached."""
 MAX_WAITING = 1024
 """Look-ups that may wait; further ones count as misses."""
+logger = logging.getLogger("vllm.mooncake")
+"""It is below vLLM's logger, so that vLLM's log settings apply."""
 
 
 @dataclass

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mooncake.base import BlockKey, MooncakeError, Unavailable
+from mooncake.integrations.pool_link import PoolLink
 from mooncake.integrations.vllm.chunks import Packing, RankKv
+from mooncake.integrations.vllm.lookups import logger
 from mooncake.integrations.vllm.plan import Load, Save
-from mooncake.integrations.vllm.pool_link import PoolLink, logger
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.launch.pool_client.session import PoolSession
 

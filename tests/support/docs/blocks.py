@@ -264,6 +264,11 @@ CLASSES: dict[str, dict[str, Class]] = {
         "[Unit]": Elsewhere("tests/integration/launch/test_up.py", "systemd"),
         "export SSL_CERT_FILE": UP,
     },
+    "docs/sglang.md": {
+        "openssl rand -hex 32": Elsewhere("tests/integration/pool/test_sglang.py", "SGLang"),
+        "pip install": Left("it needs SGLang"),
+        "python -m sglang": Elsewhere("tests/unit/integrations/sglang/test_docs.py", "SGLang"),
+    },
     "docs/simulator.md": {
         "python3 -c '": Typed(),
         "mooncake simulate --trace trace.jsonl": Typed(),

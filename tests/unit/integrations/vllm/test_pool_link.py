@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from mooncake.base import MooncakeError, TransferError, Unavailable
-from mooncake.integrations.vllm import pool_link
+from mooncake.integrations import pool_link
+from mooncake.integrations.pool_link import FIRST_PAUSE_S, LONGEST_PAUSE_S, PoolLink
+from mooncake.integrations.settings import PoolSettings
 from mooncake.integrations.vllm.chunks import RankKv
-from mooncake.integrations.vllm.lookups import PoolLookups
-from mooncake.integrations.vllm.pool_link import FIRST_PAUSE_S, LONGEST_PAUSE_S, PoolLink
-from mooncake.integrations.vllm.settings import ConnectorSettings
+from mooncake.integrations.vllm.lookups import PoolLookups, logger
 from mooncake.launch.pool_client.session import PoolSessionConfig
 from tests.support.kvstore.node_world import LAYOUT
 
@@ -31,7 +31,7 @@ class World:
         monkeypatch.setattr(pool_link, "time", SimpleNamespace(monotonic=lambda: self.now))
         secret.touch(0o600)
         secret.write_text("a secret")
-        self.settings = ConnectorSettings(
+        self.settings = PoolSettings(
             pool_urls=["http://a:1", "http://b:1"], cluster_secret_file=str(secret)
         )
 
@@ -79,7 +79,7 @@ def address(session: Session) -> str:
 
 
 def test_one_session_serves_all_calls(world: World) -> None:
-    link = PoolLink(world.settings, 3.0)
+    link = PoolLink(world.settings, 3.0, logger)
     assert [link.call(address) for _ in range(3)] == ["http://a:1"] * 3
     [session] = world.opened
     assert session.config.timeout_s == 3.0
@@ -89,11 +89,11 @@ def test_one_session_serves_all_calls(world: World) -> None:
 
 def test_the_next_seed_is_asked_when_one_is_down(world: World) -> None:
     world.up = {"http://b:1"}
-    assert PoolLink(world.settings, 1.0).call(address) == "http://b:1"
+    assert PoolLink(world.settings, 1.0, logger).call(address) == "http://b:1"
 
 
 def test_after_a_failure_the_pool_is_left_alone_for_a_while(world: World) -> None:
-    link = PoolLink(world.settings, 1.0)
+    link = PoolLink(world.settings, 1.0, logger)
     with pytest.raises(TransferError, match="broken"):
         link.call(fail)
     assert world.opened[0].is_closed
@@ -106,7 +106,7 @@ def test_after_a_failure_the_pool_is_left_alone_for_a_while(world: World) -> Non
 
 def test_a_pool_that_stays_away_is_tried_ever_more_rarely(world: World) -> None:
     world.up = set()
-    link = PoolLink(world.settings, 1.0)
+    link = PoolLink(world.settings, 1.0, logger)
     pauses, last = [], world.now
     while len(pauses) < 9:
         before = len(world.asked)
@@ -125,7 +125,7 @@ def test_a_pool_that_stays_away_is_tried_ever_more_rarely(world: World) -> None:
 
 @pytest.mark.parametrize("error", [TransferError("broken"), ValueError("a bug")], ids=repr)
 def test_a_look_up_that_fails_finds_nothing(world: World, error: Exception) -> None:
-    lookups = PoolLookups(PoolLink(world.settings, 1.0), [RankKv(b"r" * 16, 15)])
+    lookups = PoolLookups(PoolLink(world.settings, 1.0, logger), [RankKv(b"r" * 16, 15)])
     try:
         chain = [bytes([n]) * 16 for n in range(4)]
         assert lookups.ask(chain).result(10) == 3, "of 8 parts 7 are there"

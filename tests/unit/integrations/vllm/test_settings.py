@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.integrations.vllm.identity import weights_name
-from mooncake.integrations.vllm.settings import ConnectorSettings
+from mooncake.integrations.identity import weights_name
+from mooncake.integrations.settings import PoolSettings
 
 GIVEN = {"pool_urls": ["http://127.0.0.1:8100"], "cluster_secret_file": "/secret"}
 
 
 def test_settings_are_read() -> None:
-    found = ConnectorSettings.read({**GIVEN, "load_timeout_s": 3})
+    found = PoolSettings.read({**GIVEN, "load_timeout_s": 3}, "it")
     assert found.pool_urls == ["http://127.0.0.1:8100"]
     assert found.load_timeout_s == 3.0
 
@@ -29,13 +29,13 @@ def test_settings_are_read() -> None:
     ],
 )
 def test_wrong_settings_are_named(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ConnectorSettings.read({**GIVEN, **changes})
+    with pytest.raises(ConfigError, match=f"it: .*{words}"):
+        PoolSettings.read({**GIVEN, **changes}, "it")
 
 
 def test_the_secret_has_to_be_given() -> None:
     with pytest.raises(ConfigError, match="cluster_secret_file"):
-        ConnectorSettings.read({"pool_urls": ["http://a:1"]})
+        PoolSettings.read({"pool_urls": ["http://a:1"]}, "it")
 
 
 def test_equal_weights_have_one_name_wherever_they_lie(

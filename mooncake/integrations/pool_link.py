@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from mooncake.base import MooncakeError, Unavailable
-from mooncake.integrations.vllm.settings import ConnectorSettings
+from mooncake.integrations.settings import PoolSettings
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.pool_client.session import PoolSession, locate
 
@@ -24,16 +24,25 @@ LOCATE_S = 2.0
 """A pool node that has not said by then where the pool is counts as down."""
 
 T = TypeVar("T")
-logger = logging.getLogger("vllm.mooncake")
-"""It is below vLLM's logger, so that vLLM's log settings apply."""
 
 
 class PoolLink:
     """The pool, or the error while it is away. For one thread."""
 
-    def __init__(self, settings: ConnectorSettings, timeout_s: float) -> None:
-        """`timeout_s` bounds each call."""
+    def __init__(
+        self,
+        settings: PoolSettings,
+        timeout_s: float,
+        logger: logging.Logger,
+        memory_bytes: int = 0,
+    ) -> None:
+        """`timeout_s` bounds each call. `logger` is below the engine's, so that the engine's log
+        settings apply. A session has `memory_bytes` of memory of its own, and room for one block at
+        least.
+        """
         self._settings = settings
+        self._logger = logger
+        self._memory_bytes = memory_bytes
         self._timeout_s = timeout_s
         self._session: PoolSession | None = None
         self._pause_s = 0.0
@@ -53,7 +62,7 @@ class PoolLink:
             self._failed(error)
             raise
         if self._pause_s:
-            logger.warning("the pool is used again")
+            self._logger.warning("the pool is used again")
         self._pause_s = 0.0
         return answer
 
@@ -69,18 +78,22 @@ class PoolLink:
             try:
                 secret = read_secret(Path(self._settings.cluster_secret_file))
                 config = locate(url, secret, timeout_s=LOCATE_S)
-                config = msgspec.structs.replace(config, num_places=1, timeout_s=self._timeout_s)
+                config = msgspec.structs.replace(
+                    config,
+                    num_places=max(1, self._memory_bytes // config.layout.block_bytes),
+                    timeout_s=self._timeout_s,
+                )
                 session = PoolSession(config)
             except MooncakeError as error:
                 errors.append(error.message)
                 continue
-            logger.info("prefixes are shared through the pool at %s", url)
+            self._logger.info("prefixes are shared through the pool at %s", url)
             return session
         raise Unavailable("; ".join(errors))
 
     def _failed(self, error: MooncakeError) -> None:
         if not self._pause_s:
-            logger.warning("the pool fails, so prefixes are computed: %s", error.message)
+            self._logger.warning("the pool fails, so prefixes are computed: %s", error.message)
         self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
         self._retry_s = time.monotonic() + self._pause_s
         self.close()

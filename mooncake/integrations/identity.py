@@ -1,4 +1,4 @@
-"""Names the weights that a vLLM server runs: the name is equal only for equal bytes."""
+"""Names the weights that another engine runs: the name is equal only for equal bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weights_name(model: str, commit: str | None, load_format: str) -> str:
     Args:
         model: a directory, a file, or the name of a repository.
         commit: the commit of the repository that was downloaded.
-        load_format: vLLM's `--load-format`.
+        load_format: vLLM's `--load-format`; empty for other engines.
 
     Raises:
         ConfigError: nothing identifies these weights.
@@ -39,7 +39,7 @@ def weights_name(model: str, commit: str | None, load_format: str) -> str:
         return weights_revision(b"", file_digests(files, environment.cache_dir()))
     if not commit:
         raise ConfigError(
-            f"model: nothing tells which revision of {model} this is; give the directory of its "
-            "files to vLLM, or --revision with a commit"
+            f"model: nothing tells which revision of {model} this is; give the engine the "
+            "directory of its files, or a commit as the revision"
         )
     return f"{model}@{commit}"

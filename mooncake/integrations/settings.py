@@ -1,9 +1,11 @@
-"""The user's settings for the connector in vLLM's `kv_connector_extra_config`. Values only."""
+"""The settings that all integrations have: which pool is used, and what its use may cost. Values
+only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 
@@ -12,7 +14,7 @@ from mooncake.base import ConfigError
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
 
 
-class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The pool that is used, the tenant, and what the use may cost."""
 
     pool_urls: Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -33,11 +35,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Blocks that have not arrived within this time are computed."""
 
     @classmethod
-    def read(cls, given: Mapping[str, object]) -> ConnectorSettings:
-        """Return the settings in `kv_connector_extra_config`. Raises a ConfigError that names a
-        wrong key.
+    def read(cls, given: Mapping[str, object], place: str) -> Self:
+        """Return the settings that were given at a place. Raises a ConfigError that names the place
+        and a wrong key.
         """
         try:
             return msgspec.convert(dict(given), cls)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"kv_connector_extra_config: {error}") from error
+            raise ConfigError(f"{place}: {error}") from error

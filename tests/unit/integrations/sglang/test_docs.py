@@ -1,0 +1,34 @@
+"""docs/sglang.md says what the code takes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+from mooncake.integrations.sglang.settings import BackendSettings
+from tests.support.integrations.hicache import BACKEND
+
+ROOT = Path(__file__).parents[4]
+PAGE = (ROOT / "docs" / "sglang.md").read_text()
+DEFAULTS = BackendSettings(pool_urls=["-"], cluster_secret_file="-")
+
+
+def test_the_documented_configuration_names_the_backend() -> None:
+    [text] = re.findall(r"extra-config '(\{.*?\n      \})'", PAGE, re.DOTALL)
+    config = json.loads(text)
+    assert {name: config[name] for name in BACKEND} == BACKEND
+    module = ROOT / (config["module_path"].replace(".", "/") + ".py")
+    classes = [n.name for n in ast.parse(module.read_text()).body if isinstance(n, ast.ClassDef)]
+    assert config["class_name"] in classes
+    assert BackendSettings.of_sglang(config).pool_urls == ["http://127.0.0.1:8100"]
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE))
+    assert sorted(rows) == sorted(BackendSettings.__struct_fields__)
+    for name, said in rows.items():
+        value = getattr(DEFAULTS, name)
+        if isinstance(value, int | float):
+            assert f": {value:g} unless set" in said.replace("268435456", f"{2**28:g}"), name
