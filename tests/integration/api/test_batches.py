@@ -22,7 +22,7 @@ from mooncake.api.batches.store import BatchStore
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.multipart import MAX_PARTS
 from mooncake.base import Failure, GenerateRequest, OutputEvent, Priority
-from tests.support.api.batch_client import CHAT, jsonl, line, results, start, until
+from tests.support.api.batch_client import CHAT, WAIT_S, jsonl, line, results, start, until
 from tests.support.api.server import (
     ScriptedBackend,
     answer,
@@ -110,10 +110,15 @@ def test_a_batch_from_its_file_to_its_answers(tmp_path: Path) -> None:
         assert [each.id async for each in client.batches.list()] == [batch.id]
         found = {each.id: each.purpose async for each in client.files.list()}
         assert found == {batch.input_file_id: "batch", batch.output_file_id: "batch_output"}
+        left = "SELECT count(*) FROM results"
+        async with asyncio.timeout(WAIT_S):
+            while await asyncio.to_thread(database, tmp_path / "batches", left) != [(0,)]:
+                await asyncio.sleep(0.02)
 
-    backend = run(tmp_path, play)
+    backend = run(tmp_path / "batches", play)
     assert {each.priority for each in backend.requests} == {Priority.BATCH}
-    assert database(tmp_path, "SELECT count(*) FROM results") == [(0,)]
+    for path in (tmp_path / "batches" / "files", tmp_path / "batches" / "batches.sqlite"):
+        assert path.stat().st_mode & 0o077 == 0, f"others may open {path}"
 
 
 def test_completions_and_lines_that_are_refused(tmp_path: Path) -> None:
@@ -290,7 +295,7 @@ class Held(ScriptedBackend):
 
 
 async def in_flight(backend: ScriptedBackend, num: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while backend.num_hanging < num:
             await asyncio.sleep(0.01)
 
@@ -640,7 +645,7 @@ def test_a_client_that_leaves_in_an_upload_leaves_nothing(tmp_path: Path) -> Non
         )
         await writer.drain()
         folder = tmp_path / "files"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while not list(folder.iterdir()):
                 await asyncio.sleep(0.01)
             writer.close()

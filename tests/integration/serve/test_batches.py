@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from tests.support.api.batch_client import line, results, start, until
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_LINES = 100
 COMPLETIONS = "/v1/completions"

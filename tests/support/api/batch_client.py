@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 CHAT: Final = "/v1/chat/completions"
-WAIT_S = 60.0
+WAIT_S = 200.0
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
