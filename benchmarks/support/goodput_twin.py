@@ -17,11 +17,11 @@ import msgspec
 
 from benchmarks.support.goodput_figures import Limits, Outcome, Trial
 from benchmarks.support.servers import Layout
-from benchmarks.support.sessions import Session
+from benchmarks.support.sessions import PARTIES, Session
 from benchmarks.support.shared_cores import SharedCores, SharedRunner
 from mooncake.base import ConfigError, CostSample, GenerateRequest, SamplingParams, pack_tokens
 from mooncake.base.messages import Role
-from mooncake.base.request import FinalEvent, FinishReason, OutputEvent
+from mooncake.base.request import FinalEvent, FinishReason, OutputEvent, Priority
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import StepPlan
 from mooncake.launch.config.config import resolve
@@ -179,6 +179,9 @@ class _Client:
         self._limits = limits
         self._patience = patience
         self._said: list[int] = []
+        party = PARTIES.get(session.party)
+        self._tenant = party.tenant if party else ""
+        self._priority = Priority(party.priority) if party else Priority.INTERACTIVE
 
     @property
     def is_done(self) -> bool:
@@ -192,6 +195,8 @@ class _Client:
             request_id=f"{self._name}-{len(self.outcomes)}",
             prompt=pack_tokens(self._said),
             sampling=SamplingParams(max_tokens=turn.output_len, temperature=0.0, ignore_eos=True),
+            tenant=self._tenant,
+            priority=self._priority,
         )
         heap, sent_s = self._world.heap, self._world.heap.now()
         times_s: list[float] = []
@@ -217,15 +222,19 @@ class _Client:
         if reason in WELL:
             gaps_s = [after - before for before, after in pairwise(times_s)]
             self.outcomes.append(
-                Outcome(end="whole", ttft_s=times_s[0] - sent_s, tbt_s=slow_gap_mean(gaps_s))
-            )
+                Outcome(
+                    end="whole", ttft_s=times_s[0] - sent_s, tbt_s=slow_gap_mean(gaps_s),
+                    party=self.session.party,
+                )
+            )  # fmt: skip
             if not self.is_done:
                 self._world.heap.after(self.session.turns[len(self.outcomes)].pause_s, self.send)
             return
         ends = {FinishReason.REJECTED: "refused", FinishReason.ABORT: "late"}
-        self.outcomes.append(msgspec.convert({"end": ends.get(reason, "failed")}, Outcome))
+        lost = {"end": ends.get(reason, "failed"), "party": self.session.party}
+        self.outcomes.append(msgspec.convert(lost, Outcome))
         left = len(self.session.turns) - len(self.outcomes)
-        self.outcomes += [Outcome(end="late")] * left
+        self.outcomes += [Outcome(end="late", party=self.session.party)] * left
 
 
 def _world(plan: ServePlan, cost: MachineCost) -> World:

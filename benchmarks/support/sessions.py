@@ -24,6 +24,31 @@ SYSTEM_TOKENS = 512
 TASK_TOKENS, RESULT_TOKENS, CALL_TOKENS = (128, 384), (64, 256), (16, 48)
 NUM_TURNS, TOOL_S = (4, 8), 2.0
 CHAT_TOKENS, CHAT_ANSWER = (32, 256), (32, 96)
+FLOOD_TOKENS, FLOOD_BURST = (256, 1024), 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Party:
+    """Who sends requests: a tenant, in one of its classes."""
+
+    tenant: str
+    priority: str
+    share: float
+    """Of all requests."""
+
+    @property
+    def key(self) -> str:
+        """The API key of the tenant."""
+        return f"sk-{self.tenant}"
+
+
+PARTIES = {
+    "small": Party(tenant="small", priority="interactive", share=0.25),
+    "small, premium": Party(tenant="small", priority="premium", share=0.1),
+    "flood": Party(tenant="flood", priority="interactive", share=0.5),
+    "flood, batch": Party(tenant="flood", priority="batch", share=0.15),
+}
+"""Two tenants. One sends chats, the other eight times as many tokens, in bursts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +67,8 @@ class Session:
 
     at_s: float
     turns: Sequence[Turn]
+    party: str = ""
+    """One of `PARTIES`; empty: nobody in particular."""
 
 
 def shorter(lines: Sequence[TraceLine], max_model_len: int) -> list[TraceLine]:
@@ -129,3 +156,36 @@ def chats(count: int, rate: float, draw: Draw, seed: int) -> list[Session]:
         )
         for at_s in Arrivals(rate=rate).times_s(count, seed)
     ]
+
+
+def tenants(count: int, rate: float, draw: Draw, seed: int) -> list[Session]:
+    """Return about `count` requests of all `PARTIES`, at `rate` a second together. The small
+    tenant's are chats. Those of the one that floods are longer, and come in bursts.
+    """
+    sessions: list[Session] = []
+    for name, party in PARTIES.items():
+        source = random.Random(f"tenants/{seed}/{name}")
+        burst = FLOOD_BURST if party.tenant == "flood" else 1
+        num_bursts = max(1, round(count * party.share / burst))
+        times_s = Arrivals(rate=rate * party.share / burst).times_s(
+            num_bursts, source.randrange(99)
+        )
+        lengths = FLOOD_TOKENS if party.tenant == "flood" else CHAT_TOKENS
+        for at_s in times_s:
+            for _ in range(burst):
+                turn = Turn(
+                    fresh=draw(source, source.randint(*lengths)),
+                    output_len=source.randint(*CHAT_ANSWER),
+                )
+                sessions.append(Session(at_s=at_s, turns=[turn], party=name))
+    return sorted(sessions, key=lambda session: session.at_s)
+
+
+def keys_file() -> str:
+    """Return the content of a file for `--api-keys-file` with a key of each tenant."""
+    lines = ["keys:"]
+    for tenant in sorted({party.tenant for party in PARTIES.values()}):
+        own = [party for party in PARTIES.values() if party.tenant == tenant]
+        classes = ", ".join(party.priority for party in own)
+        lines.append(f"  - {{name: {tenant}, key: {own[0].key}, priorities: [{classes}]}}")
+    return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import yaml
 
 from benchmarks.support.goodput_figures import (
     Highest,
@@ -16,7 +17,15 @@ from benchmarks.support.goodput_figures import (
     summary,
     table,
 )
-from benchmarks.support.sessions import agents, chats, conversations, shorter
+from benchmarks.support.sessions import (
+    PARTIES,
+    agents,
+    chats,
+    conversations,
+    keys_file,
+    shorter,
+    tenants,
+)
 from mooncake.sim.workload import TraceLine
 
 LIMITS = Limits(ttft_s=5.0, tbt_s=0.15)
@@ -99,6 +108,22 @@ def test_chats_share_nothing() -> None:
 
 
 # ---------------------------------------------------------------- figures
+
+
+def test_two_tenants_send_in_their_classes_and_one_floods_in_bursts() -> None:
+    sessions = tenants(200, 2.0, draw, 3)
+    by_name = {name: [one for one in sessions if one.party == name] for name in PARTIES}
+    assert all(by_name.values())
+    assert sessions == sorted(sessions, key=lambda session: session.at_s)
+    for name, own in by_name.items():
+        assert len(own) == pytest.approx(200 * PARTIES[name].share, abs=8)
+        num_times = len({session.at_s for session in own})
+        assert num_times == (len(own) // 8 if "flood" in name else len(own))
+    assert tenants(200, 2.0, draw, 3) == sessions
+    keys = yaml.safe_load(keys_file())["keys"]
+    assert {key["name"]: set(key["priorities"]) for key in keys} == {
+        "small": {"interactive", "premium"}, "flood": {"interactive", "batch"},
+    }  # fmt: skip
 
 
 def test_a_request_is_good_when_it_ends_whole_within_both_limits() -> None:

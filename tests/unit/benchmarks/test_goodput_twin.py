@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.support.goodput_figures import Limits, Outcome, Trial
+from benchmarks.support.goodput_figures import Limits, Outcome, Trial, by_party
 from benchmarks.support.goodput_twin import BUSY, MachineCost, compared, plan_of, read_profile, twin
 from benchmarks.support.servers import ours
-from benchmarks.support.sessions import Session, Turn
+from benchmarks.support.sessions import PARTIES, Session, Turn, tenants
 from mooncake.base import ConfigError, CostSample
 from mooncake.launch.config.plan import ServePlan
 from tests.support.model.checkpoints import write_config_only
@@ -99,6 +99,20 @@ def test_a_client_whose_patience_ends_is_late_with_all_its_turns(model: Path) ->
     sessions = [Session(at_s=0.0, turns=[turn(1, 900, 4), turn(2, 10, 4)])]
     found = twin(plan(model, "--colocated"), STEPS, trial(), ALONE, sessions, LIMITS, 0.1)
     assert [one.end for one in found] == ["late", "late"]
+
+
+def test_the_requests_of_a_small_tenant_stay_good_beside_a_flood(model: Path) -> None:
+    def draw(source: random.Random, count: int) -> list[int]:
+        return source.choices(range(1, 200), k=count)
+
+    sessions = tenants(40, 2.0, draw, 1)
+    outcomes = played(plan(model, "--colocated"), sessions)
+    own = {name: [one for one in outcomes if one.party == name] for name in PARTIES}
+    good = {name: sum(map(LIMITS.are_met, each)) / len(each) for name, each in own.items()}
+    assert good["small, premium"] >= good["flood"]
+    assert good["small"] > good["flood"]
+    rows = by_party([trial(outcomes=msgspec.to_builtins(outcomes))], LIMITS)[2:]
+    assert [row.split(" | ")[3] for row in rows] == sorted(PARTIES)
 
 
 def test_a_chunk_beside_streams_takes_as_long_as_both() -> None:
