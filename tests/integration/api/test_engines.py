@@ -99,6 +99,7 @@ async def gateway(
     publishing: Sequence[int] = (),
     stop: asyncio.Event | None = None,
     clock: Clock | None = None,
+    drain_s: float = 0.2,
     **placement: Any,
 ) -> AsyncIterator[World]:
     """Run a gateway over engines with these scripts, until all are up."""
@@ -106,7 +107,7 @@ async def gateway(
         urls = [each.url for each in made]
         fleet = Fleet(urls, SchedulerConfig(**placement), [urls[number] for number in publishing])
         events, ids, clock = EventList(), SystemIds(), clock or MonotonicClock()
-        config = ApiConfig(port=0, drain_s=0.2, keys=tuple(keys), docs=False)
+        config = ApiConfig(port=0, drain_s=drain_s, keys=tuple(keys), docs=False)
         proxy = EngineProxy(
             fleet, urls, config, ids=ids, clock=clock, recorder=events,
             metrics=Metrics("engines").render, engine_key=engine_key, look_s=0.01,
@@ -460,12 +461,13 @@ def test_a_shutdown_ends_what_runs_and_refuses_what_comes() -> None:
             begun.set()
             await call.until_gone()
 
-        async with gateway(hangs, stop=stop) as world:
+        async with gateway(hangs, stop=stop, drain_s=LIMIT_S) as world:
             running = asyncio.create_task(world.ask())
             await begun.wait()
             stop.set()
             await world.until(lambda: world.proxy.draining)
             late = await world.ask()
+            world.proxy.fail_all(world.proxy.shutting_down())  # as the server does at last
             assert (late.status_code, (await running).status_code) == (503, 503)
             assert "shutting down" in late.json()["error"]["message"]
 
