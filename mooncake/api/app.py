@@ -74,7 +74,7 @@ from mooncake.base import (
     MooncakeError,
     SystemIds,
 )
-from mooncake.telemetry.events import Recorder, Recorders
+from mooncake.telemetry.events import BatchesSeen, Recorder, Recorders
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.receipt import Bundle, Receipt
 from mooncake.telemetry.receipts import Receipts
@@ -149,7 +149,8 @@ def create_app(
     recorder = recorder or Recorders()
     batches = None
     if config.batch_dir is not None:
-        batches = BatchService(api_server, Path(config.batch_dir), ask=partial(ask, app))
+        seen = partial(_record_batches, recorder, clock)
+        batches = BatchService(api_server, Path(config.batch_dir), ask=partial(ask, app), seen=seen)
     app.state.batches = batches
     for routes in _ROUTES:
         app.include_router(routes(api_server))
@@ -198,6 +199,19 @@ def finish_app(
         )
     if config.access_log:
         app.add_middleware(AccessLog, clock=clock)  # the last one added is the outermost
+
+
+def _record_batches(
+    recorder: Recorder, clock: Clock, num_batches: int, num_asked: int, num_left: int
+) -> None:
+    recorder.record(
+        BatchesSeen(
+            at_s=clock.now(),
+            num_batches=num_batches,
+            num_lines_asked=num_asked,
+            num_lines_left=num_left,
+        )
+    )
 
 
 async def _on_mooncake_error(request: Request, error: Exception) -> Response:

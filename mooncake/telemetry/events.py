@@ -148,9 +148,19 @@ class LoopHeld(LifetimeEvent, frozen=True, tag="loop_held"):
     held_s: float
 
 
+class BatchesSeen(LifetimeEvent, frozen=True, tag="batches_seen"):
+    """The gateway looked at the batches that it runs."""
+
+    num_batches: int
+    num_lines_asked: int
+    """Lines that are being asked now."""
+    num_lines_left: int
+    """Lines without a result, those that are being asked among them."""
+
+
 AnyRequestEvent = Accepted | Refused | Placed | Worked | FirstToken | Tokens | Requeued | Finished
 AnyWorkerEvent = WorkerJoined | WorkerReported | WorkerLeft
-AnyEvent = AnyRequestEvent | AnyWorkerEvent | LoopHeld
+AnyEvent = AnyRequestEvent | AnyWorkerEvent | LoopHeld | BatchesSeen
 
 
 class Recorder(Protocol):

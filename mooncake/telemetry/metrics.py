@@ -16,6 +16,7 @@ from mooncake.base import FinishReason
 from mooncake.telemetry.events import (
     Accepted,
     AnyEvent,
+    BatchesSeen,
     Finished,
     FirstToken,
     LoopHeld,
@@ -101,6 +102,10 @@ class Metrics:
                 self._on_finished(event)
             case LoopHeld():
                 self._requests.loop_held_s.observe(event.held_s)
+            case BatchesSeen():
+                self._requests.batches.set(event.num_batches)
+                self._requests.batch_lines_asked.set(event.num_lines_asked)
+                self._requests.batch_lines_left.set(event.num_lines_left)
             case WorkerJoined():
                 self._counters[event.worker_id] = {}
                 self._workers.joined(event.worker_id, event.role, event.num_blocks, event.node_id)

@@ -165,6 +165,9 @@ class RequestSeries:
             "num_requests_running", "Requests that have produced their first token."
         )
         self.waiting = gauge("num_requests_waiting", "Requests without a first token so far.")
+        self.batches = gauge("batches_running", "Batches that this gateway runs.")
+        self.batch_lines_asked = gauge("batch_lines_asked", "Lines of them that are being asked.")
+        self.batch_lines_left = gauge("batch_lines_left", "Lines of them without a result so far.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens reused, not computed.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")

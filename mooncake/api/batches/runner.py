@@ -134,9 +134,11 @@ class BatchRunner:
         ask: Ask,
         owner: str,
         wall_s: Callable[[], float],
+        seen: Callable[[int, int, int], None],
     ) -> None:
         """`storing` is the lane of the store's one thread, `reading` that of the area's threads.
-        `owner` names this life of the gateway.
+        `owner` names this life of the gateway. `seen` is told at each look how many batches run
+        here, how many of their lines are being asked, and how many have no result.
         """
         self._api_server = api_server
         self._store = batch_store
@@ -146,6 +148,7 @@ class BatchRunner:
         self._ask = ask
         self._owner = owner
         self._wall_s = wall_s
+        self._seen = seen
         config = api_server.config
         self._max_line_bytes = config.max_body_bytes
         self._window = Window(config.max_body_bytes)
@@ -212,6 +215,8 @@ class BatchRunner:
                 self._tasks[row.seq] = asyncio.create_task(self._guarded(run))
             if self._is_over(row):
                 self._runs[row.seq].stopped.set()
+        num_left = sum(row.num_total - row.num_completed - row.num_failed for row in held)
+        self._seen(len(held), self._window.num_lines, num_left)
 
     def _is_over(self, row: BatchRow) -> bool:
         """Return whether no further line of it may be asked."""

@@ -70,9 +70,14 @@ class BatchService:
         directory: Path,
         *,
         ask: Ask,
+        seen: Callable[[int, int, int], None],
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        """Raise ConfigError if the directory cannot be used."""
+        """`ask` and `seen`: see `BatchRunner`.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+        """
         self._api_server = api_server
         self._config = api_server.config
         self._wall_s = wall_s
@@ -92,6 +97,7 @@ class BatchService:
             ask=ask,
             owner=self._owner,
             wall_s=wall_s,
+            seen=seen,
         )
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from mooncake.api.batches.store import BatchStore
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.multipart import MAX_PARTS
 from mooncake.base import Failure, GenerateRequest, OutputEvent, Priority
+from mooncake.telemetry.metrics import Metrics
 from tests.support.api.batch_client import CHAT, WAIT_S, jsonl, line, results, start, until
 from tests.support.api.server import (
     ScriptedBackend,
@@ -632,6 +633,36 @@ def test_a_long_line_is_asked_like_a_short_one(tmp_path: Path) -> None:
         assert errors == []
 
     run(tmp_path, play)
+
+
+def test_metrics_say_how_many_lines_are_left(tmp_path: Path) -> None:
+    backend, metrics = Held(), Metrics("tiny")
+    backend.has_waiting_batch = True
+
+    async def shown(*wanted: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while any(f"{each}\n" not in metrics.render().decode() for each in wanted):
+                await asyncio.sleep(0.02)
+
+    async def main() -> None:
+        async with (
+            live_api_server(backend, config=config(tmp_path), recorder=metrics) as url,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        ):
+            batch = await start(client, [line(f"q{at}") for at in range(3)])
+            labels = '{model_name="tiny"}'
+            await in_flight(backend, 1)
+            await shown(
+                f"mooncake:batches_running{labels} 1.0",
+                f"mooncake:batch_lines_asked{labels} 1.0",
+                f"mooncake:batch_lines_left{labels} 3.0",
+            )
+            await client.batches.cancel(batch.id)
+            await shown(
+                f"mooncake:batches_running{labels} 0.0", f"mooncake:batch_lines_left{labels} 0.0"
+            )
+
+    asyncio.run(main())
 
 
 def test_a_client_that_leaves_in_an_upload_leaves_nothing(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from mooncake.base import (
     packed_logprobs,
 )
 from mooncake.base.request import NO_LOGPROBS, CacheUse
+from mooncake.telemetry.events import Recorder
 from mooncake.telemetry.receipts import Receipts
 from mooncake.telemetry.traces import Tracer
 
@@ -268,10 +269,18 @@ async def live_api_server(
     stop: asyncio.Event | None = None,
     tracer: Tracer | None = None,
     receipts: Receipts | None = None,
+    recorder: Recorder | None = None,
 ) -> AsyncIterator[str]:
     """Serve an API server over `backend` and yield its base URL; stop it at the end."""
     config = config or ApiConfig(port=0, drain_s=0.2)
-    app = create_app(backend, model or tiny_model(), config, tracer=tracer, receipts=receipts)
+    app = create_app(
+        backend,
+        model or tiny_model(),
+        config,
+        tracer=tracer,
+        receipts=receipts,
+        recorder=recorder,
+    )
     stop = stop or asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(

@@ -10,6 +10,7 @@ from mooncake.base import FinishReason, Role, WorkerLoad
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse
 from mooncake.telemetry.events import (
     Accepted,
+    BatchesSeen,
     Finished,
     FirstToken,
     LoopHeld,
@@ -135,6 +136,7 @@ def busy() -> Metrics:
     metrics.record(WorkerJoined(worker_id="p0", at_s=0.0, role=Role.PREFILL, num_blocks=100))
     metrics.record(Refused(request_id="x", at_s=0.0, status=429, reason="ttft_limit"))
     metrics.record(LoopHeld(at_s=0.5, held_s=0.03))
+    metrics.record(BatchesSeen(at_s=0.6, num_batches=2, num_lines_asked=8, num_lines_left=90))
     accept(metrics, "a", 1.0)
     place(metrics, "a", 1.01)
     token(metrics, "a", 1.5, 0)
@@ -372,3 +374,10 @@ def test_infos_are_series_whose_labels_say_it() -> None:
     labels = {"version": "1.2.3", "revision": "c0ffee", "role": "gateway", "layout": "ab12"}
     assert value(metrics, "build_info", **labels) == 1
     assert value(metrics, "cache_config_info") is None
+
+
+def test_batches_are_shown_as_they_were_last_seen(busy: Metrics) -> None:
+    names = ("batches_running", "batch_lines_asked", "batch_lines_left")
+    assert [value(busy, name) for name in names] == [2, 8, 90]
+    busy.record(BatchesSeen(at_s=9.0, num_batches=0, num_lines_asked=0, num_lines_left=0))
+    assert [value(busy, name) for name in names] == [0, 0, 0]
