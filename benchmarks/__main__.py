@@ -6,6 +6,7 @@ import sys
 
 from benchmarks import (
     accuracy,
+    autoscale,
     balance,
     constrained,
     engine_routing,
@@ -59,6 +60,7 @@ BENCHMARKS = {
     "pauses": pauses.main,
     "pipeline": pipeline.main,
     "accuracy": accuracy.main,
+    "autoscale": autoscale.main,
     "balance": balance.main,
     "placement": placement.main,
     "planned-steps": planned_steps.main,

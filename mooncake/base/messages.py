@@ -315,6 +315,8 @@ class GatewayNews(Message, frozen=True, tag="gateway"):
     release: Release = UNNAMED_RELEASE
     turn: float = 0.0
     """The latest turn that it knows to be served. Engines compare the turns of all gateways."""
+    offered: list[float] = []
+    """What it was asked for since it started, as sums (`scheduler.scaling.demand.Offered`)."""
 
 
 class PeersHeard(Message, frozen=True, tag="heard"):

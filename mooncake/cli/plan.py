@@ -1,14 +1,20 @@
-"""`mooncake plan` finds the smallest simulated cluster that keeps a trace inside its limits."""
+"""`mooncake plan` finds the smallest simulated cluster that keeps a trace inside its limits, or
+asks a running one how many replicas it should have now.
+"""
 
 from __future__ import annotations
+
+import dataclasses
 
 from rich.console import Console
 
 from mooncake.base import ConfigError, MooncakeError, Shape
 from mooncake.cli.command import Command
+from mooncake.cli.status import STATUS_PATH, ServerAddress
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.config.sim_settings import PlanSettings
+from mooncake.launch.host.http_client import Client
 from mooncake.sim import console as terminal
 from mooncake.sim.files import as_json, check_writable, read_trace, write
 from mooncake.sim.planning import plan_cluster
@@ -18,13 +24,20 @@ from mooncake.sim.workload import Workload
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 
 
-def run(wanted: PlanSettings) -> int:
-    """Try clusters, print and write what was tried.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(PlanSettings, ServerAddress):
+    """Settings of `mooncake plan`."""
+
+
+def run(wanted: Plan) -> int:
+    """Try clusters, print and write what was tried; with `live`, what a server advises.
 
     Raises:
-        MooncakeError: no cluster of up to `max_nodes` nodes is enough.
+        MooncakeError: no cluster of up to `max_nodes` nodes is enough, or no server answers.
     """
     check_writable(wanted.json, wanted.report)
+    if wanted.live:
+        return _live(wanted)
     if wanted.trace is None:
         raise ConfigError("--trace is missing", param="trace")
     base = SimulationConfig(
@@ -60,11 +73,26 @@ def run(wanted: PlanSettings) -> int:
     return 0
 
 
+def _live(wanted: Plan) -> int:
+    advice = Client(wanted.url, wanted.api_key).get(STATUS_PATH).get("replicas")
+    if not advice:
+        raise MooncakeError(
+            f"the server at {wanted.url} gives no advice: it has just started (ask again in "
+            "seconds), or is of an older release"
+        )
+    write(wanted.json, as_json(advice))
+    rows = [["role", "now", "wanted", "why"]]
+    rows += [[str(each[name]) for name in rows[0]] for each in advice]
+    terminal.show_rows("replicas", rows, Console())
+    return 0
+
+
 COMMANDS = (
     Command(
-        words="plan", summary="the smallest cluster for a trace and limits", settings=PlanSettings,
-        run=run, takes_file=True,
+        words="plan", summary="the smallest cluster for a trace and limits, or for the load now",
+        settings=Plan, run=run, takes_file=True,
         examples="mooncake plan --trace trace.jsonl --model llama3-70b --hardware a800x8 \\\n"
-        "    --slo-ttft-s 30 --slo-tbt-ms 100",
+        "    --slo-ttft-s 30 --slo-tbt-ms 100\n"
+        "mooncake plan --live --url http://127.0.0.1:8000",
     ),
 )  # fmt: skip

@@ -39,7 +39,7 @@ SUMMARIES = {
     "eval": "count right answers of an OpenAI endpoint",
     "conformance": "ask a server what users of disaggregated servers complain of",
     "simulate": "play a trace, or faults, on a simulated cluster",
-    "plan": "the smallest cluster for a trace and limits",
+    "plan": "the smallest cluster for a trace and limits, or for the load now",
     "trace": "look at a trace",
     "profile": "time an engine's steps here and fit the cost model",
     "tune": "measure kernel configurations on this GPU",

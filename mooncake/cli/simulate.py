@@ -23,6 +23,7 @@ from mooncake.sim.faults.run import FaultyRun
 from mooncake.sim.files import as_json, check_writable, read_faults, read_trace, write
 from mooncake.sim.results.report import comparison_page, page
 from mooncake.sim.results.result import result_of
+from mooncake.sim.scaling import FIXED
 from mooncake.sim.simulation import SimulationConfig
 from mooncake.sim.workload import Workload
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
@@ -77,6 +78,7 @@ def run(wanted: SimulateSettings) -> int:
 def simulation_config(wanted: SimulateSettings) -> SimulationConfig:
     """Return the cluster that the settings describe."""
     coupled = wanted.engine != "mooncake"
+    has_limits = wanted.reject or wanted.autoscale is not None
     prefill = wanted.prefill if wanted.prefill is not None else 0 if coupled else 8
     decode = wanted.decode if wanted.decode is not None else 16 if coupled else 8
     return SimulationConfig(
@@ -87,10 +89,11 @@ def simulation_config(wanted: SimulateSettings) -> SimulationConfig:
         num_decode=decode,
         scheduler=SchedulerConfig(
             fetch_remote=not wanted.local_caches,
-            ttft_slo_s=wanted.slo_ttft_s if wanted.reject else None,
-            tbt_slo_s=wanted.slo_tbt_ms / 1e3 if wanted.reject else None,
+            ttft_slo_s=wanted.slo_ttft_s if has_limits else None,
+            tbt_slo_s=wanted.slo_tbt_ms / 1e3 if has_limits else None,
             **values_of(wanted, SchedulerConfig),
         ),
+        scaling=wanted.autoscale_by if wanted.autoscale is not None else FIXED,
         link_bytes_per_s=wanted.link_gbps * 1e9 / 8 if wanted.link_gbps else None,
         **values_of(wanted, SimulationConfig),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from mooncake.base import ConfigError, GenerateRequest
+from mooncake.base import ConfigError, GenerateRequest, Role
+from mooncake.scheduler.scaling.config import ScalingConfig
 
 POLICIES = ("kvcache-centric", "local-cache-aware", "load-balance", "round-robin", "random")
 """Names of the ways to choose a prefill worker."""
@@ -86,6 +87,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long one role must lack workers, and the other have one to spare, before one changes."""
     role_switch_drain_s: float = 10.0
     """How long a worker that changes may finish its requests; the rest moves to other workers."""
+    autoscale: str | None = None
+    """The bounds for the number of replicas, as `ScalingConfig.parse` reads them. None: the advice
+    knows none, but wants one of each role at least.
+    """
     uses_per_s_per_copy: float = 0.02
     """A block that is used more often than this gets a second copy in another pool, and so on. 0 =
     blocks are not replicated.
@@ -98,6 +103,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Latency of any fetch, whatever its size."""
     expected_output_tokens: float = 256.0
     """First guess of an output's length; refined by finished requests."""
+
+    def may_be_zero(self, role: Role) -> bool:
+        """Return whether the cluster may have no worker of a role while nothing is asked for."""
+        return self.autoscale is not None and self.scaling.bounds(role).least == 0
+
+    @property
+    def scaling(self) -> ScalingConfig:
+        """The settings of the scaling policy."""
+        return ScalingConfig() if self.autoscale is None else ScalingConfig.parse(self.autoscale)
 
     def ttft_limit_s(self, request: GenerateRequest) -> float | None:
         """Return the limit on the first token: the request's own in place of the cluster's."""
@@ -121,6 +135,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"admission: {self.admission!r} is not one of {', '.join(ADMISSIONS)}",
                 param="admission",
             )
+        if self.autoscale is not None:
+            ScalingConfig.parse(self.autoscale)
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:

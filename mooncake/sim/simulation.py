@@ -21,6 +21,7 @@ from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.measure import Measures
+from mooncake.sim.scaling import BUSY, FIXED, RULES, Autoscaler, BusyRule, FollowPolicy, Rule
 from mooncake.sim.timeline import Watch
 from mooncake.sim.workload import STOP_TOKEN, TRACE_BLOCK_TOKENS, Arrival, Workload
 from mooncake.sim.world.clock import EventHeap
@@ -101,12 +102,22 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The seats in a decode batch."""
     link_bytes_per_s: float | None = None
     """The link speed to use instead of the hardware's."""
+    scaling: str = FIXED
+    """Who decides the number of instances, inside the bounds of `scheduler.autoscale`: see
+    `sim.scaling.RULES`. `num_prefill` and `num_decode` are those at the start.
+    """
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"engine: {self.engine!r} is not one of {', '.join(ENGINES)}")
-        if self.num_decode < 1 or self.num_prefill < 0:
+        if self.scaling not in RULES:
+            raise ConfigError(f"scaling: {self.scaling!r} is not one of {', '.join(RULES)}")
+        if self.scaling != FIXED and (self.scheduler.autoscale is None or self.engine in COUPLED):
+            raise ConfigError(
+                f"scaling: {self.scaling} needs bounds (`autoscale`) and prefill instances"
+            )
+        if self.num_decode < (self.scaling == FIXED) or self.num_prefill < 0:
             raise ConfigError(
                 "prefill, decode: a cluster needs at least 1 decode instance, and not less than 0 "
                 "of prefill"
@@ -155,6 +166,7 @@ class Simulation:
             self._world_config(), self._specs(), self._make_runner, self.measures, after_event
         )
         self._next = 0
+        self.scaler = Autoscaler(self.world, config.scheduler.scaling, self._rule(), self._specs_of)
         self.watch = Watch(self.world, self.measures, config.ttft_slo_s, config.tbt_slo_s)
 
     @property
@@ -168,6 +180,8 @@ class Simulation:
         """Run the whole workload; `progress` is called with (ended requests, all requests)."""
         heap, num = self.world.heap, len(self.workload.arrivals)
         heap.at(START_S, self._arrive)
+        counts = {Role.PREFILL: self.config.num_prefill, Role.DECODE: self.config.num_decode}
+        heap.at(START_S, lambda: self.scaler.begin(counts))
         self.watch.start(START_S, START_S + self.workload.duration_s)
         while self.measures.num_ended < num:
             heap.run_until(heap.now() + 1.0)
@@ -241,23 +255,44 @@ class Simulation:
 
     def _specs(self) -> list[WorkerSpec]:
         config = self.config
+        counts = ((Role.PREFILL, config.num_prefill), (Role.DECODE, config.num_decode))
+        return [
+            spec
+            for role, count in counts
+            for number in range(count)
+            for spec in self._specs_of(role, number)
+        ]
+
+    def _specs_of(self, role: Role, number: int) -> list[WorkerSpec]:
+        """Return the workers of an engine: its instances, and the pool of each one's node."""
+        config = self.config
         workers: list[WorkerSpec] = []
         shared = config.num_played or self.cost.shape.dp
         alone = config.num_played is not None or shared == 1
         pools = {Role.PREFILL: config.engine == "mooncake", Role.DECODE: config.decode_pools}
-        for role, count in ((Role.PREFILL, config.num_prefill), (Role.DECODE, config.num_decode)):
-            for index in range(count * shared):
-                node = f"{role.value}-node-{index}"
-                experts = f"{role.value}-engine-{index // shared}" if not alone else ""
-                workers.append(
-                    WorkerSpec(
-                        worker_id=f"{role.value}-{index}", role=role, node_id=node, experts=experts
-                    )
+        for index in range(number * shared, (number + 1) * shared):
+            node = f"{role.value}-node-{index}"
+            experts = f"{role.value}-engine-{number}" if not alone else ""
+            workers.append(
+                WorkerSpec(
+                    worker_id=f"{role.value}-{index}", role=role, node_id=node, experts=experts
                 )
-                if pools[role] and config.pool_tokens:
-                    name = f"kvstore-{role.value}-{index}"
-                    workers.append(WorkerSpec(worker_id=name, role=Role.KVSTORE, node_id=node))
+            )
+            if pools[role] and config.pool_tokens:
+                name = f"kvstore-{role.value}-{index}"
+                workers.append(WorkerSpec(worker_id=name, role=Role.KVSTORE, node_id=node))
         return workers
+
+    def _rule(self) -> Rule | None:
+        """Return what decides the number of instances while the cluster runs, if anything does."""
+        config = self.config
+        if config.scaling == FIXED:
+            return None
+        if self.cost.shape.dp > 1:
+            raise ConfigError("scaling: instances that share experts keep their number")
+        if config.scaling == BUSY:
+            return BusyRule(self.world, config.scheduler.scaling)
+        return FollowPolicy(self.world)
 
     def _world_config(self) -> WorldConfig:
         config, hardware = self.config, self.config.hardware

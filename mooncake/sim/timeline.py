@@ -88,7 +88,8 @@ class Watch:
     def _busy(self, role: Role) -> float:
         runners = self._world.runners(role)
         total = sum(runner.busy_s for runner in runners if isinstance(runner, SimRunner))
-        count = sum(worker.spec.role is role for worker in self._world.workers.values())
+        workers = self._world.workers.values()
+        count = sum(each.spec.role is role and not each.retired for each in workers)
         share = (total - self._busy_s[role]) / (self._every_s * count) if count else 0.0
         self._busy_s[role] = total
         return round(min(share, 1.0), 4)

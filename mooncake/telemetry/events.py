@@ -142,6 +142,16 @@ class WorkerLeft(LifetimeEvent, frozen=True, tag="worker_left"):
     reason: str
 
 
+class ReplicasWanted(LifetimeEvent, frozen=True, tag="replicas_wanted"):
+    """The scaling policy has looked at the cluster."""
+
+    role: Role
+    now: int
+    """Replicas that are there."""
+    wanted: int
+    """Replicas that the load needs, inside the bounds."""
+
+
 class LoopHeld(LifetimeEvent, frozen=True, tag="loop_held"):
     """Something occupied the gateway's event loop, so that no stream moved."""
 
@@ -160,7 +170,7 @@ class BatchesSeen(LifetimeEvent, frozen=True, tag="batches_seen"):
 
 AnyRequestEvent = Accepted | Refused | Placed | Worked | FirstToken | Tokens | Requeued | Finished
 AnyWorkerEvent = WorkerJoined | WorkerReported | WorkerLeft
-AnyEvent = AnyRequestEvent | AnyWorkerEvent | LoopHeld | BatchesSeen
+AnyEvent = AnyRequestEvent | AnyWorkerEvent | ReplicasWanted | LoopHeld | BatchesSeen
 
 
 class Recorder(Protocol):

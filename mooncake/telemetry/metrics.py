@@ -22,6 +22,7 @@ from mooncake.telemetry.events import (
     LoopHeld,
     Placed,
     Refused,
+    ReplicasWanted,
     Requeued,
     Tokens,
     WorkerJoined,
@@ -109,6 +110,8 @@ class Metrics:
             case WorkerJoined():
                 self._counters[event.worker_id] = {}
                 self._workers.joined(event.worker_id, event.role, event.num_blocks, event.node_id)
+            case ReplicasWanted():
+                self._workers.wanted(event.role, event.wanted)
             case WorkerLeft():
                 self._counters.pop(event.worker_id, None)
                 self._workers.left(event.worker_id, event.role)

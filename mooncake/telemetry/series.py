@@ -303,6 +303,12 @@ class WorkerSeries:
         self._lost = Counter(
             "mooncake:workers_lost", "Workers lost.", ["model_name", "role"], registry=registry
         )
+        self._wanted = Gauge(
+            "mooncake:desired_replicas",
+            "Replicas of a role that the predicted load needs to keep the limits.",
+            ["model_name", "role"],
+            registry=registry,
+        )
         self._without_pool = Gauge(
             "mooncake:engines_without_pool",
             "Engines that write to no pool: their node has none, and others have one.",
@@ -353,6 +359,10 @@ class WorkerSeries:
         self._up.labels(self._model_name, role.value).inc()
         self._lost.labels(self._model_name, role.value)
         self._total.labels(self._model_name, worker_id, role.value).set(num_blocks)
+
+    def wanted(self, role: Role, number: int) -> None:
+        """Set how many replicas of a role there should be."""
+        self._wanted.labels(self._model_name, role.value).set(number)
 
     def left(self, worker_id: str, role: Role) -> None:
         """Remove the gauges of a lost worker. Its counters go only after many more workers were

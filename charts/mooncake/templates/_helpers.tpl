@@ -549,6 +549,32 @@ volumeMounts: {{- include "mooncake.mounts" . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{/* How many prefill and decode pods there may be, if what the gateways desire decides for any of the two. */}}
+{{- define "mooncake.bounds" -}}
+{{- $bounds := list }}
+{{- $any := false }}
+{{- $start := 0 }}
+{{- $quiet := 0 }}
+{{- range $role := list "prefill" "decode" }}
+{{- $scope := dict "root" $.root "role" $role }}
+{{- include "mooncake.scope" $scope }}
+{{- $scaling := $scope.values.autoscaling }}
+{{- $least := int $scope.values.replicas }}
+{{- $most := $least }}
+{{- if and $scaling.maxReplicas (eq $scaling.metric "desired") }}
+{{- $any = true }}
+{{- $least = int $scaling.minReplicas }}
+{{- $most = int $scaling.maxReplicas }}
+{{- $start = max $start $scaling.startSeconds }}
+{{- $quiet = max $quiet $scaling.quietSeconds }}
+{{- end }}
+{{- $bounds = append $bounds (printf "%s=%d..%d" $role $least $most) }}
+{{- end }}
+{{- if $any }}
+{{- join "," $bounds }},start={{ $start }},quiet={{ $quiet }}
+{{- end }}
+{{- end -}}
+
 {{/* All gateways have the same flags: what they say is how the cluster works. */}}
 {{- define "mooncake.gateway" -}}
 {{ include "mooncake.at" . }}
@@ -558,6 +584,9 @@ exec mooncake serve {{ .root.Values.model.path | squote }} --role gateway \
   --host "$all" --port 8000 --shutdown-timeout {{ .values.drainSeconds }}
 {{- if .root.Values.pods.rdma }} \
   --require-transport rdma
+{{- end }}
+{{- with include "mooncake.bounds" . | trim }} \
+  --autoscale {{ . }}
 {{- end }}
 {{- if .root.Values.secret.apiKeys }} \
   --api-keys-file /etc/mooncake/keys.yaml

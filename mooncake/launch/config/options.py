@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from mooncake.base import ConfigError, parse_bytes
+from mooncake.scheduler.scaling.config import ScalingConfig
 
 _COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
 _PLACE = re.compile(r"^(anywhere|cpu:[0-9]+|gpu:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])$")
@@ -192,6 +193,13 @@ def truth(name: str, value: object) -> bool:
     if word is None:
         raise ConfigError(f"{flag(name)}: {value!r} is neither true nor false")
     return word
+
+
+def bounds(name: str, value: object) -> str:
+    """Read how many replicas of each role there may be (`ScalingConfig.parse`)."""
+    written = text(name, value)
+    ScalingConfig.parse(written)
+    return written
 
 
 class OneOf:

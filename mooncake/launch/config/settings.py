@@ -19,6 +19,7 @@ from mooncake.launch.config.options import (
     OneOf,
     SomeOf,
     amount,
+    bounds,
     count,
     disks,
     engine_events,
@@ -418,6 +419,12 @@ class ServeConfig:
         "prompts neither wait nor let others go first")
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
         "let workers change between prefill and decode when the load moves for long", switch=True)
+    autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, LIMITS,
+        "prefill=MIN..MAX,decode=MIN..MAX[,total=N][,start=S][,quiet=S]",
+        "bounds for how many replicas the gateways advise (mooncake:desired_replicas, `mooncake "
+        "plan --live`). total: most of both roles; start: seconds until a new replica serves; "
+        "quiet: seconds for which fewer must have been enough before fewer are advised; MIN 0: "
+        "without workers the gateway is ready all the same, and batch requests wait for them")
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",
         "most accepted requests at a time; more get 429")
     log_level: str | None = setting(None, OneOf(*_LEVELS), OTHER, "LEVEL",

@@ -9,6 +9,7 @@ import dataclasses
 from mooncake.base import Shape
 from mooncake.launch.config.options import (
     OneOf,
+    bounds,
     count,
     counts,
     owned,
@@ -79,6 +80,14 @@ class SimulateSettings(Replay):
         "refuse requests that would miss the limits, instead of serving them late", switch=True)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, CLUSTER, "",
         "let instances change between prefill and decode when the load moves for long", switch=True)
+    autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, CLUSTER,
+        "prefill=MIN..MAX,decode=MIN..MAX[,total=N][,start=S][,quiet=S]",
+        "let instances come and go inside these bounds; --prefill and --decode are those at the "
+        "start. start: seconds until a new one serves; quiet: seconds for which fewer must have "
+        "been enough before one goes")
+    autoscale_by: str = setting("policy", OneOf("policy", "busy"), CLUSTER, "RULE",
+        "what --autoscale follows: the policy of the gateways, or how busy the instances are, as a "
+        "plain HorizontalPodAutoscaler does")
     pool_tokens: int = owned(SimulationConfig, "pool_tokens", count(0), CLUSTER, "N",
         "tokens in the DRAM pool of each prefill instance")
     link_gbps: float | None = setting(None, positive, CLUSTER, "X",
@@ -95,7 +104,12 @@ class SimulateSettings(Replay):
 class PlanSettings(Replay):
     """Settings of `mooncake plan`."""
 
+    # fmt: off
     max_nodes: int = setting(128, count(1), CLUSTER, "N", "largest cluster to try")
+    live: bool = setting(False, truth, CLUSTER, "",
+        "say how many replicas a running server should have now, and why, instead of simulating; "
+        "--json writes the same", switch=True)
+    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

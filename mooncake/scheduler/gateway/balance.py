@@ -19,6 +19,7 @@ from typing import NamedTuple
 from mooncake.base import Role
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.scaling.policy import QUEUE_S, SLOWEST
 
 FULL = 0.85
 """Decode with this load or more is short of workers: the requests that join next take the rest."""
@@ -30,12 +31,6 @@ change would have to gain as much, so no worker is sent back for the loads it ca
 """
 HORIZON = 10.0
 """A change is assumed to be useful for this many times `role_switch_after_s`."""
-QUEUE_S = 5.0
-"""If prompts queue for this long, the prefill pool has too many of them. Used where no limit on the
-first token exists, whose refusals would show it.
-"""
-SLOWEST = 1.05
-"""The slowest tenth of gaps, to which the limit applies, relative to the mean gap."""
 IDLE_SHARE = 0.95
 """An idle worker's own gap counts as at most this share of the limit on gaps."""
 MOST = 2.0

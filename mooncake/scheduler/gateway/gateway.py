@@ -39,12 +39,14 @@ from mooncake.scheduler.gateway.pool_search import (
     find_replicas,
 )
 from mooncake.scheduler.gateway.role_switching import RoleSwitching
+from mooncake.scheduler.gateway.scaling_watch import ScalingWatch
 from mooncake.scheduler.gateway.status import (
     ClusterStatus,
     GatewayStatus,
     load_status,
     missing_roles,
     pool_status,
+    replica_status,
     shown_address,
     worker_status,
 )
@@ -102,6 +104,8 @@ class Gateway:
         self._switching = RoleSwitching(
             config, channel, self._membership, conductor, self._request_manager
         )
+        self._peers.demand = self._request_manager.demand
+        self.scaling = ScalingWatch(config, conductor, self._request_manager, recorder)
         self._removed = RemovedBlocks(worker)
         self._feed: BlockFeed | None = None
         self._draining_since_s: float | None = None
@@ -156,7 +160,8 @@ class Gateway:
     @property
     def missing(self) -> list[str]:
         """The roles that a request needs and that no worker has."""
-        return missing_roles(self._conductor.views, needs_prefill=self._config.needs_prefill)
+        missing = missing_roles(self._conductor.views, needs_prefill=self._config.needs_prefill)
+        return [role for role in missing if not self._config.may_be_zero(Role(role))]
 
     @property
     def ready(self) -> bool:
@@ -186,6 +191,7 @@ class Gateway:
             workers=workers,
             pool=pool_status(views, self._conductor.num_indexed_blocks),
             load=load_status(views, self._request_manager.states()),
+            replicas=[replica_status(advice) for advice in self.scaling.advice],
             counters=dict(self._request_manager.counters),
         )
 
@@ -296,6 +302,7 @@ class Gateway:
         self._on_unheard(self._membership.silent_workers(now), now, "no heartbeat")
         peers_wake_s = self._peers.tick(now)
         self._forget_gateways(now)
+        self.scaling.tick(now)
         wakes = (
             self._agree_on_losses(now),
             self._request_manager.tick(now),

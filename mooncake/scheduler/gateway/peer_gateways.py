@@ -20,6 +20,7 @@ from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.status import GatewayStatus, shown_address
 from mooncake.scheduler.membership_table import MAX_FENCED, REPEAT_S
 from mooncake.scheduler.placement.booking_table import BookingTable, BookingUpdate
+from mooncake.scheduler.scaling.demand import DemandMeter
 
 HEARTBEAT_S = 1.0
 FORGET_S = 600.0
@@ -59,6 +60,8 @@ class PeerGateways:
         time. `turns` are kept in step with those of the other gateways.
         """
         self._turns = turns or Turns()
+        self.demand = DemandMeter()
+        """What clients ask all gateways for; each tells the others."""
         self._gateway = gateway
         self._channel = channel
         self._bookings = bookings
@@ -138,6 +141,7 @@ class PeerGateways:
         peer.ask_bookings = peer.ask_bookings or is_new
         self._untried.pop(ref.address, None)
         self._turns.on_served(event.turn)
+        self.demand.on_peer(ref.worker_id, event.offered)
         for other in event.gateways:
             if other.worker_id not in self._peers and other.worker_id != self._gateway.worker_id:
                 self._untried[other.address] = now + FORGET_S
@@ -229,6 +233,7 @@ class PeerGateways:
             send_all=ask_bookings,
             release=OWN_RELEASE,
             turn=self._turns.clock,
+            offered=list(self.demand.total),
         )
 
     def _check_silence(self, now: float) -> None:
@@ -241,6 +246,7 @@ class PeerGateways:
 
     def _lose(self, peer: _Peer) -> None:
         peer.silent = True
+        self.demand.forget(peer.ref.worker_id)
         self._bookings.retain(peer.ref.worker_id, [])
         self._lost.append(peer.ref)
 

@@ -7,6 +7,7 @@ import msgspec
 from mooncake.base import Role, WorkerLoad
 from mooncake.scheduler.membership_table import Member
 from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.scaling.policy import RoleAdvice
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,16 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_total_blocks: int
 
 
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas of a role there are, and how many there should be."""
+
+    role: Role
+    now: int
+    """Live ones that are not about to leave."""
+    wanted: int
+    why: str
+
+
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The whole cluster. `ready` is true when a new request would find all the workers it needs."""
 
@@ -78,6 +89,8 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerStatus]
     pool: PoolStatus
     load: LoadStatus
+    replicas: list[ReplicaStatus] = []
+    """What the scaling policy advises; empty before its first look."""
     counters: dict[str, int]
     """Counts of this gateway since it started."""
 
@@ -85,6 +98,11 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
 def shown_address(address: str) -> str:
     """Return a channel's address without the key by which its traffic is encrypted."""
     return address.partition("#")[0]
+
+
+def replica_status(advice: RoleAdvice) -> ReplicaStatus:
+    """Return the advice about a role as it is shown."""
+    return ReplicaStatus(role=advice.role, now=advice.now, wanted=advice.wanted, why=advice.why)
 
 
 def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatus:

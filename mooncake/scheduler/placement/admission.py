@@ -41,6 +41,7 @@ BATCH_AHEAD_S = 0.5
 the worker never idles, and so little that other requests are hardly delayed.
 """
 NOT_IDLE = "not_idle"
+NO_WORKER = "no_decode_worker"
 NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
 """Reasons of rejections that fewer sequences on decode would have avoided."""
 OWN_FULL = "request_decode_full"
@@ -272,7 +273,7 @@ def no_decode() -> Rejection:
     """Return the rejection for a cluster without a usable decode worker."""
     return reject(
         Unavailable,
-        "no_decode_worker",
+        NO_WORKER,
         "No decode worker is up (starting or restarting). Retry later.",
         2.0,
     )

@@ -108,6 +108,7 @@ class Conductor:
                 fingerprint=layout.fingerprint, block_tokens=layout.block_tokens
             )
         self._layout = self._given_layout
+        self._computes: InstanceView | None = None
         self._block_bytes = 0
         self.keeps_facts = False
         """Whether placements and rejections say what they were chosen from."""
@@ -123,6 +124,17 @@ class Conductor:
     def views(self) -> list[InstanceView]:
         """The live workers, in the order they joined."""
         return list(self._views.values())
+
+    @property
+    def computes(self) -> InstanceView | None:
+        """One of the workers that compute prompts, or the last that there was. None: none yet."""
+        views = self._prefills.views or self._decodes.views
+        self._computes = views[0] if views else self._computes
+        return self._computes
+
+    def expected_output_tokens(self, request: GenerateRequest) -> float:
+        """Return how many tokens an answer is expected to have."""
+        return min(request.sampling.max_tokens, max(1.0, self._output_tokens.value))
 
     @property
     def num_indexed_blocks(self) -> int:

@@ -34,16 +34,20 @@ from mooncake.base import (
     RequestOutput,
     RequestState,
     RequestTimeout,
+    Role,
     Sink,
     Unavailable,
     WorkerRef,
 )
 from mooncake.base.request import FinishInfo, request_finish
+from mooncake.engine.cost import StepCostModel
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import QueuePosition, Turns
 from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import (
+    NO_WORKER,
     NOT_IDLE,
+    OWN_LIMIT_REASONS,
     YIELDING_REASONS,
     Placement,
     Rejection,
@@ -59,6 +63,7 @@ from mooncake.scheduler.requests.output_delivery import Deadlines, OutputDeliver
 from mooncake.scheduler.requests.permits import AdmissionPermits, PendingQueue
 from mooncake.scheduler.requests.read_ahead import ReadAhead
 from mooncake.scheduler.requests.record import RequestRecord
+from mooncake.scheduler.scaling.demand import DemandMeter
 from mooncake.telemetry.events import (
     Accepted,
     Refused,
@@ -103,12 +108,22 @@ class RequestManager:
         self._delivery = OutputDelivery(config, ports.recorder)
         self._deadlines = Deadlines()
         self._next_scan_s = 0.0
+        self.demand = DemandMeter()
+        """What clients ask for."""
         self.counters: Counter[str] = Counter()
         self.feed: BlockFeed | None = None
         """Is told the tokens of all requests, if somebody outside follows blocks."""
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_decoding(self) -> int:
+        """The number of requests that decode, without batch work."""
+        return sum(
+            record.state is RequestState.DECODING and record.request.priority is not Priority.BATCH
+            for record in self._requests.values()
+        )
 
     def states(self) -> dict[str, int]:
         """Return the number of requests in each state."""
@@ -136,7 +151,8 @@ class RequestManager:
         may_wait = request.priority is Priority.BATCH
         goes_behind = may_wait and self._pending.has_batch
         result = not_idle() if goes_behind else self._place(record, now)
-        if isinstance(result, Rejection) and not (may_wait and result.reason == NOT_IDLE):
+        self._count_demand(request, result)
+        if isinstance(result, Rejection) and not (may_wait and self._comes_later(result)):
             self._permits.cancel(request)
             self.refuse(request, result, sink, now)
             return
@@ -253,6 +269,34 @@ class RequestManager:
                 InvalidRequest, "duplicate_id", f"The request id {request.request_id} is in use."
             )
         return self._permits.acquire(request, now)
+
+    def _comes_later(self, rejection: Rejection) -> bool:
+        """Return whether batch work waits for what it lacks: idle capacity, or the first worker of
+        a cluster that has none while nothing is asked for.
+        """
+        if rejection.reason == NO_WORKER:
+            return self._config.may_be_zero(Role.DECODE)
+        return rejection.reason == NOT_IDLE
+
+    def _count_demand(self, request: GenerateRequest, result: Placement | Rejection) -> None:
+        """Count what a new request asks of the cluster. Batch work does not count, because it
+        waits for idle capacity; nor does a request that more replicas could not serve either, or
+        that only its own limits refuse.
+        """
+        if request.priority is Priority.BATCH:
+            return
+        if isinstance(result, Rejection) and (
+            result.permanent or result.reason in OWN_LIMIT_REASONS
+        ):
+            return
+        computes = self._conductor.computes
+        self.demand.offer(
+            len(request.prompt_tokens),
+            result.num_cached_tokens if isinstance(result, Placement) else None,
+            self._conductor.expected_output_tokens(request),
+            computes.cost if computes is not None else StepCostModel(),
+            computes.hello.max_batched_tokens if computes is not None else 0,
+        )
 
     def refuse(
         self, request: GenerateRequest, rejection: Rejection, sink: Sink, now: float

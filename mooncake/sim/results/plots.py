@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 640, 260
@@ -74,6 +74,28 @@ def lines_plot(xs: Sequence[float], lines: Sequence[Line], x_label: str, y_label
             f"<title>{html.escape(line.name)}</title></polyline>"
         )
     return _svg(parts) + _legend([line.name for line in lines])
+
+
+def points_plot(
+    groups: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str
+) -> str:
+    """Return an SVG of points in named groups; the points of a group are joined in order of x."""
+    points = [point for group in groups.values() for point in group]
+    if not points:
+        return "<p>Nothing to show.</p>"
+    x_ticks, y_ticks = (axis_ticks(max(point[axis] for point in points)) for axis in (0, 1))
+    parts = [_frame(x_label, y_label), *_y_ticks(y_ticks), *_x_ticks(0.0, x_ticks[-1])]
+    for number, (name, group) in enumerate(groups.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        places = [(_x(x / x_ticks[-1]), _y(y / y_ticks[-1])) for x, y in sorted(group)]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}"/>')
+        for (x, y), (right, up) in zip(places, sorted(group), strict=True):
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">'
+                f"<title>{html.escape(name)}: {right:g}, {up:g}</title></circle>"
+            )
+    return _svg(parts) + _legend(list(groups))
 
 
 def histogram_plot(

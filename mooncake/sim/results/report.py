@@ -51,6 +51,7 @@ def rows_of(result: SimulationResult) -> list[tuple[str, str]]:
             f"{result.effective_requests} of {requests.total} ({result.effective_ratio:.1%})",
         ),
         ("goodput", f"{result.goodput_rps:.2f} requests/s"),
+        ("node-hours", f"{result.node_hours:.2f}"),
         (
             "rejected before / after prefill",
             f"{requests.rejected_before_prefill} / {requests.rejected_after_prefill}",

@@ -61,6 +61,9 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill: int
     num_decode: int
     num_nodes: int
+    """Nodes at the start."""
+    node_hours: float = 0.0
+    """What all nodes together cost from the first request to the end of the last."""
     fitted: str = ""
     """Which figures of the hardware were fitted, as text for people."""
     instance: str
@@ -119,6 +122,11 @@ def result_of(simulation: Simulation) -> SimulationResult:
     duration_s = max(simulation.world.heap.now() - START_S, 1e-9)
     num_instances = simulation.cost.shape.dp  # of each engine
     busy = {role: _busy_s(simulation, role) for role in (Role.PREFILL, Role.DECODE)}
+    ended_s = simulation.world.heap.now()
+    paid_s = {
+        role: num_instances * simulation.scaler.seconds(role, ended_s)
+        for role in (Role.PREFILL, Role.DECODE)
+    }
     wasted = [r for r in requests if r.shed or (not r.completed and r.first_s is not None)]
     return SimulationResult(
         model=config.model.name,
@@ -128,6 +136,7 @@ def result_of(simulation: Simulation) -> SimulationResult:
         num_prefill=config.num_prefill,
         num_decode=config.num_decode,
         num_nodes=simulation.num_nodes,
+        node_hours=round(sum(paid_s.values()) * simulation.cost.node_share / 3600, 4),
         fitted=config.hardware.remark,
         instance=simulation.cost.described,
         seed=config.seed,
@@ -151,12 +160,8 @@ def result_of(simulation: Simulation) -> SimulationResult:
         cache=_cache(simulation),
         prefill_busy_s=round(busy[Role.PREFILL], 3),
         decode_busy_s=round(busy[Role.DECODE], 3),
-        prefill_utilisation=_share(
-            busy[Role.PREFILL], duration_s * num_instances * config.num_prefill
-        ),
-        decode_utilisation=_share(
-            busy[Role.DECODE], duration_s * num_instances * config.num_decode
-        ),
+        prefill_utilisation=_share(busy[Role.PREFILL], paid_s[Role.PREFILL]),
+        decode_utilisation=_share(busy[Role.DECODE], paid_s[Role.DECODE]),
         prefill_s_per_request=_share(busy[Role.PREFILL], len(ttfts)),
         wasted_prefill_tokens=sum(
             r.arrival.line.input_length - r.num_cached_tokens for r in wasted

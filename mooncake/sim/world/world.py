@@ -125,6 +125,8 @@ class Worker:
         self.media: list[SimMedium] = []
         """Its disks, which outlive it."""
         self.disks: SimDisks | None = None
+        self.retired = False
+        """True if it does not come back once it has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +418,17 @@ class World:
         gateway_host.gateway.change_role(worker_id, role, gateway_host.process.now())
         gateway_host.process.wake(gateway_host.process.now())
 
+    def add(self, spec: WorkerSpec) -> None:
+        """Start one more worker now."""
+        assert spec.worker_id not in self.workers, "a worker of this name exists"
+        self.workers[spec.worker_id] = Worker(spec)
+        self.start(spec.worker_id)
+
+    def retire(self, worker_id: str, limit_s: float) -> None:
+        """Ask an engine to leave for good, as `leave` does. The pool of its node ends with it."""
+        self.workers[worker_id].retired = True
+        self.leave(worker_id, limit_s)
+
     def leave(self, worker_id: str, limit_s: float) -> None:
         """Ask an engine to leave (SIGTERM). At the latest after `limit_s` it says goodbye and ends,
         and another process takes its place.
@@ -456,7 +469,18 @@ class World:
         worker.runner = None
         role = machine.next_role or worker.spec.role
         worker.spec = msgspec.structs.replace(worker.spec, role=role)
+        if worker.retired:
+            self._end_pools(worker.spec.node_id)
+            return
         self.heap.after(self.config.supervisor.change_s, lambda: self._restart(worker_id))
+
+    def _end_pools(self, node_id: str) -> None:
+        """End the pools of a node that is given back, and tell the gateway."""
+        for worker_id, worker in self.workers.items():
+            if worker.spec.node_id == node_id and isinstance(worker.machine, KvNode):
+                worker.retired = True
+                self._end(worker)
+                self._notice(worker_id)
 
     def runners(self, role: Role) -> Iterator[Runner]:
         """Yield the runners of all workers that have had this role."""
@@ -472,7 +496,8 @@ class World:
             gateway_host.process.wake(gateway_host.process.now())
 
     def _restart(self, worker_id: str) -> None:
-        if self.workers[worker_id].process is None:
+        worker = self.workers[worker_id]
+        if worker.process is None and not worker.retired:
             self.start(worker_id)
 
     def _disks(self, worker: Worker, process: SimProcess) -> SimDisks:

@@ -28,7 +28,7 @@ from tests.integration.chart.test_values import (
     templates_of_kuberay,
     workloads,
 )
-from tests.unit.launch.test_monitoring import gateway_text
+from tests.unit.launch.test_monitoring import DESIRED, gateway_text
 
 pytestmark = needs_helm
 CLAIM = {"persistentVolumeClaim": {"claimName": "model", "readOnly": True}}
@@ -349,6 +349,29 @@ def test_what_scales_a_role_finds_its_pods_in_our_metrics(role: Role) -> None:
     assert sum(value for _, value in found) == sum(SCALED[role])
     elsewhere = [(name, {**labels, "namespace": "other"}, value) for name, labels, value in series]
     assert selected(re.fullmatch(r"sum\((.*)\)", query)[1], elsewhere) == []
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_gateways_desire_is_found_in_their_metrics(role: Role) -> None:
+    ask = f"{role.value}.autoscaling.maxReplicas=5", f"{role.value}.autoscaling.metric=desired"
+    keda = f"{role.value}.autoscaling.prometheus=http://p:9090"
+    series = list(scraped(Role.GATEWAY, 0.0))
+    documents = rendered(*SETTINGS, *ask, "monitoring.adapter=true")
+    [scaler] = [d for d in documents if d["kind"] == "HorizontalPodAutoscaler"]
+    asked = scaler["spec"]["metrics"][0]["external"]["metric"]
+    [rules] = [
+        yaml.safe_load(d["data"]["config.yaml"])["externalRules"]
+        for d in documents
+        if d["metadata"]["name"] == "one-mooncake-adapter"
+    ]
+    [rule] = [rule for rule in rules if rule["name"]["as"] == asked["name"]]
+    assert rule["metricsQuery"] == "max(<<.Series>>{<<.LabelMatchers>>})"
+    labels = ",".join(f'{name}="{text}"' for name, text in asked["selector"]["matchLabels"].items())
+    seen = selected(rule["seriesQuery"].replace("}", f",{labels}}}"), series)
+    assert [value for _, value in seen] == [DESIRED[role]] * 2, "both gateways say so"
+    [scaled] = [d for d in rendered(*SETTINGS, *ask, keda) if d["kind"] == "ScaledObject"]
+    query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    assert selected(re.fullmatch(r"max\((.*)\)", query)[1], series) == seen
 
 
 @pytest.mark.parametrize(

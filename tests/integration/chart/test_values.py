@@ -370,6 +370,66 @@ def test_replicas_follow_our_own_metrics() -> None:
         assert query.removeprefix("sum(").replace(":", "_").startswith(name)
 
 
+DESIRED = ("prefill.autoscaling.metric=desired", "prefill.autoscaling.maxReplicas=5")
+
+
+def test_gateways_know_the_bounds_of_what_they_desire() -> None:
+    from mooncake.scheduler.scaling.config import Bounds, ScalingConfig
+
+    def told(*ask: str) -> ScalingConfig | None:
+        [container] = workloads(rendered(*SETTINGS, *ask))["gateway"]["spec"]["template"]["spec"][
+            "containers"
+        ]
+        found = re.search(r"--autoscale (\S+)", container["args"][0])
+        return ScalingConfig.parse(found[1]) if found else None
+
+    assert told() is None
+    assert told("prefill.autoscaling.maxReplicas=5") is None, "by load, pods are counted outside"
+    config = told(*DESIRED, "prefill.autoscaling.startSeconds=90", "decode.replicas=3")
+    assert config == ScalingConfig(
+        prefill=Bounds(1, 5), decode=Bounds(3, 3), start_s=90.0, quiet_s=600.0
+    )
+
+
+def test_the_replicas_that_gateways_desire_are_waited_for_once() -> None:
+    """The gateways have waited before they desire fewer."""
+    [scaler] = [d for d in rendered(*SETTINGS, *DESIRED) if d["kind"] == "HorizontalPodAutoscaler"]
+    assert scaler["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 0
+    [metric] = scaler["spec"]["metrics"]
+    assert metric == {
+        "type": "External",
+        "external": {
+            "metric": {
+                "name": "mooncake_desired_replicas",
+                "selector": {"matchLabels": {"service": "one-mooncake-gateway", "role": "prefill"}},
+            },
+            "target": {"type": "AverageValue", "averageValue": "1"},
+        },
+    }
+    keda = (
+        *DESIRED, "prefill.autoscaling.prometheus=http://p:9090",
+        "prefill.autoscaling.minReplicas=0",
+    )  # fmt: skip
+    [scaled] = [d for d in rendered(*SETTINGS, *keda) if d["kind"] == "ScaledObject"]
+    assert scaled["spec"]["minReplicaCount"] == 0
+    assert scaled["spec"]["triggers"][0]["metadata"]["threshold"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("ask", "problem"),
+    [
+        (("gateway.autoscaling.metric=desired", "gateway.autoscaling.maxReplicas=3"),
+         "gateways desire prefill and decode replicas"),
+        ((*DESIRED, "prefill.autoscaling.minReplicas=0"), "only KEDA"),
+        (("decode.autoscaling.minReplicas=0", "decode.autoscaling.maxReplicas=3",
+          "decode.autoscaling.prometheus=http://p:9090"), "only KEDA"),
+    ],
+)  # fmt: skip
+def test_what_would_never_scale_is_refused(ask: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        rendered(*SETTINGS, *ask)
+
+
 def test_a_network_policy_lets_clients_to_the_api_and_pods_to_one_another() -> None:
     ask = ("networkPolicy.enabled=true", "networkPolicy.metrics[0].ipBlock.cidr=10.0.0.0/8")
     documents = rendered(*SETTINGS, *ask)

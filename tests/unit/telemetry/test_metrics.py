@@ -16,6 +16,7 @@ from mooncake.telemetry.events import (
     LoopHeld,
     Placed,
     Refused,
+    ReplicasWanted,
     Requeued,
     Tokens,
     WorkerJoined,
@@ -137,6 +138,7 @@ def busy() -> Metrics:
     metrics.record(Refused(request_id="x", at_s=0.0, status=429, reason="ttft_limit"))
     metrics.record(LoopHeld(at_s=0.5, held_s=0.03))
     metrics.record(BatchesSeen(at_s=0.6, num_batches=2, num_lines_asked=8, num_lines_left=90))
+    metrics.record(ReplicasWanted(at_s=0.5, role=Role.DECODE, now=1, wanted=2))
     accept(metrics, "a", 1.0)
     place(metrics, "a", 1.01)
     token(metrics, "a", 1.5, 0)
@@ -381,3 +383,11 @@ def test_batches_are_shown_as_they_were_last_seen(busy: Metrics) -> None:
     assert [value(busy, name) for name in names] == [2, 8, 90]
     busy.record(BatchesSeen(at_s=9.0, num_batches=0, num_lines_asked=0, num_lines_left=0))
     assert [value(busy, name) for name in names] == [0, 0, 0]
+
+
+def test_the_number_of_replicas_that_there_should_be() -> None:
+    metrics = Metrics("k2")
+    assert value(metrics, "desired_replicas", role="prefill") is None
+    for wanted in (3, 0):
+        metrics.record(ReplicasWanted(at_s=1.0, role=Role.PREFILL, now=2, wanted=wanted))
+        assert value(metrics, "desired_replicas", role="prefill") == wanted

@@ -1,0 +1,83 @@
+"""Looks at the cluster every `CHECK_S` and asks the scaling policy how many replicas it needs.
+
+Owned by the gateway machine. It starts and ends no worker: whoever runs workers follows the advice
+(an autoscaler of Kubernetes, or the simulator).
+"""
+
+from __future__ import annotations
+
+from mooncake.base import Role
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.requests.request_manager import RequestManager
+from mooncake.scheduler.scaling.policy import (
+    CHECK_S,
+    DecodeRoom,
+    ReplicaPolicy,
+    RoleAdvice,
+    Standing,
+)
+from mooncake.telemetry.events import Recorder, ReplicasWanted
+
+
+class ScalingWatch:
+    """Keeps the newest advice about the number of replicas."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        conductor: Conductor,
+        request_manager: RequestManager,
+        recorder: Recorder,
+    ) -> None:
+        self._conductor = conductor
+        self._request_manager = request_manager
+        self._recorder = recorder
+        self._policy = ReplicaPolicy(config.scaling, config.ttft_slo_s, config.tbt_slo_s)
+        self._room: DecodeRoom | None = None
+        self._next_s: float | None = None
+        self.advice: tuple[RoleAdvice, ...] = ()
+        """Prefill, then decode. Empty before the first look."""
+
+    def tick(self, now: float) -> None:
+        """Look at the cluster if it is time to. The first look comes when workers have had time to
+        join: a gateway that was started again must not advise to end those that it does not know
+        yet. No wake-up is needed: an idle gateway hears its workers, and one without workers wakes
+        when a request comes.
+        """
+        if self._next_s is None:
+            self._next_s = now + CHECK_S
+        if now < self._next_s:
+            return
+        self._next_s = now + CHECK_S
+        offered = self._request_manager.demand.take()
+        self.advice = self._policy.observe(offered, self._standing(), now)
+        for each in self.advice:
+            self._recorder.record(
+                ReplicasWanted(at_s=now, role=each.role, now=each.now, wanted=each.wanted)
+            )
+
+    def _standing(self) -> Standing:
+        views = [view for view in self._conductor.views if not view.draining]
+        prefills = [view for view in views if view.role is Role.PREFILL]
+        decodes = [view for view in views if view.role is Role.DECODE]
+        if decodes:
+            self._room = _room(decodes[0])
+        return Standing(
+            num_prefill=len(prefills),
+            num_decode=len(decodes),
+            num_open=len(self._request_manager),
+            queued_s=sum(view.queued_s() for view in prefills or decodes),
+            num_decoding=self._request_manager.num_decoding,
+            room=self._room,
+        )
+
+
+def _room(view: InstanceView) -> DecodeRoom:
+    hello = view.hello
+    return DecodeRoom(
+        cost=view.cost,
+        max_num_seqs=hello.max_num_seqs or hello.num_blocks,
+        num_tokens=hello.num_blocks * hello.block_tokens,
+    )

@@ -1,0 +1,1 @@
+"""How many replicas of each role the load needs."""
