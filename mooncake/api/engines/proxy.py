@@ -225,8 +225,12 @@ class EngineProxy:
     async def _watch(self, url: str) -> None:
         while True:
             self._looks[url].clear()
-            await self._look(url)
-            self._report(url)
+            try:
+                await self._look(url)
+                self._report(url)
+            except Exception as error:  # the next looks go on
+                _log.exception("%s: a look at its health failed", url)
+                self._is_down(url, f"{type(error).__name__}: {error}", was_up=self.fleet.is_up(url))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s):
                     await self._looks[url].wait()

@@ -24,7 +24,11 @@ PIECE_BYTES = 256
 TOKEN_BYTES = 4
 MAX_PIECES = 1 << 17
 """Pieces that are remembered of what was sent to an engine; the ones not used for longest go."""
-MAX_BLOCKS = 1 << 20
+MAX_PROMPT_BYTES = 2 << 20
+"""What is behind this much of a text, or of packed tokens, does not decide where a prompt goes: its
+keys would hold up all streams.
+"""
+MAX_BLOCKS = 1 << 19
 """Published blocks that are remembered of an engine; the oldest go."""
 _TEXT, _TOKENS = "engines-text", "engines-tokens"
 
@@ -38,7 +42,7 @@ class Prompt:
         """`text`: what of the request decides its tokens, from the first on. `tokens`: its packed
         tokens, if they are known. Prompts of different salts, or models, share nothing.
         """
-        whole = memoryview(text)
+        whole = memoryview(text)[:MAX_PROMPT_BYTES]
         root = chain_root(_TEXT, model, salt)
         self.pieces: Sequence[BlockKey] = extend_chain(root, whole, PIECE_BYTES // TOKEN_BYTES)
         self.is_salted = bool(salt)
@@ -55,7 +59,7 @@ class Prompt:
             return None
         if block_tokens not in self._blocks:
             root = chain_root(_TOKENS, "", self._salt)
-            tokens = unpack_tokens(self._tokens)
+            tokens = unpack_tokens(self._tokens)[: MAX_PROMPT_BYTES // TOKEN_BYTES]
             self._blocks[block_tokens] = extend_chain(root, tokens, block_tokens)
         return self._blocks[block_tokens]
 
@@ -140,8 +144,12 @@ class PublishedBlocks:
 
     def forget(self, source: Hashable | None = None) -> None:
         """Forget what one process has published; None: what all have."""
+        if source is None or all(owner == source for owner, _ in self._keys):
+            self._keys.clear()
+            self._copies.clear()
+            return
         for owner, name in list(self._keys):
-            if source is None or owner == source:
+            if owner == source:
                 self._drop(owner, name)
 
     def num_tokens(self, prompt: Prompt) -> int | None:

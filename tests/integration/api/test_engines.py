@@ -453,6 +453,18 @@ def test_an_engine_that_goes_down_loses_its_requests_to_another_and_comes_back()
     run(test())
 
 
+def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with gateway(answers) as world:
+            monkeypatch.setattr("mooncake.api.engines.proxy._cards", lambda _: 1 / 0)
+            await world.until(lambda: world.state(0) == "down")
+            assert "ZeroDivisionError" in world.fleet.status()[0].reason
+            monkeypatch.undo()
+            await world.until(lambda: world.state(0) == "up")
+
+    run(test())
+
+
 def test_a_shutdown_ends_what_runs_and_refuses_what_comes() -> None:
     async def test() -> None:
         stop, begun = asyncio.Event(), asyncio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,6 +163,14 @@ def test_the_tails_of_what_was_not_used_for_longest_go_first() -> None:
     sent.begin(new)
     sent.check_integrity()
     assert (sent.share(old), sent.share(new)) == (1 / 3, 1)
+
+
+def test_the_end_of_a_very_long_prompt_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.scheduler.engines.prefixes.MAX_PROMPT_BYTES", 2 * PIECE_BYTES)
+    packed = pack_tokens(list(range(1000)))
+    long = Prompt(packed, tokens=packed)
+    assert (len(long.pieces), long.num_tokens) == (2, 1000)
+    assert len(long.blocks(SIZE) or ()) == 2 * PIECE_BYTES // (4 * SIZE)
 
 
 def test_texts_of_other_models_and_salts_share_nothing() -> None:
