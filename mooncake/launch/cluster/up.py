@@ -26,6 +26,7 @@ from mooncake.launch.cluster.workers import check_transport
 from mooncake.launch.config.cluster_file import (
     API_PORT,
     CERTIFICATE,
+    STAGE,
     ClusterFile,
     Machine,
     Part,
@@ -102,8 +103,9 @@ def machine_credential(machine: Machine, folder: Path) -> Credential:
 
 
 def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, ServeConfig, ServePlan]]:
-    """Return what each process of a machine will do, and check that all fit there together. Call it
-    in the folder of the file.
+    """Return what each process of a machine will do, and check that all fit there together. Stages
+    of engines on other machines are not among them: those engines plan them. Call it in the folder
+    of the file.
 
     Raises:
         ConfigError: a setting is wrong, a file is missing, or the machine is too small.
@@ -128,6 +130,8 @@ def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, Serve
         )
     cores, planned = machine_facts.num_cores(), []
     for part in cluster.parts(machine):
+        if part.role == STAGE:
+            continue
         try:
             config = resolve({**part.given, "dry_run": True}, None, {})
             if part.role != "gateway":
@@ -316,6 +320,20 @@ def _fate(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
+def _asking(cluster: ClusterFile, machine: Machine) -> ServeConfig:
+    """Return the settings by which a machine with stages alone asks gateways who is there."""
+    told = cluster.settings["settings"]
+    given = {name: told[name] for name in ("bind_ports", "shutdown_timeout") if name in told}
+    return resolve(
+        {
+            **given, "model": cluster.model, "role": "decode", "join": cluster.seeds,
+            "bind_host": machine.address, "cluster_secret_file": next(iter(machine.credentials)),
+        },
+        None,
+        {},
+    )  # fmt: skip
+
+
 def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool = False) -> int:
     """Be one machine of the cluster that a file describes, until a signal; return the exit code.
     `dry_run`: only check, and print what would be started.
@@ -330,14 +348,16 @@ def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool
     os.chdir(path.resolve().parent)
     planned = plan_parts(cluster, machine)
     children = _children(machine, planned)
+    stages = [part for part in cluster.parts(machine) if part.role == STAGE]
+    children += [_Child(part, dict(environment.variables())) for part in stages]
     say(f"{machine.name}: {', '.join(child.part.name for child in children)}")
     if dry_run:
         for child in children:
             secrets = [f"{name}=..." for name in child.part.environ]
             say(" ".join([*secrets, "mooncake", *child.part.words]))
         return 0
-    _, config, _ = planned[0]
-    limit_s = max(config.shutdown_timeout for _, config, _ in planned)
+    configs = [config for _, config, _ in planned] or [_asking(cluster, machine)]
+    limit_s = max(config.shutdown_timeout for config in configs)
     credential = machine_credential(machine, Path())
-    with contextlib.closing(Seeds(config, credential)) as seeds:
+    with contextlib.closing(Seeds(configs[0], credential)) as seeds:
         return Up(cluster, machine, children, say).run(seeds, limit_s)

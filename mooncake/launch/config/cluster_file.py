@@ -24,6 +24,11 @@ from mooncake.launch.host.environment import is_loopback
 
 ROLES = ("gateway", "prefill", "decode", "kvstore")
 """All roles, in the order in which they are named and started."""
+STAGE = "stage"
+"""The kind of a process that computes stages of engines on other machines. Gateways do not know
+it.
+"""
+STAGE_PORT = 7100
 JOIN_PORT = 6400
 """The port at which others join the first gateway of a machine; a second gateway has the next
 port.
@@ -41,7 +46,7 @@ SECRET, SAFE = "secret", "authority"
 """
 
 _TOP = ("model", "machines", "settings", *ROLES)
-_MACHINE = ("address", *ROLES)
+_MACHINE = ("address", *ROLES, STAGE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DECIDED = frozenset(
     {
@@ -51,6 +56,7 @@ _DECIDED = frozenset(
     }
 ) | {name for name in options.options_of(ServeConfig) if name.startswith("ray_")}  # fmt: skip
 """Settings that follow from the rest of the file."""
+_STAGES = "pipeline_parallel_size"
 _OF_GATEWAYS = frozenset(
     name
     for name, (option, _) in options.options_of(ServeConfig).items()
@@ -93,7 +99,8 @@ class Part:
     def words(self) -> list[str]:
         """The words of the command that starts it, which all users of the machine see."""
         given = {name: value for name, value in self.given.items() if not _option(name).secret}
-        return ["serve", *(word for name, value in given.items() for word in _flags(name, value))]
+        command = "ranks" if self.role == STAGE else "serve"
+        return [command, *(word for name, value in given.items() for word in _flags(name, value))]
 
     @property
     def environ(self) -> dict[str, str]:
@@ -124,6 +131,15 @@ class ClusterFile:
             for machine in self.machines
             for index in range(machine.counts.get("gateway", 0))
         )
+
+    @property
+    def stage_hosts(self) -> list[str]:
+        """The addresses of the machines that compute stages of engines on other machines."""
+        return [
+            f"{bracketed(machine.address)}:{STAGE_PORT}"
+            for machine in self.machines
+            if machine.counts.get(STAGE)
+        ]
 
     def members(self, machine: Machine) -> dict[str, int]:
         """Return how many workers of each role the gateways know on a machine, and its gateways by
@@ -174,9 +190,22 @@ class ClusterFile:
                 else:
                     given |= {"health_host": machine.address}
                     given |= {f"health_ssl_{name}": file for name, file in tls.items()}
+                    if self.stage_hosts and str(of_role.get(_STAGES, 1)) != "1":
+                        given |= {"stage_hosts": self.stage_hosts, "rank_backend": "gloo"}
                     given |= of_role
                 parts.append(Part(name=f"{role}-{index}", role=role, given=given))
-        return parts
+        return [*parts, *self._stage(machine)]
+
+    def _stage(self, machine: Machine) -> list[Part]:
+        if not machine.counts.get(STAGE):
+            return []
+        given: dict[str, object] = {
+            "bind_host": machine.address, "port": STAGE_PORT,
+            "cluster_secret_file": f"{_kind(STAGE).value}.credential",
+        }  # fmt: skip
+        if (limit_s := self.settings["settings"].get("shutdown_timeout")) is not None:
+            given["shutdown_timeout"] = limit_s
+        return [Part(name=f"{STAGE}-0", role=STAGE, given=given)]
 
 
 def read_cluster_file(path: str) -> ClusterFile:
@@ -249,13 +278,20 @@ def _machine(path: str, name: str, told: object) -> Machine:
             f"{path}: {where}: address: the address is missing; give the one by which other "
             "machines reach this one"
         )
-    counts = {role: _count(path, where, role, values[role]) for role in ROLES if role in values}
+    counts = {
+        role: _count(path, where, role, values[role]) for role in (*ROLES, STAGE) if role in values
+    }
     if not any(counts.values()):
         raise ConfigError(f"{path}: {where}: no role runs there; add one, such as decode: 1")
     if counts.get("kvstore", 0) > 1:
         raise ConfigError(
             f"{path}: {where}: kvstore: a machine has one pool node at most; give that one more "
             "DRAM"
+        )
+    if counts.get(STAGE, 0) > 1:
+        raise ConfigError(
+            f"{path}: {where}: {STAGE}: one process computes the stages of all engines there; give "
+            "1"
         )
     return Machine(name=name, address=str(values["address"]), counts=counts)
 

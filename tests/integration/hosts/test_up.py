@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOP = Path(__file__).parents[3]
 PAGE = TOP / "docs" / "several-machines.md"
-EXAMPLE = TOP / "configs" / "cluster" / "k2-thinking.yaml"
+EXAMPLES = TOP / "configs" / "cluster"
 STAND_IN = {
     "max-model-len": 1024, "tensor-parallel-size": 2, "decode-context-parallel-size": 2,
-    "kvstore-dram-bytes": "32MiB",
+    "pipeline-parallel-size": 2, "kvstore-dram-bytes": "32MiB",
 }  # fmt: skip
-"""What a small model on CPUs has in place of what the example gives Kimi-K2."""
+"""What a small model on CPUs has in place of what the examples give Kimi-K2."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 24
 DAY_S = 86400.0
@@ -135,19 +135,24 @@ def test_a_machine_whose_clock_is_wrong_serves_as_others_do(tmp_path: Path) -> N
             assert program.stop() == 0, program.output
 
 
-def test_the_example_of_kimi_k2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["k2-thinking", "k2-instruct-pp"])
+def test_the_examples_of_kimi_k2(tmp_path: Path, name: str) -> None:
     """Two ranks of a small model stand in for eight of Kimi-K2; all else is as in the file."""
+    example = EXAMPLES / f"{name}.yaml"
     model = nano_checkpoint(tmp_path / "shared")
     alone = text_of_all(model)
-    told = yaml.safe_load(EXAMPLE.read_text()) | {"model": f"{SHARED}/{model.name}"}
-    for role in ("settings", "prefill", "decode", "kvstore"):
+    told = yaml.safe_load(example.read_text()) | {"model": f"{SHARED}/{model.name}"}
+    for role in told.keys() & {"settings", "prefill", "decode", "kvstore"}:
         told[role] = {name: STAND_IN[name] for name in told[role]}
     told["settings"] |= {"dtype": "float32", "kv-cache-memory-bytes": "32MiB", "device": "cpu"}
     with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
-        cluster = Cluster(machines, EXAMPLE, told)
+        cluster = Cluster(machines, example, told)
         running = [cluster.up(each) for each in machines]
         url = running[0].wait_for("are here: (.*)/v1").group(1)
         assert [cluster.ask(each, url) for each in machines] == [alone, alone]
-        assert cluster.status(url).count('"role": "kvstore"') == 2
+        num_pools = sum("kvstore" in each for each in told["machines"].values())
+        assert cluster.status(url).count('"role": "kvstore"') == num_pools
+        stages = machines[1].check("sh", "-c", "pgrep -fc [f]ollower_program || true")
+        assert int(stages) == (2 if "stage" in told["machines"]["b"] else 1)
         for program in reversed(running):
             assert program.stop() == 0, program.output

@@ -93,6 +93,28 @@ def test_who_is_to_be_there(read: Any) -> None:
     assert cluster.members(b) == {"decode@b": 2, "gateway-b-6400": 1}
 
 
+def test_a_machine_computes_stages_of_engines_elsewhere(read: Any) -> None:
+    machines = {
+        "a": {"address": "10.0.0.7", "gateway": 1, "prefill": 1, "decode": 1},
+        "b": {"address": "fd00::8", "stage": 1},
+    }
+    decode = {"tensor-parallel-size": 2, "pipeline-parallel-size": 2}
+    cluster = read(machines=machines, decode=decode, gateway=None)
+    a, b = cluster.machines
+    [stage] = cluster.parts(b)
+    assert stage.words == [
+        "ranks", "--bind-host=fd00::8", "--port=7100", "--cluster-secret-file=worker.credential",
+        "--shutdown-timeout=9",
+    ]  # fmt: skip
+    assert make_parser("ranks").parse_args(stage.words).port == "7100"
+    assert [*b.credentials] == ["worker.credential"]
+    assert cluster.members(b) == {}, "gateways do not know it"
+    configs = {part.name: config_of(part) for part in cluster.parts(a)}
+    assert configs["decode-0"].stage_hosts == ("[fd00::8]:7100",)
+    assert configs["decode-0"].rank_backend == "gloo"
+    assert configs["prefill-0"].stage_hosts == (), "it has no stages"
+
+
 ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
 
 
@@ -112,6 +134,7 @@ ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
         ({"machines": {"a": {"address": "10.0.0.7"}}}, "machines: a: no role runs there"),
         ({"machines": {"a": {**ONE, "decode": "x"}}}, "machines: a: decode: 'x' is not a whole"),
         ({"machines": {"a": {**ONE, "kvstore": 2}}}, "a machine has one pool node"),
+        ({"machines": {"a": {**ONE, "stage": 2}}}, "a: stage: one process computes the stages"),
         ({"machines": {"a": {**ONE, "decode": 0}}}, "none has the role decode, and no tokens come"),
         (
             {"machines": {"a": {**ONE, "gateway": 0}}},
