@@ -16,6 +16,7 @@ from mooncake.base.messages import Role
 from mooncake.base.request import OutputEvent
 from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
+from mooncake.engine.first_tokens import SLACK
 from mooncake.engine.ranks.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
@@ -80,6 +81,10 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     *refuses* requests for it.
     """
     tbt_slo_s: float = 0.1
+    plan_by_limits: bool = False
+    """Whether engines plan their steps for these limits, as served ones do: as limits where the
+    scheduler has one on gaps, otherwise as targets.
+    """
     pool_tokens: int = 3_000_000
     """The DRAM pool of each prefill instance in tokens (Mooncake, FAST'25: about 1 TB per node of
     LLaMA3-70B). 0: no pool, so only HBM caches.
@@ -355,6 +360,9 @@ class Simulation:
             block_tokens=TRACE_BLOCK_TOKENS,
             num_stages=self.cost.shape.pp,
             max_steps_in_flight=self.cost.shape.pp + 1 if self.cost.shape.pp > 1 else 1,
+            max_gap_s=config.tbt_slo_s / SLACK if config.plan_by_limits else None,
+            max_gap_is_target=config.scheduler.tbt_slo_s is None,
+            first_token_s=config.ttft_slo_s / SLACK if config.plan_by_limits else None,
         )
         chunk = config.prefill_chunk_tokens
         prefill = make(max_num_seqs=8, max_batched_tokens=chunk, max_chunk_tokens=chunk)

@@ -78,6 +78,9 @@ class SimulateSettings(Replay):
         "let no instance fetch from another node's pool", switch=True)
     reject: bool = setting(False, truth, LIMITS, "",
         "refuse requests that would miss the limits, instead of serving them late", switch=True)
+    plan_by_limits: bool = owned(SimulationConfig, "plan_by_limits", truth, LIMITS, "",
+        "let engines plan their steps for the limits, as `mooncake serve` does: prompts that can "
+        "be in time go first, and wait for streams or come in short chunks", switch=True)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, CLUSTER, "",
         "let instances change between prefill and decode when the load moves for long", switch=True)
     autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, CLUSTER,

@@ -109,6 +109,18 @@ def test_limits_reject_and_each_way_of_rejecting_counts_its_own() -> None:
             assert counts.rejected_after_prefill == outcome.wasted_prefill_tokens == 0
 
 
+def test_engines_that_plan_by_the_limits_keep_them_for_more_requests() -> None:
+    trace = sessions(120, every_ms=60)
+    kept = {}
+    for planned in (False, True):
+        played = simulation(trace, ttft_slo_s=4.0, tbt_slo_s=0.1, plan_by_limits=planned)
+        played.run()
+        outcome = result_of(played)
+        assert outcome.requests.completed == len(trace), "nothing is refused for a target"
+        kept[planned] = outcome.effective_requests
+    assert kept[True] > kept[False]
+
+
 def test_a_block_is_held_by_no_fewer_nodes_than_have_it_in_a_pool(
     result: SimulationResult,
 ) -> None:
