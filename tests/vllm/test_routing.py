@@ -117,6 +117,7 @@ def test_a_prefix_is_found_by_the_events_of_the_server_that_has_it(world: World)
             assert details["cached_tokens"] == 999 // BLOCK_TOKENS * BLOCK_TOKENS
         assert [each["num_requests"] for each in server.status()["engines"]] == [2, 2]
         world.servers[0].forget()
+        world.servers[0].ask(prompt(9, 20), 1)  # vLLM publishes with its steps
         until(lambda: blocks(server)[0] == 0, "the left server's blocks are gone", WAIT_S)
         assert blocks(server)[1] > 0
 
