@@ -108,6 +108,13 @@ class PutSessions:
             self._ports.transfer.refuse(event.number, "what was granted was taken back meanwhile")
             return
         written = list(grant.pending) if grant is not None else []
+        granted = PutGranted(
+            asker=writer, ticket=ticket, store=self._ports.worker, keys=written,
+            places=self._blocks.places([]),
+        )  # fmt: skip
+        none = Pieces([], self._blocks.dram.block_bytes)
+        # The answer goes while this commits: whatever comes after it is handled after that, too.
+        self._ports.transfer.answer(event.number, encode(granted), self._ports.region, none)
         if written:
             count = len(event.sums) // len(keys)
             sums: dict[BlockKey, int] = {}
@@ -117,12 +124,6 @@ class PutSessions:
             checksums = [sums[key] for key in written]
             end = PutEnd(writer=writer, ticket=ticket, written=written, checksums=checksums)
             self.on_end(end, now)
-        granted = PutGranted(
-            asker=writer, ticket=ticket, store=self._ports.worker, keys=written,
-            places=self._blocks.places([]),
-        )  # fmt: skip
-        none = Pieces([], self._blocks.dram.block_bytes)
-        self._ports.transfer.answer(event.number, encode(granted), self._ports.region, none)
 
     def on_ask_ended(self, event: AskEnded, now: float) -> None:
         """Free the memory of a put whose blocks did not come: nothing writes to it any more."""

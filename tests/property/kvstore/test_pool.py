@@ -152,7 +152,7 @@ class Node:
         granted = decode(answer)
         assert region is self.region
         if isinstance(granted, PutGranted):
-            assert all(self.machine.stores(block) for block in granted.keys), "readable at once"
+            self.pool.offers[number].answered = granted.keys
             return
         assert isinstance(granted, PinGranted)
         assert granted.places.offsets == pieces.offsets
@@ -205,6 +205,7 @@ class Offering:
     run: list[bytes]
     offsets: list[int | None] = field(default_factory=list)
     grant: int = 0
+    answered: list[bytes] = field(default_factory=list)
 
 
 class Pool(RuleBasedStateMachine):
@@ -423,7 +424,11 @@ class Pool(RuleBasedStateMachine):
                 if offset is not None:
                     node.memory[offset : offset + BLOCK] = bytes_of(block)
             sums = [checksum_of(bytes_of(block), LAYOUT) for block in offering.run]
-            self.bring(node, Brought(number=number, sums=sums))
+            event = Brought(number=number, sums=sums)
+            if self.nodes.get(node.ref.worker_id) is node:
+                node.machine.handle(event, self.heap.now())
+                assert all(map(node.machine.stores, offering.answered)), "readable at once"
+                node.machine.check_integrity()
         del self.offers[number]
         self.bring(node, AskEnded(number=number))
 
