@@ -278,7 +278,7 @@ def connect(address: str | None, bind_host: str, *, forks: ForkServer | None = N
             log_to_driver=True,
             **options,
         )
-    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+    except Exception as error:  # what Ray raises, such as for a start that takes too long
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = f"at {address}" if address else "on this machine"
         raise ConfigError(f"no Ray cluster {where}: {first}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ WORKERS = {"prefill-0", "decode-0", "kvstore-0"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 40
 END_S = 120.0
+LONGER_THAN_A_START_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +32,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """A port that is free and that no connection of another program gets, as it is a low one."""
+    for number in range(20_000 + os.getpid() % 9_000, 32_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
+            return number
+    raise AssertionError("no port is free")
 
 
-def serving(checkpoint: Path, port: int, *words: str) -> ServerProcess:
+def serving(
+    checkpoint: Path, port: int, *words: str, orphan_s: int = LONGER_THAN_A_START_S
+) -> ServerProcess:
     """Start a server at a port, which names its workers for the next start."""
     return ServerProcess(
         str(checkpoint), "--port", str(port), "--dtype", "float32",
-        "--kv-cache-memory-bytes", "32MiB", "--kvstore-dram-bytes", "32MiB", *words,
+        "--kv-cache-memory-bytes", "32MiB", "--kvstore-dram-bytes", "32MiB",
+        "--orphan-timeout", str(orphan_s), *words,
     )  # fmt: skip
 
 
@@ -89,7 +97,7 @@ def test_the_next_start_adopts_the_workers_of_one_that_was_killed(
         assert ask(server)[0] == expected
         kept = {name: os.pidfd_open(pid) for name, pid in others.items()}
         kill(server)
-    with serving(checkpoint, port, "--max-num-seqs", "3", "--orphan-timeout", "1") as server:
+    with serving(checkpoint, port, "--max-num-seqs", "3", orphan_s=1) as server:
         server.wait_until_serving()
         new = server.wait_for_workers(WORKERS)
         assert not set(new.values()) & set(others.values())

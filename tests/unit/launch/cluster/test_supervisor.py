@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import MooncakeError
+from mooncake.base import ConfigError, MooncakeError
 from mooncake.launch.cluster import ray_cluster
 from mooncake.launch.cluster.ray_cluster import State, Supervisor
 from tests.support.serve.placed_workers import Shown
@@ -21,10 +21,10 @@ REFUSAL = "health-port: cannot listen on 127.0.0.1:9000"
 def fails(error: Exception) -> Any:
     """Return a function that raises `error`."""
 
-    def get(call: object) -> None:
+    def call(*_: object, **__: object) -> None:
         raise error
 
-    return get
+    return call
 
 
 @pytest.fixture
@@ -149,3 +149,15 @@ def test_a_worker_whose_actor_alone_has_died_is_not_lost(
     monkeypatch.setattr(ray_cluster.ray, "get", fails(ray_cluster.RayError()))
     supervisor._on_end(entry)
     assert lost == ["decode-0"], "its actor has seen it end"
+
+
+def test_a_ray_that_takes_too_long_to_start_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray raises a plain `Exception` then. Where workers serve on, it is tried again."""
+    slow = Exception("The current node timed out during startup.\nIt may be overloaded.")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(ray_cluster, "keep_ray_token_private", lambda: None)
+    monkeypatch.setattr(ray_cluster.ray, "init", fails(slow))
+    with pytest.raises(ConfigError, match=r"^no Ray cluster on this machine: .* during startup\.$"):
+        ray_cluster.connect(None, "127.0.0.1")
