@@ -5,6 +5,7 @@ asks a running one how many replicas it should have now.
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from rich.console import Console
 
@@ -22,6 +23,11 @@ from mooncake.sim.results.report import comparison_page
 from mooncake.sim.simulation import SimulationConfig
 from mooncake.sim.workload import Workload
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+
+TRIES = 20
+"""How often a server that gives no advice yet is asked, once a second. It looks at the cluster ten
+seconds after it started.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,12 +80,17 @@ def run(wanted: Plan) -> int:
 
 
 def _live(wanted: Plan) -> int:
-    advice = Client(wanted.url, wanted.api_key).get(STATUS_PATH).get("replicas")
-    if not advice:
-        raise MooncakeError(
-            f"the server at {wanted.url} gives no advice: it has just started (ask again in "
-            "seconds), or is of an older release"
-        )
+    client = Client(wanted.url, wanted.api_key)
+    for left in reversed(range(TRIES)):
+        advice = client.get(STATUS_PATH).get("replicas")
+        if advice:
+            break
+        if not left:
+            raise MooncakeError(
+                f"the server at {wanted.url} gives no advice: it is of an older release, or has no "
+                "workers and was asked for nothing since it started"
+            )
+        time.sleep(1.0)
     write(wanted.json, as_json(advice))
     rows = [["role", "now", "wanted", "why"]]
     rows += [[str(each[name]) for name in rows[0]] for each in advice]

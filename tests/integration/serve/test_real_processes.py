@@ -242,6 +242,7 @@ def test_dashboard_and_alerts_ask_for_what_these_processes_show(server: Server) 
     answer = stream(server, prompt(300, 2), 20)
     assert answer["ends"] == ["length"]
     wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    wait_until(lambda: server.status()["replicas"], 60, "a look at the load")
     urls = [server.url, *(worker["health_url"] for worker in server.status()["workers"])]
     shown = labels_of(*(httpx.get(f"{url}/metrics", timeout=30).text for url in urls))
     assert "mooncake_build_info" in shown
