@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from mooncake import __version__
-from mooncake.api.backend import Backend, EventStream
+from mooncake.api.backend import Backend, Control, EventStream
 from mooncake.api.config import ApiConfig
 from mooncake.api.constrained.checker import SchemaChecker, SchemaToCheck
 from mooncake.api.constrained.constraints import Constraint
@@ -47,6 +47,7 @@ from mooncake.base import (
     Unavailable,
     pack_tokens,
 )
+from mooncake.base.cluster_mode import ClusterMode
 from mooncake.telemetry.health import Probe, Vitals, judge
 from mooncake.telemetry.receipts import Receipts
 
@@ -78,11 +79,13 @@ class ApiServer:
         recent: Callable[[], Any] | None = None,
         vitals: Callable[[], Sequence[Vitals]] | None = None,
         receipts: Receipts | None = None,
+        control: Control | None = None,
     ) -> None:
         """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page.
         `vitals` returns the state of this process' workers, if it has any.
-        `receipts` get the events of `backend`.
+        `receipts` get the events of `backend`. `control` carries out operators' orders.
         """
+        self.control = control
         self.backend = backend
         self.model = model
         self.config = config
@@ -136,6 +139,12 @@ class ApiServer:
         """The error that says why a request cannot be served now."""
         if self.draining:
             return self._shutting_down()
+        mode = ClusterMode() if self.control is None else self.control.mode
+        if not mode.is_open:
+            return Unavailable(
+                "not ready: the engines sleep (POST /wake_up)" if mode.sleep_level
+                else "not ready: the cluster is paused (POST /resume)"
+            )  # fmt: skip
         workers = " and ".join(f"no {role} worker" for role in self.backend.missing)
         return Unavailable(f"not ready: {workers or 'no worker'} takes requests")
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from mooncake import __version__
 from mooncake.api.api_server import ApiServer
-from mooncake.api.backend import Backend
+from mooncake.api.backend import Backend, Control
 from mooncake.api.batches.in_process import ask
 from mooncake.api.batches.service import BatchService
 from mooncake.api.config import ApiConfig
@@ -35,6 +35,7 @@ from mooncake.api.routes.chat import chat_routes
 from mooncake.api.routes.completions import completion_routes
 from mooncake.api.routes.files import file_routes
 from mooncake.api.routes.messages import messages_routes
+from mooncake.api.routes.mode import mode_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
 from mooncake.api.routes.page import page_routes
@@ -53,6 +54,7 @@ from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.message_replies import MessageReply, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
+from mooncake.api.schema.mode import ModeReply, UpdateWeightsRequest
 from mooncake.api.schema.openapi import add_schemas
 from mooncake.api.schema.replies import (
     ChatReply,
@@ -87,18 +89,18 @@ _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 _ROUTES = (
     chat_routes, completion_routes, responses_routes, messages_routes, model_routes,
-    token_routes, receipt_routes, operation_routes, page_routes,
+    token_routes, receipt_routes, operation_routes, mode_routes, page_routes,
 )  # fmt: skip
 
 _BODIES: list[type[BaseModel]] = [
     ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-    TokenizeRequest, DetokenizeRequest, BatchRequest,
+    TokenizeRequest, DetokenizeRequest, BatchRequest, UpdateWeightsRequest,
 ]  # fmt: skip
 
 _REPLIES: list[type[msgspec.Struct]] = [
     ChatReply, CompletionReply, ResponseReply, MessageReply, TokenCount, ModelCard, ModelList,
-    TokenizeReply, TokenizerInfoReply, DetokenizeReply, Receipt, Bundle, ErrorReply, AnthropicError,
-    FileObject, FileList, FileDeleted, BatchObject, BatchList,
+    TokenizeReply, TokenizerInfoReply, DetokenizeReply, ModeReply, Receipt, Bundle, ErrorReply,
+    AnthropicError, FileObject, FileList, FileDeleted, BatchObject, BatchList,
 ]  # fmt: skip
 
 
@@ -125,19 +127,27 @@ def create_app(
     vitals: Callable[[], Sequence[Vitals]] | None = None,
     tracer: Tracer | None = None,
     receipts: Receipts | None = None,
+    control: Control | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
-    Its `state.api_server` is the `ApiServer` (which explains `recent`, `vitals`, `receipts`), its
-    `state.keyring` the `Keyring`, its `state.batches` the `BatchService`, if `config` has a
-    directory for it. `recorder` gets an event, timed by `clock`, for every request
+    Its `state.api_server` is the `ApiServer` (which explains `recent`, `vitals`, `receipts` and
+    `control`), its `state.keyring` the `Keyring`, its `state.batches` the `BatchService`, if
+    `config` has a directory for it. `recorder` gets an event, timed by `clock`, for every request
     that a key's limit refuses or that has no valid key, and for each hold of the event loop.
     `tracer` chooses the calls that are traced; it gets the events of `backend`.
     """
     clock = clock or MonotonicClock()
     ids = ids or SystemIds()
     api_server = ApiServer(
-        backend, model, config, ids=ids, recent=recent, vitals=vitals, receipts=receipts
+        backend,
+        model,
+        config,
+        ids=ids,
+        recent=recent,
+        vitals=vitals,
+        receipts=receipts,
+        control=control,
     )
     app = _App(
         title="Mooncake",

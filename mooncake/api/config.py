@@ -153,6 +153,8 @@ class ApiConfig:
     """The most clients that may follow the feed of cluster events; more get 429."""
     feed_s: float = 1.0
     """Seconds between two events of that feed."""
+    enable_sleep_mode: bool = False
+    """True if operators may pause the cluster, let it sleep and replace its weights."""
     access_log: bool = False
     """Log one line for every HTTP request."""
     docs: bool = True

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mooncake.base import Clock, GenerateRequest, Sink
+from mooncake.base import Clock, GenerateRequest, MooncakeError, Sink, Unavailable
+from mooncake.base.cluster_mode import ClusterMode
 
 if TYPE_CHECKING:
     from mooncake.scheduler.gateway.gateway import Gateway
+    from mooncake.scheduler.gateway.mode_control import Done, ModeControl
     from mooncake.scheduler.gateway.status import ClusterStatus
 
 _log = logging.getLogger(__name__)
@@ -25,6 +27,10 @@ MAX_READS_A_TURN = 64
 """The most reads of the channel before the loop's other tasks run."""
 
 
+ORDER_S = 600.0
+"""An operator's order that is not carried out by then is answered by what it waits for, and goes
+on.
+"""
 RETRY_TICK_S = 1.0
 """Seconds until the next tick after one that failed."""
 
@@ -38,8 +44,8 @@ class Inbox(Protocol):
 
 
 class GatewayBackend:
-    """A `Backend` over the gateway machine. Call `start` and `stop` in the loop. `metrics` renders
-    the series that the machine's recorder keeps, for an operator or for others.
+    """A `Backend` and a `Control` over the gateway machine. Call `start` and `stop` in the loop.
+    `metrics` renders the series that the machine's recorder keeps, for an operator or for others.
     """
 
     def __init__(
@@ -106,6 +112,45 @@ class GatewayBackend:
         self._draining = True
         self._gateway.drain(self._clock.now())
         self._schedule_turn()
+
+    @property
+    def mode(self) -> ClusterMode:
+        return self._gateway.control.mode
+
+    async def pause(self, *, aborts: bool) -> None:
+        await self._order(lambda control, done: control.pause(done, aborts=aborts))
+
+    async def resume(self) -> None:
+        await self._order(lambda control, done: control.resume(done))
+
+    async def sleep(self, level: int, *, aborts: bool) -> None:
+        await self._order(lambda control, done: control.sleep(level, done, aborts=aborts))
+
+    async def wake(self) -> None:
+        await self._order(lambda control, done: control.wake(done))
+
+    async def update_weights(self, model: str) -> None:
+        await self._order(lambda control, done: control.update_weights(model, done))
+
+    async def _order(self, give: Callable[[ModeControl, Done], None]) -> None:
+        """Give the machine an order, and wait until it is carried out."""
+        done: asyncio.Future[MooncakeError | None] = asyncio.get_running_loop().create_future()
+
+        def end(error: MooncakeError | None) -> None:
+            if not done.done():  # its caller is gone
+                done.set_result(error)
+
+        control = self._gateway.control
+        give(control, end)
+        self._schedule_turn()
+        try:
+            async with asyncio.timeout(ORDER_S):
+                error = await done
+        except TimeoutError:
+            text = f"not yet carried out: {control.waits_for}"
+            raise Unavailable(text, retry_after_s=RETRY_TICK_S) from None
+        if error is not None:
+            raise error
 
     def worker_lost_threadsafe(self, worker_id: str) -> None:
         """Report to the machine that a worker's process ended; callable from any thread."""

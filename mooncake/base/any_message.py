@@ -15,6 +15,7 @@ AnyMessage = (
     | pool.AskPool | pool.BlocksFound | pool.BlocksRemoved | pool.PinsSet | pool.PoolState
     | pool.FindReplicas | pool.ReplicasFound | pool.FindHomes | pool.HomesFound | pool.TakeOver
     | pool.TakenOver | words.StopPrefetch | pool.DescribeBlocks | pool.BlocksDescribed
-    | pool.ForgetBlocks | words.AskCluster | words.ClusterTold
+    | pool.ForgetBlocks | words.AskCluster | words.ClusterTold | words.Restart | words.Asleep
+    | words.CheckWeights | words.WeightsChecked
 )  # fmt: skip
 """The tagged union that travels on a channel."""

@@ -15,6 +15,7 @@ import msgspec
 
 from mooncake import __version__
 from mooncake.base.blocks import BlockKey
+from mooncake.base.cluster_mode import ClusterMode
 from mooncake.base.kv_layout import BlockPlaces
 from mooncake.base.kv_parts import KvPart
 from mooncake.base.large_settings import LargeSettings, SettingName
@@ -162,6 +163,27 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     release: Release = UNNAMED_RELEASE
     transports: list[str] = []
     """The transports by which it moves KV to and from other processes."""
+    mode: ClusterMode = ClusterMode()
+    """The mode in which it was told to come back; that of a new process is empty."""
+
+
+class Asleep(Message, frozen=True, tag="asleep"):
+    """An engine sleeps: it holds no pages and is no member. It repeats this until it is woken. The
+    gateway answers with `Welcome`, which names other gateways.
+    """
+
+    worker: WorkerRef
+    role: Role
+    node_id: str
+    host: str
+    pid: int
+    level: int
+    """1: its weights are in DRAM. 2: they are dropped, also where level 1 was asked for and this
+    worker cannot keep them.
+    """
+    mode: ClusterMode
+    """The mode in which it was told to sleep."""
+    health_url: str = ""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -317,6 +339,7 @@ class GatewayNews(Message, frozen=True, tag="gateway"):
     """The latest turn that it knows to be served. Engines compare the turns of all gateways."""
     offered: list[float] = []
     """What it was asked for since it started, as sums (`scheduler.scaling.demand.Offered`)."""
+    mode: ClusterMode = ClusterMode()
 
 
 class PeersHeard(Message, frozen=True, tag="heard"):
@@ -363,6 +386,46 @@ class Drain(Message, frozen=True, tag="drain"):
 
     next_role: Role | None = msgspec.field(default=None, name="then")
     """Leave and come back in this role. Only for prefill and decode."""
+
+
+class Restart(Message, frozen=True, tag="restart"):
+    """Finish the running work, leave, and come back as `mode` says: awake or asleep, over its
+    weights. Repeated until it takes effect.
+    """
+
+    worker: WorkerRef
+    """The boot that is meant; a later one ignores it."""
+    mode: ClusterMode
+
+
+class NextLife(msgspec.Struct, frozen=True):
+    """How a worker comes back after it has left; it travels inside a process only."""
+
+    role: Role | None = None
+    """Its new role; None: its own."""
+    mode: ClusterMode | None = None
+    """The mode of its cluster; None: as it was."""
+
+
+class CheckWeights(Message, frozen=True, tag="check_weights"):
+    """Ask an engine that sleeps whether it could serve the checkpoint in a directory of its
+    machine. It reads names and shapes, and hashes files that were not hashed before.
+    """
+
+    asker: WorkerRef
+    ticket: int
+    model: str
+
+
+class WeightsChecked(Answer, frozen=True, tag="weights_checked"):
+    """The answer to `CheckWeights`."""
+
+    worker: WorkerRef
+    revision: str = ""
+    fingerprint: str = ""
+    """The fingerprint of the KV layout under these weights."""
+    error: str = ""
+    """Why it cannot serve them; empty: it can."""
 
 
 class Refused(Answer, frozen=True, tag="refused"):

@@ -41,13 +41,14 @@ SENDERS: dict[type[m.Message], frozenset[CredentialRole]] = {
     for roles, messages in (
         ((_W,), (
             m.StepOutputs, m.Reserved, m.BlocksPushed, m.KVReady, m.PushEnded, m.PutGranted,
-            m.PinGranted,
+            m.PinGranted, m.Asleep, m.WeightsChecked,
             p.TakeOver, p.TakenOver, p.FindHomes, p.BlocksFound, p.BlocksRemoved,
             p.BlocksDescribed, p.PinsSet, p.PoolState,
         )),
         ((_G,), (
             m.GatewayNews, m.PeersHeard, m.Welcome, m.WhoAreYou, m.PrefillTask, m.DecodeTask,
             m.AbortTask, m.Prefetch, m.StopPrefetch, m.ClusterTold, p.HomesFound, p.ReplicasFound,
+            m.Restart, m.CheckWeights,
         )),
         ((_W, _G), (m.DoubtPeers, m.Refused, m.AskCluster)),
         ((_W, _C), (m.PutStart, m.PutEnd, m.PinBlocks, m.Unpin)),

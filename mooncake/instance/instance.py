@@ -19,13 +19,14 @@ from mooncake.base.messages import (
     Answer,
     ChainHead,
     Drain,
+    NextLife,
     PeerLost,
     PinBlocks,
     PinGranted,
     PutGranted,
     Refused,
     RequestTask,
-    Role,
+    Restart,
     StepOutputs,
     Tier,
     Unpin,
@@ -114,8 +115,8 @@ class Instance:
         self.reservations = Reservations(ports.transfer, self.mover, self.pool, config.quarantine_s)
         self.draining = False
         """True if the worker wants to leave."""
-        self.next_role: Role | None = None
-        """The role in which the worker starts again once nothing is in progress here."""
+        self.next_life: NextLife | None = None
+        """How the worker comes back once nothing is in progress here; None: it does not."""
         self._membership = Membership(
             hello,
             ports.channel,
@@ -174,7 +175,11 @@ class Instance:
                 self.page_pins.on_unpin(event)
             case Drain():
                 self.draining = True
-                self.next_role = event.next_role or self.next_role
+                if event.next_role is not None:
+                    self.next_life = NextLife(role=event.next_role)
+            case Restart() if event.worker == self.worker:
+                self.draining = True
+                self.next_life = NextLife(mode=event.mode)
             case Welcome():
                 self._membership.on_welcome(event)
             case WhoAreYou():
@@ -343,9 +348,14 @@ class Instance:
     @property
     def _lends(self) -> bool:
         """True if others may read this instance's cached blocks. A draining instance ends when no
-        other reads them any more. One that changes its role keeps none for others.
+        other reads them any more. One that comes back keeps none for others.
         """
-        return self.draining and self.next_role is None and self._own_pages.has_whole_blocks
+        return self.draining and self.next_life is None and self._own_pages.has_whole_blocks
+
+    @property
+    def gateway_addresses(self) -> list[str]:
+        """The addresses of all gateways known."""
+        return self._membership.gateway_addresses
 
     @property
     def relieved(self) -> bool:

@@ -23,6 +23,8 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.ranks.kv_moves import Opened
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
+from mooncake.model.checkpoint.files.signature import Signature
+from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.pages import PageMemory
@@ -49,6 +51,19 @@ from mooncake.model.warm_up import Limits, warm_up
 from mooncake.transfer.device import DeviceMemory
 
 _log = logging.getLogger(__name__)
+
+
+def read_weights(path: Path, keys: KeyRing | None, cache_dir: str | None) -> tuple[Signature, str]:
+    """Return the signature and the revision of the checkpoint at `path`. Files that are not in
+    `cache_dir` are hashed.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        ConfigError: these are not its keys.
+    """
+    checkpoint = Checkpoint.open(path, keys)
+    checkpoint.check_names(tensor_shapes(checkpoint.spec))
+    return checkpoint.signature, checkpoint.revision(None if cache_dir is None else Path(cache_dir))
 
 
 def _untold(done: int, whole: int) -> None:
@@ -104,6 +119,18 @@ class ModelSource:
         """The revision of the weights; see `Checkpoint.revision`."""
         folder = self._options.cache_dir
         return self._checkpoint.revision(None if folder is None else Path(folder))
+
+    @property
+    def can_rest(self) -> bool:
+        """True if the weights can be kept in DRAM while nothing computes: they lie there already,
+        and no other rank holds pages.
+        """
+        return self.lead is None and not self._device.is_gpu
+
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """What weights must have in common with these to replace them."""
+        return self._checkpoint.signature
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights unless they are loaded. `progress` is called with (tensors done, all

@@ -23,11 +23,11 @@ from mooncake.base.messages import (
     BlockSource,
     BlocksPushed,
     KVReady,
+    NextLife,
     PeerLost,
     PrefillTask,
     PushEnded,
     Reserved,
-    Role,
     Welcome,
     WorkerRef,
 )
@@ -157,12 +157,10 @@ class PrefillWorker:
             engine.claim(sequence)
 
     @property
-    def next_role(self) -> Role | None:
-        """The role to restart in, once nothing is in progress here any more; None: stay in this
-        role.
-        """
-        role = self.instance.next_role
-        return role if role is not None and self.quiet else None
+    def next_life(self) -> NextLife | None:
+        """How to come back, once nothing is in progress here any more; None: go on."""
+        life = self.instance.next_life
+        return life if life is not None and self.quiet else None
 
     @property
     def quiet(self) -> bool:

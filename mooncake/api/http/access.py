@@ -42,6 +42,13 @@ OPERATOR_PATH = "/v1/cluster/"
 key.
 """
 
+OPERATOR_PATHS = frozenset(
+    {
+        "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/update_weights",
+    }
+)  # fmt: skip
+"""Paths that are about the cluster as a whole: they need an operator's key, too."""
+
 RECEIPT = "X-Mooncake-Receipt"
 """The header that names the receipt of a call."""
 
@@ -199,12 +206,12 @@ class Access:
         if account is not None:
             state["key_name"] = account.key.name
             state["tenant"] = account.key.owner
-            is_operators = scope["path"].startswith(OPERATOR_PATH)
+            is_operators = _is_operators(scope["path"])
             if is_operators:
                 self._audit(account.key, scope)
             if is_operators and not account.key.operator:
                 error = forbidden(
-                    f"{scope['path']} tells of hosts, processes and the requests of all tenants: "
+                    f"{scope['path']} is about the whole cluster and the requests of all tenants: "
                     "use an operator's key (`operator: true` in `api-keys-file`, or `api-key`)"
                 )
                 await ErrorResponse(error)(scope, receive, named_send)
@@ -300,6 +307,10 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_operators(path: str) -> bool:
+    return path.startswith(OPERATOR_PATH) or path in OPERATOR_PATHS
 
 
 def _is_open(scope: Scope) -> bool:

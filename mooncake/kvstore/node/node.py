@@ -27,7 +27,14 @@ from mooncake.base import (
     Welcome,
     WorkerHello,
 )
-from mooncake.base.messages import Answer, Refused, Replicate, WhoAreYou
+from mooncake.base.messages import (
+    Answer,
+    NextLife,
+    Refused,
+    Replicate,
+    Restart,
+    WhoAreYou,
+)
 from mooncake.base.pool_messages import (
     HomesFound,
     PoolState,
@@ -96,6 +103,7 @@ class KvNode:
         self._removals = Removals(ports, self.blocks)
         self._inquiries = Inquiries(ports, self.blocks, self._peers)
         self._doubt_s = 0.0
+        self._next_life: NextLife | None = None
         self._handlers = self._table()
 
     @property
@@ -135,6 +143,13 @@ class KvNode:
     def drained(self) -> bool:
         """True if the process may be ended; see `NodeBlocks.drained`."""
         return self.blocks.drained
+
+    @property
+    def next_life(self) -> NextLife | None:
+        """How to come back, with nothing in DRAM, once nothing is in progress here any more; None:
+        go on.
+        """
+        return self._next_life if self._next_life is not None and self.quiet else None
 
     def state(self) -> PoolState:
         """Return the figures of the node, as the answer to `AskPool`."""
@@ -185,6 +200,7 @@ class KvNode:
             Refused: lambda message, _: membership.on_refused(message),
             PeerLost: self._on_peer_lost,
             Drain: self._on_drain,
+            Restart: self._on_restart,
             HomesFound: migration.on_homes,
             TakenOver: migration.on_taken,
             Replicate: lambda order, now: replicator.begin(order, now, refused=migration.begun),
@@ -204,6 +220,11 @@ class KvNode:
         """
         self.blocks.tiering.drain()
         self.blocks.migration.begin(now)
+
+    def _on_restart(self, message: Restart, _now: float) -> None:
+        """Come back as told. No block is handed on: none is wanted under the weights to come."""
+        if message.worker == self._membership.worker:
+            self._next_life = NextLife(mode=message.mode)
 
     def _withdraw_if_drained(self) -> None:
         if self.blocks.migration.over:

@@ -12,9 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.cluster import report
@@ -26,20 +24,19 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import Health, Watchdog
 from mooncake.launch.host.http_server import Route
-from mooncake.launch.worker.open_model import open_model
+from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
+from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.process import (
     Worker,
     WorkerSettings,
     build,
+    doze,
 )
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.regions import Progress, no_progress
-
-if TYPE_CHECKING:
-    from mooncake.model.opening import ModelSource
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ class LocalCluster:
     def __init__(
         self,
         network: InprocNetwork,
-        model: ModelSource,
+        model: HeldModel,
         *,
         lost: Lost,
         progress: Progress = no_progress,
@@ -121,19 +118,24 @@ class LocalCluster:
         _log.critical("a worker is not live: %s; start this process again", why)
         self.broken = why
 
-    def _build(self, settings: WorkerSettings) -> Worker:
-        self._num_boots += 1
-        channel = InprocChannel(self._network, f"{settings.worker_id}#{self._num_boots}")
+    def _build(self, settings: WorkerSettings, gateways: Sequence[str] = ()) -> Worker:
+        """Return a worker; `gateways` are those that its former life knew."""
+        with self._lock:
+            self._num_boots += 1
+            boot = f"{settings.worker_id}#{self._num_boots}"
+        channel = InprocChannel(self._network, boot)
+        if sleeps(settings):
+            return doze(settings, channel, self._model, gateways)
         config = TransferConfig(secret=self._secret, host="local", protocols=self._protocols)
         between_processes = [name for name in self._protocols if name != "inproc"]
         transfer = open_transfer(
             config,
-            f"{settings.worker_id}#{self._num_boots}",
+            boot,
             MonotonicClock(),
             fabric=self._fabric,
         )
-        model = None if settings.role is Role.KVSTORE else self._model
         try:
+            model = None if settings.role is Role.KVSTORE else self._model.use(settings)
             return build(
                 settings, channel, transfer, model=model, progress=self._progress,
                 rank_transfer=dataclasses.replace(config, protocols=between_processes),
@@ -144,19 +146,19 @@ class LocalCluster:
             raise
 
     def _drive(self, settings: WorkerSettings, worker: Worker) -> None:
-        """Drive a worker to its end; after a change of role, drive its successor."""
+        """Drive a worker to its end; if it was told to come back, drive its successor."""
         try:
             worker.driver.run()
-            while worker.next_role is not None:
-                settings = msgspec.structs.replace(settings, role=worker.next_role)
+            while (life := worker.next_life) is not None:
+                settings = next_settings(settings, life)
                 worker.say_goodbye(settings.gateway_address)
-                successor = self._build(settings)
+                worker.close()  # its memory goes before its successor takes as much
+                successor = self._build(settings, worker.gateways)
                 with self._lock:
                     if settings.worker_id in self._ending:
                         successor.close()
                         return
                     self._workers[settings.worker_id] = successor
-                worker.close()
                 worker = successor
                 worker.tell(self._healths[settings.worker_id])
                 worker.driver.run()
@@ -217,7 +219,7 @@ class ColocatedWorkers:
         self._network = InprocNetwork()
         self.gateway_channel = InprocChannel(self._network, GATEWAY_ID)
         self._cluster: LocalCluster | None = None
-        self._model: ModelSource | None = None
+        self._model: HeldModel | None = None
         self._starting: Vitals | None = Vitals(starting="starting", joined=False)
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
@@ -228,7 +230,10 @@ class ColocatedWorkers:
             show("engine", what, done, whole)
 
         progress("importing the tensor library", 0, 0)
-        self._model = open_model(str(plan.model.path), plan.model.dtype, plan.options)
+        dtype, options = plan.model.dtype, plan.options
+        self._model = HeldModel(
+            lambda path: open_model(path, dtype, options), lambda path: read_weights(path, options)
+        )
         settings = cluster_workers(
             self._config,
             plan,

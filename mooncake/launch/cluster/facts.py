@@ -31,7 +31,8 @@ from mooncake.base import (
     Unreachable,
     WorkerRef,
 )
-from mooncake.base.messages import AskCluster, ClusterTold, Refused
+from mooncake.base.cluster_mode import ClusterMode, Weights
+from mooncake.base.messages import AskCluster, ClusterTold, NextLife, Refused
 from mooncake.base.rights import CredentialRole, client_id
 from mooncake.identity import Credential, Trust
 from mooncake.launch.config.settings import ServeConfig
@@ -40,6 +41,7 @@ from mooncake.launch.host.credentials import seal, sign_request, unseal
 from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_client import Client
 from mooncake.launch.host.http_server import Answer, Route, document, error
+from mooncake.launch.worker.held_model import next_settings
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.model.options import ModelOptions
 from mooncake.rpc.listeners import Listener, who_listens
@@ -93,6 +95,12 @@ def encode_facts(facts: ClusterFacts) -> bytes:
     options = msgspec.structs.replace(worker.options, weights_key=ModelOptions().weights_key)
     worker = msgspec.structs.replace(worker, ssd_key=None, options=options)
     return msgspec.msgpack.encode(msgspec.structs.replace(facts, worker=worker))
+
+
+def with_weights(facts: ClusterFacts, weights: Weights) -> ClusterFacts:
+    """Return the facts for processes that join once a cluster serves other weights."""
+    life = NextLife(mode=ClusterMode(weights=weights))
+    return msgspec.structs.replace(facts, worker=next_settings(facts.worker, life))
 
 
 def sealed_facts(facts: ClusterFacts, credential: Credential) -> bytes:

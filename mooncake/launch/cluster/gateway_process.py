@@ -27,8 +27,9 @@ from mooncake.base import (
     Unavailable,
     WorkerRef,
 )
+from mooncake.base.cluster_mode import Weights
 from mooncake.base.kv_events import KvEventsConfig
-from mooncake.launch.cluster.facts import GATEWAY_ID
+from mooncake.launch.cluster.facts import GATEWAY_ID, encode_facts, read_facts, with_weights
 from mooncake.launch.config.key_file import KeyFile, follow, read_keys
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
@@ -95,9 +96,20 @@ class GatewayProcess:
             peers,
             has_clients=has_api,
         )
+        self.weights_told: list[Callable[[Weights], None]] = []
+        """Each is called in the loop's thread when other weights take the place of those before."""
+        self.gateway.control.on_weights = self._on_weights
         self.backend = GatewayBackend(
             self.gateway, channel, self._clock, metrics=self._metrics.render
         )
+
+    def _on_weights(self, weights: Weights) -> None:
+        """Tell processes that join from now on which weights the cluster serves."""
+        if self.gateway.facts:
+            facts = with_weights(read_facts(self.gateway.facts), weights)
+            self.gateway.facts = encode_facts(facts)
+        for told in self.weights_told:
+            told(weights)
 
     def worker_lost(self, worker_id: str) -> None:
         """Tell the gateway that a worker's process ended; from any thread."""
@@ -142,6 +154,7 @@ class GatewayProcess:
                 vitals=vitals,
                 tracer=self._tracer(config, opened),
                 receipts=self._receipts(api_server),
+                control=self.backend,
             )
             opened.enter_context(self._driven())
             opened.enter_context(self._publishing(config.kv_events_config))

@@ -70,7 +70,8 @@ class JoinedCluster:
                 max_model_len=worker.engine.max_model_len,
             )
             plan = make_plan(self.config, num_cores)
-            if plan.model.revision != worker.weights_revision:
+            replaced = worker.mode.weights.number  # it has no weights, only the files beside them
+            if not replaced and plan.model.revision != worker.weights_revision:
                 raise CheckpointError(
                     f"{self.config.model} holds other weights (revision {plan.model.revision}) "
                     f"than those of the cluster ({worker.weights_revision})"

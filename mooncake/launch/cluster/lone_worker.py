@@ -62,10 +62,11 @@ def serve_worker(config: ServeConfig) -> int:
         bars = opened.enter_context(contextlib.ExitStack())
         show = bars.enter_context(report.StartProgress(console))
 
-        def started(_: process.Worker) -> None:
+        def started(worker: process.Worker) -> None:
             bars.close()
+            does = "sleeps" if worker.sleeps else "serves"
             console.print(
-                f"{settings.worker_id} (pid {os.getpid()}) serves; Ctrl-C takes it out",
+                f"{settings.worker_id} (pid {os.getpid()}) {does}; Ctrl-C takes it out",
                 soft_wrap=True, highlight=False,
             )  # fmt: skip
 

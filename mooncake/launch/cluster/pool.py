@@ -140,6 +140,8 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
         say(f"clients and other nodes: {gateway_address}")
         say(f"pool node at {begun.admin_url} - Ctrl-C drains and stops")
         worker = begun
+        if watch is not None:  # it comes back for new weights
+            watch.close()
         watch = node_lock.JoinWatch(
             begun.driver, settings.worker_id, gateway_address,
             functools.partial(_why_silent, config, plan, meant, begun.ref),

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mooncake.base import MooncakeError
+from mooncake.base.cluster_mode import Weights
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.launch.cluster import own_raylet, ray_cluster, report
@@ -24,6 +25,7 @@ from mooncake.launch.cluster.facts import (
     facts_routes,
     sealed_facts,
     when_up,
+    with_weights,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
@@ -197,6 +199,12 @@ class RayWorkers:
             tell()
             self._keep(secret)
 
+        def on_weights(weights: Weights) -> None:
+            nonlocal facts
+            facts = with_weights(facts, weights)
+            tell()
+
+        gateway_process.weights_told.append(on_weights)
         tell()
         self._following = SecretFollower(config.cluster_secret_file, renew)
         pids = supervisor.start(

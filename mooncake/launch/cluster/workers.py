@@ -246,7 +246,8 @@ def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> Wor
     """
     assert config.role is not None
     template = facts.worker
-    model = config.model or template.model
+    replaced = template.mode.weights.number and config.role != Role.KVSTORE
+    model = template.model if replaced else config.model or template.model
     local = dataclasses.replace(
         config, model=model,
         require_transport=facts.scheduler.require_transport or config.require_transport,
@@ -264,6 +265,7 @@ def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> Wor
         dtype=template.dtype,
         weights_revision=template.weights_revision,
         layout=template.layout,
+        mode=template.mode,
         expert_group=template.expert_group,
         options=msgspec.structs.replace(
             template.options, device=own.options.device, shape=plan.options.shape,

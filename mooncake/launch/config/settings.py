@@ -349,6 +349,9 @@ class ServeConfig:
         "about 1 ms for every 5,000")
     timeout_keep_alive: int = owned(ApiConfig, "keep_alive_s", count(1, 86400), API, "S",
         "seconds that idle connections stay open; choose more than a proxy in front keeps them")
+    enable_sleep_mode: bool = owned(ApiConfig, "enable_sleep_mode", truth, API, "",
+        "let operators pause the cluster, let it sleep and replace its weights (/pause, /sleep, "
+        "/update_weights)", switch=True)
     access_log: bool = owned(ApiConfig, "access_log", truth, API, "", "log every HTTP request",
         switch=True)
     allow_special_tokens_in_chat: bool = owned(ApiConfig, "allow_special_tokens_in_chat", truth,

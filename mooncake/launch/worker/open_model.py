@@ -13,8 +13,23 @@ from mooncake.model.options import ModelOptions
 
 if TYPE_CHECKING:
     from mooncake.launch.worker.far_ranks import FarStages
+    from mooncake.model.checkpoint.files.signature import Signature
     from mooncake.model.opening import ModelSource
     from mooncake.model.parallel.peers import Peers
+
+
+def read_weights(path: str, options: ModelOptions) -> tuple[Signature, str]:
+    """Return what a checkpoint has in common with those that can replace it, and the revision of
+    its weights. Files that were not hashed before are hashed.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: the key of encrypted weights is missing.
+    """
+    with importing():
+        from mooncake.model import opening
+
+    return opening.read_weights(Path(path), read_keys(options.weights_key), options.cache_dir)
 
 
 def open_model(

@@ -11,10 +11,11 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -27,6 +28,7 @@ from mooncake.base import (
     KvLayout,
     Machine,
     MonotonicClock,
+    MooncakeError,
     PageArray,
     PeerLost,
     Role,
@@ -34,6 +36,8 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.cluster_mode import ClusterMode
+from mooncake.base.messages import Asleep, NextLife
 from mooncake.base.pool_messages import PoolState
 from mooncake.base.rights import CredentialRole
 from mooncake.crypto.keys import KeySource
@@ -46,6 +50,7 @@ from mooncake.instance import Instance, InstanceConfig
 from mooncake.instance.instance import InstancePorts
 from mooncake.instance.mover import PolledHasher
 from mooncake.instance.rank_pages import FollowerPages
+from mooncake.instance.sleeper import Sleeper
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.storage.disk import PolledDisks
@@ -59,8 +64,9 @@ from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.pool_node.metrics import NodeFamilies
 from mooncake.launch.worker.health_port import HealthPort
+from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
 from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures
-from mooncake.launch.worker.open_model import open_model
+from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.model.options import ExpertGroup, ModelOptions
@@ -133,6 +139,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The workers with which an engine shares its experts."""
     admin: AdminSettings | None = None
     """The HTTP API server of a pool node."""
+    mode: ClusterMode = ClusterMode()
+    """The mode in which it was told to come back."""
 
     def __repr__(self) -> str:
         """Return only the worker's name: one of the settings is a secret."""
@@ -148,7 +156,8 @@ class WorkerPorts:
     """The world of a worker's machine: what its driver polls, and its clock."""
 
     channel: PolledChannel
-    transfer: PolledTransfer
+    transfer: PolledTransfer | None
+    """None while it sleeps."""
     clock: Clock
     runner: PolledRunner | None = None
     disks: PolledDisks | None = None
@@ -157,10 +166,20 @@ class WorkerPorts:
     """Addresses at which to look for gateways."""
 
 
+class WorkerMachine(Machine, Protocol):
+    """The machine of a worker."""
+
+    @property
+    def next_life(self) -> NextLife | None:
+        """How it is to come back, now that nothing is in progress; None: it goes on."""
+
+
 def _facts(machine: Machine) -> Facts:
     """Return what probes must know about a worker's machine."""
     if isinstance(machine, PrefillWorker | DecodeWorker):
         return Facts(joined=machine.instance.joined, draining=machine.instance.draining)
+    if isinstance(machine, Sleeper):
+        return Facts(joined=machine.joined, draining=True)
     assert isinstance(machine, KvNode)
     return Facts(joined=machine.joined, draining=machine.draining)
 
@@ -181,13 +200,15 @@ class Worker:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: WorkerMachine,
         ref: WorkerRef,
         ports: WorkerPorts,
-        region: Region,
+        region: Region | None = None,
         pages: PageMemory | None = None,
     ) -> None:
-        """Own what lies in `region`; `pages` is its memory if that lies on a device."""
+        """Own what lies in `region`, if there is one; `pages` is its memory if that lies on a
+        device.
+        """
         self.machine = machine
         self.ref = ref
         self._ports = ports
@@ -205,14 +226,29 @@ class Worker:
             clock=ports.clock,
             own=ref,
         )
-        if isinstance(machine, PrefillWorker | DecodeWorker):
-            self.driver.stop_when(lambda role: role.next_role is not None, None)
+        self._closed = False
+        self._leaves = False
+        self.driver.stop_when(lambda machine: machine.next_life is not None, None)
 
     @property
-    def next_role(self) -> Role | None:
-        """The role that it was told to come back in, after its driver ended for that."""
+    def next_life(self) -> NextLife | None:
+        """How it was told to come back, after its driver ended for that."""
+        return None if self._leaves else self.machine.next_life
+
+    @property
+    def sleeps(self) -> bool:
+        """True if it is an engine that sleeps."""
+        return isinstance(self.machine, Sleeper)
+
+    @property
+    def gateways(self) -> list[str]:
+        """The addresses of the gateways that an engine knows."""
         machine = self.machine
-        return machine.next_role if isinstance(machine, PrefillWorker | DecodeWorker) else None
+        if isinstance(machine, Sleeper):
+            return machine.gateways
+        if isinstance(machine, PrefillWorker | DecodeWorker):
+            return machine.instance.gateway_addresses
+        return []
 
     @property
     def admin_url(self) -> str:
@@ -241,6 +277,8 @@ class Worker:
         """Return its figures as Prometheus families. There are none when its driver does not answer
         or has ended. From any thread.
         """
+        if self.sleeps:
+            return []
         asked = self.driver.call(lambda machine, _: _figures(machine))
         try:
             figures = asked.result(FIGURES_S)
@@ -253,7 +291,8 @@ class Worker:
         else:
             role = Role.PREFILL if isinstance(self.machine, PrefillWorker) else Role.DECODE
             own = EngineFamilies(worker_id, role, figures)
-        return [own, LinkFamilies(worker_id, self._ports.transfer.links())]
+        links = [] if self._ports.transfer is None else self._ports.transfer.links()
+        return [own, LinkFamilies(worker_id, links)]
 
     def leave(self, limit_s: float, *, waits: bool = False) -> None:
         """End the driver. Before that, for at most `limit_s`, an engine finishes what others do not
@@ -261,7 +300,8 @@ class Worker:
         `waits` serves until another one of its role has taken its place. Returns at once; from any
         thread.
         """
-        if limit_s <= 0:
+        self._leaves = True
+        if limit_s <= 0 or self.sleeps:
             self.driver.stop()
             return
 
@@ -282,15 +322,19 @@ class Worker:
             self._ports.seeds.move(gateway_address)
 
     def say_goodbye(self, gateway_address: str) -> None:
-        """Tell the gateway that this worker ends, so that it waits for no heartbeat."""
-        self._ports.channel.send(self._met or gateway_address, PeerLost(worker=self.ref))
+        """Tell the gateways that this worker ends, so that they wait for no heartbeat."""
+        for address in dict.fromkeys([self._met or gateway_address, *self.gateways]):
+            self._ports.channel.send(address, PeerLost(worker=self.ref))
 
     def close(self) -> None:
         """Free model, disks, memory and sockets. The driver must have ended.
 
         A step that hangs cannot be stopped and still uses model and memory; only the end of the
-        process frees them.
+        process frees them. May be called twice.
         """
+        if self._closed:
+            return
+        self._closed = True
         if self._admin is not None:
             self._admin.close()
         ports, machine = self._ports, self.machine
@@ -306,10 +350,59 @@ class Worker:
         if ports.hasher is not None:
             ports.hasher.close()  # they also read and write it
         ports.channel.close()
-        ports.transfer.unregister(self._region)
-        ports.transfer.close()
+        if ports.transfer is not None:
+            if self._region is not None:
+                ports.transfer.unregister(self._region)
+            ports.transfer.close()
         if self._pages is not None:
             self._pages.free()  # a worker that comes back in another role takes as many
+
+
+def doze(
+    settings: WorkerSettings,
+    channel: PolledChannel,
+    model: HeldModel,
+    gateways: Sequence[str],
+    *,
+    ids: IdSource | None = None,
+    health_url: str = "",
+) -> Worker:
+    """Return the worker of an engine that sleeps. It tells `gateways`, and frees what it does not
+    keep at its level of sleep.
+    """
+    ref = WorkerRef(settings.worker_id, (ids or SystemIds()).hex(8), channel.address)
+    asleep = Asleep(
+        worker=ref,
+        role=settings.role,
+        node_id=settings.node_id,
+        host=settings.host,
+        pid=os.getpid(),
+        level=model.rest(settings.mode.sleep_level),
+        mode=settings.mode,
+        health_url=health_url,
+    )
+    seeds = SeedAddresses(settings.seeds)
+    known = [*gateways, *([settings.gateway_address] if settings.gateway_address else [])]
+
+    def check(path: str) -> None:
+        threading.Thread(target=look, args=(path,), name="check-weights", daemon=True).start()
+
+    def look(path: str) -> None:
+        revision = fingerprint = error = ""
+        try:
+            revision, fingerprint = model.check(path, settings.layout)
+        except MooncakeError as problem:
+            error = problem.message
+        except Exception as problem:  # whatever it is, the cluster keeps its weights
+            _log.exception("the weights in %s cannot be checked", path)
+            error = f"{path} cannot be checked ({type(problem).__name__}); the log says why"
+        worker.driver.call(lambda machine, _: machine.checked(revision, fingerprint, error))
+
+    interval_s = settings.instance.report_interval_s
+    machine = Sleeper(asleep, channel, known, seeds, check, interval_s)
+    ports = WorkerPorts(channel=channel, transfer=None, clock=MonotonicClock(), seeds=seeds)
+    worker = Worker(machine, ref, ports)  # `look` calls it
+    return worker
 
 
 def build(
@@ -346,6 +439,7 @@ def build(
         expert_group=settings.expert_group.name if settings.expert_group is not None else "",
         health_url=health_url,
         transports=settings.transfer_protocols,
+        mode=settings.mode,
     )
     ports = WorkerPorts(
         channel=channel, transfer=transfer, clock=MonotonicClock(),
@@ -359,6 +453,7 @@ def build(
 
 
 def _build_pool(settings: WorkerSettings, hello: WorkerHello, ports: WorkerPorts) -> Worker:
+    assert ports.transfer is not None, "only a worker that sleeps has none"
     disks = open_disks(settings.kvstore, settings.layout, settings.ssd_key)
     try:
         node = KvNode(
@@ -379,6 +474,7 @@ def _build_engine(
     progress: Progress,
     rank_transfer: TransferConfig | None,
 ) -> Worker:
+    assert ports.transfer is not None, "only a worker that sleeps has none"
     layout, config, options = settings.layout, settings.engine, settings.options
     if settings.role is Role.PREFILL:  # it samples one token of each sequence
         config = dataclasses.replace(config, speculation=None)
@@ -463,13 +559,14 @@ def _followers(
 def _open(
     settings: WorkerSettings,
     credential: Credential,
-    model: ModelSource | None,
+    model: HeldModel | None,
     progress: Progress,
     advertise_host: str | None,
     health_url: str,
+    gateways: Sequence[str],
 ) -> Worker:
     """Return the worker over its own sockets. A worker that cannot be built leaves no sockets
-    open.
+    open. `gateways`: those that its former life knew.
     """
     with contextlib.ExitStack() as opened:
         channel = ZmqChannel(
@@ -478,6 +575,11 @@ def _open(
         )  # fmt: skip
         listen = ListenAddress(settings.bind_host, advertise_host, settings.bind_ports)
         opened.callback(channel.close)
+        if model is not None and sleeps(settings):
+            worker = doze(settings, channel, model, gateways, health_url=health_url)
+            opened.pop_all()
+            return worker
+        source = None if model is None else model.use(settings)
         config = TransferConfig(
             secret=settings.cluster_secret,
             host=machine_facts.boot_id(),
@@ -492,7 +594,7 @@ def _open(
         )  # fmt: skip
         opened.callback(transfer.close)
         worker = build(
-            settings, channel, transfer, model=model, progress=progress, health_url=health_url,
+            settings, channel, transfer, model=source, progress=progress, health_url=health_url,
             rank_transfer=config,
         )  # fmt: skip
         opened.pop_all()
@@ -509,7 +611,8 @@ def run(
 ) -> None:
     """Be the worker that `settings` describe until its driver is stopped.
 
-    A worker that was told to change its role ends, and a new one begins with the same weights.
+    A worker that was told to come back ends, and a new one begins: with the same weights in another
+    role, with others, or asleep.
     `advertise_host` is what peers connect to if `bind_host` is a wildcard. `started` is called with
     each worker before it is driven. `secret_file` is the file of the cluster secret, which is
     followed as it changes. When a machine fails, the health port stays open and says so until the
@@ -542,30 +645,27 @@ def run(
         _log.info(phases.text())
         started(worker)
 
-    model: ModelSource | None = None
+    model: HeldModel | None = None
     following = SecretFollower(secret_file, credential.renew)
     try:
         if settings.role is not Role.KVSTORE:
             show("importing the tensor library", 0, 0)
-            peers = None
-            if settings.expert_group is not None:
-                from mooncake.launch.worker.expert_peers import meet
-
-                show("waiting for those that share its experts", 0, 0)
-                peers = meet(settings.expert_group, credential, settings.options)
-            far = None
-            if settings.stage_hosts:
-                from mooncake.launch.worker.far_ranks import FarStages
-
-                far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
-            model = open_model(settings.model, settings.dtype, settings.options, peers, far)
-        role: Role | None = settings.role
-        while role is not None:
-            settings = msgspec.structs.replace(settings, role=role)
-            worker = _open(settings, credential, model, show, advertise_host, port.url)
-            role = _be(settings, credential, worker, has_started, port)
-            gc.unfreeze()  # nothing of the ended worker is needed
-            phases = StartPhases("changing its role")
+            options = settings.options
+            model = HeldModel(
+                _opener(settings, credential, show), lambda path: read_weights(path, options)
+            )
+            model.use(settings)
+        gateways: list[str] = []
+        while True:
+            worker = _open(settings, credential, model, show, advertise_host, port.url, gateways)
+            life = _be(settings, credential, worker, has_started, port)
+            gateways = worker.gateways
+            del worker  # nothing of it is needed
+            gc.unfreeze()
+            if life is None:
+                break
+            phases = StartPhases("changing its role" if life.role else "coming back")
+            settings = next_settings(settings, life)
     finally:
         following.close()
         if model is not None:
@@ -574,14 +674,36 @@ def run(
             port.close()
 
 
+def _opener(
+    settings: WorkerSettings, credential: Credential, show: Progress
+) -> Callable[[str], ModelSource]:
+    """Return how a worker opens the checkpoint in a directory, with all that shares its model."""
+
+    def opened(path: str) -> ModelSource:
+        peers = None
+        if settings.expert_group is not None:
+            from mooncake.launch.worker.expert_peers import meet
+
+            show("waiting for those that share its experts", 0, 0)
+            peers = meet(settings.expert_group, credential, settings.options)
+        far = None
+        if settings.stage_hosts:
+            from mooncake.launch.worker.far_ranks import FarStages
+
+            far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
+        return open_model(path, settings.dtype, settings.options, peers, far)
+
+    return opened
+
+
 def _be(
     settings: WorkerSettings,
     credential: Credential,
     worker: Worker,
     started: Callable[[Worker], None],
     port: HealthPort,
-) -> Role | None:
-    """Drive a worker to its end; return the role to come back in, if it was told one."""
+) -> NextLife | None:
+    """Drive a worker to its end; return how to come back, if it was told to."""
     # What was made so far lives as long as the worker: full collections need not walk it again.
     # Nor does this one walk what was imported before a fork: its memory would be copied.
     gc.collect()
@@ -594,7 +716,7 @@ def _be(
         with port.of(worker, settings.role):
             worker.driver.run()
         worker.say_goodbye(settings.gateway_address)
-        return worker.next_role
+        return worker.next_life
     finally:
         worker.close()
 

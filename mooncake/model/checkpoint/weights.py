@@ -18,6 +18,7 @@ from mooncake.base import CheckpointError, ModelSpec
 from mooncake.crypto.keys import KeyRing
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes
 from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile, StoredTensor
+from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.model.checkpoint.quant import (
     QuantizedWeight,
     dequantize_fp8_block,
@@ -94,6 +95,13 @@ class Checkpoint:
             ConfigError: these are not its keys.
         """
         return cls(CheckpointFiles.open(path, keys))
+
+    @property
+    def signature(self) -> Signature:
+        """What another checkpoint must have in common to take the place of this one."""
+        tensors = {name: self._entry(name) for name in self._homes}
+        stored = {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
+        return Signature(self.spec, stored)
 
     def names(self) -> list[str]:
         """Return the canonical names, sorted."""

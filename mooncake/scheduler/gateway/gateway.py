@@ -25,12 +25,21 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.kv_events import AllBlocksCleared, KvEvent
-from mooncake.base.messages import AskCluster, ClusterTold, DoubtPeers, GatewayNews, PeersHeard
+from mooncake.base.messages import (
+    AskCluster,
+    Asleep,
+    ClusterTold,
+    DoubtPeers,
+    GatewayNews,
+    PeersHeard,
+    WeightsChecked,
+)
 from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
 from mooncake.rpc.channel import Channel, PeerEnded
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.balance import RoleChange
+from mooncake.scheduler.gateway.mode_control import ModeControl
 from mooncake.scheduler.gateway.peer_gateways import LossAgreement, PeerGateways
 from mooncake.scheduler.gateway.pool_search import (
     RemovedBlocks,
@@ -43,6 +52,7 @@ from mooncake.scheduler.gateway.scaling_watch import ScalingWatch
 from mooncake.scheduler.gateway.status import (
     ClusterStatus,
     GatewayStatus,
+    asleep_status,
     load_status,
     missing_roles,
     pool_status,
@@ -51,7 +61,7 @@ from mooncake.scheduler.gateway.status import (
     worker_status,
 )
 from mooncake.scheduler.membership_table import Member, MembershipTable
-from mooncake.scheduler.placement.admission import draining
+from mooncake.scheduler.placement.admission import closed, draining
 from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.placement.views import InstanceView
@@ -106,6 +116,11 @@ class Gateway:
         )
         self._peers.demand = self._request_manager.demand
         self.scaling = ScalingWatch(config, conductor, self._request_manager, recorder)
+        self.control = ModeControl(
+            worker, channel, self._membership, conductor, self._request_manager, self._peers, ids,
+            config.heartbeat_timeout_s,
+        )  # fmt: skip
+        """What operators want of the whole cluster."""
         self._removed = RemovedBlocks(worker)
         self._feed: BlockFeed | None = None
         self._draining_since_s: float | None = None
@@ -117,6 +132,8 @@ class Gateway:
         """Accept a request, or refuse it with a final event (REJECTED) before this returns."""
         if self._draining_since_s is not None:
             self._request_manager.refuse(request, draining(), sink, now)
+        elif not self.control.mode.is_open:
+            self._request_manager.refuse(request, closed(self.control.mode), sink, now)
         else:
             self._request_manager.submit(request, sink, now)
 
@@ -166,7 +183,8 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """True if a request would be served now. Probes ask it, so it costs little."""
-        return self._draining_since_s is None and not self.missing
+        is_open = self._draining_since_s is None and self.control.mode.is_open
+        return is_open and not self.missing
 
     def status(self, now: float) -> ClusterStatus:
         """Return the present state of the cluster."""
@@ -176,6 +194,8 @@ class Gateway:
             view = self._conductor.view(member.hello.worker.worker_id)
             if view is not None:  # a client of the pool has none
                 workers.append(worker_status(member, view, now))
+        workers += [asleep_status(each) for each in self.control.asleep]
+        mode = self.control.mode
         is_draining = self._draining_since_s is not None
         own = GatewayStatus(
             id=self._own.worker_id,
@@ -193,12 +213,17 @@ class Gateway:
             load=load_status(views, self._request_manager.states()),
             replicas=[replica_status(advice) for advice in self.scaling.advice],
             counters=dict(self._request_manager.counters),
+            paused=mode.paused,
+            sleep_level=mode.sleep_level,
+            weights_path=mode.weights.model,
+            weights_revision=mode.weights.revision,
         )
 
     # -------------------------------------------------- the supervisor's side
 
     def worker_lost(self, worker_id: str, now: float, reason: str = "its process died") -> None:
         """Remove a worker, tell the others, and place its requests again."""
+        self.control.on_lost(worker_id)
         member = self._membership.remove(worker_id, now)
         if member is not None:
             self._peers.broadcast(PeerLost(worker=member.hello.worker))
@@ -208,6 +233,8 @@ class Gateway:
         """Stop using these workers. They are lost when no other gateway hears them either."""
         cut_off = [self._membership.cut_off(worker_id, now) for worker_id in worker_ids]
         members = [member for member in cut_off if member is not None]
+        for member in members:
+            self.control.on_left(member.hello.worker, now)
         self._losses.open(member.hello.worker for member in members)
         self._agree_on_losses(now)
         for member in members:
@@ -274,6 +301,11 @@ class Gateway:
                 self._channel.send(event.asker.address, find_all(event, self._conductor))
             case FindHomes():
                 self._channel.send(event.asker.address, find_homes(event, self._conductor))
+            case Asleep():
+                self.worker_lost(event.worker.worker_id, now, "it sleeps")
+                self.control.on_asleep(event, now)
+            case WeightsChecked():
+                self.control.on_checked(event)
             case AskCluster() if self.facts:
                 self._channel.send(event.asker.address, self._told(event))
             case PeerEnded():
@@ -283,9 +315,10 @@ class Gateway:
                 # A worker says goodbye, or its supervisor knows that its process died. Another
                 # gateway's silence with it does not count here.
                 self.worker_lost(event.worker.worker_id, now, "it left")
+                self.control.on_left(event.worker, now)
             case PeerLost() if self._peers.on_goodbye(event.worker):
                 self._forget_gateways(now)
-            case GatewayNews() if self._peers.on_news(event, now):
+            case GatewayNews() if self._on_news(event, now):
                 self._forget_gateways(now)  # a gateway that is back is lost in its old epoch
                 gateway_id = event.gateway.worker_id
                 logger.info("gateway %s places requests too", gateway_id)
@@ -300,6 +333,7 @@ class Gateway:
         """
         self._started_s = now if self._started_s is None else self._started_s
         self._on_unheard(self._membership.silent_workers(now), now, "no heartbeat")
+        self._peers.mode = self.control.mode
         peers_wake_s = self._peers.tick(now)
         self._forget_gateways(now)
         self.scaling.tick(now)
@@ -309,6 +343,7 @@ class Gateway:
             self._membership.next_check_s(now),
             peers_wake_s,
             self._switching.tick(now) if self._peers.is_first else None,
+            self.control.tick(now),
             self._feed.tick(now) if self._feed is not None else None,
         )
         return min((wake for wake in wakes if wake is not None), default=None)
@@ -350,6 +385,13 @@ class Gateway:
                 self._losses.open(self._membership.missing(event.peers, now))
                 self._agree_on_losses(now)
 
+    def _on_news(self, event: GatewayNews, now: float) -> bool:
+        """Apply the news of another gateway. Returns True when that gateway is new, or is back."""
+        is_new = self._peers.on_news(event, now)
+        if event.gateway in self._peers.live:
+            self.control.learn(event.mode)
+        return is_new
+
     def _answer(self, question: DoubtPeers, now: float) -> None:
         """Tell another gateway which workers are heard here, once all of them had time to join."""
         if self._started_s is None or now - self._started_s < self._config.heartbeat_timeout_s:
@@ -371,6 +413,8 @@ class Gateway:
         self.worker_lost(worker.worker_id, now, "it was started again")
         if self._membership.is_full and (silent := self._membership.oldest_silent_client()):
             self.worker_lost(silent, now, "it has said nothing, and others came")
+        if not self.control.on_hello(hello, now):
+            return
         reason = self._admit(hello)
         if reason is not None:
             self._membership.refuse(worker, reason)

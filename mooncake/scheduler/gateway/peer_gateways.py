@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mooncake.base import AnyMessage, WorkerRef
+from mooncake.base.cluster_mode import ClusterMode
 from mooncake.base.messages import OWN_RELEASE, DoubtPeers, GatewayNews, PeersHeard, Release
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.fairness import Turns
@@ -62,6 +63,8 @@ class PeerGateways:
         self._turns = turns or Turns()
         self.demand = DemandMeter()
         """What clients ask all gateways for; each tells the others."""
+        self.mode = ClusterMode()
+        """What the other gateways are told about the wanted mode."""
         self._gateway = gateway
         self._channel = channel
         self._bookings = bookings
@@ -234,6 +237,7 @@ class PeerGateways:
             release=OWN_RELEASE,
             turn=self._turns.clock,
             offered=list(self.demand.total),
+            mode=self.mode,
         )
 
     def _check_silence(self, now: float) -> None:

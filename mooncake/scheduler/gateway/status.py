@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.base import Role, WorkerLoad
+from mooncake.base.messages import Asleep
 from mooncake.scheduler.membership_table import Member
 from mooncake.scheduler.placement.views import InstanceView
 from mooncake.scheduler.scaling.policy import RoleAdvice
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. `state` is "up" or "draining"."""
+    """One worker. `state` is "up", "draining" or "asleep"."""
 
     id: str
     role: Role
@@ -93,6 +94,14 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the scaling policy advises; empty before its first look."""
     counters: dict[str, int]
     """Counts of this gateway since it started."""
+    paused: bool = False
+    """An operator wants no requests to be taken."""
+    sleep_level: int = 0
+    """How an operator wants engines to sleep; 0: they are awake."""
+    weights_path: str = ""
+    """The directory of the weights that have replaced those the cluster was started with."""
+    weights_revision: str = ""
+    """Their revision; both are empty if no weights were replaced."""
 
 
 def shown_address(address: str) -> str:
@@ -119,6 +128,22 @@ def worker_status(member: Member, view: InstanceView, now: float) -> WorkerStatu
         silent_s=round(now - member.last_heard_s, 3),
         cost_error_ratio=view.cost.error_ratio,
         health_url=hello.health_url,
+    )
+
+
+def asleep_status(asleep: Asleep) -> WorkerStatus:
+    """Return the status of an engine that sleeps."""
+    return WorkerStatus(
+        id=asleep.worker.worker_id,
+        role=asleep.role,
+        pid=asleep.pid,
+        host=asleep.host,
+        node_id=asleep.node_id,
+        state="asleep",
+        load=WorkerLoad(),
+        silent_s=0.0,
+        cost_error_ratio=None,
+        health_url=asleep.health_url,
     )
 
 

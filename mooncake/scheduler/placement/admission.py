@@ -22,6 +22,7 @@ from mooncake.base import (
     Unavailable,
     WorkerRef,
 )
+from mooncake.base.cluster_mode import ClusterMode
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse
 from mooncake.scheduler.config import SchedulerConfig
@@ -42,6 +43,7 @@ the worker never idles, and so little that other requests are hardly delayed.
 """
 NOT_IDLE = "not_idle"
 NO_WORKER = "no_decode_worker"
+WEIGHTS_CHANGED = "weights_changed"
 NO_ROOM_REASONS = frozenset({"tbt_limit", "decode_full"})
 """Reasons of rejections that fewer sequences on decode would have avoided."""
 OWN_FULL = "request_decode_full"
@@ -142,7 +144,9 @@ class Rejection:
 
     @property
     def permanent(self) -> bool:
-        """True if a later retry would be refused too."""
+        """True if this request would be refused later, too."""
+        if self.reason == WEIGHTS_CHANGED:
+            return True
         return self.status < 500 and self.status != Overloaded.http_status
 
     def failure(self) -> Failure:
@@ -291,3 +295,15 @@ def too_large(num_tokens: int) -> Rejection:
 def draining() -> Rejection:
     """Return the rejection of a server that shuts down."""
     return reject(Unavailable, "draining", "The server is shutting down.", 5.0)
+
+
+def closed(mode: ClusterMode) -> Rejection:
+    """Return the rejection while an operator wants that no requests are taken."""
+    state = "sleeps (/wake_up)" if mode.sleep_level else "is paused (/resume)"
+    return reject(Unavailable, "closed", f"The server {state}; retry later.", 5.0)
+
+
+def weights_changed() -> Rejection:
+    """Return the end of a request whose tokens come from weights that no worker has any more."""
+    text = "The server got other weights while this request ran. Send it again."
+    return reject(Unavailable, WEIGHTS_CHANGED, text)

@@ -44,6 +44,11 @@ class BookingTable:
         self.updates: list[BookingUpdate] | None = None
         """Changes of own bookings to send to other gateways; None while there are none."""
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no request of any gateway is booked."""
+        return not self._entries
+
     # ------------------------------------------------------------ own
 
     def get(self, request_id: str) -> Entry | None:

@@ -193,6 +193,15 @@ class Conductor:
         self._index.add_worker(hello.worker, tier)
         return None
 
+    def use_fingerprint(self, fingerprint: str) -> None:
+        """Take only workers of the layout under other weights, once those that are here have
+        left.
+        """
+        if self._given_layout is not None:
+            self._given_layout = replace(self._given_layout, fingerprint=fingerprint)
+            if not self._views:
+                self._layout = self._given_layout
+
     def on_load(self, report: LoadReport, now: float) -> None:
         """Take the heartbeat of a live worker."""
         view = self._views.get(report.worker.worker_id)

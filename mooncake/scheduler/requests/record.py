@@ -80,6 +80,8 @@ class RequestRecord:
     """Since when later tokens wait for earlier ones that are missing."""
     keys: KeyChain = field(default_factory=KeyChain)
     keys_layout: Layout | None = None
+    placed_layout: Layout | None = None
+    """The layout, and so the weights, under which it was placed last."""
     tokens: list[int] = field(default_factory=list)
     """The output so far: each position once, in order."""
     num_conflicts: int = 0

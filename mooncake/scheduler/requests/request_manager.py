@@ -54,6 +54,7 @@ from mooncake.scheduler.placement.admission import (
     not_idle,
     reject,
     spread_retry,
+    weights_changed,
 )
 from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.scheduler.placement.conductor import Conductor
@@ -182,6 +183,13 @@ class RequestManager:
         record = self._requests.get(request_id)
         if record is not None:
             self._finish(record, FinishReason.ABORT, now)
+
+    def end_all(self, now: float) -> None:
+        """End all requests, because an operator wants none to run."""
+        for record in list(self._requests.values()):
+            if record.state is not RequestState.FINISHED:
+                text = "An operator has ended all requests. Retry it later."
+                self._fail(record, Unavailable, text, now)
 
     def worker_lost(self, worker_id: str, now: float, *, blameless: bool = False) -> None:
         """Place again the requests that needed this worker. The membership table and the Conductor
@@ -344,6 +352,13 @@ class RequestManager:
         return result
 
     def _choose(self, record: RequestRecord, now: float) -> Placement | Rejection:
+        layout = self._conductor.layout
+        if layout is not None and layout != record.placed_layout:
+            if record.num_output_tokens:
+                return (
+                    weights_changed()
+                )  # no answer is begun with some weights and ended with others
+            record.placed_layout = layout
         self._learn_blocks(record)
         return self._conductor.place(
             record.request,

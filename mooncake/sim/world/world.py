@@ -453,8 +453,8 @@ class World:
         if machine is None or isinstance(machine, KvNode):
             return
         instance = machine.instance
-        leaves = instance.draining and instance.next_role is None
-        if machine.next_role is not None or (leaves and machine.quiet and instance.relieved):
+        leaves = instance.draining and instance.next_life is None
+        if machine.next_life is not None or (leaves and machine.quiet and instance.relieved):
             self._depart(worker)
 
     def _depart(self, worker: Worker) -> None:
@@ -467,7 +467,8 @@ class World:
         self._end(worker)
         worker.former.append((worker.spec.role, worker.runner))
         worker.runner = None
-        role = machine.next_role or worker.spec.role
+        life = machine.next_life
+        role = worker.spec.role if life is None else life.role or worker.spec.role
         worker.spec = msgspec.structs.replace(worker.spec, role=role)
         if worker.retired:
             self._end_pools(worker.spec.node_id)

@@ -118,6 +118,7 @@ class Left:
 Class = Typed | Asked | Conversed | Beginning | Read | Target | Shown | Elsewhere | Left
 
 PLANNED = Typed(quick=True)
+NEW_WEIGHTS = Elsewhere("tests/integration/serve/test_new_weights.py", "two checkpoints")
 HOSTS = "two machines"
 KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kubernetes")
 UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
@@ -229,6 +230,12 @@ CLASSES: dict[str, dict[str, Class]] = {
         "mooncake explain": Elsewhere(
             "tests/integration/serve/test_receipts.py", "the name of a receipt"
         ),
+    },
+    "docs/new-weights.md": {
+        "mooncake serve /models/step-0": NEW_WEIGHTS,
+        "curl -X POST 'localhost:8000/pause": NEW_WEIGHTS,
+        '{"is_paused"': NEW_WEIGHTS,
+        "curl -X POST 'localhost:8000/sleep": NEW_WEIGHTS,
     },
     "docs/retries.md": {
         "curl http://127.0.0.1:8000/v1/completions": Asked(('"choices"',)),

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from mooncake.base import (
     GenerateRequest,
     Grammar,
     KvLayout,
+    ModelSpec,
     OutputEvent,
     RequestOutput,
     Role,
@@ -30,7 +32,10 @@ from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, make_plan
+from mooncake.launch.worker.held_model import HeldModel
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
+from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
@@ -70,8 +75,11 @@ class PolledFakeRunner:
 class HashModel:
     """A `ModelSource` whose KV and tokens are hashes of the token history."""
 
-    def __init__(self, revision: str) -> None:
+    can_rest = True
+
+    def __init__(self, revision: str, signature: Signature | None = None) -> None:
         self.revision = revision
+        self.signature = signature
         self.owns_pages = False
         self.num_loads = 0
 
@@ -106,6 +114,12 @@ class HashModel:
         """There are no other ranks."""
 
 
+def read_hashes(path: str) -> tuple[Signature, str]:
+    """Return what `opening.read_weights` does, of a directory without tensors."""
+    files = CheckpointFiles.open(Path(path))
+    return Signature(ModelSpec.from_config(files.config), {}), files.revision()
+
+
 class LocalWorld:
     """Gateway in the running event loop, workers in threads. Use as an async context."""
 
@@ -117,18 +131,27 @@ class LocalWorld:
         self.config = resolve(wanted, None, {})
         self.plan: ServePlan = make_plan(self.config, 2)
         self.layout = self.plan.layout
-        self.model = HashModel(self.plan.model.revision)
+        self.models: list[HashModel] = []
+        """All that were opened, oldest first."""
         self.network = InprocNetwork()
         self.gateway_process = GatewayProcess(
             self.plan, InprocChannel(self.network, GATEWAY_ID), "hash-model"
         )
         self.lost: list[str] = []
         self.cluster = LocalCluster(
-            self.network, self.model, lost=self._on_lost, protocols=protocols
+            self.network,
+            HeldModel(self._open, read_hashes),
+            lost=self._on_lost,
+            protocols=protocols,
         )
         self.workers: list[WorkerSettings] = cluster_workers(
             self.config, self.plan, GATEWAY_ID, "secret", "here"
         )
+
+    def _open(self, path: str) -> HashModel:
+        signature, revision = read_hashes(path)
+        self.models.append(HashModel(revision, signature))
+        return self.models[-1]
 
     def _on_lost(self, worker_id: str) -> None:
         self.lost.append(worker_id)

@@ -30,9 +30,11 @@ from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.worker.open_model import open_model
+from mooncake.launch.worker.held_model import HeldModel
+from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.process import Worker, WorkerSettings
 from mooncake.model.opening import ModelSource
+from mooncake.model.options import ModelOptions
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
@@ -72,9 +74,16 @@ class _Workers(LocalCluster):
 
     models: Mapping[Role, ModelSource]
 
-    def _build(self, settings: WorkerSettings) -> Worker:
-        self._model = self.models.get(settings.role, self._model)
-        return super()._build(settings)
+    def _build(self, settings: WorkerSettings, gateways: Sequence[str] = ()) -> Worker:
+        source = self.models.get(settings.role)
+        if source is not None:
+            self._model = held(source, settings.options)
+        return super()._build(settings, gateways)
+
+
+def held(source: ModelSource, options: ModelOptions) -> HeldModel:
+    """Return what gives workers this source."""
+    return HeldModel(lambda _: source, lambda path: read_weights(path, options))
 
 
 class ModelCluster:
@@ -115,7 +124,8 @@ class ModelCluster:
         self._gateway = Driver(gateway, channel)
         self._thread = threading.Thread(target=self._gateway.run, daemon=True)
         self._thread.start()
-        self.workers = _Workers(network, model, lost=self._lost, protocols=protocols)
+        given = held(model, plan.options)
+        self.workers = _Workers(network, given, lost=self._lost, protocols=protocols)
         self.workers.models = self._models
         self._settings = cluster_workers(config, plan, channel.address, "secret", "host")
         self.workers.start(self._settings)

@@ -11,6 +11,7 @@ from mooncake.base import messages as m
 from mooncake.base import pack_tokens
 from mooncake.base import pool_messages as p
 from mooncake.base.any_message import AnyMessage
+from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.errors import ProtocolError
 from mooncake.base.kv_layout import BlockPlaces, SegmentRef
 from mooncake.base.kv_parts import KvPart
@@ -38,6 +39,7 @@ REQUEST = GenerateRequest(
 KEY = b"\x00\xffa block's key."
 HEAD = len(NO_CERTIFICATE)
 SOURCE = m.BlockSource(store=WORKER, first=0, stop=2)
+MODE = ClusterMode(3, "g", True, 1, False, Weights(2, "/models/new", "r", "f"))
 EXAMPLES: list[AnyMessage] = [
     m.WorkerHello(
         worker=WORKER, role=m.Role.DECODE, node_id="n", host="h", pid=7, layout_fingerprint="f",
@@ -60,6 +62,12 @@ EXAMPLES: list[AnyMessage] = [
     m.Welcome(gateway=WORKER, kvstore=None, send_snapshot=True),
     m.AskCluster(asker=WORKER, ticket=3),
     m.ClusterTold(asker=WORKER, ticket=3, facts=b"\x80"),
+    m.Restart(worker=WORKER, mode=MODE),
+    m.Asleep(
+        worker=WORKER, role=m.Role.DECODE, node_id="n", host="h", pid=7, level=2, mode=MODE,
+    ),
+    m.CheckWeights(asker=WORKER, ticket=3, model="/models/new"),
+    m.WeightsChecked(asker=WORKER, ticket=3, worker=WORKER, revision="r", fingerprint="f"),
     m.PeerLost(worker=WORKER),
     m.Refused(asker=WORKER, ticket=3, message="PutStart", reason="may not"),
     m.Drain(),

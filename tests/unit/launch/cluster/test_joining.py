@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from mooncake.base import Shape
+from mooncake.base.cluster_mode import Weights
+from mooncake.launch.cluster.facts import encode_facts, read_facts, with_weights
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
 from mooncake.launch.cluster.workers import cluster_workers, joining_worker
 from mooncake.launch.config.config import resolve
@@ -47,6 +49,20 @@ def test_its_shape_and_where_its_stages_are_are_its_own(facts: ClusterFacts, rol
     alone = joining(facts, role)
     assert (alone.options.shape, alone.stage_hosts) == (Shape(), [])
     assert alone.options.rank_backend == facts.worker.options.rank_backend
+
+
+def test_a_worker_that_joins_after_new_weights_begins_with_them(
+    facts: ClusterFacts, tmp_path: Path
+) -> None:
+    new = str(write_config_only(tmp_path / "new"))
+    told = read_facts(encode_facts(with_weights(facts, Weights(2, new, "r2", "f2"))))
+    for given in ({}, {"model": facts.worker.model}):
+        worker = joining(told, "decode", **given)
+        assert (worker.model, worker.weights_revision) == (new, "r2")
+        assert worker.layout.fingerprint == "f2"
+        assert worker.mode.weights.number == 2, "gateways do not send it away"
+    pool = joining(told, "kvstore")
+    assert (pool.layout.fingerprint, pool.mode.weights.number) == ("f2", 2)
 
 
 def test_a_pool_node_has_no_stages(facts: ClusterFacts) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from mooncake.base import CheckpointError, FinishReason, Role
 from mooncake.launch.cluster import colocated
+from mooncake.launch.worker.held_model import HeldModel
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
-from tests.support.serve.local_world import LocalWorld, request
+from tests.support.serve.local_world import HashModel, LocalWorld, read_hashes, request
 
 LAYOUTS = [
     pytest.param({"colocated": True}, id="colocated"),
@@ -243,8 +244,7 @@ def test_nothing_is_left_when_a_worker_cannot_be_built(
 def test_other_weights_than_the_clusters_are_refused(model: str) -> None:
     async def serve() -> None:
         world = LocalWorld(model, kvstore=0)
-        monkey = world.model
-        monkey.revision = "other"
+        world.cluster._model = HeldModel(lambda _: HashModel("other"), read_hashes)  # type: ignore[arg-type,return-value]  # a model of hashes
         with pytest.raises(CheckpointError, match=r"holds other weights \(revision other\)"):
             world.cluster.start(world.workers)
         world.gateway_process.channel.close()

@@ -51,6 +51,18 @@ def refused(made: Conductor, generate: Any) -> Rejection:
     return result
 
 
+def test_other_weights_are_taken_once_the_workers_of_the_old_ones_have_left() -> None:
+    given = small_layout(block_tokens=BLOCK_TOKENS, fingerprint=FINGERPRINT)
+    made = Conductor(SchedulerConfig(), SeededIds(0), layout=given)
+    old, new = hello("d0", Role.DECODE), hello("d1", Role.DECODE, layout_fingerprint="new")
+    assert made.on_hello(old) is None
+    made.use_fingerprint("new")
+    assert made.on_hello(new) is not None, "old and new are never members together"
+    made.on_lost("d0")
+    assert made.on_hello(old) is not None
+    assert made.on_hello(new) is None
+
+
 def test_a_cluster_without_decode_workers_is_503() -> None:
     assert refused(conductor([]), request()).status == 503
     assert refused(conductor([P0]), request()).reason == "no_decode_worker"

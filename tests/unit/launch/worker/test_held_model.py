@@ -1,0 +1,131 @@
+"""The model of a process: kept, dropped, opened again, and compared with what is to replace it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake.base import CheckpointError, KvLayout, ModelSpec, Role
+from mooncake.base.cluster_mode import ClusterMode, Weights
+from mooncake.base.messages import NextLife
+from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
+from mooncake.launch.worker.process import WorkerSettings
+from mooncake.model.checkpoint.files.signature import Signature
+from tests.support.model.specs import small_config
+from tests.support.serve.plain_settings import worker_settings
+
+SPEC = ModelSpec.from_config(small_config())
+TENSORS = {"model.norm.weight": ("BF16", (8,))}
+LAYOUT = KvLayout.for_model(SPEC, block_tokens=4, dtype="float32", weights_revision="r1")
+
+
+class Source:
+    """A source of a model that is not there."""
+
+    signature = Signature(SPEC, TENSORS)
+    can_rest = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Bed:
+    def __init__(self) -> None:
+        self.opened: list[Source] = []
+        self.found = {"/new": (Source.signature, "r2")}
+        self.model = HeldModel(self._open, lambda path: self.found[path])  # type: ignore[arg-type]
+
+    def _open(self, path: str) -> Any:
+        assert all(source.closed for source in self.opened), "never both are in memory"
+        self.opened.append(Source(path))
+        return self.opened[-1]
+
+
+@pytest.fixture
+def settings() -> WorkerSettings:
+    return worker_settings(model="/old", weights_revision="r1", layout=LAYOUT)
+
+
+def test_a_source_is_opened_once_for_each_revision(settings: WorkerSettings) -> None:
+    bed = Bed()
+    first = bed.model.use(settings)
+    assert bed.model.use(settings) is first
+    again = msgspec.structs.replace(settings, weights_revision="r2")
+    assert bed.model.use(again) is not first, "the files were written over"
+    bed.model.close()
+    assert all(source.closed for source in bed.opened)
+
+
+def test_level_one_keeps_the_source_and_level_two_drops_it(settings: WorkerSettings) -> None:
+    bed = Bed()
+    first = bed.model.use(settings)
+    assert bed.model.rest(1) == 1
+    assert bed.model.use(settings) is first
+    assert bed.model.rest(2) == 2
+    assert bed.opened[0].closed
+    assert bed.model.use(settings) is not first
+
+
+def test_what_cannot_be_kept_is_dropped_at_level_one_too(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "can_rest", False)
+    bed = Bed()
+    bed.model.use(settings)
+    assert bed.model.rest(1) == 2
+    assert bed.opened[0].closed
+
+
+def test_checked_weights_have_the_layout_that_a_new_cluster_would_have(
+    settings: WorkerSettings,
+) -> None:
+    bed = Bed()
+    bed.model.use(settings)
+    bed.model.rest(2)
+    revision, fingerprint = bed.model.check("/new", LAYOUT)
+    fresh = KvLayout.for_model(SPEC, block_tokens=4, dtype="float32", weights_revision="r2")
+    assert (revision, fingerprint) == ("r2", fresh.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("signature", "problem"),
+    [
+        (
+            Signature(msgspec.structs.replace(SPEC, vocab_size=7), TENSORS),
+            "/new/config.json: vocab_size is 7",
+        ),
+        (Signature(SPEC, {}), r"model.norm.weight is missing, and in .* BF16 \[8\]"),
+        (Signature(SPEC, {"model.norm.weight": ("F32", (8,))}), r"is F32 \[8\]"),
+        (Signature(SPEC, {"model.norm.weight": ("BF16", (9,))}), r"is BF16 \[9\]"),
+        (Signature(SPEC, {**TENSORS, "more": ("BF16", (1,))}), "tensor more is BF16"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    settings: WorkerSettings, signature: Signature, problem: str
+) -> None:
+    bed = Bed()
+    bed.model.use(settings)
+    bed.model.rest(1)
+    bed.found["/new"] = (signature, "r2")
+    with pytest.raises(CheckpointError, match=problem):
+        bed.model.check("/new", LAYOUT)
+
+
+def test_a_worker_comes_back_as_it_was_told(settings: WorkerSettings) -> None:
+    assert next_settings(settings, NextLife(role=Role.PREFILL)).role is Role.PREFILL
+    asleep = next_settings(settings, NextLife(mode=ClusterMode(1, "g", sleep_level=1)))
+    assert sleeps(asleep)
+    assert (asleep.model, asleep.layout) == ("/old", LAYOUT)
+    weights = Weights(1, "/new", "r2", "f2")
+    awake = next_settings(asleep, NextLife(mode=ClusterMode(2, "g", weights=weights)))
+    assert not sleeps(awake)
+    assert (awake.model, awake.weights_revision) == ("/new", "r2")
+    assert awake.layout == msgspec.structs.replace(LAYOUT, fingerprint="f2")
+    pool = msgspec.structs.replace(asleep, role=Role.KVSTORE)
+    assert not sleeps(pool)

@@ -1,0 +1,351 @@
+"""Pause, sleep and new weights, step by step, with workers that answer only when told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mooncake.base import FinishReason, MooncakeError, PeerLost, Role, WorkerRef
+from mooncake.base.cluster_mode import ClusterMode, Weights
+from mooncake.base.messages import (
+    OWN_RELEASE,
+    Asleep,
+    CheckWeights,
+    GatewayNews,
+    Restart,
+    WeightsChecked,
+    Welcome,
+)
+from tests.support.scheduler.scheduling import GATEWAY, Client, Pair, ref, request
+
+NEW = "layout-2"
+OTHER = WorkerRef("gateway-2", "g0", "other-address")
+
+
+class Orders(Pair):
+    """A prefill, a decode and a pool worker, and an operator."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.kv0 = self.join("kv0", Role.KVSTORE)
+        self.ended: list[MooncakeError | None] = []
+
+    @property
+    def control(self) -> Any:
+        return self.gateway.control
+
+    @property
+    def mode(self) -> ClusterMode:
+        return self.control.mode
+
+    def pause(self, *, aborts: bool = False) -> None:
+        self.control.pause(self.ended.append, aborts=aborts)
+
+    def update(self, model: str = "/new") -> None:
+        self.control.update_weights(model, self.ended.append)
+
+    def orders(self, worker: WorkerRef) -> list[ClusterMode]:
+        """Return the modes in which a worker was told to come back."""
+        return [order.mode for order in self.channel.of(Restart, worker.address)]
+
+    def leave(self, *workers: WorkerRef) -> None:
+        for worker in workers:
+            self.gateway.handle(PeerLost(worker=worker), self.now)
+
+    def say_asleep(self, *workers: WorkerRef, level: int = 1) -> None:
+        for worker in workers:
+            asleep = Asleep(
+                worker=worker, role=Role.PREFILL if worker.worker_id == "p0" else Role.DECODE,
+                node_id="n", host="h", pid=1, level=level, mode=self.mode,
+            )  # fmt: skip
+            self.gateway.handle(asleep, self.now)
+
+    def fall_asleep(self) -> list[WorkerRef]:
+        """Let both engines do as they are told; return their refs as they sleep."""
+        self.tick(1.0)
+        self.leave(self.p0, self.d0)
+        asleep = [ref("p0", "s0"), ref("d0", "s0")]
+        self.say_asleep(*asleep)
+        self.tick(1.0)
+        return asleep
+
+    def answer(self, worker: WorkerRef, revision: str = "r2", error: str = "") -> None:
+        asked = self.channel.of(CheckWeights, worker.address)[-1]
+        found = WeightsChecked(
+            asker=GATEWAY, ticket=asked.ticket, worker=worker, error=error,
+            revision="" if error else revision, fingerprint="" if error else NEW,
+        )  # fmt: skip
+        self.gateway.handle(found, self.now)
+        self.tick(0.5)
+
+    def come_back(self, **fields: Any) -> None:
+        """Let both engines join as they are told to."""
+        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+            self.join(name, role, epoch="e1", mode=self.mode, **fields)
+        self.tick(0.5)
+
+
+# ------------------------------------------------------------------- pausing
+
+
+def test_a_paused_cluster_refuses_requests_and_finishes_those_that_run() -> None:
+    orders = Orders()
+    running = orders.submit(request("r", max_tokens=1))
+    orders.pause()
+    orders.tick()
+    assert orders.ended == []
+    assert not orders.gateway.ready
+    refused = orders.submit(request("late")).final
+    assert refused.reason is FinishReason.REJECTED
+    assert refused.failure is not None
+    assert (refused.failure.status, refused.failure.retry_after_s is not None) == (503, True)
+    orders.output(orders.p0, "r", 0, [1], FinishReason.LENGTH)
+    orders.tick()
+    assert running.final.reason is FinishReason.LENGTH
+    assert orders.ended == [None]
+    orders.control.resume(orders.ended.append)
+    assert orders.ended == [None, None]
+    assert not orders.submit(request("later")).finals
+
+
+def test_a_pause_that_ends_requests_tells_their_clients() -> None:
+    orders = Orders()
+    running = orders.submit(request("r"))
+    orders.pause(aborts=True)
+    orders.tick()
+    assert orders.ended == [None]
+    failure = running.final.failure
+    assert failure is not None
+    assert (failure.status, running.final.reason) == (503, FinishReason.ERROR)
+    assert orders.aborts(orders.d0)
+    orders.close()
+
+
+def test_all_gateways_pause_and_a_request_of_one_is_waited_for_by_another() -> None:
+    orders = Orders()
+    running = orders.submit(request("r"))
+    news = GatewayNews(
+        gateway=OTHER, gateways=[], release=OWN_RELEASE,
+        mode=ClusterMode(1, "gateway-2", paused=True, sleep_level=1, aborts=False),
+    )  # fmt: skip
+    orders.gateway.handle(news, orders.now)
+    orders.tick(0.5)
+    assert not orders.gateway.ready
+    assert orders.orders(orders.d0) == [], "a request runs on it"
+    assert not running.finals
+    orders.gateway.abort("r", orders.now)
+    orders.tick(0.5)
+    assert {mode.number for mode in orders.orders(orders.d0)} == {1}
+    told = orders.channel.of(GatewayNews, OTHER.address)[-1]
+    assert told.mode == orders.mode
+
+
+# ------------------------------------------------------------------- sleeping
+
+
+def test_engines_sleep_and_wake_and_the_pool_stays() -> None:
+    orders = Orders()
+    orders.control.sleep(1, orders.ended.append, aborts=False)
+    orders.tick()
+    assert orders.orders(orders.kv0) == []
+    assert orders.orders(orders.p0) == orders.orders(orders.d0) == [orders.mode]
+    orders.tick(1.0)
+    assert len(orders.orders(orders.p0)) > 1, "the first order may have been lost"
+    orders.leave(orders.p0, orders.d0)
+    orders.tick(1.0)
+    assert orders.ended == [], "they have left, and nobody has said yet that it sleeps"
+    asleep = ref("p0", "s0"), ref("d0", "s0")
+    orders.say_asleep(*asleep)
+    orders.tick()
+    assert orders.ended == [None]
+    assert orders.channel.of(Welcome, asleep[0].address)
+    states = {worker.id: worker.state for worker in orders.gateway.status(orders.now).workers}
+    assert states == {"kv0": "up", "p0": "asleep", "d0": "asleep"}
+    orders.control.wake(orders.ended.append)
+    orders.tick()
+    assert [orders.orders(worker)[0].sleep_level for worker in asleep] == [0, 0]
+    orders.come_back()
+    assert orders.ended == [None, None]
+    assert not orders.submit(request("r")).finals
+
+
+def test_an_engine_that_did_not_hear_that_it_is_to_wake_is_told_again() -> None:
+    orders = Orders()
+    orders.control.sleep(2, orders.ended.append, aborts=False)
+    p0, _ = orders.fall_asleep()
+    orders.control.wake(orders.ended.append)
+    orders.tick(0.5)
+    told = len(orders.orders(p0))
+    orders.say_asleep(p0)
+    orders.tick(1.0)
+    assert len(orders.orders(p0)) > told
+
+
+def test_an_engine_that_died_and_starts_while_others_sleep_goes_to_sleep() -> None:
+    orders = Orders()
+    orders.control.sleep(1, orders.ended.append, aborts=False)
+    orders.tick()
+    orders.leave(orders.p0)
+    orders.say_asleep(ref("p0", "s0"))
+    orders.gateway.worker_lost("d0", orders.now)
+    again = orders.join("d0", Role.DECODE, epoch="e1")
+    assert orders.orders(again) == [orders.mode]
+    orders.tick(1.0)
+    assert orders.ended == []
+    orders.say_asleep(ref("d0", "s0"))
+    orders.tick()
+    assert orders.ended == [None]
+
+
+def test_a_gateway_that_was_started_again_learns_that_the_cluster_sleeps() -> None:
+    orders = Orders()
+    mode = ClusterMode(4, "gateway", paused=True, sleep_level=1)
+    asleep = Asleep(
+        worker=ref("d1", "s0"), role=Role.DECODE, node_id="n", host="h", pid=1, level=1, mode=mode
+    )
+    orders.gateway.handle(asleep, orders.now)
+    assert orders.mode == mode
+    orders.tick(1.0)
+    assert orders.orders(orders.d0), "all sleep, then"
+
+
+def test_a_worker_that_came_back_teaches_its_weights_and_no_pause() -> None:
+    orders = Orders()
+    mode = ClusterMode(6, "gateway", paused=True, weights=Weights(2, "/new", "r2", NEW))
+    orders.gateway.worker_lost("d0", orders.now)
+    orders.join("d0", Role.DECODE, epoch="e1", mode=mode)
+    assert orders.mode.weights == mode.weights
+    assert orders.mode.is_open
+    orders.pause()
+    assert orders.mode.number > mode.number, "its orders count"
+
+
+# ------------------------------------------------------------------- new weights
+
+
+def test_weights_are_replaced_everywhere_before_any_engine_is_a_member_again() -> None:
+    orders = Orders()
+    orders.pause()
+    orders.update()
+    p0, d0 = orders.fall_asleep()
+    orders.answer(p0)
+    orders.tick(1.0)
+    assert orders.mode.weights == Weights(), "one has not answered"
+    orders.answer(d0)
+    assert orders.mode.weights == Weights(1, "/new", "r2", NEW)
+    assert orders.mode.paused
+    assert not orders.mode.sleep_level
+    orders.tick(1.0)
+    assert orders.orders(orders.kv0)[-1].weights.fingerprint == NEW
+    assert orders.orders(p0) == [], "a pool is a member with blocks of the old weights"
+    orders.leave(orders.kv0)
+    orders.tick(1.0)
+    assert orders.orders(p0)[-1].weights == orders.mode.weights
+    orders.join("kv0", Role.KVSTORE, epoch="e1", layout_fingerprint=NEW, mode=orders.mode)
+    assert orders.ended == [None]
+    orders.come_back(layout_fingerprint=NEW)
+    assert orders.ended == [None, None]
+    orders.control.resume(orders.ended.append)
+    assert not orders.submit(request("r")).finals
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ([("r2", ""), ("", "/new: no such directory")], "d0: /new: no such directory"),
+        ([("r2", ""), ("r3", "")], "all machines must see the same files"),
+    ],
+)
+def test_weights_that_one_engine_cannot_serve_change_nothing(
+    answers: list[tuple[str, str]], problem: str
+) -> None:
+    orders = Orders()
+    orders.pause()
+    orders.update()
+    for worker, (revision, error) in zip(orders.fall_asleep(), answers, strict=True):
+        orders.answer(worker, revision, error)
+    assert orders.mode.weights == Weights()
+    orders.tick(1.0)
+    assert orders.orders(orders.kv0) == []
+    orders.come_back()
+    paused, error = orders.ended
+    assert paused is None
+    assert error is not None
+    assert problem in error.message
+    assert error.http_status == 400
+
+
+def test_an_open_cluster_keeps_its_weights() -> None:
+    orders = Orders()
+    orders.update()
+    [error] = orders.ended
+    assert error is not None
+    assert "pause the cluster first" in error.message
+
+
+def test_one_order_at_a_time() -> None:
+    orders = Orders()
+    orders.pause()
+    orders.tick()
+    orders.update()
+    orders.update("/other")
+    orders.control.resume(orders.ended.append)
+    orders.control.wake(orders.ended.append)
+    orders.control.sleep(1, orders.ended.append, aborts=False)
+    _, *errors = orders.ended
+    assert [error is not None and error.http_status for error in errors] == [400] * 4
+
+
+def test_engines_that_share_experts_say_that_they_cannot() -> None:
+    orders = Orders()
+    orders.join("d1", Role.DECODE, expert_group="g")
+    orders.control.sleep(1, orders.ended.append, aborts=False)
+    [error] = orders.ended
+    assert error is not None
+    assert "d1 shares its experts" in error.message
+
+
+def test_a_worker_with_old_weights_is_told_the_new_ones_and_never_computes_beside_them() -> None:
+    orders = Orders()
+    for worker in (orders.p0, orders.d0, orders.kv0):
+        orders.gateway.worker_lost(worker.worker_id, orders.now)
+    mode = ClusterMode(6, "gateway", weights=Weights(1, "/new", "r2", NEW))
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        orders.join(name, role, epoch="e1", layout_fingerprint=NEW, mode=mode)
+    old = orders.join("d1", Role.DECODE)
+    assert orders.orders(old) == [orders.mode]
+    assert orders.channel.of(Welcome, old.address) == [], "it is no member"
+    client = orders.submit(request("r"))
+    assert orders.tasks(old) == []
+    assert not client.finals
+
+
+# ------------------------------------------------------------------- requests between weights
+
+
+def lose_all(orders: Orders) -> None:
+    for worker in (orders.p0, orders.d0, orders.kv0):
+        orders.gateway.worker_lost(worker.worker_id, orders.now)
+
+
+def join_new(orders: Orders) -> tuple[WorkerRef, WorkerRef]:
+    p1 = orders.join("p1", Role.PREFILL, layout_fingerprint=NEW)
+    return p1, orders.join("d1", Role.DECODE, layout_fingerprint=NEW)
+
+
+def test_no_answer_is_begun_with_some_weights_and_ended_with_others() -> None:
+    orders = Orders()
+    begun: Client = orders.submit(request("begun"))
+    fresh: Client = orders.submit(request("fresh"))
+    orders.output(orders.p0, "begun", 0, [5])
+    lose_all(orders)
+    _, d1 = join_new(orders)
+    orders.tick(1.0)
+    failure = begun.final.failure
+    assert begun.tokens == [5]
+    assert failure is not None
+    assert "other weights" in failure.message
+    assert failure.status == 503
+    assert [task.request.request_id for task in orders.tasks(d1)] == ["fresh"]
+    assert not fresh.finals
