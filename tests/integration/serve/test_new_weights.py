@@ -37,6 +37,7 @@ def order(server: Server, path: str, body: dict[str, str] | None = None) -> dict
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_processes_sleep_and_serve_another_checkpoint_like_those_that_started_with_it(
     tmp_path: Path,
 ) -> None:
