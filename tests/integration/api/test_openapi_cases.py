@@ -27,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from mooncake.api.config import ApiConfig
+from mooncake.api.http.access import OPERATOR_PATHS
 from tests.support.api.server import ScriptedBackend, live_api_server, says
 from tests.support.examples import examples
 from tests.support.serve.server import serving
@@ -114,7 +115,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def document(url: str) -> dict[str, Any]:
     body: dict[str, Any] = httpx.get(f"{url}/openapi.json").json()
     of_batches = {path for _, path in OF_BATCHES}
-    assert set(body["paths"]) == {*GENERATING, *PLAIN, *of_batches, "/ping", "/metrics"}
+    others = {"/ping", "/metrics", *OPERATOR_PATHS}
+    assert set(body["paths"]) == {*GENERATING, *PLAIN, *of_batches, *others}
     return body
 
 
