@@ -33,7 +33,7 @@ def test_what_it_prints_is_the_key() -> None:
 
 
 def test_no_shell_runs_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="what it printed: word 2 is no key"):
+    with pytest.raises(ConfigError, match="what it printed: word 2 is not a key"):
         keys_of(f"echo {HEX} ; touch {tmp_path / 'made'}")
     assert not (tmp_path / "made").exists()
 
@@ -45,7 +45,7 @@ def test_no_shell_runs_it(tmp_path: Path) -> None:
         ("false", "false ended with 1: it said nothing"),
         (python("import sys; sys.exit('no access\\x1b[31m to the key')"),
          r"ended with 1: no access\?\[31m to the key"),
-        ("true", "what it printed holds no key"),
+        ("true", "what it printed contains no key"),
         ("printf '\\377'", "printed nothing that is text"),
         ("'", "cannot be read as words"),
         (" ", "the command is empty"),

@@ -51,9 +51,9 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"ssd-key-file: .*key is empty"):
         read_keys(key_source("ssd-key", str(tmp_path / "key"), None))
     (tmp_path / "key").write_text("correct horse battery staple")
-    with pytest.raises(ConfigError, match=r"ssd-key-file: .*key: word 1 is no key") as refused:
+    with pytest.raises(ConfigError, match=r"ssd-key-file: .*key: word 1 is not a key") as refused:
         read_keys(key_source("ssd-key", str(tmp_path / "key"), None))
     assert "horse" not in str(refused.value)
     monkeypatch.setenv("MOONCAKE_SSD_KEY", "short")
-    with pytest.raises(ConfigError, match="MOONCAKE_SSD_KEY: word 1 is no key"):
+    with pytest.raises(ConfigError, match="MOONCAKE_SSD_KEY: word 1 is not a key"):
         read_keys(key_source("ssd-key", None, None))
