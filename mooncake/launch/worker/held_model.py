@@ -117,12 +117,12 @@ def next_settings(settings: WorkerSettings, life: NextLife) -> WorkerSettings:
     mode = life.mode
     if mode is None:
         return settings
-    if mode.weights.number > settings.mode.weights.number:
-        weights = mode.weights
+    weights = mode.merged(settings.mode).weights  # a gateway may not have heard of the newest
+    if weights != settings.mode.weights:
         settings = msgspec.structs.replace(
             settings,
             model=weights.model,
             weights_revision=weights.revision,
             layout=msgspec.structs.replace(settings.layout, fingerprint=weights.fingerprint),
         )
-    return msgspec.structs.replace(settings, mode=mode)
+    return msgspec.structs.replace(settings, mode=msgspec.structs.replace(mode, weights=weights))

@@ -129,3 +129,15 @@ def test_a_worker_comes_back_as_it_was_told(settings: WorkerSettings) -> None:
     assert awake.layout == msgspec.structs.replace(LAYOUT, fingerprint="f2")
     pool = msgspec.structs.replace(asleep, role=Role.KVSTORE)
     assert not sleeps(pool)
+
+
+def test_a_gateway_that_has_not_heard_of_the_newest_weights_takes_none_back(
+    settings: WorkerSettings,
+) -> None:
+    first, second = Weights(1, "/new", "r2", "f2"), Weights(1, "/other", "r3", "f3")
+    new = next_settings(settings, NextLife(mode=ClusterMode(2, "g", weights=first)))
+    other = next_settings(new, NextLife(mode=ClusterMode(3, "h", weights=second)))
+    assert (other.model, other.mode.weights) == ("/other", second), "of one number, the later name"
+    again = next_settings(other, NextLife(mode=ClusterMode(4, "g", paused=True, weights=first)))
+    assert (again.model, again.layout.fingerprint) == ("/other", "f3")
+    assert again.mode == ClusterMode(4, "g", paused=True, weights=second)
