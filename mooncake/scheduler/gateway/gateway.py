@@ -302,8 +302,7 @@ class Gateway:
             case FindHomes():
                 self._channel.send(event.asker.address, find_homes(event, self._conductor))
             case Asleep():
-                self.worker_lost(event.worker.worker_id, now, "it sleeps")
-                self.control.on_asleep(event, now)
+                self._on_asleep(event, now)
             case WeightsChecked():
                 self.control.on_checked(event)
             case AskCluster() if self.facts:
@@ -433,6 +432,17 @@ class Gateway:
             )
         )
         self._request_manager.worker_joined(now)
+
+    def _on_asleep(self, asleep: Asleep, now: float) -> None:
+        """Record that an engine sleeps, unless it has woken since it said so: a gateway that stood
+        still may read its hello first.
+        """
+        member = self._membership.get(asleep.worker.worker_id)
+        if member is not None and asleep.mode.number < member.hello.mode.number:
+            return
+        if member is not None:
+            self.worker_lost(asleep.worker.worker_id, now, "it sleeps")
+        self.control.on_asleep(asleep, now)
 
     def _admit(self, hello: WorkerHello) -> str | None:
         """Return why a worker cannot be used, or None. Clients of the pool are not given to the

@@ -268,12 +268,11 @@ class ModeControl:
         return self._next_s if busy or not self.mode.is_open else None
 
     def _tell_all(self, now: float) -> None:
-        """Tell each worker that is not as it should be how to come back, once no request runs. No
-        engine is woken while a worker is a member with other weights: gateways would refuse it.
+        """Tell each worker that is not as it should be how to come back: members once no request
+        runs, and engines that sleep at once. No engine is woken while a worker is a member with
+        other weights: gateways would refuse it.
         """
-        if not self._requests_are_over():
-            return
-        for hello in self._differing():
+        for hello in self._differing() if self._requests_are_over() else ():
             self._conductor.on_draining(hello.worker.worker_id)
             self._tell(hello.worker)
             self._told.add(hello.worker)
@@ -295,8 +294,15 @@ class ModeControl:
                 self._channel.send(worker.address, question)
 
     def _check_update(self) -> None:
-        """Decide about new weights once all engines have answered."""
+        """Decide about new weights once all engines have answered. Another gateway may have woken
+        them before that.
+        """
         update = self._update
+        if update is not None and not self.mode.sleep_level:
+            self._update = None
+            text = "another order has woken the engines before all had checked the new weights"
+            update.done(Unavailable(f"{text}: give the order again", retry_after_s=RETRY_S))
+            return
         if update is None or not self._all_sleep() or not self._sleeping:
             return
         answers = [update.answers.get(each.asleep.worker) for each in self._sleeping.values()]
@@ -323,7 +329,7 @@ class ModeControl:
         return [hello for hello in hellos if self._differs(hello)]
 
     def _differs(self, hello: WorkerHello) -> bool:
-        old = hello.mode.weights.number < self.mode.weights.number
+        old = hello.mode.weights != self.mode.weights  # of two with one number, one counts
         sleeps = bool(self.mode.sleep_level) and hello.role in ENGINES
         return hello.role in MOVED and (old or sleeps)
 

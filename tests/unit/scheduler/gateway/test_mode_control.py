@@ -221,6 +221,42 @@ def test_a_worker_that_came_back_teaches_its_weights_and_no_pause() -> None:
     assert orders.mode.number > mode.number, "its orders count"
 
 
+def test_an_engine_that_sleeps_on_is_woken_while_requests_run() -> None:
+    orders = Orders()
+    orders.submit(request("r"))
+    late = ref("d1", "s0")
+    orders.say_asleep(late)
+    orders.tick(1.0)
+    assert [mode.sleep_level for mode in orders.orders(late)] == [0]
+
+
+def test_a_word_from_before_it_woke_costs_no_member() -> None:
+    """A gateway that stood still reads the connections of both lives in any order."""
+    orders = Orders()
+    orders.control.sleep(1, orders.ended.append, aborts=False)
+    asleep = orders.mode
+    orders.fall_asleep()
+    orders.control.wake(orders.ended.append)
+    orders.tick(0.5)
+    orders.come_back()
+    told = Asleep(
+        worker=ref("d0", "s0"), role=Role.DECODE, node_id="n", host="h", pid=1, level=1, mode=asleep
+    )
+    orders.gateway.handle(told, orders.now)
+    assert orders.control.asleep == []
+    assert not orders.submit(request("r")).finals
+
+
+def test_an_engine_that_sleeps_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    orders = Orders()
+    orders.control.sleep(1, orders.ended.append, aborts=False)
+    asleep = orders.fall_asleep()
+    for _ in range(3):
+        orders.say_asleep(*asleep)
+    assert caplog.text.count("sleeps at level 1") == 2
+
+
 # ------------------------------------------------------------------- new weights
 
 
@@ -295,6 +331,41 @@ def test_one_order_at_a_time() -> None:
     orders.control.sleep(1, orders.ended.append, aborts=False)
     _, *errors = orders.ended
     assert [error is not None and error.http_status for error in errors] == [400] * 4
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_an_update_ends_when_another_gateway_wakes_the_engines(paused: bool) -> None:
+    orders = Orders()
+    orders.pause()
+    orders.update()
+    orders.fall_asleep()
+    mode = ClusterMode(orders.mode.number + 1, "gateway-2", paused=paused)
+    news = GatewayNews(gateway=OTHER, gateways=[], release=OWN_RELEASE, mode=mode)
+    orders.gateway.handle(news, orders.now)
+    orders.tick(0.5)
+    _, error = orders.ended
+    assert error is not None
+    assert "give the order again" in error.message
+    orders.come_back()
+    orders.control.resume(orders.ended.append)
+    assert orders.ended[2:] == [None], "the next order is taken"
+
+
+def test_of_two_weights_with_one_number_all_workers_get_the_same() -> None:
+    """Two gateways were told to replace them at once, and each has told some workers."""
+    orders = Orders()
+    for worker in (orders.p0, orders.d0, orders.kv0):
+        orders.gateway.worker_lost(worker.worker_id, orders.now)
+    mine = ClusterMode(3, "gateway", weights=Weights(1, "/new", "r2", NEW))
+    orders.join("p0", Role.PREFILL, epoch="e1", layout_fingerprint=NEW, mode=mine)
+    weights = Weights(1, "/other", "r3", "layout-3")
+    news = GatewayNews(
+        gateway=OTHER, gateways=[], release=OWN_RELEASE,
+        mode=ClusterMode(4, "gateway-2", weights=weights),
+    )  # fmt: skip
+    orders.gateway.handle(news, orders.now)
+    orders.tick(1.0)
+    assert orders.orders(ref("p0", "e1"))[-1].weights == weights
 
 
 def test_engines_that_share_experts_say_that_they_cannot() -> None:
