@@ -335,8 +335,8 @@ class Gateway:
         self._peers.mode = self.control.mode
         peers_wake_s = self._peers.tick(now)
         self._forget_gateways(now)
-        self.scaling.tick(now)
         wakes = (
+            self.scaling.tick(now),
             self._agree_on_losses(now),
             self._request_manager.tick(now),
             self._membership.next_check_s(now),

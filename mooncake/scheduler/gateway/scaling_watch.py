@@ -40,17 +40,21 @@ class ScalingWatch:
         self.advice: tuple[RoleAdvice, ...] = ()
         """Prefill, then decode. Empty before the first look."""
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> float | None:
         """Look at the cluster if it is time to. The first look comes when workers have had time to
         join: a gateway that was started again must not advise to end those that it does not know
-        yet. No wake-up is needed: an idle gateway hears its workers, and one without workers wakes
-        when a request comes.
+        yet. Return when to call again, if nothing else may wake a gateway by then: it has no
+        workers, whom it would hear, and has refused a request since its last look.
         """
         if self._next_s is None:
             self._next_s = now + CHECK_S
-        if now < self._next_s:
-            return
-        self._next_s = now + CHECK_S
+        if now >= self._next_s:
+            self._next_s = now + CHECK_S
+            self._look(now)
+        is_alone = not self._conductor.views
+        return self._next_s if is_alone and self._request_manager.demand.has_grown else None
+
+    def _look(self, now: float) -> None:
         offered = self._request_manager.demand.take()
         self.advice = self._policy.observe(offered, self._standing(), now)
         for each in self.advice:
@@ -67,7 +71,7 @@ class ScalingWatch:
         return Standing(
             num_prefill=len(prefills),
             num_decode=len(decodes),
-            num_open=len(self._request_manager),
+            num_open=len(self._request_manager) or int(not self._conductor.bookings.is_empty),
             queued_s=sum(view.queued_s() for view in prefills or decodes),
             num_decoding=self._request_manager.num_decoding,
             room=self._room,

@@ -50,6 +50,11 @@ class DemandMeter:
         self._taken_of: dict[str, Offered] = {}
         self._cached_share = RunningMean(0.0, SHARE_WINDOW)
 
+    @property
+    def has_grown(self) -> bool:
+        """True if this gateway was asked for something since the last `take`."""
+        return self.total != self._taken
+
     def offer(
         self,
         num_prompt_tokens: int,

@@ -93,7 +93,7 @@ class Standing:
     """Live replicas that are not about to leave."""
     num_decode: int
     num_open: int
-    """Requests that were accepted and have not ended."""
+    """Requests that were accepted and have not ended; at least 1 while another gateway has any."""
     queued_s: float
     """Predicted seconds of all prompts that wait at prefill replicas."""
     num_decoding: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import Priority, Role
-from mooncake.base.messages import OWN_RELEASE, GatewayNews
+from mooncake.base.messages import OWN_RELEASE, Booking, GatewayNews
 from mooncake.scheduler.gateway.status import ReplicaStatus
 from mooncake.scheduler.scaling.policy import CHECK_S
 from mooncake.telemetry.events import ReplicasWanted
@@ -117,6 +117,34 @@ def test_a_question_to_a_cluster_of_no_workers_is_refused_and_starts_it() -> Non
     assert client.final.failure.status == 503
     wait(harness, CHECK_S)
     assert min(wanted(harness).values()) == 1
+
+
+def test_a_gateway_without_workers_wakes_to_count_what_it_has_refused() -> None:
+    """No worker's heartbeat wakes it, and who was refused may not ask again."""
+    harness = SchedulerHarness(autoscale=TO_NONE)
+    harness.tick(CHECK_S + 1.0)
+    assert harness.tick() is None
+    harness.submit(request("r"))
+    wake_s = harness.tick(1.0)
+    assert wake_s is not None
+    assert harness.tick(wake_s - harness.now) is None
+    assert min(wanted(harness).values()) == 1
+
+
+def test_the_last_replica_stays_while_another_gateway_has_a_request() -> None:
+    harness = Pair(autoscale=TO_NONE)
+    booking = Booking(
+        request_id="r", computing=harness.p0, decode=harness.d0, keys=b"", sources=(),
+        num_tokens=16, num_new_tokens=16, prefill_s=1.0, ttft_s=1.0, num_blocks=1,
+    )  # fmt: skip
+    for step in range(100):
+        news = [booking] if not step else []
+        harness.gateway.handle(
+            GatewayNews(gateway=ref("other"), gateways=[], release=OWN_RELEASE, news=news),
+            harness.now,
+        )
+        wait(harness, 2.0)
+    assert wanted(harness) == {Role.PREFILL: 1, Role.DECODE: 1}
 
 
 def test_without_bounds_of_none_batch_work_is_refused_while_no_worker_is_there() -> None:
