@@ -35,7 +35,11 @@ class KeptRun:
         lock = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who had the name may have removed the file meanwhile; another process then makes it.
+            is_here = self._file.stat().st_ino == os.fstat(lock).st_ino
         except OSError:
+            is_here = False
+        if not is_here:
             os.close(lock)
             return
         self.name, self._lock = name, lock

@@ -29,6 +29,7 @@ from mooncake.launch.cluster.facts import (
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
+from mooncake.launch.cluster.worker_handle import end_left, place_of
 from mooncake.launch.cluster.workers import await_stages, cluster_workers, joining_worker, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -125,12 +126,21 @@ class RayWorkers:
                     supervisor = self._new_supervisor(gateway_process)
                     self._resume(supervisor)
             supervisor.stop()
+            self._end_left()
         finally:
             if self._following is not None:
                 self._following.close()
             for file in self._secret_files:
                 file.unlink(missing_ok=True)
             ray_cluster.disconnect(self._forks)
+
+    def _end_left(self) -> None:
+        """End the workers that no supervisor has adopted, such as when Ray does not start again:
+        they would wait for one.
+        """
+        name = "" if self._kept is None else self._kept.name
+        for each in self._settings if name else ():
+            end_left(place_of(name, each.worker_id))
 
     def _new_supervisor(self, gateway_process: GatewayProcess) -> ray_cluster.Supervisor:
         config, kept = self._config, self._kept

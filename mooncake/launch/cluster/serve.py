@@ -143,16 +143,15 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     phases = StartPhases("imports", process_began_s())
     phases.begin("checks")
     plan = make_plan(config, machine_facts.num_cores())
-    kept = KeptRun(config)
-    workers = cluster_workers(config, plan, "", "", machine_facts.host_name())
-    check_start(config, plan, adopts=kept.has_workers(each.worker_id for each in workers))
-    if not config.headless:
-        machine_facts.check_port(config.host, config.port)
-    if stays_calm(config) and (file := new_log_file()):
-        config = dataclasses.replace(config, log_level="warning", log_file=file)
-    start_log("gateway", config.log_level, config.log_format, config.log_file)
-    configure_audit("gateway", config.audit_log)
-    with contextlib.closing(kept), contextlib.ExitStack() as meanwhile:
+    with contextlib.closing(KeptRun(config)) as kept, contextlib.ExitStack() as meanwhile:
+        workers = cluster_workers(config, plan, "", "", machine_facts.host_name())
+        check_start(config, plan, adopts=kept.has_workers(each.worker_id for each in workers))
+        if not config.headless:
+            machine_facts.check_port(config.host, config.port)
+        if stays_calm(config) and (file := new_log_file()):
+            config = dataclasses.replace(config, log_level="warning", log_file=file)
+        start_log("gateway", config.log_level, config.log_format, config.log_file)
+        configure_audit("gateway", config.audit_log)
         if plan.num_engines:
             meanwhile.enter_context(compiled_meanwhile(plan.options, plan.model.dtype))
         make = functools.partial(_make, config, plan, SystemIds(), forks, kept)

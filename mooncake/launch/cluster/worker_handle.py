@@ -183,6 +183,14 @@ def start_at(place: Path) -> None:
         )
 
 
+def end_left(place: Path) -> None:
+    """Kill the process at `place`, if a supervisor has left one there. Nothing is left of it."""
+    if (connection := connected(place)) is not None:
+        with connection:
+            _kill(connection)
+    place.unlink(missing_ok=True)
+
+
 def _greeted(connection: socket.socket, begin: Begin, limit_s: float | None) -> Told | None:
     """Have a process be a worker and write where this process does; return its first word. None: it
     was another worker and has ended, or it has said nothing within `limit_s` and was killed.

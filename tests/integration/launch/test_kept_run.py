@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mooncake.base import ConfigError
+from mooncake.launch.cluster import kept_run, ray_workers, serve
 from mooncake.launch.cluster.kept_run import KeptRun
+from mooncake.launch.cluster.ray_workers import RayWorkers
 from mooncake.launch.cluster.worker_handle import place_of
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host.credentials import write_private
+from mooncake.launch.host.credentials import private_dir, write_private
+from tests.support.serve.plain_settings import worker_settings
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +69,71 @@ def test_the_next_start_finds_secret_and_workers() -> None:
         assert run.has_workers(["prefill-0", "decode-0"])
         assert not run.has_workers(["prefill-0"])
     run.close()
+
+
+def test_a_file_that_was_removed_while_its_lock_was_awaited_gives_no_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a third start would have the same name."""
+
+    def removed(lock: int, how: int) -> None:
+        del lock, how
+        next(private_dir().glob("run-*")).unlink()
+
+    monkeypatch.setattr(kept_run.fcntl, "flock", removed)
+    with contextlib.closing(KeptRun(config())) as run:
+        assert run.name == ""
+
+
+def test_a_start_that_is_refused_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        assert list(private_dir().iterdir()), "it has a name"
+        raise ConfigError("no memory")
+
+    monkeypatch.setattr(serve.machine_facts, "check_system", lambda: None)
+    for name in ("make_plan", "cluster_workers"):
+        monkeypatch.setattr(serve, name, lambda *_: [])
+    monkeypatch.setattr(serve, "check_start", refuse)
+    with pytest.raises(ConfigError):
+        serve.serve(config())
+    assert list(private_dir().iterdir()) == []
+
+
+def test_a_stop_while_ray_does_not_start_again_ends_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No supervisor has adopted them by then."""
+    tried, ended = threading.Event(), list[Path]()
+
+    class Gone:
+        """A supervisor whose Ray is gone at once."""
+
+        ray_is_gone = True
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        watch = forget = stop = give_up = lambda _: None
+
+    def start(workers: RayWorkers, *_: object) -> list[object]:
+        workers._settings = [worker_settings(worker_id="decode-0")]
+        return []
+
+    def connect(_: RayWorkers) -> None:
+        tried.set()
+        raise ConfigError("no Ray cluster on this machine")
+
+    monkeypatch.setattr(ray_workers, "RAY_AGAIN_S", 0.01)
+    monkeypatch.setattr(ray_workers, "end_left", ended.append)
+    monkeypatch.setattr(ray_workers.ray_cluster, "Supervisor", Gone)
+    for name in ("leave_dead_ray", "disconnect"):
+        monkeypatch.setattr(ray_workers.ray_cluster, name, lambda *_: None)
+    monkeypatch.setattr(RayWorkers, "_start", start)
+    monkeypatch.setattr(RayWorkers, "_connect", connect)
+    nothing: Any = SimpleNamespace(worker_lost=None)
+    with contextlib.closing(KeptRun(config())) as run:
+        workers = RayWorkers(config(), nothing, "hush", nothing, kept=run)
+        workers.start(nothing, lambda *_: None)
+        assert tried.wait(60.0)
+        workers.stop()
+        assert ended == [place_of(run.name, "decode-0")]

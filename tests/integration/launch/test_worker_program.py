@@ -160,6 +160,17 @@ def test_a_process_that_says_nothing_is_killed_and_replaced(supervisors: Supervi
     assert again.pid != told.pid
 
 
+def test_a_worker_that_was_left_behind_ends_when_nobody_is_to_adopt_it(
+    supervisors: Supervisors,
+) -> None:
+    handle, told = supervisors.take(supervisors.begin())
+    handle.close()
+    worker_handle.end_left(supervisors.place)
+    assert supervisors.ended(told.pid)
+    assert not supervisors.place.exists()
+    worker_handle.end_left(supervisors.place)
+
+
 def test_who_leaves_without_a_word_changes_nothing(supervisors: Supervisors) -> None:
     """Such as a start that looks whether workers were left behind."""
     handle, told = supervisors.take(supervisors.begin())
