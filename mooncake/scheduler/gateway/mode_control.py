@@ -159,14 +159,15 @@ class ModeControl:
         """Return why engines cannot sleep now."""
         if self._update is not None:
             return InvalidRequest(f"the weights in {self._update.model} are being loaded")
-        members = [member.hello for member in self._membership.members]
-        shared = [hello.worker.worker_id for hello in members if hello.expert_group]
+        hellos = [member.hello for member in self._membership.members]
+        engines = [hello for hello in hellos if hello.role in ENGINES]
+        shared = [hello.worker.worker_id for hello in engines if hello.expert_group]
         if shared:
             return InvalidRequest(
                 f"{shared[0]} shares its experts with other workers, and those cannot sleep: "
                 "start the cluster again, with the weights that it is to serve"
             )
-        if not self._sleeping and not any(hello.role in ENGINES for hello in members):
+        if not self._sleeping and not engines:
             return Unavailable("no engine is here", retry_after_s=RETRY_S)
         return None
 
@@ -193,8 +194,11 @@ class ModeControl:
         """Return whether a worker can join as it is. If not, it is told how to come back.
 
         A gateway that has just started learns the weights from the worker. It does not learn a
-        pause, which the worker may not know to be over.
+        pause, which the worker may not know to be over. It learns nothing from a pool client, which
+        may belong to a tenant.
         """
+        if hello.role not in MOVED:
+            return True
         known, theirs = self.mode, hello.mode
         weights = known.merged(theirs).weights
         self._take(msgspec.structs.replace(known, weights=weights))

@@ -392,6 +392,22 @@ def test_a_worker_with_old_weights_is_told_the_new_ones_and_never_computes_besid
     assert not client.finals
 
 
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_pool_client_changes_neither_mode_nor_weights(is_paused: bool) -> None:
+    orders = Orders()
+    if is_paused:
+        orders.pause()
+    before = orders.mode
+    mode = ClusterMode(9, "gateway", weights=Weights(9, "/of/a/tenant", "r9", NEW))
+    orders.join("client-1", Role.CLIENT, mode=mode, expert_group="g")
+    orders.tick(1.0)
+    assert orders.mode == before
+    assert orders.channel.of(Restart) == []
+    orders.control.sleep(1, orders.ended.append, aborts=False)
+    orders.fall_asleep()
+    assert orders.ended == [None] * (1 + is_paused), "it shares no experts"
+
+
 # ------------------------------------------------------------------- requests between weights
 
 
