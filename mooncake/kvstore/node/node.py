@@ -7,6 +7,7 @@ and write the registered arena themselves, or the transfer engine sends and take
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +57,11 @@ from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
 from mooncake.transfer.engine import Asked, AskEnded, Brought, Transfer, TransferDone
 
+RESTART_S = 30.0
+"""A node that is to come back waits so long for peers that have something open: a pool client may
+never end what it has.
+"""
+
 
 class KvNode:
     """Runs the pool of one node, as a machine driven by `handle` and `tick`."""
@@ -104,6 +110,9 @@ class KvNode:
         self._inquiries = Inquiries(ports, self.blocks, self._peers)
         self._doubt_s = 0.0
         self._next_life: NextLife | None = None
+        self._restart_by_s = math.inf
+        self._is_late = False
+        """True if it waits for nobody any more."""
         self._handlers = self._table()
 
     @property
@@ -146,10 +155,11 @@ class KvNode:
 
     @property
     def next_life(self) -> NextLife | None:
-        """How to come back, with nothing in DRAM, once nothing is in progress here any more; None:
-        go on.
+        """How to come back, with nothing in DRAM, once nothing is in progress here any more, or
+        `RESTART_S` after it was told to; None: go on.
         """
-        return self._next_life if self._next_life is not None and self.quiet else None
+        may_leave = self._next_life is not None and (self._is_late or self.quiet)
+        return self._next_life if may_leave else None
 
     def state(self) -> PoolState:
         """Return the figures of the node, as the answer to `AskPool`."""
@@ -171,6 +181,7 @@ class KvNode:
         report.
         """
         blocks = self.blocks
+        self._is_late = now >= self._restart_by_s
         times = [self._puts.tick(now)]
         times += [blocks.promotions.tick(now), blocks.replicator.tick(now)]
         times.append(blocks.end_keeps(now))
@@ -221,10 +232,11 @@ class KvNode:
         self.blocks.tiering.drain()
         self.blocks.migration.begin(now)
 
-    def _on_restart(self, message: Restart, _now: float) -> None:
+    def _on_restart(self, message: Restart, now: float) -> None:
         """Come back as told. No block is handed on: none is wanted under the weights to come."""
         if message.worker == self._membership.worker:
             self._next_life = NextLife(mode=message.mode)
+            self._restart_by_s = min(self._restart_by_s, now + RESTART_S)
 
     def _withdraw_if_drained(self) -> None:
         if self.blocks.migration.over:

@@ -21,9 +21,11 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.messages import DoubtPeers, WhoAreYou
+from mooncake.base.cluster_mode import ClusterMode
+from mooncake.base.messages import DoubtPeers, NextLife, Restart, WhoAreYou
 from mooncake.base.pool_messages import BlocksFound, FindBlocks
 from mooncake.kvstore.node.blocks import COUNTERS
+from mooncake.kvstore.node.node import RESTART_S
 from mooncake.kvstore.node.peers import MAX_REMEMBERED
 from mooncake.transfer.grants import LOOK_AGAIN_S, Fence
 from tests.support.kvstore.node_world import (
@@ -501,3 +503,35 @@ def test_a_new_gateway_is_told_of_the_node_and_its_blocks() -> None:
     world.tick(0.1)
     address, hello = world.channel.sent[-1]
     assert (address, type(hello)) == (newer.address, WorkerHello)
+
+
+# ---------------------------------------------------------------- new weights
+
+
+def test_a_node_that_is_to_come_back_waits_for_readers_but_not_for_ever() -> None:
+    """A client that never unpins must not hold up a cluster that waits for new weights."""
+    world = NodeWorld()
+    world.put(WRITER, keys(1))
+    pinned = world.pin(READER, keys(1))
+    life = NextLife(mode=ClusterMode(1, "gateway"))
+    world.handle(Restart(worker=WorkerRef("kv-0", "earlier", "a"), mode=ClusterMode(9, "gateway")))
+    world.tick(world.now + 2 * RESTART_S)
+    begin_s = world.now
+    for second in range(int(RESTART_S)):
+        world.tick(begin_s + second)
+        world.handle(Restart(worker=world.store, mode=ClusterMode(1, "gateway")))
+        assert world.node.next_life is None, "a reader reads"
+    world.tick(begin_s + RESTART_S)
+    assert world.node.next_life == life
+    world.unpin(READER, pinned)
+    assert world.node.next_life == life
+
+
+def test_a_node_that_is_to_come_back_leaves_once_nothing_is_open() -> None:
+    world = NodeWorld()
+    world.put(WRITER, keys(1))
+    pinned = world.pin(READER, keys(1))
+    world.handle(Restart(worker=world.store, mode=ClusterMode(1, "gateway")))
+    assert world.node.next_life is None
+    world.unpin(READER, pinned)
+    assert world.node.next_life == NextLife(mode=ClusterMode(1, "gateway"))
