@@ -16,7 +16,7 @@ import pytest
 
 from mooncake.base import Role
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.launch.cluster import worker_handle
+from mooncake.launch.cluster import worker_handle, worker_program
 from mooncake.launch.cluster.worker_handle import (
     Begin,
     Told,
@@ -25,6 +25,7 @@ from mooncake.launch.cluster.worker_handle import (
     fingerprint,
     place_of,
 )
+from mooncake.launch.cluster.worker_program import WorkerProgram
 from mooncake.launch.host import environment
 from tests.support.serve.plain_settings import worker_settings
 
@@ -124,6 +125,20 @@ def test_a_worker_that_leaves_ends_with_its_supervisor(supervisors: Supervisors)
     handle.leave(LONG_S, waits=True)
     handle.close()
     assert supervisors.ended(told.pid)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_worker_that_still_loads_waits_for_no_other_supervisor(
+    supervisors: Supervisors, monkeypatch: pytest.MonkeyPatch, ready: bool
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(worker_program, "_end", ended.append)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        program = WorkerProgram(listener)
+        program._connection, program._begin = socket.socket(), supervisors.begin()
+        program._told = Told(ready=ready)
+        assert program._let_go() == LONG_S
+    assert ended == ([] if ready else [1])
 
 
 def test_a_worker_that_cannot_start_says_why(supervisors: Supervisors, tmp_path: Path) -> None:
