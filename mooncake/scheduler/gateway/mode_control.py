@@ -103,6 +103,8 @@ class ModeControl:
         self._waits: list[tuple[Callable[[], bool], Done, MooncakeError | None]] = []
         self._update: _Update | None = None
         self._next_s = float("-inf")
+        self._guessed = 0
+        """The number of a mode of which only a pool has told; 0: there is none."""
 
     # ------------------------------------------------------------ operators
 
@@ -206,6 +208,9 @@ class ModeControl:
             if self._peers.live:
                 return True  # their news are on the way
             self._take(ClusterMode(theirs.number, self._own.worker_id, weights=weights))
+            self._guessed = theirs.number
+        if hello.role in ENGINES:
+            self._guessed = 0
         if not self._differs(hello):
             self._away.pop(hello.worker.worker_id, None)
             return True
@@ -214,8 +219,14 @@ class ModeControl:
         return False
 
     def on_asleep(self, asleep: Asleep, now: float) -> None:
-        """Record that an engine sleeps."""
-        self.learn(asleep.mode)
+        """Record that an engine sleeps. If only a pool has said what is wanted, the engine knows
+        better: a pool does not hear that engines sleep.
+        """
+        theirs = asleep.mode
+        if theirs.number < self.mode.number == self._guessed:
+            theirs = msgspec.structs.replace(theirs, number=self._guessed, by=self.mode.by)
+            self._take(theirs.merged(self.mode))
+        self.learn(theirs)
         worker_id = asleep.worker.worker_id
         if worker_id not in self._sleeping:
             logger.info("worker %s sleeps at level %d", worker_id, asleep.level)

@@ -210,6 +210,29 @@ def test_a_gateway_that_was_started_again_learns_that_the_cluster_sleeps() -> No
     assert orders.orders(orders.d0), "all sleep, then"
 
 
+def test_a_gateway_that_hears_the_pool_first_lets_engines_sleep_on() -> None:
+    """They slept before the pool came back for new weights, and the gateway was started again."""
+    orders = Orders()
+    lose_all(orders)
+    weights = Weights(1, "/new", "r2", NEW)
+    mode = ClusterMode(3, "gateway", sleep_level=2, weights=weights)
+    orders.join("kv0", Role.KVSTORE, epoch="e1", layout_fingerprint=NEW, mode=mode)
+    slept = ClusterMode(1, "gateway", sleep_level=2)
+    asleep = Asleep(
+        worker=ref("d0", "s0"), role=Role.DECODE, node_id="n", host="h", pid=1, level=2, mode=slept
+    )
+    for _ in range(2):
+        orders.gateway.handle(asleep, orders.now)
+        orders.tick(1.0)
+        assert orders.orders(asleep.worker) == []
+    assert (orders.mode.sleep_level, orders.mode.weights) == (2, weights)
+    orders.control.wake(orders.ended.append)
+    orders.tick(1.0)
+    assert orders.orders(asleep.worker)[-1].weights == weights
+    orders.gateway.handle(asleep, orders.now)
+    assert not orders.mode.sleep_level, "an operator's word counts"
+
+
 def test_a_worker_that_came_back_teaches_its_weights_and_no_pause() -> None:
     orders = Orders()
     mode = ClusterMode(6, "gateway", paused=True, weights=Weights(2, "/new", "r2", NEW))
