@@ -106,7 +106,8 @@ class FileWriter:
     def discard(self) -> None:
         """Delete what was written, unless it was finished."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # it writes what is left, and the disk may be full
+                self._file.close()
             with contextlib.suppress(FileNotFoundError):
                 self._part.unlink()
 

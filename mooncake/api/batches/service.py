@@ -243,6 +243,12 @@ class BatchService:
                 f"purpose={PURPOSE!r}",
                 param="input_file_id",
             )
+        used = await self._stored(tenant, partial(self._store.used_bytes, tenant))
+        if used > self._config.max_tenant_batch_bytes:  # by answers: one input makes many
+            raise forbidden(
+                f"your files take {used} bytes, more than {self._config.max_tenant_batch_bytes} "
+                "(`max-tenant-batch-bytes`); delete some before the next batch"
+            )
         now = int(self._wall_s())
         expiry = body.output_expires_after
         row = BatchRow(
@@ -265,6 +271,10 @@ class BatchService:
                 "one ends, or cancel one",
                 retry_after_s=BUSY_RETRY_S,
             )
+        if await self._stored(tenant, partial(self._store.file, tenant, file.id)) is None:
+            # It was deleted before the batch was there to keep it.
+            await self._stored(tenant, partial(self._store.cancel, tenant, row.id, now))
+            raise _no_file(file.id)
         self.runner.wake()
         return _batch_object(row)
 
@@ -316,7 +326,8 @@ def expiry_of(anchor: str | None, seconds: str | None) -> int:
             param="expires_after",
         )
     text = seconds or ""
-    if not (text.isdecimal() and MIN_EXPIRY_S <= int(text[:9]) <= MAX_EXPIRY_S):
+    is_number = text.isdecimal() and len(text) <= len(str(MAX_EXPIRY_S))
+    if not (is_number and MIN_EXPIRY_S <= int(text) <= MAX_EXPIRY_S):
         raise InvalidRequest(
             f"expires_after: seconds must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}, not "
             f"{shorten(text)}",

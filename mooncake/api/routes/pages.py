@@ -41,7 +41,8 @@ def limit_of(request: Request, default: int, most: int) -> int:
     given = request.query_params.get("limit")
     if given is None:
         return default
-    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:9]) <= most):
+    is_number = given.isascii() and given.isdecimal() and len(given) <= len(str(most))
+    if not (is_number and 1 <= int(given) <= most):
         raise InvalidRequest(
             f"limit: must be a number from 1 to {most}, not {shorten(given)}", param="limit"
         )

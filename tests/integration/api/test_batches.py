@@ -18,7 +18,7 @@ from openai.types import Batch
 
 from mooncake.api.batches import runner
 from mooncake.api.batches.runner import BYTES_HERE
-from mooncake.api.batches.store import BatchStore
+from mooncake.api.batches.store import BatchRow, BatchStore
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.multipart import MAX_PARTS
 from mooncake.base import Failure, GenerateRequest, OutputEvent, Priority
@@ -196,7 +196,10 @@ def test_what_is_wrong_with_a_batch_is_told_by_field(tmp_path: Path) -> None:
                 reply = await plain.post("/v1/batches", json=good | wrong)
                 assert reply.status_code == status, (wrong, reply.text)
                 assert named in reply.json()["error"]["message"], (wrong, reply.text)
-            for path in ("/v1/batches?limit=0", "/v1/files?limit=x", "/v1/files?order=up"):
+            for path in (
+                "/v1/batches?limit=0", "/v1/files?limit=x", "/v1/files?order=up",
+                "/v1/files?limit=00000000199999", f"/v1/files?limit=000000001{'0' * 30}",
+            ):  # fmt: skip
                 assert (await plain.get(path)).status_code == 400
             for path in ("/v1/batches/batch_none", "/v1/files/file-none/content"):
                 assert (await plain.get(path)).status_code == 404
@@ -234,6 +237,17 @@ def test_uploads_that_are_refused_leave_nothing(tmp_path: Path) -> None:
                 (head + b"{}", "last boundary"),
                 (head + b"{}\r\n" + head + b"{}\r\n--X--", "one file"),
                 (head.replace(b'"file"', b'"purpose"') + b"x" * 300, "256 bytes"),
+                (
+                    head
+                    + b"{}\r\n"
+                    + head.replace(b'"file"', b'"purpose"')
+                    + b"batch\r\n"
+                    + head.replace(b'"file"', b'"expires_after[seconds]"')
+                    + b"000003600"
+                    + b"0" * 30
+                    + b"\r\n--X--",
+                    "seconds must be from 3600 to 2592000",
+                ),
                 ((head.replace(b"file", b"more") + b"\r\n") * (MAX_PARTS + 1), "fields"),
                 (b"--X\r\n\r\n", "no name"),
             ):
@@ -520,6 +534,40 @@ def test_a_tenant_has_a_number_of_open_batches(tmp_path: Path) -> None:
             await start(client, [line("a")])
 
     run(tmp_path, play, backend=backend, max_tenant_batches=1)
+
+
+def test_answers_that_fill_the_room_of_a_tenant_end_its_batches(tmp_path: Path) -> None:
+    async def play(client: AsyncOpenAI, url: str) -> None:
+        batch = await until(client, await start(client, [line(f"q{at}") for at in range(9)]))
+        assert batch.output_file_id is not None
+        again = {"input_file_id": batch.input_file_id, "endpoint": CHAT}
+        async with httpx.AsyncClient(base_url=url, timeout=60) as plain:
+            refused = await plain.post("/v1/batches", json=again)
+            assert (refused.status_code, "max-tenant-batch-bytes" in refused.text) == (403, True)
+            await client.files.delete(batch.output_file_id)
+            assert (await plain.post("/v1/batches", json=again)).status_code == 200
+
+    run(tmp_path, play, max_tenant_batch_bytes=2500)
+
+
+def test_a_file_that_is_deleted_while_a_batch_of_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = BatchStore.add_batch
+
+    def late(self: BatchStore, row: BatchRow, max_open: int) -> bool:
+        assert self.delete_file(row.tenant, row.input_file_id) is True
+        return add(self, row, max_open)
+
+    monkeypatch.setattr(BatchStore, "add_batch", late)
+
+    async def play(client: AsyncOpenAI, url: str) -> None:
+        with pytest.raises(openai.NotFoundError, match="file-"):
+            await start(client, [line("a")])
+        [batch] = (await client.batches.list()).data
+        assert (await until(client, batch)).status == "cancelled"
+
+    run(tmp_path, play)
 
 
 def test_answers_that_take_too_much_room_end_the_other_lines(tmp_path: Path) -> None:

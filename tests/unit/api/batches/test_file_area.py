@@ -53,6 +53,14 @@ def test_what_is_discarded_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_discarded_leaves_nothing_on_a_full_disk(tmp_path: Path) -> None:
+    writer = FileArea(tmp_path).writer("file-1", "me")
+    (tmp_path / "file-1.me.part").symlink_to("/dev/full")
+    writer.write(b"ab")  # it is in memory still, and closing writes it
+    writer.discard()
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_empty_file_can_be_written(tmp_path: Path) -> None:
     area = FileArea(tmp_path)
     area.writer("file-1", "me").finish()
