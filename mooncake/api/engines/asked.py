@@ -29,6 +29,8 @@ _TOKENIZED = (
 """The fields of a chat that decide its tokens; `/tokenize` takes them, too."""
 MAX_SEED = 1 << 63
 """Engines take seeds below it."""
+MAX_COUNT = 1 << 31
+"""Larger numbers of tokens, or of answers, count as so many: budgets and metrics are floats."""
 OPERATORS_FIELDS = ("kv_transfer_params", "priority")
 """Fields by which a client tells engines where to read KV, or goes ahead of all others."""
 
@@ -107,14 +109,14 @@ class Asked:
         """The most tokens of the answer; 0: the body does not say."""
         for name in ("max_completion_tokens", "max_tokens"):
             if isinstance(found := self.fields.get(name), int) and found > 0:
-                return found
+                return min(found, MAX_COUNT)
         return 0
 
     @property
     def num_sequences(self) -> int:
         """How many answers are asked for."""
         found = self.fields.get("n")
-        return found if isinstance(found, int) and found > 0 else 1
+        return min(found, MAX_COUNT) if isinstance(found, int) and found > 0 else 1
 
     def prompt(self, tokens: bytes | None = None) -> Prompt:
         """Return the prompt for placement; `tokens`: as an engine has tokenized it."""

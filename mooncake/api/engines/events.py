@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+MAX_COUNT = 1 << 31
+"""Numbers of tokens from here on are no such numbers."""
 _END = re.compile(rb"\r?\n\r?\n")
 _LONGEST_END = 4
 DONE_DATA = b"[DONE]"
@@ -32,6 +34,11 @@ class EventCutter:
         del self._rest[:begin]
         self._num_searched = len(self._rest)
         return found
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of an event that has no end yet."""
+        return len(self._rest)
 
     def rest(self) -> bytes:
         """Return what has come of an event that has no end."""
@@ -89,7 +96,7 @@ class Counted:
 def _count(usage: dict[str, Any], name: str, other: str, known: int | None) -> int | None:
     for each in (name, other):
         found = usage.get(each)
-        if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
+        if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < MAX_COUNT:
             return found
     return known
 

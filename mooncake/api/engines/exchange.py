@@ -15,6 +15,8 @@ _log = logging.getLogger(__name__)
 
 MAX_WHOLE_BYTES = 256 << 20
 """The longest answer that is kept until it is whole."""
+MAX_ASKED_BYTES = 16 << 20
+"""The longest answer to what the gateway itself asks: it is read in the event loop."""
 
 
 class Exchange:
@@ -61,7 +63,7 @@ class Exchange:
             raise self._failure
         return found
 
-    async def whole(self) -> bytes:
+    async def whole(self, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
         """Wait for the whole body.
 
         Raises:
@@ -72,8 +74,8 @@ class Exchange:
         while part := await self.piece():
             parts.append(part)
             num_bytes += len(part)
-            if num_bytes > MAX_WHOLE_BYTES:
-                raise RequestFailed(f"an answer of more than {MAX_WHOLE_BYTES} bytes")
+            if num_bytes > max_bytes:
+                raise RequestFailed(f"an answer of more than {max_bytes} bytes")
         return b"".join(parts)
 
     def fail(self, reason: str) -> None:
@@ -134,7 +136,7 @@ async def ask_json(
         async with asyncio.timeout(limit_s):
             with Exchange(client, method, path, headers, body) as exchange:
                 status = await exchange.head()
-                found = await exchange.whole()
+                found = await exchange.whole(MAX_ASKED_BYTES)
     except TimeoutError:
         raise RequestFailed(f"no answer within {limit_s:g} s") from None
     if status != 200:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.engines.asked import Asked
-from mooncake.api.engines.exchange import Exchange, ask_json
+from mooncake.api.engines.exchange import MAX_ASKED_BYTES, Exchange, ask_json
 from mooncake.api.http.client import HttpClient, RequestFailed
 from mooncake.base import (
     Clock,
@@ -288,7 +288,7 @@ async def _healthy(client: HttpClient, headers: Mapping[str, str]) -> None:
     """Return if an engine says that it is healthy. Raises RequestFailed otherwise."""
     with Exchange(client, "GET", "/health", headers, b"") as exchange:
         status = await exchange.head()
-        await exchange.whole()
+        await exchange.whole(MAX_ASKED_BYTES)
     if status != 200:
         raise RequestFailed(f"its /health answers with status {status}")
 

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 """Engines that one request is tried at."""
 RETRY_S = 1.0
+MAX_UNSENT_BYTES = 64 << 20
+"""The longest event of a stream, and the most that may come before the first token."""
 STREAM_TYPE = "text/event-stream"
 PASSED_ON = ("content-type", "cache-control", "retry-after", "x-accel-buffering")
 """The headers of an engine's answer that the client gets."""
@@ -193,10 +195,9 @@ class Relay(Response):
         """Have one engine answer. Raises RequestFailed when it does not."""
         failed = False
         self._counted.num_cached = None
-        body = self._asked.body()
         try:
             with self._proxy.exchange(
-                placement.engine, self._asked.path, body, self._given
+                placement.engine, self._asked.path, self._asked.body(), self._given
             ) as exchange:
                 status = await exchange.head()
                 if status >= 500 or status == 429:
@@ -233,17 +234,19 @@ class Relay(Response):
         await response(scope, receive, send)
 
     async def _pass_stream(self, exchange: Exchange, placement: Placement, send: Send) -> None:
-        cutter, early = EventCutter(), b""
+        cutter, early = EventCutter(), bytearray()
         while piece := await exchange.piece():
             passed = [each for each in cutter.feed(piece) if self._keeps(each, placement)]
             early += b"".join(passed)
+            if cutter.num_waiting > MAX_UNSENT_BYTES or len(early) > MAX_UNSENT_BYTES:
+                raise RequestFailed(f"an event of more than {MAX_UNSENT_BYTES} bytes, or no token")
             if not self._has_first:
                 continue  # comments alone: another engine may still be tried
             if early:
-                await self._send(exchange, send, early, more=True)
-            early = b""
+                await self._send(exchange, send, bytes(early), more=True)
+            early.clear()
         self._is_complete = self._status == 200
-        await self._send(exchange, send, early + cutter.rest(), more=False)
+        await self._send(exchange, send, bytes(early) + cutter.rest(), more=False)
 
     def _keeps(self, raw: bytes, placement: Placement) -> bool:
         """Take note of an event. Return whether the client gets it."""

@@ -61,7 +61,7 @@ class ResponseReader:
             self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise WireError(f"not an HTTP answer: {error}") from error
         if self.status == 0 and self._num_head_bytes > MAX_HEAD_BYTES:
             raise WireError("the head of the answer does not end")

@@ -376,6 +376,52 @@ def test_when_all_fail_the_error_says_so(fails: Script, status: int) -> None:
     run(test())
 
 
+async def sends_an_endless_event(call: Call) -> None:
+    await call.begin()
+    while True:
+        await call.send("x" * 10_000)
+
+
+async def sends_comments_for_ever(call: Call) -> None:
+    await call.begin()
+    while True:
+        await call.send(": x\n\n" * 2_000)
+
+
+@pytest.mark.parametrize("sends", [sends_an_endless_event, sends_comments_for_ever])
+def test_an_engine_that_never_comes_to_a_token_is_left(
+    sends: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.api.engines.relay.MAX_UNSENT_BYTES", 100_000)
+
+    async def test() -> None:
+        async with gateway(sends, answers) as world:
+            assert (await world.lines())[-1] == "[DONE]"
+            assert world.num_calls() == [1, 1]
+
+        async def begins_well(call: Call) -> None:
+            await call.begin()
+            await call.token("a")
+            await world.until(lambda: bool(world.of(FirstToken)))
+            while True:
+                await call.send("x" * 10_000)
+
+        async with gateway(begins_well) as world:
+            assert "in the middle of the answer" in (await world.lines())[-2]
+
+    run(test())
+
+
+def test_an_engine_that_answers_looks_without_end_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with gateway(answers) as world:
+            monkeypatch.setattr("mooncake.api.engines.exchange.MAX_ASKED_BYTES", 10)
+            await world.until(lambda: world.state(0) == "down")
+            assert world.fleet.status()[0].reason == "an answer of more than 10 bytes"
+
+    run(test())
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_a_stream_that_breaks_off_ends_with_an_error(path: str) -> None:
     async def breaks(call: Call) -> None:
@@ -558,6 +604,9 @@ def test_tokens_are_charged_to_the_key_as_engines_count_them() -> None:
             for _ in range(5):
                 assert (await world.ask(LONG)).status_code == 400  # nothing is charged
                 await world.settled()
+            assert (await world.ask(n=10**400, max_tokens=10**400)).status_code == 400
+            await world.settled()
+            assert len(world.fleet) == 0
 
     run(test())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.api.engines.asked import CHAT, COMPLETIONS, MESSAGES, Asked, tenant_salt
+from mooncake.api.engines.asked import CHAT, COMPLETIONS, MAX_COUNT, MESSAGES, Asked, tenant_salt
 from mooncake.base import pack_tokens
 from mooncake.scheduler.engines.prefixes import Prompt
 
@@ -105,3 +105,9 @@ def test_a_seed_of_the_client_counts() -> None:
     body = asked()
     body.run_as("", is_operator=True, seed=2**64 - 1)
     assert body.fields["seed"] == 2**63 - 1
+
+
+def test_numbers_that_no_engine_takes_fit_budgets_and_metrics() -> None:
+    body = asked(n=10**400, max_tokens=10**400)
+    assert (body.num_sequences, body.max_tokens) == (MAX_COUNT, MAX_COUNT)
+    assert json.loads(body.body())["n"] == 10**400  # the engine says what is wrong

@@ -25,6 +25,7 @@ def test_events_are_the_same_however_they_are_cut(places: list[int]) -> None:
     cutter = EventCutter()
     assert [each for a, b in pairwise(bounds) for each in cutter.feed(whole[a:b])] == EVENTS
     assert cutter.rest() == b"data: unfinished\n"
+    assert cutter.num_waiting == len(cutter.rest())
 
 
 def test_the_data_of_an_event() -> None:
@@ -60,6 +61,7 @@ def test_errors_are_told_from_answers() -> None:
         (b'{"choices": [{"finish_reason":"length"}], "usage": null}',
          Counted(is_length=True), False),
         (b'{"usage": {"prompt_tokens": "5", "completion_tokens": -1}}', Counted(), False),
+        (b'{"usage": {"prompt_tokens": 1%s}}' % (b"0" * 400), Counted(), False),
         (b'{"usage": [', Counted(), False),
         (b'["usage"]', Counted(), False),
     ],

@@ -103,6 +103,7 @@ def test_old_servers_close_unless_they_say_otherwise() -> None:
         SIZED + b"more",
         CHUNKED[:-5].replace(b"5\r\nhello", b"4\r\nhello"),
         CHUNKED.replace(b"5\r\nhello", b"x\r\nhello"),
+        b"HTTP/1.1 101 X\r\nConnection: upgrade\r\nUpgrade: other\r\n\r\nhello",
         b"x" * (MAX_HEAD_BYTES + 1),
         CHUNKED[: CHUNKED.index(b"hello")] + b"hello\r\n" + b"1" * (MAX_HEAD_BYTES + 1),
     ],
