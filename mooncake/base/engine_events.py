@@ -8,8 +8,10 @@ import msgspec
 
 from mooncake.base.errors import ProtocolError
 
-BlockName = int | bytes
+BlockName = int | Annotated[bytes, msgspec.Meta(max_length=128)]
 """How an engine names a block: its hash, or the last 64 bits of it."""
+Medium = Annotated[str, msgspec.Meta(max_length=128)]
+"""Where an engine holds a block, such as "GPU"."""
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +23,7 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
     """The tokens of all blocks, `block_size` each."""
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    medium: str | None = None
+    medium: Medium | None = None
     extra_keys: list[list[Any] | None] | None = None
     """For each block what its hash covers besides tokens, such as a salt; None: nothing, or an
     engine that does not tell.
@@ -33,7 +35,7 @@ class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that this medium of the engine does not hold any more."""
 
     block_hashes: list[BlockName]
-    medium: str | None = None
+    medium: Medium | None = None
     group_idx: int | None = None
 
 

@@ -6,6 +6,7 @@ Earlier releases of vLLM leave the topic out of their answers to replay requests
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -20,9 +21,11 @@ from mooncake.base.mailbox import Mailbox
 from mooncake.base.vital_thread import VitalThread
 from mooncake.rpc.kv_events import END
 
-MAX_BATCH_BYTES = 64 << 20
+MAX_BATCH_BYTES = 16 << 20
 MAX_UNREAD = 100_000
 """Batches of one engine that may wait for the thread. ZeroMQ drops further ones, which is a gap."""
+MAX_TAKEN = 1000
+"""Batches that are taken from one socket in one turn: others have theirs, however many come."""
 MAX_NEWS = 10_000
 """Batches that may wait for the owner's loop. Further ones are dropped, which is a gap, too."""
 MAX_HELD = 10_000
@@ -91,7 +94,8 @@ class EventOrder:
 
     def replayed(self, number: int, batch: bytes) -> None:
         """Take a batch of a replay."""
-        if self.asks_from is not None and number >= self.asks_from:
+        is_asked = self.asks_from is not None and number >= self.asks_from
+        if is_asked and len(self._replayed) < MAX_UNREAD:
             self._replayed[number] = batch
 
     def end_replay(self) -> list[bytes | None]:
@@ -260,10 +264,9 @@ class KvEventReader:
 
 
 def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Return all messages that have come."""
+    """Return messages that have come, at most `MAX_TAKEN`."""
     found: list[list[bytes]] = []
-    while True:
-        try:
+    with contextlib.suppress(zmq.Again):
+        while len(found) < MAX_TAKEN:
             found.append(socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return found
+    return found

@@ -30,6 +30,12 @@ keys would hold up all streams.
 """
 MAX_BLOCKS = 1 << 19
 """Published blocks that are remembered of an engine; the oldest go."""
+MAX_COPIES = 256
+"""Copies that are remembered of one block: each costs time when one of them goes."""
+COPIES = 4
+"""Copies that are remembered of an engine, for each block that may be."""
+MAX_SIZES = 16
+"""Sizes of blocks that one engine may have: a prompt is hashed once for each."""
 _TEXT, _TOKENS = "engines-text", "engines-tokens"
 
 
@@ -124,6 +130,7 @@ class PublishedBlocks:
         self._keys: OrderedDict[tuple[Hashable, BlockName], BlockKey] = OrderedDict()
         """The key of each block, by the process that names it and its name there."""
         self._copies: dict[BlockKey, set[_Copy]] = {}
+        self._num_copies = 0
         self.sizes: set[int] = set()
         """Tokens of its blocks."""
 
@@ -139,7 +146,8 @@ class PublishedBlocks:
                 self._remove(source, event)
             elif isinstance(event, ClearedBlocks):
                 self.forget(source)
-        while len(self._keys) > self._max_blocks:
+        most = COPIES * self._max_blocks
+        while len(self._keys) > self._max_blocks or self._num_copies > most:
             self._drop(*next(iter(self._keys)))
 
     def forget(self, source: Hashable | None = None) -> None:
@@ -147,6 +155,7 @@ class PublishedBlocks:
         if source is None or all(owner == source for owner, _ in self._keys):
             self._keys.clear()
             self._copies.clear()
+            self._num_copies = 0
             return
         for owner, name in list(self._keys):
             if owner == source:
@@ -169,6 +178,8 @@ class PublishedBlocks:
         elif (key := self._keys.get((source, event.parent_block_hash))) is None:
             return  # what is before it is not known, so nothing could be found behind it
         size, extras = event.block_size, event.extra_keys or [None] * len(event.block_hashes)
+        if size not in self.sizes and len(self.sizes) >= MAX_SIZES:
+            return
         self.sizes.add(size)
         for index, (name, extra) in enumerate(zip(event.block_hashes, extras, strict=True)):
             covered = [] if extra is None else list(extra)
@@ -180,16 +191,23 @@ class PublishedBlocks:
             [key] = extend_chain(key, event.token_ids[index * size : (index + 1) * size], size)
             if self._keys.get((source, name), key) != key:
                 self._drop(source, name)
+            copy = _Copy(source, name, event.medium, event.group_idx)
+            copies = self._copies.get(key, set())
+            if copy in copies or len(copies) >= MAX_COPIES:
+                continue
             self._keys[source, name] = key
-            copies = self._copies.setdefault(key, set())
-            copies.add(_Copy(source, name, event.medium, event.group_idx))
+            self._copies[key] = copies
+            copies.add(copy)
+            self._num_copies += 1
 
     def _remove(self, source: Hashable, event: RemovedBlocks) -> None:
         for name in event.block_hashes:
             if (key := self._keys.get((source, name))) is None:
                 continue
             copies = self._copies[key]
+            num_before = len(copies)
             copies.discard(_Copy(source, name, event.medium, event.group_idx))
+            self._num_copies -= num_before - len(copies)
             if not any(each.source == source and each.name == name for each in copies):
                 self._drop(source, name)
 
@@ -197,6 +215,7 @@ class PublishedBlocks:
         """Forget all copies that a process calls so."""
         key = self._keys.pop((source, name))
         left = {each for each in self._copies[key] if (each.source, each.name) != (source, name)}
+        self._num_copies -= len(self._copies[key]) - len(left)
         if left:
             self._copies[key] = left
         else:
@@ -208,6 +227,8 @@ class PublishedBlocks:
         assert named == set(self._keys)
         assert set(self._keys.values()) == set(self._copies)
         assert len(self._keys) <= self._max_blocks
+        assert self._num_copies == sum(map(len, self._copies.values()))
+        assert self._num_copies <= COPIES * self._max_blocks
 
 
 def _num_leading(keys: Sequence[BlockKey], known: Container[BlockKey]) -> int:

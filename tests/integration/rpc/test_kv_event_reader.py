@@ -13,7 +13,7 @@ import zmq
 from mooncake.base import ConfigError
 from mooncake.base.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
 from mooncake.base.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventsConfig
-from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader
+from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader, _received
 from mooncake.rpc.kv_events import END, KvEventPublisher
 
 WAIT_S = 60.0
@@ -179,6 +179,25 @@ def test_a_full_mailbox_is_a_loss(home: EventSource, monkeypatch: pytest.MonkeyP
     reading.reader._tell(home, batches[4])
     assert reading.numbers(2) == [None, 4]
     reading.reader.close()
+
+
+def test_a_flood_of_batches_is_taken_in_turns(
+    home: EventSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.rpc.kv_event_reader.MAX_TAKEN", 3)
+
+    class Flood:
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            return [b""]
+
+    assert len(_received(Flood())) == 3  # type: ignore[arg-type]
+    published = publisher(home)
+    for number in range(20):
+        published.publish([removed(number)])
+    reading = Reading(home)
+    assert reading.numbers(20) == list(range(20))
+    reading.reader.close()
+    published.close()
 
 
 def test_an_address_that_cannot_be_one_is_named() -> None:

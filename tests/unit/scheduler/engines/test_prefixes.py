@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from mooncake.base import pack_tokens
 from mooncake.base.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
 from mooncake.scheduler.engines.prefixes import (
+    COPIES,
+    MAX_COPIES,
+    MAX_SIZES,
     PIECE_BYTES,
     Prompt,
     PublishedBlocks,
@@ -107,6 +110,37 @@ def test_the_oldest_blocks_go_first() -> None:
         known.apply("p", [stored([name], [name] * SIZE)])
         known.check_integrity()
     assert [known.num_tokens(prompt(*[name] * SIZE)) for name in range(5)] == [0, 0, 4, 4, 4]
+
+
+def test_an_engine_has_few_sizes_of_blocks() -> None:
+    known = PublishedBlocks()
+    for size in range(1, 100):
+        known.apply("p", [StoredBlocks(
+            block_hashes=[size], token_ids=[7] * size, block_size=size,
+        )])  # fmt: skip
+    assert known.sizes == set(range(1, MAX_SIZES + 1))
+    assert known.num_tokens(prompt(*[7] * 100)) == MAX_SIZES
+    known.check_integrity()
+
+
+def test_copies_of_a_block_are_remembered_only_so_often() -> None:
+    known = PublishedBlocks(max_blocks=1000)
+    for name in range(MAX_COPIES + 50):
+        known.apply("p", [stored([name], [7] * SIZE)])
+    known.check_integrity()
+    known.apply("p", [RemovedBlocks(block_hashes=list(range(MAX_COPIES - 1)), medium="GPU")])
+    assert known.num_tokens(prompt(*[7] * SIZE)) == SIZE
+    known.apply("p", [RemovedBlocks(block_hashes=[MAX_COPIES - 1], medium="GPU")])
+    assert known.num_tokens(prompt(*[7] * SIZE)) == 0
+
+
+def test_copies_of_an_engine_are_remembered_only_so_often() -> None:
+    known = PublishedBlocks(max_blocks=3)
+    for name in range(2):
+        for group in range(2 * COPIES):
+            known.apply("p", [stored([name], [name] * SIZE, group_idx=group)])
+            known.check_integrity()
+    assert [known.num_tokens(prompt(*[name] * SIZE)) for name in range(2)] == [0, SIZE]
 
 
 @settings(max_examples=60, deadline=None)
