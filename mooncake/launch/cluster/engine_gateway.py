@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import logging
 import signal
+from collections import deque
+from collections.abc import Callable
 
 from rich.console import Console
 
@@ -18,6 +20,7 @@ from mooncake.api.engines.proxy import EngineProxy
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.api.http.server import serve
 from mooncake.base import MonotonicClock, Role, SystemIds, Unavailable
+from mooncake.base.mailbox import Mailbox
 from mooncake.launch.cluster.gateway_process import api_config, follow_keys, listen
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.config.options import values_of
@@ -25,7 +28,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.build import revision
 from mooncake.launch.host.vital_threads import end_with_vital_threads
-from mooncake.rpc.kv_event_reader import EventSource, KvEventReader
+from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.engines.fleet import Fleet
 from mooncake.telemetry.audit import configure_audit
@@ -39,6 +42,8 @@ NAME = "engines"
 """The model's name in metrics: the engines have their own."""
 PLACEMENT = ("policy", "ttft_slo_s", "max_inflight")
 """The settings of placement that apply."""
+TAKEN_AT_ONCE = 64
+"""Batches of block events that are taken between two turns of streams."""
 
 
 def dry_run(config: ServeConfig) -> int:
@@ -108,14 +113,31 @@ def _read(sources: list[EventSource], fleet: Fleet, opened: contextlib.ExitStack
     reader = KvEventReader(sources)
     opened.callback(reader.close)
     loop = asyncio.get_running_loop()
-
-    def take() -> None:
-        for source, events in reader.news.receive():
-            fleet.on_events(source.engine, source, events)
-
-    loop.add_reader(reader.news.fileno(), take)
+    loop.add_reader(reader.news.fileno(), taking(reader.news, fleet))
     opened.callback(loop.remove_reader, reader.news.fileno())
     return reader
+
+
+def taking(news: Mailbox[EventNews], fleet: Fleet) -> Callable[[], None]:
+    """Return what brings news to the fleet, a few at each call: a replay has thousands, and streams
+    have their turn between.
+    """
+    waiting: deque[EventNews] = deque()
+
+    def take() -> None:
+        if not waiting:
+            waiting.extend(news.receive())
+        for _ in range(min(len(waiting), TAKEN_AT_ONCE)):
+            source, events = waiting.popleft()
+            try:
+                fleet.on_events(source.engine, source, events)
+            except Exception:  # the next ones are taken
+                logger.exception("%s: its block events cannot be taken", source.engine)
+                fleet.on_events(source.engine, source, None)
+        if waiting:
+            news.ring()
+
+    return take
 
 
 def _on_signals(stop: asyncio.Event, proxy: EngineProxy) -> None:
