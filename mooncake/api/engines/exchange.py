@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 
-from mooncake.api.http.client import HttpClient, RequestFailed
+from mooncake.api.http.client import Flow, HttpClient, RequestFailed
 
 _log = logging.getLogger(__name__)
 
 MAX_WHOLE_BYTES = 256 << 20
 """The longest answer that is kept until it is whole."""
+MAX_UNREAD_BYTES = 1 << 20
+"""While more than this waits to be passed on, no more is read from the engine."""
 MAX_ASKED_BYTES = 16 << 20
 """The longest answer to what the gateway itself asks: it is read in the event loop."""
 
@@ -28,6 +30,8 @@ class Exchange:
         self.status = 0
         self.headers: dict[str, str] = {}
         self._pieces: list[bytes] = []
+        self._num_unread = 0
+        self._flow = Flow()
         self._news = asyncio.Event()
         self._ended = False
         self._failure: RequestFailed | None = None
@@ -59,6 +63,8 @@ class Exchange:
             await self._wait()
         found = b"".join(self._pieces)
         self._pieces.clear()
+        self._num_unread = 0
+        self._flow.resume()
         if not found and self._failure is not None:
             raise self._failure
         return found
@@ -94,7 +100,9 @@ class Exchange:
         self, client: HttpClient, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> None:
         try:
-            await client.request(method, path, headers, body, self._on_data, self._on_head)
+            await client.request(
+                method, path, headers, body, self._on_data, self._on_head, self._flow
+            )
         except RequestFailed as error:
             self._end(error)
         except Exception as error:  # who waits must hear of it
@@ -110,6 +118,9 @@ class Exchange:
     def _on_data(self, data: bytes, at_s: float) -> None:
         del at_s
         self._pieces.append(data)
+        self._num_unread += len(data)
+        if self._num_unread > MAX_UNREAD_BYTES:
+            self._flow.pause()
         self._news.set()
 
     def _end(self, failure: RequestFailed | None) -> None:

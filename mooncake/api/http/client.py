@@ -39,6 +39,32 @@ class Answer:
     reason: str
 
 
+class Flow:
+    """By which a caller stops and resumes the reading of one answer, so that its server waits."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self.is_paused = False
+
+    def begin(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def end(self) -> None:
+        """The connection may carry another answer now."""
+        self.resume()
+        self._transport = None
+
+    def pause(self) -> None:
+        if self._transport is not None and not self.is_paused:
+            self.is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and self.is_paused:
+            self.is_paused = False
+            self._transport.resume_reading()
+
+
 class _Connection(asyncio.Protocol):
     """One connection; at most one request at a time."""
 
@@ -81,17 +107,21 @@ class _Connection(asyncio.Protocol):
             why = f": {exc}" if exc else ""
             self._finish(RequestFailed(f"the server closed the connection{why}"))
 
-    async def ask(self, request: bytes, on_data: OnData, on_head: OnHead | None) -> Answer:
+    async def ask(
+        self, request: bytes, on_data: OnData, on_head: OnHead | None, flow: Flow
+    ) -> Answer:
         """Send `request` and wait for the end of the answer."""
         if self.transport is None:
             raise RequestFailed("the server closed the connection")
         self.reader = ResponseReader()
         self._on_data, self._on_head = on_data, on_head
         self._ended = asyncio.get_running_loop().create_future()
+        flow.begin(self.transport)
         self.transport.write(request)
         try:
             await self._ended
         finally:
+            flow.end()
             self._ended = self._on_data = self._on_head = None
             if not self.reader.done:
                 self.close()
@@ -149,9 +179,11 @@ class HttpClient:
         body: bytes,
         on_data: OnData,
         on_head: OnHead | None = None,
+        flow: Flow | None = None,
     ) -> Answer:
         """Send a request, pass on the head of its answer and then its body as they come, return
-        how it ended. A cancelled request closes its connection, by which the server notices.
+        how it ended. `flow` stops and resumes that. A cancelled request closes its connection, by
+        which the server notices.
 
         Raises:
             RequestFailed: no complete answer came.
@@ -159,27 +191,34 @@ class HttpClient:
         head = request_head(method, self._prefix + path, self._netloc, headers, len(body))
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._exchange(head + body, on_data, on_head)
+                return await self._exchange(head + body, on_data, on_head, flow or Flow())
         except TimeoutError as error:
             raise RequestFailed(f"no answer within {TIMEOUT_S:.0f} s") from error
 
-    async def _exchange(self, request: bytes, on_data: OnData, on_head: OnHead | None) -> Answer:
+    async def _exchange(
+        self, request: bytes, on_data: OnData, on_head: OnHead | None, flow: Flow
+    ) -> Answer:
         while self._idle:
             kept = self._idle.pop()
             if not kept.usable:
                 continue
             try:
-                return await self._ask(kept, request, on_data, on_head)
+                return await self._ask(kept, request, on_data, on_head, flow)
             except RequestFailed:
                 # A server may close an idle connection at any time, also as we write to it.
                 if kept.reader.started:
                     raise
-        return await self._ask(await self._connect(), request, on_data, on_head)
+        return await self._ask(await self._connect(), request, on_data, on_head, flow)
 
     async def _ask(
-        self, connection: _Connection, request: bytes, on_data: OnData, on_head: OnHead | None
+        self,
+        connection: _Connection,
+        request: bytes,
+        on_data: OnData,
+        on_head: OnHead | None,
+        flow: Flow,
     ) -> Answer:
-        answer = await connection.ask(request, on_data, on_head)
+        answer = await connection.ask(request, on_data, on_head, flow)
         if connection.reader.keep_alive and connection.usable:
             self._idle.append(connection)
         else:

@@ -376,6 +376,34 @@ def test_when_all_fail_the_error_says_so(fails: Script, status: int) -> None:
     run(test())
 
 
+def test_an_engine_waits_for_a_client_that_is_slow_to_read() -> None:
+    num_events, num_sent = 1000, 0
+
+    async def sends_much(call: Call) -> None:
+        nonlocal num_sent
+        await call.begin()
+        for _ in range(num_events):
+            await call.token("x" * 100_000)
+            num_sent += 1
+        await call.done()
+
+    async def test() -> None:
+        async with gateway(sends_much) as world:
+            url = world.engines[0].url
+            body = chat("hello", stream=True)
+            async with world.client.stream("POST", CHAT, json=body) as got:
+                await world.until(
+                    lambda: any(each._flow.is_paused for each in world.proxy._exchanges[url])
+                )
+                assert num_sent < num_events
+                num_got = sum([line.count("xxx") > 0 async for line in got.aiter_lines()])
+            assert num_got == num_sent == num_events
+            world.engines[0].script = answers
+            assert (await world.ask()).status_code == 200  # the connection is read again
+
+    run(test())
+
+
 async def sends_an_endless_event(call: Call) -> None:
     await call.begin()
     while True:
