@@ -101,10 +101,11 @@ class _Recorder:
         while self._waiting:
             taken = self._waiting[:RESULTS_AT_ONCE]
             del self._waiting[:RESULTS_AT_ONCE]
-            failure, lost = None, set[int]()
+            failure: Exception | None = None
+            lost = set[int]()
             try:
                 lost = await self._write([each for each, _ in taken])
-            except MooncakeError as error:
+            except Exception as error:  # who waits must hear of it
                 failure = error
             for (seq, _), done in taken:
                 if done.done():  # its batch was stopped

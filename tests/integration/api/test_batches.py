@@ -456,6 +456,27 @@ def test_a_line_on_which_the_server_always_fails_ends_in_the_error_file(tmp_path
     assert len(run(tmp_path, play, backend=backend).requests) == runner.MAX_FAILURES
 
 
+def test_a_result_that_cannot_be_recorded_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, num_failed = BatchStore.record, 0
+
+    def fails_first(self: BatchStore, *given: Any) -> set[int]:
+        nonlocal num_failed
+        num_failed += 1
+        return record(self, *given) if num_failed > 1 else {1 // 0}
+
+    monkeypatch.setattr(BatchStore, "record", fails_first)
+
+    async def play(client: AsyncOpenAI, url: str) -> None:
+        batch = await until(client, await start(client, [line("a"), line("b")]))
+        output, errors = await results(client, batch)
+        assert [each["custom_id"] for each in output] == ["a", "b"]
+        assert errors == []
+
+    run(tmp_path, play)
+
+
 def test_a_server_without_workers_waits_and_refuses_no_line(tmp_path: Path) -> None:
     backend = ScriptedBackend(says("hello"))
     backend.is_ready = False
