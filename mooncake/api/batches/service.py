@@ -40,6 +40,8 @@ from mooncake.base import InvalidRequest, Overloaded
 
 PURPOSE = "batch"
 MAX_FILENAME_CHARS = 256
+MAX_FILES = 100_000
+"""Files of one tenant: small ones take more than their bytes."""
 BUSY_RETRY_S = 60.0
 """Retry advice for a tenant with too many batches."""
 READ_BYTES = 1 << 20
@@ -119,6 +121,8 @@ class BatchService:
         """
         if num_bytes > self._config.max_batch_file_bytes:
             raise self._too_large()
+        if await self._stored(tenant, partial(self._store.num_files, tenant)) >= MAX_FILES:
+            raise forbidden(f"you have {MAX_FILES} files, the most that are kept; delete some")
         used = await self._stored(tenant, partial(self._store.used_bytes, tenant))
         if used + num_bytes > self._config.max_tenant_batch_bytes:
             raise self._full(used)

@@ -27,6 +27,8 @@ BUSY_S = 20.0
 """How long a transaction waits for those of other gateways."""
 KEPT_S = 30 * 24 * 3600
 """Batches that have ended are listed for this long."""
+MAX_KEPT = 10_000
+"""Of the batches of one tenant, older ones that have ended are no longer listed."""
 PURGED_AT_ONCE = 256
 """Rows of results that one transaction removes."""
 
@@ -192,6 +194,12 @@ class BatchStore:
         with self._transaction() as db:
             return self._used_bytes(db, tenant)
 
+    def num_files(self, tenant: str) -> int:
+        """Return how many files a tenant has."""
+        with self._transaction() as db:
+            query = "SELECT count(*) FROM files WHERE tenant = ?"
+            return int(db.execute(query, (tenant,)).fetchone()[0])
+
     def _used_bytes(self, db: sqlite3.Connection, tenant: str) -> int:
         query = "SELECT coalesce(sum(num_bytes), 0) FROM files WHERE tenant = ?"
         return int(db.execute(query, (tenant,)).fetchone()[0])
@@ -234,6 +242,13 @@ class BatchStore:
             ).fetchall()
             db.executemany("DELETE FROM files WHERE id = ?", gone)
             db.execute("DELETE FROM batches WHERE ended_s <= ?", (now - KEPT_S,))
+            db.execute(
+                "DELETE FROM batches WHERE ended_s IS NOT NULL AND seq IN (SELECT seq FROM (SELECT "
+                "seq, row_number() OVER (PARTITION BY tenant ORDER BY seq DESC) AS place "
+                "FROM batches) WHERE place > ?) "
+                "AND NOT EXISTS (SELECT 1 FROM results WHERE batch = batches.seq)",
+                (MAX_KEPT,),
+            )
             return [str(each[0]) for each in gone]
 
     def file_ids(self) -> set[str]:

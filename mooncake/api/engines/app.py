@@ -16,7 +16,7 @@ from mooncake.api.engines.proxy import EngineProxy
 from mooncake.api.engines.relay import MAX_ATTEMPTS, Relay
 from mooncake.api.http.client import RequestFailed
 from mooncake.api.http.request_body import read_json
-from mooncake.api.http.response import json_response
+from mooncake.api.http.response import json_response, unless_gone
 from mooncake.api.routes.operations import operation_routes
 from mooncake.base import Clock, IdSource, ModelNotFound, Unavailable
 from mooncake.telemetry.events import Recorder
@@ -39,7 +39,7 @@ def create_engines_app(
 
     async def at_any(request: Request) -> Response:
         asked = await _read(request, proxy)
-        return await _from_any(proxy, asked, request)
+        return await unless_gone(request, _from_any(proxy, asked, request))
 
     for path in GENERATING:
         app.add_route(path, generate, methods=["POST"])

@@ -274,6 +274,19 @@ def test_uploads_that_are_refused_leave_nothing(tmp_path: Path) -> None:
     run(tmp_path, play, max_batch_file_bytes=2000, max_tenant_batch_bytes=1000)
 
 
+def test_a_tenant_has_a_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.api.batches.service.MAX_FILES", 2)
+
+    async def play(client: AsyncOpenAI, url: str) -> None:
+        made = [await client.files.create(file=("a", b""), purpose="batch") for _ in range(2)]
+        with pytest.raises(openai.PermissionDeniedError, match="you have 2 files"):
+            await client.files.create(file=("a", b""), purpose="batch")
+        await client.files.delete(made[0].id)
+        await client.files.create(file=("a", b""), purpose="batch")
+
+    run(tmp_path, play)
+
+
 def test_a_large_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
     content = b"".join(b"%d\r\n--" % at for at in range(400_000))
 

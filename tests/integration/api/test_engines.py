@@ -494,6 +494,24 @@ def test_a_client_that_leaves_ends_the_request_at_its_engine() -> None:
     run(test())
 
 
+def test_a_client_that_leaves_a_question_for_any_engine_ends_it_there() -> None:
+    async def test() -> None:
+        asked, heard = asyncio.Event(), asyncio.Event()
+
+        async def hangs(call: Call) -> None:
+            asked.set()
+            await call.until_gone()
+            heard.set()
+
+        async with gateway(hangs) as world:
+            asking = asyncio.create_task(world.client.post("/tokenize", json={"prompt": "x"}))
+            await asked.wait()
+            asking.cancel()
+            await heard.wait()
+
+    run(test())
+
+
 def test_an_engine_that_goes_down_loses_its_requests_to_another_and_comes_back() -> None:
     async def test() -> None:
         waits = asyncio.Event()

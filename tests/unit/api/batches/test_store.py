@@ -84,6 +84,7 @@ def test_files_of_a_tenant_have_a_quota(kept: BatchStore) -> None:
     assert kept.add_file(file("file-2", num_bytes=41), 100) == 60
     assert kept.add_file(file("file-3", "b", num_bytes=41), 100) is None
     assert kept.used_bytes("a") == 60
+    assert (kept.num_files("a"), kept.num_files("c")) == (1, 0)
     assert kept.delete_file("a", "file-1") is True
     assert kept.add_file(file("file-2", num_bytes=41), 100) is None
 
@@ -131,6 +132,33 @@ def test_an_input_is_kept_while_a_batch_reads_it(kept: BatchStore) -> None:
     assert kept.batches("a", after=None, limit=9)
     kept.expire(5 + KEPT_S)
     assert kept.batches("a", after=None, limit=9) == []
+
+
+def test_old_batches_of_a_tenant_that_makes_many_are_forgotten(
+    kept: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_KEPT", 2)
+    seq = running(kept, 1, name="batch_0")
+    for at in range(1, 5):
+        kept.add_batch(batch(f"batch_{at}"), 10)
+    kept.add_batch(batch("batch_b", "b"), 10)
+    kept.claim("me", 0, 20, 10)
+    kept.record("me", [(seq, good(1))])
+    kept.begin_finalizing("me", seq, NAMES, 4)
+    assert kept.finish("me", seq, [file("file-out")], 5)
+    for at in (2, 3, 4):
+        kept.fail("me", at + 1, [], 3)
+
+    def names(tenant: str) -> list[str]:
+        return [each.id for each in kept.batches(tenant, after=None, limit=9)]
+
+    kept.expire(5)
+    assert names("a") == ["batch_4", "batch_3", "batch_1", "batch_0"]  # open, or with results
+    while kept.purge():
+        pass
+    kept.expire(5)
+    assert names("a") == ["batch_4", "batch_3", "batch_1"]
+    assert names("b") == ["batch_b"]
 
 
 def test_one_gateway_runs_a_batch_until_it_gives_no_sign(kept: BatchStore) -> None:
