@@ -45,8 +45,10 @@ def test_events_that_cannot_be_taken_are_a_loss_and_the_next_ones_are_taken() ->
     nested: list[Any] = []
     for _ in range(10_000):
         nested = [nested]
-    bad = StoredBlocks(block_hashes=[9], token_ids=[9] * 4, block_size=4, extra_keys=[nested])
-    for events in (stored(1), [bad], stored(2), stored(3)):
+    bad: list[EngineEvent] = [
+        StoredBlocks(block_hashes=[9], token_ids=[9] * 4, block_size=4, extra_keys=[nested])
+    ]
+    for events in (stored(1), bad, stored(2), stored(3)):
         news.put(EventNews(SOURCE, events))
     take()
     assert num_blocks(fleet) == 2
