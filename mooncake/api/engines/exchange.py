@@ -21,6 +21,14 @@ MAX_ASKED_BYTES = 16 << 20
 """The longest answer to what the gateway itself asks: it is read in the event loop."""
 
 
+class EngineRefused(RequestFailed):
+    """The engine does not answer the request, but says so."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"it answers with status {status}")
+        self.status = status
+
+
 class Exchange:
     """Sends a request at once. Leaving the `with` block ends it, which the engine notices."""
 
@@ -151,7 +159,7 @@ async def ask_json(
     except TimeoutError:
         raise RequestFailed(f"no answer within {limit_s:g} s") from None
     if status != 200:
-        raise RequestFailed(f"it answers with status {status}")
+        raise EngineRefused(status)
     try:
         return msgspec.json.decode(found) if found.strip() else None
     except (msgspec.MsgspecError, RecursionError):

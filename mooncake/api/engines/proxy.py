@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.engines.asked import Asked
-from mooncake.api.engines.exchange import MAX_ASKED_BYTES, Exchange, ask_json
+from mooncake.api.engines.exchange import MAX_ASKED_BYTES, EngineRefused, Exchange, ask_json
 from mooncake.api.http.client import HttpClient, RequestFailed
 from mooncake.base import (
     Clock,
@@ -38,6 +38,8 @@ TOKENIZE_LIMIT_S = 2.0
 """A prompt whose tokens are not known after this long is placed by its text."""
 UNABLE_S = 60.0
 """An engine that could not tokenize is not asked again for this long."""
+WRONG = (400, 422)
+"""Statuses by which an engine says that a request is wrong."""
 MAX_MODEL_CHARS = 512
 
 
@@ -85,6 +87,8 @@ class EngineProxy:
         self._looks = {url: asyncio.Event() for url in engines}
         self._exchanges: dict[str, set[Exchange]] = {url: set() for url in engines}
         self._unable_until_s: dict[str, float] = {}
+        self._tokenizing: set[str] = set()
+        """Engines that have tokenized a prompt."""
         self._calls: set[Call] = set()
         self._call_ended = asyncio.Event()
 
@@ -193,8 +197,13 @@ class EngineProxy:
                 self._clients[url], "POST", "/tokenize", self._headers(headers), body,
                 limit_s=TOKENIZE_LIMIT_S,
             )  # fmt: skip
-            return asked.prompt(pack_tokens(found["tokens"]))
+            known = asked.prompt(pack_tokens(found["tokens"]))
+            self._tokenizing.add(url)
+            return known
         except (RequestFailed, TypeError, KeyError, OverflowError) as error:
+            is_wrong = isinstance(error, EngineRefused) and error.status in WRONG
+            if is_wrong and url in self._tokenizing:
+                return prompt  # this request is wrong, others are not
             self._unable_until_s[url] = now + UNABLE_S
             _log.warning("%s tokenizes no prompts, so they are placed by text: %s", url, error)
             return prompt

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mooncake.api.engines.asked import MESSAGES, Asked
 from mooncake.api.engines.events import DONE_DATA, Counted, EventCutter, data_of, error_in
-from mooncake.api.engines.exchange import Exchange
+from mooncake.api.engines.exchange import EngineRefused, Exchange
 from mooncake.api.engines.proxy import EngineProxy
 from mooncake.api.errors import anthropic_error, error_reply
 from mooncake.api.http.client import RequestFailed
@@ -45,14 +45,6 @@ MAX_UNSENT_BYTES = 64 << 20
 STREAM_TYPE = "text/event-stream"
 PASSED_ON = ("content-type", "cache-control", "retry-after", "x-accel-buffering")
 """The headers of an engine's answer that the client gets."""
-
-
-class _Refused(RequestFailed):
-    """The engine cannot answer now, but says so."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"it answers with status {status}")
-        self.status = status
 
 
 class Relay(Response):
@@ -126,7 +118,7 @@ class Relay(Response):
         """Have the request answered. Raises MooncakeError when that fails."""
         prompt = await self._proxy.prompt_of(self._asked, self._given)
         tried: list[str] = []
-        refused: _Refused | None = None
+        refused: EngineRefused | None = None
         while True:
             placement = self._place(prompt, tried, refused)
             try:
@@ -134,7 +126,7 @@ class Relay(Response):
                 return
             except RequestFailed as failure:
                 _log.warning("%s at %s: %s", self._request_id, placement.engine, failure)
-                refused = failure if isinstance(failure, _Refused) else None
+                refused = failure if isinstance(failure, EngineRefused) else None
                 if refused is None:
                     self._proxy.suspect(placement.engine)
                 tried.append(placement.engine)
@@ -150,7 +142,7 @@ class Relay(Response):
                     )
                 )  # fmt: skip
 
-    def _place(self, prompt: Prompt, tried: list[str], refused: _Refused | None) -> Placement:
+    def _place(self, prompt: Prompt, tried: list[str], refused: EngineRefused | None) -> Placement:
         """Choose an engine. Raises MooncakeError when no further one may be tried."""
         now = self._now()
         try:
@@ -201,7 +193,7 @@ class Relay(Response):
             ) as exchange:
                 status = await exchange.head()
                 if status >= 500 or status == 429:
-                    raise _Refused(status)
+                    raise EngineRefused(status)
                 self._status = status
                 if exchange.headers.get("content-type", "").startswith(STREAM_TYPE):
                     await self._pass_stream(exchange, placement, send)
@@ -338,7 +330,7 @@ class Relay(Response):
         return self._proxy.clock.now()
 
 
-def _none_left(num_tried: int, refused: _Refused | None) -> MooncakeError:
+def _none_left(num_tried: int, refused: EngineRefused | None) -> MooncakeError:
     """Return the error for a request that no engine has answered."""
     if refused is not None and refused.status == 429:
         return Overloaded(

@@ -312,6 +312,26 @@ def test_an_engine_that_cannot_tokenize_is_not_asked_again() -> None:
     run(test())
 
 
+def test_a_request_that_is_wrong_leaves_the_tokens_of_others_known() -> None:
+    async def test() -> None:
+        async def tokenizes(call: Call) -> None:
+            if call.fields["messages"][0]["content"] == "wrong":
+                await call.reply({"error": {"message": "wrong"}}, 400)
+            else:
+                await answers(call)
+
+        async with gateway(tokenizes, tokenizes, publishing=(0, 1)) as world:
+            stored = StoredBlocks(block_hashes=[1], token_ids=[1] * 32, block_size=32)
+            world.fleet.on_events(world.engines[0].url, "p", [stored])
+            for text, status in (("hello", 200), ("wrong", 400), ("hello", 200), ("hello", 200)):
+                assert (await world.ask(text)).status_code == status
+                await world.settled()
+            asked = [call.path for each in world.engines for call in each.calls]
+            assert asked.count("/tokenize") == 4
+
+    run(test())
+
+
 # ------------------------------------------------------- failures
 
 
