@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,18 @@ def test_who_started_a_process_that_does_not_listen_yet_is_not_killed(tmp_path: 
             worker_handle._kill(connection)
 
 
+def stop(pid: int) -> None:
+    """Stop a process; return when all its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while any(" T " not in (task / "stat").read_text()[:64] for task in tasks.iterdir()):
+        time.sleep(0.01)
+
+
 def test_a_process_that_says_nothing_is_killed_and_replaced(supervisors: Supervisors) -> None:
     handle, told = supervisors.take(supervisors.begin())
     handle.close()
-    os.kill(told.pid, signal.SIGSTOP)
+    stop(told.pid)
     connection = connected(supervisors.place)
     assert connection is not None
     assert worker_handle._greeted(connection, supervisors.begin(), 0.5) is None

@@ -12,9 +12,9 @@ from mooncake.api.config import ApiConfig
 from tests.support.api.dearest import ROUTES
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 
-NOT_WALKED = ("/v1/batches",)
-"""Routes that read no text and compute nothing: tests/integration/api/test_batches.py has their
-bounds. So has it those of routes whose body is no JSON.
+NOT_WALKED = ("/v1/batches", "/update_weights")
+"""Routes that read no text and compute nothing. tests/integration/api/test_batches.py has the bounds
+of batches, and those of routes whose body is no JSON; new weights are for operators alone.
 """
 
 

@@ -42,6 +42,8 @@ def test_clusters_of_several_machines(path: Path) -> None:
     cluster = read_cluster_file(str(path))
     for machine in cluster.machines:
         for part in cluster.parts(machine):
+            if part.role == "stage":
+                continue  # `mooncake ranks` gets the model from the engine that it belongs to
             given = {**part.given, "cluster_secret": "s"}
             del given["cluster_secret_file"]
             assert resolve(given, None, {}).model == cluster.model
