@@ -59,7 +59,7 @@ def test_prefill_and_decode_with_pages_on_a_device(
         for worker_id in ("prefill-0", "decode-0"):
             region = pages_of(cluster.workers, worker_id)
             assert region.device == "far:0"
-            with pytest.raises(ValueError, match="lies on far:0"):
+            with pytest.raises(ValueError, match="lies in memory of far:0"):
                 _ = region.buffer
         assert tokens_of(cluster, "once") == truth
         assert min(source.far.num_copies.values()) > 0

@@ -345,8 +345,8 @@ def test_protocols_do_not_touch_a_device_by_themselves(opened: Open) -> None:
     peer = owner.transfer.segment
     plain = type(peer)(peer.engine_id, {"tcp": peer.endpoints["tcp"]}, peer.host)
     op = TransferOp(ours.region_id, 0, theirs.region_id, 0, 6)
-    assert "lies on fake:0" in str(move(us.transfer, Op.WRITE, plain, [op]).error)
-    with pytest.raises(ValueError, match="lies on fake:0"):
+    assert "lies in memory of fake:0" in str(move(us.transfer, Op.WRITE, plain, [op]).error)
+    with pytest.raises(ValueError, match="lies in memory of fake:0"):
         _ = theirs.buffer
 
 
