@@ -13,8 +13,8 @@ from tests.support.api.dearest import ROUTES
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 
 NOT_WALKED = ("/v1/batches", "/update_weights")
-"""Routes that read no text and compute nothing. Batches, and routes whose body is no JSON, have their
-bounds in tests/integration/api/test_batches.py; new weights are for operators alone.
+"""Routes that read no text and compute nothing. Batches, and routes whose body is no JSON, have
+their bounds in tests/integration/api/test_batches.py; new weights are for operators alone.
 """
 
 
