@@ -1,5 +1,5 @@
 """Replicas that come and go with the load in a simulated cluster: no request is lost, what is paid
-for is counted, and the policy keeps limits for less than a plain rule.
+for is counted, and the policy costs less than a cluster as large as its busiest minute needs.
 """
 
 from __future__ import annotations
