@@ -244,9 +244,10 @@ class Gate:
     def _run(self) -> None:
         near = self._near = self._listener.accept()[0]
         threading.Thread(target=self._forward, args=(near, self._far), daemon=True).start()
-        while self._left > 0 and (data := self._far.recv(4096)):
-            self._left -= len(data)
-            near.sendall(data)
+        with contextlib.suppress(OSError):  # it may be cut at any moment
+            while self._left > 0 and (data := self._far.recv(4096)):
+                self._left -= len(data)
+                near.sendall(data)
         self.stopped.set()
 
     def _forward(self, near: socket.socket, far: socket.socket) -> None:
