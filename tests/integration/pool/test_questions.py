@@ -115,6 +115,16 @@ def node() -> Iterator[Node]:
     opened.close()
 
 
+@contextlib.contextmanager
+def serving(protection: Protection, tenant: str | None) -> Iterator[tuple[Node, PoolSession]]:
+    """Open a node, and a session of a client of this tenant; "": of one that has the secret."""
+    roles = [CredentialRole.POOL_CLIENT]
+    proof = SECRET if tenant == "" else issue(SECRET, "c", roles, tenant=tenant).text
+    node = Node(protection)
+    with contextlib.closing(node), node.session(proof) as session:
+        yield node, session
+
+
 def put(session: PoolSession, numbers: range) -> list[bytes]:
     keys = [key(n) for n in numbers]
     for place, number in enumerate(numbers):
@@ -136,12 +146,7 @@ def get(session: PoolSession, keys: list[bytes]) -> int:
 @pytest.mark.parametrize("protection", Protection)
 @pytest.mark.parametrize("tenant", [None, "acme", ""])
 def test_gets_after_the_first_take_a_question(protection: Protection, tenant: str | None) -> None:
-    node = Node(protection)
-    roles = [CredentialRole.POOL_CLIENT]
-    proof = SECRET if tenant == "" else issue(SECRET, "c", roles, tenant=tenant).text
-    with ExitStack() as opened:
-        opened.callback(node.close)
-        session = opened.enter_context(node.session(proof))
+    with serving(protection, tenant) as (node, session):
         keys = put(session, range(8))
         assert get(session, keys) == 8
         assert node.num_asked == 0, "it does not know yet that the node takes questions"
@@ -165,12 +170,7 @@ def test_a_get_sees_the_put_before_it(node: Node) -> None:
 @pytest.mark.parametrize("protection", Protection)
 @pytest.mark.parametrize("tenant", [None, "acme", ""])
 def test_puts_after_the_first_take_a_question(protection: Protection, tenant: str | None) -> None:
-    node = Node(protection)
-    roles = [CredentialRole.POOL_CLIENT]
-    proof = SECRET if tenant == "" else issue(SECRET, "c", roles, tenant=tenant).text
-    with ExitStack() as opened:
-        opened.callback(node.close)
-        session = opened.enter_context(node.session(proof))
+    with serving(protection, tenant) as (node, session):
         put(session, range(2))
         assert node.num_brought == 0, "it does not know yet that the node takes them"
         keys = [*put(session, range(2, 3)), *put(session, range(3, 7))]

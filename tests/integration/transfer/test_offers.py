@@ -34,7 +34,7 @@ from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.tcp import wire
-from tests.support.transfer.driving import WAIT_S
+from tests.support.transfer.driving import WAIT_S, events
 
 SIZE = 2**16
 NUM = 16
@@ -105,15 +105,6 @@ class Pair:
         for engine in (self.asker, self.owner):
             engine.close()
             engine.check_integrity()
-
-
-def events(engine: RoutedTransfer) -> list[TransferEvent]:
-    """Wait for events; return them."""
-    found: list[TransferEvent] = []
-    while not found:
-        assert select.select([engine], [], [], WAIT_S)[0], "nothing came"
-        found += engine.events()
-    return found
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferOp
+from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferEvent, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.topology import has_rdma_devices
@@ -64,3 +64,12 @@ def move(
     batch = TransferBatch(op=op, peer=peer, ops=ops, deadline_s=deadline_s, grant=grant)
     batch_id = transfer.submit(batch)
     return wait_for(transfer, [batch_id])[batch_id]
+
+
+def events(engine: RoutedTransfer) -> list[TransferEvent]:
+    """Wait for events; return them."""
+    found: list[TransferEvent] = []
+    while not found:
+        assert select.select([engine], [], [], WAIT_S)[0], "nothing came"
+        found += engine.events()
+    return found

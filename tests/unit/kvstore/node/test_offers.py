@@ -9,26 +9,14 @@ import pytest
 from mooncake.base import PeerLost, PinBlocks, PutEnd, PutGranted, PutStart, WorkerRef
 from mooncake.base.messages import Drain
 from mooncake.base.pool_messages import RemoveBlocks
-from mooncake.base.rights import CredentialRole, Sender, client_id, tenant_key
+from mooncake.base.rights import Sender, tenant_key
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.rpc.codec import encode
 from mooncake.transfer.engine import Asked, AskEnded, Brought
 from tests.support.kvstore.node_world import BLOCK, LAYOUT, NodeWorld, content, key, keys, worker
+from tests.support.kvstore.senders import CHANNEL_KEY, CLIENT, HERE, WORKERS, client_of
 
 WRITER, READER = worker("prefill-0"), worker("decode-0")
-WORKERS = Sender(
-    name="w", roles=frozenset((CredentialRole.WORKER,)), tenant=None, channel_key="ab" * 32
-)
-CHANNEL_KEY = "cd" * 32
-HERE = "127.0.0.1"
-CLIENT = WorkerRef(f"{client_id(CHANNEL_KEY)}1", "e1", f"tcp://{HERE}:7#{CHANNEL_KEY}")
-
-
-def client_of(tenant: str | None) -> Sender:
-    return Sender(
-        name="c", roles=frozenset((CredentialRole.POOL_CLIENT,)), tenant=tenant,
-        channel_key=CHANNEL_KEY,
-    )  # fmt: skip
 
 
 def bytes_of(block: bytes) -> bytes:

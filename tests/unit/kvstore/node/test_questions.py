@@ -9,28 +9,14 @@ import pytest
 
 from mooncake.base import PeerLost, PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.base.pool_messages import AskPool, FindBlocks, PoolState
-from mooncake.base.rights import CredentialRole, Sender, client_id, tenant_key
+from mooncake.base.rights import CredentialRole, Sender, tenant_key
 from mooncake.rpc.codec import encode
 from mooncake.sim.world.disk import SimMedium
 from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
+from tests.support.kvstore.senders import CHANNEL_KEY, CLIENT, HERE, WORKERS, client_of
 
 WRITER, READER = worker("prefill-0"), worker("decode-0")
-WORKERS = Sender(
-    name="w", roles=frozenset((CredentialRole.WORKER,)), tenant=None, channel_key="ab" * 32
-)
-CHANNEL_KEY = "cd" * 32
-HERE = "127.0.0.1"
-
-
-def client_of(tenant: str | None) -> Sender:
-    return Sender(
-        name="c", roles=frozenset((CredentialRole.POOL_CLIENT,)), tenant=tenant,
-        channel_key=CHANNEL_KEY,
-    )  # fmt: skip
-
-
-CLIENT = WorkerRef(f"{client_id(CHANNEL_KEY)}1", "e1", f"tcp://{HERE}:7#{CHANNEL_KEY}")
 
 
 class World(NodeWorld):
