@@ -21,8 +21,10 @@ from mooncake.api.batches.runner import BYTES_HERE
 from mooncake.api.batches.store import BatchRow, BatchStore
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.multipart import MAX_PARTS
-from mooncake.base import Failure, GenerateRequest, OutputEvent, Priority
+from mooncake.base import Failure, GenerateRequest, MonotonicClock, OutputEvent, Priority
 from mooncake.telemetry.metrics import Metrics
+from mooncake.telemetry.receipts import Receipts
+from tests.integration.api.test_receipts import Recorded
 from tests.support.api.batch_client import CHAT, WAIT_S, jsonl, line, results, start, until
 from tests.support.api.server import (
     ScriptedBackend,
@@ -59,6 +61,7 @@ def run(
     *,
     backend: ScriptedBackend | None = None,
     api_key: str = "none",
+    receipts: Receipts | None = None,
     **fields: Any,
 ) -> ScriptedBackend:
     """Have `play` use a server; it gets a client and the server's URL. Return the backend."""
@@ -66,7 +69,7 @@ def run(
 
     async def main() -> None:
         async with (
-            live_api_server(backend, config=config(folder, **fields)) as url,
+            live_api_server(backend, config=config(folder, **fields), receipts=receipts) as url,
             AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0) as client,
         ):
             await play(client, url)
@@ -660,14 +663,25 @@ def test_two_gateways_on_one_directory_answer_each_line_once(tmp_path: Path) -> 
 
 def test_lines_have_receipts_of_their_tenant_and_the_ids_of_their_batch(tmp_path: Path) -> None:
     """They pass through the same code as requests by HTTP."""
+    receipts = Receipts(8, MonotonicClock(), "gw")
+    backend = Recorded(receipts, says("hello"))
+    keys = key("ann", tenant="one"), key("bob", tenant="two")
 
     async def play(client: AsyncOpenAI, url: str) -> None:
         batch = await until(client, await start(client, [line("a")]))
         output, _ = await results(client, batch)
         name = output[0]["response"]["request_id"]
         assert output[0]["response"]["body"]["id"] == f"chatcmpl-{name}"
+        path = f"{url}/v1/requests/chatcmpl-{name}/receipt"
+        async with httpx.AsyncClient(timeout=60) as plain:
+            own, other = [
+                await plain.get(path, headers={"Authorization": f"Bearer {each.name}"})
+                for each in keys
+            ]
+        assert own.json()["tenant"] == "one"
+        assert other.status_code == 404
 
-    backend = run(tmp_path, play)
+    run(tmp_path, play, backend=backend, keys=keys, api_key="ann", receipts=receipts)
     assert backend.requests[0].request_id.startswith("chatcmpl-batch_req_")
 
 
