@@ -33,7 +33,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from types import MappingProxyType
 
 from mooncake.base.errors import ContextTooLong
@@ -71,11 +71,11 @@ class Batch:
     prompts: dict[int, Prompt] = field(default_factory=dict)
     """sequence_id -> what a prompt has to compute, where prompts may wait for streams."""
     line: list[Sequence] = field(default_factory=list)
-    """The prompts that run or wait, in rank order, as far as there are seats."""
+    """The prompts that run, then those that wait if a seat is free: as many as there are seats."""
     postponed: set[int] = field(default_factory=set)
     """The sequence_id of each prompt that waits until others are computed."""
     most_late: int | None = None
-    """The most tokens of a chunk, where all prompts are too late in any case; None: whole ones."""
+    """The most tokens of a chunk if all prompts are too late in any case. None: whole ones."""
     is_crowded: bool = False
     """Whether there are so many prompts that they are computed whatever it costs streams."""
     share: StepShare | None = None
@@ -184,26 +184,29 @@ class Batcher:
     def _postpone(self, batch: Batch) -> None:
         """Choose the prompts that wait until others are computed. Where flows meet, none does."""
         config = self._config
-        batch.line = [
+        has_seat = len(self.running) < config.max_num_seqs
+        prompts = (
             each
-            for each in chain(self.running, self.waiting)
+            for each in chain(self.running, self.waiting if has_seat else ())
             if each.num_missing > 1 and _is_ready(each)
-        ][: config.max_num_seqs]
+        )
+        batch.line = list(islice(prompts, config.max_num_seqs))
         if config.first_token_s is None or not batch.line or len(self._flows) > 1:
             return
         at_most = [_prompt(each, _num_before(each)) for each in batch.line]
         if not postponed(config, self._cost, at_most, self._now):
             return  # even without what is cached of them
-        prompts = [self._prompt(each, batch) for each in batch.line]
+        line = [self._prompt(each, batch) for each in batch.line]
         num_streams = sum(each.num_missing == 1 for each in self.running)
-        places = postponed(config, self._cost, prompts, self._now)
-        batch.is_crowded = len(prompts) >= max(CROWD, num_streams)
-        if len(places) == len(prompts):
+        places = postponed(config, self._cost, line, self._now)
+        batch.is_crowded = len(line) >= max(CROWD, num_streams)
+        if len(places) == len(line):
             batch.most_late = efficient_chunk(config, self._cost)
             left = config.max_batched_tokens if batch.is_crowded else batch.most_late
-            for place, prompt in enumerate(prompts):
-                if left > 0:
-                    places.remove(place)
+            for place, prompt in enumerate(line):
+                if left <= 0:
+                    break
+                places.remove(place)
                 left -= prompt.num_tokens
         batch.postponed = {batch.line[place].sequence_id for place in places}
 

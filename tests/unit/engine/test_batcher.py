@@ -324,6 +324,17 @@ def test_a_postponed_prompt_with_all_pages_lets_nobody_wait_for_them() -> None:
     assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 128}
 
 
+def test_a_prompt_is_not_postponed_for_one_that_has_no_seat() -> None:
+    limits = {"first_token_s": 2.0, "max_num_seqs": 2}
+    planner = Planner(cost=steady_cost(), **{**LARGE, **limits})
+    planner.add(4)
+    planner.plan()
+    planner.add(1900)
+    assert planner.plan() == {1: 1, 2: 1023}
+    planner.add(300)
+    assert planner.commit(planner.batcher.plan(now=1.4)) == {1: 1, 2: 877}
+
+
 def test_what_is_cached_of_a_prompt_makes_it_no_later() -> None:
     planner = Planner(max_gap_s=0.001, first_token_s=0.8, cost=steady_cost(), **LARGE)
     tokens = list(range(900))
