@@ -199,6 +199,8 @@ class Batcher:
         line = [self._prompt(each, batch) for each in batch.line]
         num_streams = sum(each.num_missing == 1 for each in self.running)
         places = postponed(config, self._cost, line, self._now)
+        if not places:
+            return  # thanks to what is cached
         batch.is_crowded = len(line) >= max(CROWD, num_streams)
         if len(places) == len(line):
             batch.most_late = efficient_chunk(config, self._cost)

@@ -347,6 +347,18 @@ def test_what_is_cached_of_a_prompt_makes_it_no_later() -> None:
     assert again.sequence_id in planner.commit(planner.batcher.plan(now=0.8))
 
 
+def test_prompts_that_are_in_time_by_what_is_cached_are_no_crowd() -> None:
+    planner = Planner(max_gap_s=0.001, first_token_s=0.8, cost=steady_cost(), **LARGE)
+    tokens = list(range(900))
+    earlier = planner.add_request(request(tokens))
+    planner.plan()
+    for key, page in zip(earlier.keys, earlier.pages, strict=False):
+        planner.pool.publish(key, page)
+    for last in range(1000, 1004):
+        planner.add_request(request([*tokens[:-1], last]))
+    assert planner.commit(planner.batcher.plan(now=0.0)) == {1: 1}
+
+
 def test_a_prompt_that_waits_is_computed_when_the_streams_have_ended() -> None:
     planner = Planner(max_gap_s=0.001, first_token_s=100.0, cost=steady_cost(), **LARGE)
     stream = planner.add(4)
