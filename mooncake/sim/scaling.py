@@ -1,8 +1,7 @@
 """Starts and ends replicas of a simulated cluster while it runs, and counts what each costs.
 
-The shipped policy decides, or a plain rule to compare it with.
-
-The policy itself is the gateway's (`scheduler.scaling`); here is only what an orchestrator does.
+The shipped policy decides, or a plain rule to compare it with. The policy itself is the gateway's
+(`scheduler.scaling`); here is only what an orchestrator does.
 """
 
 from __future__ import annotations
@@ -37,25 +36,27 @@ Counts = Mapping[Role, int]
 class Rule(Protocol):
     """Says how many replicas there should be."""
 
-    def wanted(self, counts: Counts, now: float) -> Counts:
+    def wanted(self, counts: Counts) -> Counts:
         """Return the number of each role. `counts`: those that serve or start."""
 
 
 class FollowPolicy:
-    """What the policy of the gateway advises."""
+    """Says what the policy of the gateway advises."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def wanted(self, counts: Counts, now: float) -> Counts:  # noqa: ARG002
+    def wanted(self, counts: Counts) -> Counts:
         advice = self._world.gateway.scaling.advice
         return {each.role: each.wanted for each in advice} or counts
 
 
 class BusyRule:
-    """As many replicas as would be busy for `BUSY_TARGET` of the time (Kubernetes' documented
-    algorithm: the ratio of the measured to the wanted utilisation, doubled or four more at most,
-    and the largest wish of `quiet_s` before any leaves).
+    """Wants as many replicas as would be busy for `BUSY_TARGET` of the time.
+
+    This is Kubernetes' documented algorithm: the number is multiplied by the measured utilisation
+    over the wanted one, and it at most doubles or grows by four. Replicas leave down to the largest
+    wish of the last `quiet_s`. It knows no bound for both roles together (`total`).
     """
 
     def __init__(self, world: World, config: ScalingConfig) -> None:
@@ -65,7 +66,8 @@ class BusyRule:
         self._looked_s: float | None = None
         self._wishes: deque[tuple[float, dict[Role, int]]] = deque()
 
-    def wanted(self, counts: Counts, now: float) -> Counts:
+    def wanted(self, counts: Counts) -> Counts:
+        now = self._world.heap.now()
         wishes: dict[Role, int] = {}
         for role in ROLES:
             runners = self._world.runners(role)
@@ -148,13 +150,13 @@ class Autoscaler:
 
     def _look(self) -> None:
         heap, rule = self._world.heap, self._rule
-        assert rule is not None, "nobody asks"
+        assert rule is not None, "only a rule makes it look"
         for each in self._replicas:
             if each.leaves and each.ended_s is None and self._has_left(each):
                 each.ended_s = heap.now()
         held = {role: self._held(role) for role in ROLES}
         counts = {role: len(held[role]) for role in ROLES}
-        wanted = rule.wanted(counts, heap.now())
+        wanted = rule.wanted(counts)
         for role in ROLES:
             for _ in range(wanted[role] - counts[role]):
                 self._start_later(self._order(role))
