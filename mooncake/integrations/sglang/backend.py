@@ -51,9 +51,7 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages the pool holds."""
         del extra_info
-        if self._is_stopped:
-            return 0
-        return _or_miss(lambda: self._looked_up.find(keys, self._page_bytes), 0)
+        return self._or_miss(lambda: self._looked_up.find(keys, self._page_bytes), 0)
 
     def exists(self, key: str) -> bool:
         """Return whether the pool holds a page."""
@@ -64,9 +62,8 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Load pages into host memory. Return which came: leading ones."""
         del extra_info
-        if self._is_stopped:
-            return [False] * len(keys)
-        count = _or_miss(lambda: self._by_place.load(keys, self._places(keys, host_indices)), 0)
+        pages = self._places
+        count = self._or_miss(lambda: self._by_place.load(keys, pages(keys, host_indices)), 0)
         return [number < count for number in range(len(keys))]
 
     def batch_set_v1(
@@ -74,10 +71,8 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Save pages of host memory. Return which of them the pool holds now."""
         del extra_info
-        missed = [False] * len(keys)
-        if self._is_stopped:
-            return missed
-        return _or_miss(lambda: self._by_place.save(keys, self._places(keys, host_indices)), missed)
+        pages, missed = self._places, [False] * len(keys)
+        return self._or_miss(lambda: self._by_place.save(keys, pages(keys, host_indices)), missed)
 
     # ------------------------------------------------------------------ pages as tensors
 
@@ -91,12 +86,14 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         """Load pages into tensors. Return these, with None for each that did not come."""
         del target_sizes
         given = list(target_locations or [None] * len(keys))
-        new = self.mem_pool_host.get_dummy_flat_data_page
-        targets = [new() if each is None else each for each in given]
-        if self._is_stopped:
-            return [None] * len(keys)
-        count = _or_miss(lambda: self._flat.load(keys, [_parts_of(each) for each in targets]), 0)
-        return [each if number < count else None for number, each in enumerate(targets)]
+
+        def load() -> list[Any]:
+            new = self.mem_pool_host.get_dummy_flat_data_page
+            targets = [new() if each is None else each for each in given]
+            count = self._flat.load(keys, [_parts_of(each) for each in targets])
+            return [each if number < count else None for number, each in enumerate(targets)]
+
+        return self._or_miss(load, [None] * len(keys))
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
@@ -110,9 +107,7 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:  # fmt: skip
         """Save pages that lie in tensors. Return whether the pool holds all of them now."""
         del target_locations, target_sizes
-        if self._is_stopped:
-            return False
-        return _or_miss(
+        return self._or_miss(
             lambda: all(self._flat.save(keys, [_parts_of(value) for value in values])), False
         )
 
@@ -206,6 +201,20 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         size: int = memory.get_size_per_token() * memory.page_size
         return size
 
+    def _or_miss(self, work: Callable[[], T], missed: T) -> T:
+        """Return what `work` returns, or `missed` if it fails or HiCache was cleared.
+
+        Errors of the pool are misses already (`PagePool`). All others are caught here, because a
+        thread of SGLang that an error ends is not started again.
+        """
+        if self._is_stopped:
+            return missed
+        try:
+            return work()
+        except Exception:
+            logger.exception("the pool was used wrongly, which is a bug: pages are computed")
+            return missed
+
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[Parts]:
         """Return the parts of each page in host memory."""
         addresses, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
@@ -214,15 +223,6 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         if rest:
             raise ValueError(f"{len(parts)} parts of memory for {len(keys)} pages")
         return [parts[number * each : (number + 1) * each] for number in range(len(keys))]
-
-
-def _or_miss(work: Callable[[], T], missed: T) -> T:
-    """Return what `work` returns, or `missed` if it fails: SGLang does not restart its threads."""
-    try:
-        return work()
-    except Exception:
-        logger.exception("the pool was used wrongly, which is a bug: pages are computed")
-        return missed
 
 
 def _parts_of(tensor: Any) -> Parts:
