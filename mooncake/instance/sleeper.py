@@ -21,9 +21,7 @@ from mooncake.base.messages import (
     Welcome,
 )
 from mooncake.rpc.channel import Channel
-
-MAX_GATEWAYS = 64
-"""With more gateways than this, the one known for longest is dropped."""
+from mooncake.rpc.membership import MAX_GATEWAYS
 
 
 class Sleeper:

@@ -38,7 +38,7 @@ ANSWER_S = 3.0
 SEED_S = 5.0
 """Seconds between two tries of the addresses at which no known gateway is."""
 MAX_GATEWAYS = 64
-"""With more gateways than this, the one known for longest is dropped."""
+"""Who knows more gateways than this drops the one that it has known for longest."""
 
 
 @dataclass(slots=True)

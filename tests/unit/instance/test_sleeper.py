@@ -14,7 +14,8 @@ from mooncake.base.messages import (
     WeightsChecked,
     Welcome,
 )
-from mooncake.instance.sleeper import MAX_GATEWAYS, Sleeper
+from mooncake.instance.sleeper import Sleeper
+from mooncake.rpc.membership import MAX_GATEWAYS
 from tests.support.scheduler.scheduling import GATEWAY, Inbox, ref
 
 OWN = ref("d0", "e1")
