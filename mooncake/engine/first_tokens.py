@@ -1,10 +1,10 @@
 """Which prompts go first, so that as many first tokens as possible come in time. Pure.
 
-Prompts go in rank order. Where not all can be in time, those are postponed without which most of
-the others are (Moore, An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late
-Jobs, 1968): whenever one would be late, the longest up to it. A postponed prompt is computed when
-no other is there, in smaller chunks, because the next prompt waits for the end of its step. After
-`PATIENCE` times the time that it had, it is postponed no more.
+Prompts go in rank order. When not all can be in time, some are postponed so that as few as possible
+are late (Moore, An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late Jobs,
+1968): whenever one would be late, the longest up to it is postponed. It is computed when no other
+prompt is there. Its chunks are smaller then, because the next prompt waits for the end of its step.
+A prompt that has waited for `PATIENCE` times its limit is postponed no more.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 
 PATIENCE = 10
-"""A prompt is postponed for at most so many times as long as its first token may take. A prompt of
-the class batch, which has no limits of its own, has that long from the beginning.
+"""A prompt is postponed for at most so many times as long as its first token may take. The class
+batch has no limit, so the first token of its prompts may take this many times as long.
 """
 CROWD = 4
-"""So many prompts, if they are also as many as the streams, are computed whatever it costs these:
-there is more to do than can be in time.
+"""When prompts are late, are at least so many, and are no fewer than the streams, they are computed
+whatever this costs the streams: there is more to do than can be in time.
 """
 SLACK = 1.25
-"""A first token that takes longer than `first_token_s` by this factor is too late for its limit,
-because `launch` plans for 0.8 of that.
+"""A first token is too late for its limit after this many times `first_token_s`, because `launch`
+sets that to 0.8 of the limit.
 """
 EFFICIENT_LOSS = 0.1
-"""In the smallest chunk that is efficient, tokens take longer than in a whole chunk by this part at
-most.
-"""
+"""Tokens take longer by at most this part in the smallest efficient chunk than in a whole one."""
 
 
 class Prompt(NamedTuple):
