@@ -9,7 +9,6 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -282,33 +281,23 @@ def compared(pairs: Sequence[tuple[Trial, Sequence[Outcome]]], limits: Limits) -
         "| median TTFT s | median TBT ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    errors = []
     for trial, outcomes in pairs:
         other = msgspec.structs.replace(trial, outcomes=list(outcomes))
-        cells = [
-            partial(_both, trial, other)(figure)
-            for figure in (
-                lambda one: f"{one.share(limits):.0%}",
-                lambda one: f"{one.num('refused') / len(one.outcomes):.0%}",
-                lambda one: f"{one.median('ttft_s') or 0.0:.2f}",
-                lambda one: f"{1e3 * (one.median('tbt_s') or 0.0):.0f}",
-            )
-        ]
-        lines.append(
-            f"| {trial.load} | {trial.rate:g} | {trial.seed} | {trial.server} | "
-            + " | ".join(cells) + " |"
-        )  # fmt: skip
-    if pairs:
-        errors = [
-            abs(
-                msgspec.structs.replace(trial, outcomes=list(outcomes)).share(limits)
-                - trial.share(limits)
-            )
-            for trial, outcomes in pairs
-        ]
+        figures = zip(_figures(trial, limits), _figures(other, limits), strict=True)
+        cells = " | ".join(f"{measured}, {simulated}" for measured, simulated in figures)
+        lines.append(f"| {trial.load} | {trial.rate:g} | {trial.seed} | {trial.server} | {cells} |")
+        errors.append(abs(other.share(limits) - trial.share(limits)))
+    if errors:
         mean = statistics.mean(errors)
         lines += ["", f"Mean difference of the share of good requests: {mean:.0%}."]
     return lines
 
 
-def _both(trial: Trial, other: Trial, figure: Callable[[Trial], str]) -> str:
-    return f"{figure(trial)}, {figure(other)}"
+def _figures(trial: Trial, limits: Limits) -> list[str]:
+    return [
+        f"{trial.share(limits):.0%}",
+        f"{trial.num('refused') / len(trial.outcomes):.0%}",
+        f"{trial.median('ttft_s') or 0.0:.2f}",
+        f"{1e3 * (trial.median('tbt_s') or 0.0):.0f}",
+    ]
