@@ -414,7 +414,8 @@ class ServeConfig:
         per_unit=1000)
     target_ttft_s: float = setting(5.0, amount, LIMITS, "S",
         "without limits: the time to the first token that prompts are planned for; those that can "
-        "still be in time go before those that cannot; no request is refused for it")
+        "still be in time go before those that cannot; no request is refused for it; 0: as with "
+        "--target-tbt-ms 0")
     target_tbt_ms: float = setting(150.0, amount, LIMITS, "MS",
         "without --slo-tbt-ms: the gaps between tokens that are planned for; prompts wait for "
         "running streams as long as --target-ttft-s allows, or are computed in chunks that are "
