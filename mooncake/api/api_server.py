@@ -5,11 +5,10 @@ calls.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from mooncake.api.generation.sampling import (
 )
 from mooncake.api.lane import Lane, Look
 from mooncake.api.model import ServedModel
+from mooncake.api.running_calls import RunningCalls
 from mooncake.api.schema.fields import GenerationFields, RequestBody, SharedFields
 from mooncake.api.text.conversation import Guard
 from mooncake.api.text.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
@@ -65,7 +65,7 @@ answers at once.
 MAX_LOGGED_NAMES = 16
 
 
-class ApiServer:
+class ApiServer(RunningCalls):
     """Makes calls and knows which are running. Only that set ever changes."""
 
     def __init__(
@@ -85,13 +85,13 @@ class ApiServer:
         `vitals` returns the state of this process' workers, if it has any.
         `receipts` get the events of `backend`. `control` carries out operators' orders.
         """
+        super().__init__(config.drain_s)
         self.control = control
         self.backend = backend
         self.model = model
         self.config = config
         self.names = config.served_model_names or model.names
         self.fingerprint = f"mooncake-{__version__}"
-        self.draining = False
         self.receipts = receipts
         self.recent = recent or dict
         self._vitals: Look[Sequence[Vitals]] = Look(vitals or list)
@@ -127,8 +127,6 @@ class ApiServer:
         so the bound of requests is theirs.
         """
         self._checker = SchemaChecker()
-        self._calls: set[Call] = set()
-        self._call_ended = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -138,7 +136,7 @@ class ApiServer:
     def not_ready(self) -> Unavailable:
         """The error that says why a request cannot be served now."""
         if self.draining:
-            return self._shutting_down()
+            return self.shutting_down()
         mode = ClusterMode() if self.control is None else self.control.mode
         if not mode.is_open:
             return Unavailable(
@@ -165,7 +163,7 @@ class ApiServer:
 
     def drain(self) -> None:
         """Refuse new calls from now on, and end the feeds of cluster events."""
-        self.draining = True
+        super().drain()
         self._stopping.set()
         self.backend.drain()
 
@@ -245,7 +243,7 @@ class ApiServer:
                 with a grammar.
         """
         if self.draining:
-            raise self._shutting_down()
+            raise self.shutting_down()
         if fields.use_beam_search and any(sampling.grammar for _, sampling in prompts):
             raise InvalidRequest(
                 "use_beam_search: not together with tools or a form of the answer; leave one of "
@@ -295,36 +293,6 @@ class ApiServer:
             stream, call_id, requests, choices, n, num_kept=fields.n or 1, review=review,
             receipt_id=receipt_id,
         )  # fmt: skip
-
-    @contextlib.contextmanager
-    def running(self, call: Call) -> Iterator[None]:
-        """Count `call` as running in this block, so that a shutdown waits for it or ends it."""
-        self._calls.add(call)
-        try:
-            yield
-        finally:
-            self._calls.discard(call)
-            self._call_ended.set()
-
-    async def calls_ended(self, limit_s: float) -> None:
-        """Wait until no call is running, for `limit_s` seconds at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while self._calls:
-                    self._call_ended.clear()
-                    await self._call_ended.wait()
-
-    def _shutting_down(self) -> Unavailable:
-        return Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
-
-    def fail_all(self, error: MooncakeError) -> None:
-        """End all running calls with `error`."""
-        for call in list(self._calls):
-            call.fail(error)
 
     def close(self) -> None:
         """Close what serves the calls: threads, and the process that checks answers. No call runs

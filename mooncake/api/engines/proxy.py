@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.engines.asked import Asked
 from mooncake.api.engines.exchange import MAX_ASKED_BYTES, EngineRefused, Exchange, ask_json
 from mooncake.api.http.client import HttpClient, RequestFailed
+from mooncake.api.running_calls import RunningCalls
 from mooncake.base import (
     Clock,
     IdSource,
@@ -43,14 +44,7 @@ WRONG = (400, 422)
 MAX_MODEL_CHARS = 512
 
 
-class Call(Protocol):
-    """A call that runs."""
-
-    def fail(self, error: MooncakeError) -> None:
-        """End it with `error`."""
-
-
-class EngineProxy:
+class EngineProxy(RunningCalls):
     """All that requests share. Everything runs in one event loop."""
 
     def __init__(
@@ -71,11 +65,11 @@ class EngineProxy:
         that of the client where this server needs none. `came_up` is told of an engine that takes
         requests again.
         """
+        super().__init__(config.drain_s)
         self.fleet = fleet
         self.config = config
         self.clock = clock
         self.recorder = recorder
-        self.draining = False
         self._ids = ids
         self._metrics = metrics
         self._engine_key = engine_key
@@ -89,8 +83,6 @@ class EngineProxy:
         self._unable_until_s: dict[str, float] = {}
         self._tokenizing: set[str] = set()
         """Engines that have tokenized a prompt."""
-        self._calls: set[Call] = set()
-        self._call_ended = asyncio.Event()
 
     # ------------------------------------------------------- what operators and the end ask
 
@@ -122,47 +114,12 @@ class EngineProxy:
                 found.setdefault(card["id"], card)
         return list(found.values())
 
-    def drain(self) -> None:
-        """Refuse new calls from now on."""
-        self.draining = True
-
-    async def calls_ended(self, limit_s: float) -> None:
-        """Wait until no call is running, for `limit_s` seconds at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while self._calls:
-                    self._call_ended.clear()
-                    await self._call_ended.wait()
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
-
-    def fail_all(self, error: MooncakeError) -> None:
-        """End all running calls with `error`."""
-        for call in list(self._calls):
-            call.fail(error)
-
     def close(self) -> None:
         """Close the idle connections to engines."""
         for client in self._clients.values():
             client.close()
 
-    def shutting_down(self) -> Unavailable:
-        """Return the error for calls that come too late."""
-        return Unavailable("the server is shutting down", retry_after_s=self.config.drain_s)
-
     # ------------------------------------------------------- what calls ask
-
-    @contextlib.contextmanager
-    def running(self, call: Call) -> Iterator[None]:
-        """Count `call` as running in this block, so that a shutdown waits for it or ends it."""
-        self._calls.add(call)
-        try:
-            yield
-        finally:
-            self._calls.discard(call)
-            self._call_ended.set()
 
     def new_id(self) -> str:
         """Return a fresh random id."""
