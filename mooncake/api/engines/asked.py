@@ -118,14 +118,13 @@ class Asked:
         found = self.fields.get("n")
         return min(found, MAX_COUNT) if isinstance(found, int) and found > 0 else 1
 
-    def prompt(self, tokens: bytes | None = None) -> Prompt:
-        """Return the prompt for placement; `tokens`: as an engine has tokenized it."""
+    def prompt(self) -> Prompt:
+        """Return the prompt for placement."""
         if self.path == COMPLETIONS:
-            text, own = _completion(self.fields.get("prompt"))
+            text, tokens = _completion(self.fields.get("prompt"))
         else:
-            text, own = _conversation(self.path, self.fields), None
-        known = own if tokens is None else tokens
-        return Prompt(text, tokens=known, salt=self.salt, model=self.model or "")
+            text, tokens = _conversation(self.path, self.fields), None
+        return Prompt(text, tokens=tokens, salt=self.salt, model=self.model or "")
 
     def tokenize_body(self) -> bytes | None:
         """Return the body by which an engine tokenizes the prompt; None: it cannot, or need not."""

@@ -142,7 +142,7 @@ class EngineProxy(RunningCalls):
     async def prompt_of(self, asked: Asked, headers: Mapping[str, str]) -> Prompt:
         """Return a request's prompt for placement. If that helps, an engine tokenizes it."""
         prompt = asked.prompt()
-        if prompt.blocks(1) is not None or not self.fleet.needs_tokens(asked.model):
+        if prompt.has_tokens or not self.fleet.needs_tokens(asked.model):
             return prompt
         if (body := asked.tokenize_body()) is None:
             return prompt
@@ -154,16 +154,15 @@ class EngineProxy(RunningCalls):
                 self._clients[url], "POST", "/tokenize", self._headers(headers), body,
                 limit_s=TOKENIZE_LIMIT_S,
             )  # fmt: skip
-            known = asked.prompt(pack_tokens(found["tokens"]))
+            prompt.take_tokens(pack_tokens(found["tokens"]))
             self._tokenizing.add(url)
-            return known
         except (RequestFailed, TypeError, KeyError, OverflowError) as error:
             is_wrong = isinstance(error, EngineRefused) and error.status in WRONG
             if is_wrong and url in self._tokenizing:
                 return prompt  # this request is wrong, others are not
             self._unable_until_s[url] = now + UNABLE_S
             _log.warning("%s tokenizes no prompts, so they are placed by text: %s", url, error)
-            return prompt
+        return prompt
 
     def suspect(self, url: str) -> None:
         """Look at an engine's health now: a request to it has failed."""

@@ -52,12 +52,23 @@ class Prompt:
         root = chain_root(_TEXT, model, salt)
         self.pieces: Sequence[BlockKey] = extend_chain(root, whole, PIECE_BYTES // TOKEN_BYTES)
         self.is_salted = bool(salt)
-        self._tokens = tokens
         self._salt = salt
+        self._tokens: bytes | None = None
         self._blocks: dict[int, list[BlockKey]] = {}
-        num_bytes = len(text) if tokens is None else len(tokens)
-        self.num_tokens = max(1, num_bytes // TOKEN_BYTES)
+        self.num_tokens = max(1, len(text) // TOKEN_BYTES)
         """Without tokens, a guess: one for four bytes."""
+        if tokens is not None:
+            self.take_tokens(tokens)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its tokens are known."""
+        return self._tokens is not None
+
+    def take_tokens(self, tokens: bytes) -> None:
+        """Take its packed tokens, which were not known before."""
+        self._tokens = tokens
+        self.num_tokens = max(1, len(tokens) // TOKEN_BYTES)
 
     def blocks(self, block_tokens: int) -> Sequence[BlockKey] | None:
         """Return the keys of the prompt's full blocks; None: its tokens are not known."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mooncake.base import pack_tokens
 from mooncake.base.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
+from mooncake.scheduler.engines import prefixes
 from mooncake.scheduler.engines.prefixes import (
     COPIES,
     MAX_COPIES,
@@ -214,3 +215,22 @@ def test_texts_of_other_models_and_salts_share_nothing() -> None:
     assert sent.share(Prompt(text, model="m", salt="s")) == 1
     assert sent.share(Prompt(text, model="n", salt="s")) == 0
     assert sent.share(Prompt(text, model="m")) == 0
+
+
+def test_whether_tokens_are_known_is_said_without_hashing_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text, tokens = Prompt(b"a" * 4000), prompt(*range(1000))
+    monkeypatch.setattr(prefixes, "extend_chain", None)
+    assert not text.has_tokens
+    assert tokens.has_tokens
+
+
+def test_tokens_that_come_later_count_as_if_they_had_been_there_at_first() -> None:
+    packed = pack_tokens(TOKENS)
+    later, at_first = Prompt(b"a" * 4000, salt="s"), Prompt(b"a" * 4000, tokens=packed, salt="s")
+    assert later.num_tokens == 1000
+    later.take_tokens(packed)
+    assert later.num_tokens == at_first.num_tokens == len(TOKENS)
+    assert later.blocks(SIZE) == at_first.blocks(SIZE)
+    assert later.pieces == at_first.pieces
