@@ -83,12 +83,6 @@ def mode_routes(api_server: ApiServer) -> APIRouter:
         await control(request).resume()
         return reply()
 
-    @router.get("/is_paused", openapi_extra=described)
-    async def is_paused(request: Request) -> Response:
-        """Say whether the cluster is paused."""
-        control(request)
-        return reply()
-
     @router.post("/sleep", openapi_extra=described | _parameters(_LEVEL, _MODE))
     async def sleep(request: Request) -> Response:
         """Free the memory of all engines. Answers when they sleep; requests get 503 meanwhile."""
@@ -103,8 +97,9 @@ def mode_routes(api_server: ApiServer) -> APIRouter:
         return reply()
 
     @router.get("/is_sleeping", openapi_extra=described)
-    async def is_sleeping(request: Request) -> Response:
-        """Say whether the engines sleep."""
+    @router.get("/is_paused", openapi_extra=described)
+    async def mode(request: Request) -> Response:
+        """Say whether the cluster is paused and whether its engines sleep."""
         control(request)
         return reply()
 
