@@ -25,8 +25,8 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     medium: Medium | None = None
     extra_keys: list[list[Any] | None] | None = None
-    """For each block what its hash covers besides tokens, such as a salt; None: nothing, or an
-    engine that does not tell.
+    """What the hash of each block covers besides tokens, such as a salt. None: nothing, or the
+    engine does not tell.
     """
     group_idx: int | None = None
 

@@ -16,9 +16,9 @@ from mooncake.api.batches.lines import TextLine
 from mooncake.base import ConfigError, Unavailable
 
 PART = ".part"
-"""How the name of a file ends that is being written."""
+"""The end of the name of a file that is being written."""
 ABANDONED_S = 3600.0
-"""A file without a row that nobody has written for this long is deleted."""
+"""A file that has no row is deleted after this many seconds without a write to it."""
 
 
 class FileArea:

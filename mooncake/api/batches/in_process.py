@@ -26,8 +26,8 @@ class Reply(NamedTuple):
 
 
 async def ask(app: ASGIApp, path: str, body: bytes, name: str, caller: OwnCall) -> Reply:
-    """POST the JSON `body` to `path` as `caller`; `name` is the request's id. Cancelling is what a
-    client's leaving is.
+    """POST the JSON `body` to `path` as `caller`; `name` is the request's id. To cancel this
+    ends the request as if its client had left.
     """
     given: list[Message] = [
         {"type": "http.request", "body": body[at : at + PART_BYTES], "more_body": True}
@@ -40,7 +40,8 @@ async def ask(app: ASGIApp, path: str, body: bytes, name: str, caller: OwnCall) 
     async def receive() -> Message:
         if given:
             return given.pop()
-        await asyncio.Future()  # nobody leaves: the whole call is cancelled instead
+        # No client can leave early: whoever asks cancels the whole call instead.
+        await asyncio.Future()
         raise AssertionError("a future that nobody knows has a result")
 
     async def send(message: Message) -> None:

@@ -28,7 +28,7 @@ BUSY_S = 20.0
 KEPT_S = 30 * 24 * 3600
 """Batches that have ended are listed for this long."""
 MAX_KEPT = 10_000
-"""Of the batches of one tenant, older ones that have ended are no longer listed."""
+"""Batches of one tenant that are listed. Older ones are dropped once they have ended."""
 PURGED_AT_ONCE = 256
 """Rows of results that one transaction removes."""
 

@@ -40,7 +40,7 @@ class Answer:
 
 
 class Flow:
-    """By which a caller stops and resumes the reading of one answer, so that its server waits."""
+    """Lets a caller stop and resume the reading of one answer, so that its server waits."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -50,7 +50,7 @@ class Flow:
         self._transport = transport
 
     def end(self) -> None:
-        """The connection may carry another answer now."""
+        """Let go of the connection, which may carry another answer now."""
         self.resume()
         self._transport = None
 

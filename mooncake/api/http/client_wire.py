@@ -33,7 +33,7 @@ class ResponseReader:
         self.status = 0
         self.reason = ""
         self.headers: dict[str, str] = {}
-        """By names in lower case. Of several headers of one name, the last."""
+        """The headers by their names in lower case. The last of several with one name counts."""
         self.done = False
         self._parser = httptools.HttpResponseParser(self)
         self._keep_alive = True
