@@ -100,8 +100,21 @@ class FirstTokens:
         for index, each in enumerate(GUESS):
             products[index][index] += GUESS_WEIGHT / each**2
             answers[index] += GUESS_WEIGHT * slowness / each
-        for _ in range(SWEEPS):
-            for index, line in enumerate(products):
-                rest = answers[index] - sum(map(mul, line, found)) + line[index] * found[index]
-                found[index] = max(0.0, rest / line[index])
-        return found[0], found[1], found[2]
+        return _solved(products, answers, found)
+
+
+def _solved(
+    products: Sequence[Sequence[float]], answers: Sequence[float], found: Sequence[float]
+) -> Row:
+    """Return the non-negative solution of the normal equations, from the guess `found` on: each
+    coefficient in turn is set to its best value beside the others. Written out, because every
+    request needs it for every engine.
+    """
+    (aa, ab, ac), (_, bb, bc), (_, _, cc) = products  # it is symmetric
+    to_a, to_b, to_c = answers
+    a, b, c = found
+    for _ in range(SWEEPS):
+        a = max(0.0, (to_a - ab * b - ac * c) / aa)
+        b = max(0.0, (to_b - ab * a - bc * c) / bb)
+        c = max(0.0, (to_c - ac * a - bc * b) / cc)
+    return a, b, c
