@@ -70,7 +70,7 @@ class EventOrder:
         self._next: int | None = 0 if self._can_replay else None
         """The number of the next batch; None: any."""
         self.asks_from = self._next
-        """From which number on a replay is wanted; None: none is."""
+        """The number from which on a replay is wanted; None: none is."""
         self._replayed: dict[int, bytes] = {}
         self._held: deque[tuple[int, bytes]] = deque(maxlen=MAX_HELD)
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 MAX_COUNT = 1 << 31
-"""Numbers of tokens from here on are no such numbers."""
+"""A number of tokens this large is a fault of the engine, and is ignored."""
 _END = re.compile(rb"\r?\n\r?\n")
 _LONGEST_END = 4
 DONE_DATA = b"[DONE]"

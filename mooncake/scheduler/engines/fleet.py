@@ -52,7 +52,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Of these, as the engine's answers count them; placement's expectation where they do not."""
+    """Tokens of these prompts that the engine had cached, as its answers say, or as placement
+    expected where they do not.
+    """
     ttft_fit: list[float]
     """Seconds of a first token, of each token to compute, of each request that runs there."""
 
