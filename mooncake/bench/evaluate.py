@@ -34,8 +34,6 @@ class Endpoint:
 
 @dataclass
 class Score:
-    """The result of one task."""
-
     task: str
     num_samples: int
     num_right: int = 0
@@ -56,7 +54,6 @@ class Score:
         return math.sqrt(self.accuracy * (1 - self.accuracy) / self.num_samples)
 
     def document(self) -> dict[str, Any]:
-        """Return the score for JSON."""
         return {
             "samples": self.num_samples, "accuracy": self.accuracy,
             "standard_error": self.standard_error, "failed": len(self.failures),

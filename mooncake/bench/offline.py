@@ -30,7 +30,6 @@ class Throughput:
     num_output_tokens: int
 
     def lines(self) -> list[str]:
-        """Return the printed result."""
         requests, total, output = (
             number / self.elapsed_s
             for number in (self.num_requests, self.num_tokens, self.num_output_tokens)
@@ -47,7 +46,6 @@ class Throughput:
         return self.num_prompt_tokens + self.num_output_tokens
 
     def document(self) -> dict[str, Any]:
-        """Return the result as JSON fields."""
         return {
             "elapsed_time": self.elapsed_s,
             "num_requests": self.num_requests,
@@ -68,7 +66,6 @@ class Latency:
         return {percent: percentile(self.seconds, percent) for percent in PERCENTILES}
 
     def lines(self) -> list[str]:
-        """Return the printed result."""
         return [
             f"Avg latency: {statistics.fmean(self.seconds)} seconds",
             *(
@@ -78,7 +75,6 @@ class Latency:
         ]
 
     def document(self) -> dict[str, Any]:
-        """Return the result as JSON fields."""
         return {
             "avg_latency": statistics.fmean(self.seconds),
             "latencies": list(self.seconds),

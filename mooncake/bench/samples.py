@@ -28,8 +28,6 @@ MAX_FITS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One request of a benchmark."""
-
     prompt: str | list[int] | list[Message]
     """The prompt: text, token ids (completions only) or a conversation (chat only)."""
     num_prompt_tokens: int
@@ -81,7 +79,6 @@ class PromptSource:
             self._choices = words if len(words) >= MIN_WORDS else ids
 
     def draw(self, source: random.Random, count: int) -> list[int]:
-        """Return `count` random tokens."""
         return source.choices(self._choices, k=count)
 
     def prompt(self, source: random.Random, tokens: list[int]) -> tuple[str | list[int], int]:

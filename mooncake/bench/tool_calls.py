@@ -49,12 +49,10 @@ class ToolCalls:
 
     @property
     def num_answers(self) -> int:
-        """The number of answers to requests with tools."""
         return self.called + self.called_wrongly + self.not_called + self.left_alone
 
     @property
     def num_called(self) -> int:
-        """Answers that call tools."""
         return self.called + self.called_wrongly
 
     @property
@@ -71,7 +69,6 @@ class ToolCalls:
         return self.num_valid / self.num_called if self.num_called else None
 
     def document(self) -> dict[str, Any]:
-        """Return the counts and measures for JSON."""
         return {
             **vars(self), "trigger_similarity": self.trigger_similarity,
             "schema_accuracy": self.schema_accuracy,
@@ -79,7 +76,6 @@ class ToolCalls:
 
     @classmethod
     def total(cls, parts: Iterable[ToolCalls]) -> ToolCalls:
-        """Return the sum of all counts."""
         return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 

@@ -36,8 +36,6 @@ that signed it. Only this user may read them. Who has {CA_KEY} can be any host: 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Authority:
-    """Settings of `mooncake certificates authority`."""
-
     # fmt: off
     out: str = setting("", text, "files", "DIR",
         "directory to write the authority to", required=True)
@@ -50,8 +48,6 @@ class Authority:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """Settings of `mooncake certificates host`."""
-
     # fmt: off
     authority: str = setting("", text, "files", "DIR", "directory of the authority", required=True)
     out: str = setting("", text, "files", "DIR",

@@ -32,8 +32,6 @@ TRIES = ("What is Mooncake?", "What is 347 + 585?", "My name is Anna. What is my
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat(ServerAddress):
-    """Settings of `mooncake chat`."""
-
     model: str | None = setting(
         None, text, ANSWERS, "NAME", "name of the model (default: the server's first model)"
     )
@@ -76,7 +74,6 @@ class Conversation:
         self.forget()
 
     def forget(self) -> None:
-        """Start anew."""
         system = self._wanted.system
         self.turns = [{"role": "system", "content": system}] if system else []
 

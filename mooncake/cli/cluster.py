@@ -37,8 +37,6 @@ as any machine of the cluster: do not copy it to them."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Init:
-    """Settings of `mooncake cluster init`."""
-
     # fmt: off
     file: str = setting("", text, "cluster", "FILE", "describes the cluster", positional=True,
         required=True)

@@ -53,8 +53,6 @@ compdef _mooncake mooncake
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """Settings of `mooncake completion`."""
-
     shell: str = setting(
         "", OneOf(*_GLUE), "shell", "SHELL", "whose script is printed", positional=True,
         required=True,
@@ -62,7 +60,6 @@ class Completion:
 
 
 def run(wanted: Completion) -> int:
-    """Print the script."""
     print(script(wanted.shell), end="")
     return 0
 

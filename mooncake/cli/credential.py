@@ -25,8 +25,6 @@ mooncake credential --role gateway --days 365 --out gateway.credential
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Settings of `mooncake credential`."""
-
     # fmt: off
     role: tuple[str, ...] = setting((), SomeOf(*(role.value for role in CredentialRole)), HOLDER,
         "ROLE", "role of the holder; may be repeated", repeat=True, required=True)

@@ -23,8 +23,6 @@ NOTES = "The exit code is 1 if a check fails, and 0 if there are only warnings."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Settings of `mooncake doctor`."""
-
     # fmt: off
     file: str = setting("", text, "cluster", "FILE", "describes the cluster (see `mooncake up`)",
         positional=True)

@@ -22,8 +22,6 @@ Renew it well before it expires."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Enrol:
-    """Settings of `mooncake enrol`."""
-
     # fmt: off
     signer: str = setting("", text, GROUP, "URL",
         "where `mooncake signer` listens, http://HOST:PORT", required=True)

@@ -30,8 +30,6 @@ tell of all workers, so they need an operator's key.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explain(ServerAddress):
-    """Settings of `mooncake explain`."""
-
     # fmt: off
     name: str = setting("", text, "call", "REQUEST_ID", "its receipt, or the id of its answer",
         positional=True, required=True)
@@ -71,7 +69,6 @@ def _write(name: str, bundle: dict[str, Any]) -> None:
 
 
 def show(receipt: dict[str, Any], console: Console) -> None:
-    """Print a receipt for a person."""
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(receipt["begun_at"]))
     tenant = f", tenant {receipt['tenant']}" if receipt["tenant"] else ""
     console.print(f"{receipt['id']}  {receipt['call_id']}  {begun}{tenant}")

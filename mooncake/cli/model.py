@@ -27,8 +27,6 @@ NEW = "a directory that is not there yet"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Init:
-    """Settings of `mooncake model init`."""
-
     preset: str = setting(
         "",
         text,
@@ -43,8 +41,6 @@ class Init:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Settings of `mooncake model convert`."""
-
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint that is not quantized",
         positional=True, required=True)
@@ -70,8 +66,6 @@ class WeightsKey:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encrypt(WeightsKey):
-    """Settings of `mooncake model encrypt`."""
-
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
     out: str = setting("", text, OUT, "DIR", NEW, required=True)
@@ -80,8 +74,6 @@ class Encrypt(WeightsKey):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decrypt(WeightsKey):
-    """Settings of `mooncake model decrypt`."""
-
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint whose weights are encrypted",
         positional=True, required=True)
@@ -91,8 +83,6 @@ class Decrypt(WeightsKey):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rekey(WeightsKey):
-    """Settings of `mooncake model rekey`."""
-
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint whose weights are encrypted",
         positional=True, required=True)
@@ -101,8 +91,6 @@ class Rekey(WeightsKey):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Digests:
-    """Settings of `mooncake model digests`."""
-
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
     out: str | None = setting(None, text, OUT, "FOLDER",
@@ -113,8 +101,6 @@ class Digests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Settings of `mooncake model verify`."""
-
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
     digests: str = setting("", text, OUT, "FILE",

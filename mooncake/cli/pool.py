@@ -87,8 +87,6 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats(Node):
-    """Settings of `mooncake pool stats`."""
-
     all: bool = setting(False, truth, NODE, "", "show all nodes of the pool", switch=True)
 
 
@@ -101,16 +99,12 @@ class Tenant(Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Where(Tenant):
-    """Settings of `mooncake pool where`."""
-
     name: str | None = setting(None, text, VALUE, "NAME", "name of a value", positional=True)
     block: str | None = setting(None, text, VALUE, "HEX", "key of a block, instead of a name")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Get(Where):
-    """Settings of `mooncake pool get`."""
-
     # fmt: off
     out: str | None = setting(None, text, VALUE, "FILE",
         "file to write the value to (default: standard output)")
@@ -119,8 +113,6 @@ class Get(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Put(Tenant):
-    """Settings of `mooncake pool put`."""
-
     # fmt: off
     name: str = setting("", text, VALUE, "NAME",
         "name under which to store the value", positional=True,
@@ -133,8 +125,6 @@ class Put(Tenant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evict(Tenant):
-    """Settings of `mooncake pool evict`."""
-
     # fmt: off
     name: tuple[str, ...] = setting((), texts, VALUE, "NAME", "names of values", positional=True,
         many="*")
@@ -155,15 +145,11 @@ class Names(Tenant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pin(Names):
-    """Settings of `mooncake pool pin`."""
-
     hard: bool = setting(False, truth, VALUE, "", "never evict them; there is a limit", switch=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicate(Names):
-    """Settings of `mooncake pool replicate`."""
-
     nodes: int = setting(
         2, count(1), VALUE, "N", "number of nodes that should hold the values, in all"
     )
@@ -171,8 +157,6 @@ class Replicate(Names):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench(Node):
-    """Settings of `mooncake pool bench`."""
-
     batch: int = setting(16, count(1), "load", "BLOCKS", "blocks in one call")
     rounds: int = setting(20, count(1), "load", "N", "number of calls each way")
     transport: tuple[str, ...] = same_as(ServeConfig, "transport", "load")
@@ -180,8 +164,6 @@ class Bench(Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drain(Node):
-    """Settings of `mooncake pool drain`."""
-
     wait: float = setting(60.0, number, NODE, "S", "most seconds to wait until the node is drained")
 
 

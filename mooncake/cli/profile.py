@@ -37,8 +37,6 @@ ENGINE, RESULT = "engine", "result"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Settings of `mooncake profile`."""
-
     model: str = setting("", text, ENGINE, "DIR", "the checkpoint", positional=True, required=True)
     dtype: str = same_as(ServeConfig, "dtype", ENGINE)
     max_model_len: int | None = same_as(ServeConfig, "max_model_len", ENGINE)

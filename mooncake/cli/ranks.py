@@ -25,8 +25,6 @@ connections that prove nothing and are not encrypted: in a network that others c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Settings of `mooncake ranks`."""
-
     # fmt: off
     bind_host: str = setting("127.0.0.1", text, GROUP, "HOST",
         "address of this machine on which ranks listen")

@@ -61,8 +61,6 @@ EXIT_CODES = {
 
 
 class FlagDoc(msgspec.Struct, frozen=True, kw_only=True):
-    """The documentation of one flag."""
-
     names: list[str]
     """Long name first, "--port"; for a positional argument its name without dashes."""
     type: str
@@ -86,8 +84,6 @@ class FlagDoc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommandDoc(msgspec.Struct, frozen=True, kw_only=True):
-    """The documentation of one command."""
-
     words: str
     """The words after `mooncake`: "bench serve"."""
     summary: str

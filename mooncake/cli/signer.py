@@ -24,8 +24,6 @@ the signer's machine. Files are read again for each request: changes count at on
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signer:
-    """Settings of `mooncake signer`."""
-
     # fmt: off
     cluster_secret_file: str = setting("", text, GROUP, "FILE",
         "file with the cluster secret", required=True)

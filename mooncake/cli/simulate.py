@@ -76,7 +76,6 @@ def run(wanted: SimulateSettings) -> int:
 
 
 def simulation_config(wanted: SimulateSettings) -> SimulationConfig:
-    """Return the cluster that the settings describe."""
     coupled = wanted.engine != "mooncake"
     has_limits = wanted.reject or wanted.autoscale is not None
     prefill = wanted.prefill if wanted.prefill is not None else 0 if coupled else 8

@@ -34,8 +34,6 @@ class ServerAddress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status(ServerAddress):
-    """Settings of `mooncake status`."""
-
     json: bool = setting(False, truth, "output", "", "print what the server answers", switch=True)
     watch: float | None = setting(
         None,

@@ -11,8 +11,6 @@ from mooncake.launch.config.options import positive, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Top(ServerAddress):
-    """Settings of `mooncake top`."""
-
     interval: float = setting(2.0, positive, "output", "S", "seconds between two questions")
 
 

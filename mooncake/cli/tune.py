@@ -26,8 +26,6 @@ FORMATS = ("plain", "fp8", "int4")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Settings of `mooncake tune`."""
-
     # fmt: off
     split: str = setting("tp8", text, EXPERTS, "NAME", "how the experts are split: tp8, tp16, ep16")
     format: tuple[str, ...] = setting(FORMATS, SomeOf(*FORMATS), EXPERTS, "NAME",

@@ -21,8 +21,6 @@ out of the cluster; a second one ends its processes at once."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpSettings:
-    """Settings of `mooncake up`."""
-
     # fmt: off
     file: str = setting("", text, "cluster", "FILE", "describes the cluster", positional=True,
         required=True)
@@ -34,7 +32,6 @@ class UpSettings:
 
 
 def run(wanted: UpSettings) -> int:
-    """Be this machine's part of the cluster."""
     from mooncake.launch.cluster.up import up
 
     def say(words: str) -> None:

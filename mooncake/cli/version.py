@@ -23,7 +23,6 @@ def version_line() -> str:
 
 
 def run(_: Version) -> int:
-    """Print the version."""
     print(version_line())
     return 0
 

@@ -76,7 +76,6 @@ Generator = Callable[[Random], Sample]
 
 
 def user(text: str) -> Message:
-    """Return a user's message."""
     return {"role": "user", "content": text}
 
 

@@ -105,7 +105,6 @@ def identifier(random: Random) -> str:
 
 
 def path(random: Random) -> str:
-    """Return a file's path."""
     parts = [word(random) for _ in range(random.randint(1, 4))]
     ending = random.choice((".txt", ".py", ".md", ".json", ".csv", ".log", "", ".png"))
     return f"{random.choice(('/', '', './', '~/'))}{'/'.join(parts)}{ending}"

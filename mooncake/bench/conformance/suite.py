@@ -52,7 +52,6 @@ async def run(target: Target, wanted: Collection[str]) -> AsyncIterator[Verdict]
 
 
 async def verdict_of(target: Target, name: str, work: Work) -> Verdict:
-    """Return what one check found."""
     complaint = CHECKS[name]
     try:
         async with asyncio.timeout(CHECK_DEADLINES * target.deadline_s):

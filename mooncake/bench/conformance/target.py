@@ -45,7 +45,6 @@ class Target:
         return [self.draw.choice(_IDS) for _ in range(length)]
 
     async def whole(self, prompt: Sequence[int], max_tokens: int = 0, **more: Any) -> Answer:
-        """Return the whole answer of the server. Raises Failed when there is none in time."""
         asked = max_tokens or self.output_tokens
         return await self._whole(self.main, prompt, asked, **more)
 
@@ -115,7 +114,6 @@ class Target:
 
 
 def difference(wanted: Answer, found: Answer) -> str:
-    """Return where two answers differ."""
     pairs = zip(wanted.tokens, found.tokens, strict=False)
     place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:

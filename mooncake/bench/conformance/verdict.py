@@ -10,8 +10,6 @@ Result = Literal["pass", "fail", "not possible here"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check."""
-
     check: str
     complaint: str
     """The id of a complaint in `COMPLAINTS`."""

@@ -11,19 +11,18 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.workers import cluster_workers
+from mooncake.launch.cluster.workers import Workers, cluster_workers
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import Health, Watchdog
-from mooncake.launch.host.http_server import Route
 from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
 from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.process import (
@@ -210,8 +209,8 @@ class LocalCluster:
             self._ending.discard(worker_id)
 
 
-class ColocatedWorkers:
-    """Runs the workers of one process as threads of it: implements `serve.Workers`."""
+class ColocatedWorkers(Workers):
+    """Runs the workers of one process as threads of it."""
 
     def __init__(self, config: ServeConfig, plan: ServePlan) -> None:
         self._config = config
@@ -264,9 +263,6 @@ class ColocatedWorkers:
         if self._model is not None:
             self._model.close()
 
-    def hurry(self) -> None:
-        pass  # it does not wait for other workers
-
     def gone(self) -> str:
         broken = "" if self._cluster is None else self._cluster.broken
         return broken and f"{broken}; start it again"
@@ -276,10 +272,3 @@ class ColocatedWorkers:
         if starting is not None or self._cluster is None:
             return [starting or Vitals(starting="starting", joined=False)]
         return self._cluster.vitals()
-
-    def routes(self) -> Mapping[str, Route]:
-        return {}
-
-    @property
-    def join_address(self) -> str | None:
-        return None

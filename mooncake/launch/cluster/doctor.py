@@ -59,8 +59,6 @@ SYSFS = Path("/sys")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check."""
-
     name: str
     state: str
     """`ok`, `warn` (it works, not at its best or not for long) or `fail`."""

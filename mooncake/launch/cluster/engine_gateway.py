@@ -27,6 +27,7 @@ from mooncake.launch.config.options import values_of
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.build import revision
+from mooncake.launch.host.http_server import url_of
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader
 from mooncake.scheduler.config import SchedulerConfig
@@ -153,8 +154,7 @@ def _on_signals(stop: asyncio.Event, proxy: EngineProxy) -> None:
 
 
 def _announce(config: ServeConfig, host: str, port: int) -> None:
-    scheme = "http" if config.ssl_certfile is None else "https"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(host, port, "http" if config.ssl_certfile is None else "https")
     text = f"serving {NAME} on {url}/v1 - {len(config.engines)} of them; Ctrl-C stops"
     if config.log_format == "json":
         logger.info(text)

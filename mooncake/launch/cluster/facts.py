@@ -228,7 +228,6 @@ class Seeds:
         self._own = WorkerRef(own_id, SystemIds().hex(8), self._channel.address)
 
     def close(self) -> None:
-        """Close the channel."""
         self._meant.close()
         self._channel.close()
 

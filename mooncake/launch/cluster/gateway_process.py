@@ -275,7 +275,6 @@ def check_traces(config: ServeConfig) -> None:
 
 
 def api_config(config: ServeConfig) -> ApiConfig:
-    """Return the API server's settings."""
     return ApiConfig(
         served_model_names=config.names,
         keys=read_keys(config.api_keys_file) if config.api_keys_file else (),

@@ -9,7 +9,6 @@ Owns no worker.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
 
 import msgspec
@@ -17,7 +16,6 @@ import msgspec
 from mooncake.base import CheckpointError, ConfigError, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import (
     GATEWAY_ID,
     ClusterFacts,
@@ -27,23 +25,21 @@ from mooncake.launch.cluster.facts import (
     when_up,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.workers import own_facts
+from mooncake.launch.cluster.workers import Workers, own_facts
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import kept_secret
-from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
-from mooncake.telemetry.health import Vitals
 
 MAX_ALONE = 30
 """Number of looks in a row that may find no worker and no other gateway."""
 
 
-class JoinedCluster:
-    """Knows the cluster that this gateway joins (see `serve.Workers`)."""
+class JoinedCluster(Workers):
+    """Knows the cluster that this gateway joins; its workers run already."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Ask the cluster at `config.join` for its facts, unless `config` decides them. `config`
@@ -123,10 +119,6 @@ class JoinedCluster:
         self._gateway_process.gateway.facts = encode_facts(facts)
         return self._gateway_process
 
-    def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
-        del gateway_process, show  # the cluster's workers run already
-        return []
-
     def stop(self) -> None:
         """Announce the end: workers and other gateways then wait for no heartbeat of this
         gateway.
@@ -135,9 +127,6 @@ class JoinedCluster:
         self._addresses.close()
         if self._gateway_process is not None:
             self._gateway_process.gateway.say_goodbye()
-
-    def hurry(self) -> None:
-        pass  # it does not wait for workers
 
     def gone(self) -> str:
         """Return a reason once no worker and no other gateway has been known for long. A supervisor
@@ -153,13 +142,3 @@ class JoinedCluster:
         if self._num_alone < MAX_ALONE:
             return ""
         return f"the cluster of {self.config.join} is gone; start again to join another"
-
-    def vitals(self) -> list[Vitals]:
-        return []  # it starts no worker
-
-    def routes(self) -> Mapping[str, Route]:
-        return {}
-
-    @property
-    def join_address(self) -> str | None:
-        return None

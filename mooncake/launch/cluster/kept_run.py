@@ -64,7 +64,6 @@ class KeptRun:
         return False
 
     def close(self) -> None:
-        """Give the name up."""
         if self._lock is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._file.unlink()

@@ -91,7 +91,6 @@ class OwnRaylet:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End the raylet."""
         self._process.terminate()
         try:
             self._process.wait(STOP_S)

@@ -84,8 +84,6 @@ MAX_EARLY_DEATHS = 3
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a worker's process."""
-
     pid: int
     """0: there is none yet."""
     boot_id: str
@@ -198,7 +196,6 @@ class FactsActor:
         self._facts = facts
 
     def facts(self) -> bytes:
-        """Return the sealed facts."""
         return self._facts
 
 

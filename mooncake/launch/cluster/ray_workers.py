@@ -30,7 +30,13 @@ from mooncake.launch.cluster.facts import (
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.worker_handle import end_left, place_of
-from mooncake.launch.cluster.workers import await_stages, cluster_workers, joining_worker, own_facts
+from mooncake.launch.cluster.workers import (
+    Workers,
+    await_stages,
+    cluster_workers,
+    joining_worker,
+    own_facts,
+)
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
@@ -48,10 +54,8 @@ RAY_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class RayWorkers:
-    """Starts and watches the workers of a cluster whose gateway is this process (see
-    `serve.Workers`).
-    """
+class RayWorkers(Workers):
+    """Starts and watches the workers of a cluster whose gateway is this process."""
 
     def __init__(
         self,
@@ -77,7 +81,6 @@ class RayWorkers:
         self._stopping = threading.Event()
         self._supervisor: ray_cluster.Supervisor | None = None
         self._thread: threading.Thread | None = None
-        self._join_address: str | None = None
         self._secret_files: list[Path] = []
         """The files in which processes of this user find the secret: by Ray's address, and by the
         gateway's.
@@ -170,7 +173,7 @@ class RayWorkers:
                 continue
             supervisor.tell(self._sealed or b"")
             supervisor.resume(self._settings, here_only=self._here_only, secret_file=self._own_file)
-            _log.info("Ray runs again; one more worker: --join %s", self._join_address)
+            _log.info("Ray runs again; one more worker: --join %s", self.join_address)
             supervisor.watch()
             return
 
@@ -178,8 +181,8 @@ class RayWorkers:
         """Start Ray, or attach to it, and keep the secret where those that join it look for it."""
         config = self._config
         ray_cluster.connect(config.ray_address, config.bind_host, forks=self._forks)
-        self._join_address = ray_cluster.address()
-        self._secret_files.append(secret_file(self._join_address))
+        self.join_address = ray_cluster.address()
+        self._secret_files.append(secret_file(self.join_address))
         self._keep(self._secret)
 
     def _start(
@@ -251,10 +254,6 @@ class RayWorkers:
 
     def routes(self) -> Mapping[str, Route]:
         return facts_routes(lambda: self._sealed, Guard(self._credential))
-
-    @property
-    def join_address(self) -> str | None:
-        return self._join_address
 
 
 def join(config: ServeConfig, forks: ForkServer | None = None) -> int:

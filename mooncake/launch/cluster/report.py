@@ -28,8 +28,6 @@ READY = "ready"
 
 @dataclasses.dataclass(frozen=True)
 class WorkerRow:
-    """One line of the table."""
-
     worker_id: str
     role: Role
     pid: int
@@ -90,7 +88,6 @@ def holdings(plan: ServePlan, role: Role) -> str:
 
 
 def started_table(rows: list[WorkerRow]) -> Table:
-    """Return the table of all workers."""
     table = Table(box=None, pad_edge=False)
     for name in ("role", "worker", "pid", "node", "holds"):
         table.add_column(name)

@@ -17,8 +17,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
@@ -27,21 +28,21 @@ from mooncake.base.rights import CredentialRole
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start, ray_environment
 from mooncake.launch.cluster.facts import GATEWAY_ID
-from mooncake.launch.cluster.headless import HeadlessPort
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.log_file import new_log_file, start_log, stays_calm
-from mooncake.launch.cluster.workers import cluster_workers, health_settings
+from mooncake.launch.cluster.workers import Workers, cluster_workers, health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.host.http_server import Route
+from mooncake.launch.host.health import Facts
+from mooncake.launch.host.http_server import url_of
 from mooncake.launch.host.importing import importing
 from mooncake.launch.host.start_phases import StartPhases, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.native_code import compiled_meanwhile
 from mooncake.telemetry.audit import configure_audit
-from mooncake.telemetry.health import Vitals
 
 if TYPE_CHECKING:
     from mooncake.api import ServedModel
@@ -53,40 +54,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
-class Workers(Protocol):
-    """The workers of one cluster, wherever they run."""
-
-    def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
-        """Start all workers and return when they are ready. Call it in a thread.
-
-        Raises:
-            MooncakeError: a worker cannot start, or `stop` was called meanwhile.
-        """
-
-    def stop(self) -> None:
-        """End all workers, also those that are still starting. Called once, after `start`."""
-
-    def hurry(self) -> None:
-        """Have the current or next `stop` wait for nobody."""
-
-    def gone(self) -> str:
-        """Return why the workers cannot go on unless this process starts again; empty: they can.
-        Called every `WATCH_S`, in the loop's thread.
-        """
-
-    def vitals(self) -> list[Vitals]:
-        """Return the state of what this process starts, for its probes. From any thread."""
-
-    def routes(self) -> Mapping[str, Route]:
-        """Return the routes that the health port of a process without an API answers besides
-        probes.
-        """
-
-    @property
-    def join_address(self) -> str | None:
-        """The value for `--join`, once started; None if the cluster cannot be joined."""
 
 
 OWN_STEPS = ("ray", "engine")
@@ -314,16 +281,29 @@ class _Serving:
                 self._config, *self._api_server, self._stop, self._on_open, self._workers.vitals
             )
 
-    def _headless_port(self) -> HeadlessPort:
-        return HeadlessPort(
-            health_settings(self._config),
-            self._gateway_process.gateway_id,
-            self._config.step_timeout,
-            is_stopping=self._stop.is_set,
-            workers=self._workers.vitals,
-            series=lambda: self._gateway_process.backend.metrics(for_operator=False),
-            routes=self._workers.routes(),
-        )
+    def _headless_port(self) -> HealthPort:
+        """Open the health port of a process without an API. If its loop hangs, that is only logged:
+        the workers that it looks after serve on.
+        """
+        loop, config, own = asyncio.get_running_loop(), self._config, self._gateway_process
+
+        def ask() -> Future[Facts]:
+            answer: Future[Facts] = Future()
+            facts = Facts(joined=True, draining=self._stop.is_set())
+            loop.call_soon_threadsafe(answer.set_result, facts)
+            return answer
+
+        def on_stuck(why: str) -> None:
+            _log.critical("%s is not live: %s; start it again", own.gateway_id, why)
+
+        port = HealthPort(
+            health_settings(config), own.gateway_id, Role.GATEWAY, limit_s=config.step_timeout,
+            own_host=config.bind_host, others=self._workers.vitals, on_stuck=on_stuck,
+            series=lambda: own.backend.metrics(for_operator=False), routes=self._workers.routes(),
+        )  # fmt: skip
+        port.health.watch(ask)
+        _log.info("health at %s", port.url)
+        return port
 
     async def _until_stopped(self, starting: asyncio.Future[list[report.WorkerRow]]) -> None:
         """Wait for the workers, report that they serve, then wait for the signal."""
@@ -356,8 +336,7 @@ class _Serving:
             return self._workers.start(self._gateway_process, told)
 
     def _on_open(self, host: str, port: int) -> None:
-        scheme = "http" if self._config.ssl_certfile is None else "https"
-        self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        self._url = url_of(host, port, "http" if self._config.ssl_certfile is None else "https")
 
     def _has_met(self, rows: list[report.WorkerRow]) -> bool:
         """Return whether the workers are known here. If there is an API server, it must also be

@@ -1,5 +1,5 @@
-"""Makes the settings of each worker that a plan asks for, and of one that joins a running cluster,
-from what the cluster says and from its own machine. Stateless.
+"""What `serve` asks of the workers of its cluster, and the settings of each: of those that a plan
+asks for, and of one that joins a running cluster.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import itertools
 import math
 import os
 import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,23 +22,66 @@ from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.cluster.facts import ClusterFacts, NotUp, when_up
 from mooncake.launch.cluster.log_file import DEFAULT_LEVEL
+from mooncake.launch.cluster.report import Show, WorkerRow
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
-from mooncake.launch.host.http_server import TlsFiles
+from mooncake.launch.host.http_server import Route, TlsFiles
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.model.options import ExpertGroup
+from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import check_usable, choose_protocols
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.backend import RdmaSettings
 
+if TYPE_CHECKING:
+    from mooncake.launch.cluster.gateway_process import GatewayProcess
+
 GPU_SHARES = 10_000
 """Ray counts resources in shares this small."""
+
+
+class Workers:
+    """The workers of one cluster, wherever they run. As it stands, it starts and ends nothing."""
+
+    join_address: str | None = None
+    """The value for `--join`, once started; None: the cluster cannot be joined."""
+
+    def start(self, gateway_process: GatewayProcess, show: Show) -> list[WorkerRow]:
+        """Start all workers and return when they are ready. Call it in a thread.
+
+        Raises:
+            MooncakeError: a worker cannot start, or `stop` was called meanwhile.
+        """
+        del gateway_process, show
+        return []
+
+    def stop(self) -> None:
+        """End all workers, also those that are still starting. Called once, after `start`."""
+
+    def hurry(self) -> None:
+        """Have the current or next `stop` wait for nobody."""
+
+    def gone(self) -> str:
+        """Return why the workers cannot go on unless this process starts again; empty: they can.
+        Called again and again, in the loop's thread.
+        """
+        return ""
+
+    def vitals(self) -> list[Vitals]:
+        """Return the state of what this process starts, for its probes. From any thread."""
+        return []
+
+    def routes(self) -> Mapping[str, Route]:
+        """Return the routes that the health port of a process without an API answers besides
+        probes.
+        """
+        return {}
 
 
 def cluster_workers(

@@ -30,8 +30,6 @@ ENGINE = "engine"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchServe:
-    """Settings of `mooncake bench serve`."""
-
     # fmt: off
     backend: str = setting("openai", OneOf("openai", "openai-chat", "vllm"), ENDPOINT, "NAME",
         "kind of API to call")
@@ -174,16 +172,12 @@ class BenchEngine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchThroughput(BenchEngine):
-    """Settings of `mooncake bench throughput`."""
-
     input_len: int = setting(1024, count(0), LOAD, "N", "tokens of each prompt")
     num_prompts: int = setting(1000, count(0), LOAD, "N", "number of prompts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchLatency(BenchEngine):
-    """Settings of `mooncake bench latency`."""
-
     input_len: int = setting(32, count(0), LOAD, "N", "tokens of each prompt")
     batch_size: int = setting(8, count(0), LOAD, "N", "prompts in a batch")
     n: int = setting(1, count(0), LOAD, "N", "answers to each prompt")

@@ -88,8 +88,6 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """One process of a machine."""
-
     name: str
     role: str
     given: Mapping[str, object]
@@ -115,8 +113,6 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    """The contents of the file."""
-
     path: Path
     model: str
     machines: tuple[Machine, ...]

@@ -268,7 +268,6 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
 
 
 def _given(written: Mapping[str, object]) -> list[tuple[str, options.Option]]:
-    """Return the settings that are given."""
     known = options.options_of(ServeConfig)
     return [(name, known[name][0]) for name in written]
 

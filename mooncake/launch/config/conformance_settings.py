@@ -22,8 +22,6 @@ SERVER, PROCESSES, CHECK, RESULT = "server", "processes", "checks", "result"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conformance:
-    """Settings of `mooncake conformance`."""
-
     # fmt: off
     base_url: str = setting("http://127.0.0.1:8000", text, SERVER, "URL", "URL of the server",
         short="--url")

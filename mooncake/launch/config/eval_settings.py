@@ -14,8 +14,6 @@ ENDPOINT, TASK, RESULT = "endpoint", "tasks", "result"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Settings of `mooncake eval`."""
-
     # fmt: off
     base_url: str = setting("http://127.0.0.1:8000", text, ENDPOINT, "URL", "URL of the server",
         short="--url")

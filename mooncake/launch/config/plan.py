@@ -104,12 +104,10 @@ class ServePlan:
 
     @property
     def num_engines(self) -> int:
-        """Number of workers with a model."""
         return self.num_prefills + self.num_decodes
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of all workers with a model."""
         return sum(number * self.ranks[role].shape.num_ranks for role, number in self.engines)
 
     @property

@@ -63,8 +63,6 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulateSettings(Replay):
-    """Settings of `mooncake simulate`."""
-
     # fmt: off
     prefill: int | None = setting(None, count(0), CLUSTER, "N",
         "number of prefill instances (default: 8, or 0 for baselines)")
@@ -105,8 +103,6 @@ class SimulateSettings(Replay):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSettings(Replay):
-    """Settings of `mooncake plan`."""
-
     # fmt: off
     max_nodes: int = setting(128, count(1), CLUSTER, "N", "largest cluster to try")
     live: bool = setting(False, truth, CLUSTER, "",
@@ -117,16 +113,12 @@ class PlanSettings(Replay):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceFile:
-    """Settings of `mooncake trace describe`."""
-
     file: str = setting("", text, TRACE, "FILE", TRACE_HELP, positional=True, required=True)
     json: str | None = setting(None, text, RESULT, "OUT", "write the figures here")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSettings(TraceFile):
-    """Settings of `mooncake trace cache`."""
-
     # fmt: off
     policy: str = setting("lru", OneOf(*POLICY_NAMES), TRACE, "NAME", "eviction policy")
     capacity: tuple[int, ...] = setting((1000, 10_000, 30_000, 50_000, 100_000), counts, TRACE,

@@ -71,8 +71,6 @@ def stages(name: str, value: object) -> tuple[dict[str, Any], ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """Settings of `mooncake train`."""
-
     # fmt: off
     out: str = setting("", text, MODEL, "DIR",
         "directory of the run; if it holds a saved state, the run goes on from there",
@@ -131,6 +129,5 @@ class Train:
     # fmt: on
 
     def run(self) -> TrainConfig:
-        """Return the run that these settings describe."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
         return TrainConfig(**{**given, "tasks": dict(self.tasks)})

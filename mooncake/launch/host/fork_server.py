@@ -95,7 +95,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
         return self._process.pid
 
     @property

@@ -99,7 +99,6 @@ class Health:
 
     @property
     def failed(self) -> bool:
-        """True if it cannot go on."""
         return bool(self._failure)
 
     def vitals(self) -> Vitals:
@@ -148,7 +147,6 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking."""
         self._closed.set()
         self._thread.join()
 

@@ -77,8 +77,6 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer of a route."""
-
     status: HTTPStatus
     content_type: str
     body: bytes
@@ -126,11 +124,9 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """The URL at which it listens."""
         return url_of(self.host, self.port, self.scheme)
 
     def close(self) -> None:
-        """Stop listening and answering."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -150,12 +146,10 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
 
 
 def document(status: HTTPStatus, content: dict[str, Any]) -> Answer:
-    """Return an answer in JSON."""
     return Answer(status, JSON, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def error(status: HTTPStatus, message: str, **headers: str) -> Answer:
-    """Return an answer that says what went wrong."""
     body = {"error": {"message": message, "code": status.value}}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return dataclasses.replace(document(status, body), headers=named)

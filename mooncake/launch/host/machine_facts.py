@@ -67,7 +67,6 @@ def num_cores(group: Path = CONTROL_GROUP) -> int:
 
 
 def host_name() -> str:
-    """Return the name of this machine."""
     return socket.gethostname()
 
 

@@ -99,7 +99,6 @@ class Signer:
         self.url = self._server.url
 
     def close(self) -> None:
-        """Stop listening and answering."""
         self._server.close()
 
     def _answer(self, place: str, request: Request) -> Answer:

@@ -16,8 +16,6 @@ _BEFORE = "started in "
 
 
 class Phase(NamedTuple):
-    """One phase of a start."""
-
     name: str
     wall_s: float
     cpu_s: float
@@ -60,7 +58,6 @@ class StartPhases:
         return list(found.values())
 
     def text(self) -> str:
-        """Return the log line about the phases."""
         phases = self.ended()
         each = ", ".join(f"{name} {wall:.2f} s ({cpu:.2f} CPU)" for name, wall, cpu in phases)
         return f"{_BEFORE}{sum(phase.wall_s for phase in phases):.2f} s: {each}"

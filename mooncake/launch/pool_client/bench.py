@@ -50,7 +50,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return shown
 
     def words(self) -> str:
-        """Return the text that `mooncake pool bench` prints."""
         size = format_bytes(self.block_bytes)
         lines = [f"{self.rounds} calls of {self.batch} blocks of {size} each way"]
         lines += [

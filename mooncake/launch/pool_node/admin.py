@@ -80,7 +80,6 @@ class PoolAdmin:
         self.url = self._server.url
 
     def close(self) -> None:
-        """Stop listening and answering."""
         self._server.close()
 
     def challenge(self) -> str:

@@ -90,7 +90,6 @@ class JoinWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
         self._ended.set()
         self._thread.join()
 

@@ -95,7 +95,6 @@ class DirectEngine:
 
     @property
     def num_pages(self) -> int:
-        """Number of KV pages."""
         return self._engine.config.num_blocks
 
     def generate(
@@ -127,7 +126,6 @@ class DirectEngine:
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's limits."""
         return self._engine.config
 
     def time_step(self, shape: Shape) -> CostSample:
@@ -145,7 +143,6 @@ class DirectEngine:
         self._runner.check_integrity()
 
     def close(self) -> None:
-        """End the engine and free its memory."""
         self._runner.close()
         if self._source is not None:
             self._source.close()

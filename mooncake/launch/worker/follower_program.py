@@ -15,7 +15,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def run() -> None:
-    """Be a follower."""
     if Origin.path is None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     from mooncake.launch.worker.rank_processes import main

@@ -1,5 +1,5 @@
-"""The health port of a worker's process: open before the weights are read, and until the process
-ends.
+"""The health port of a process: a worker's is open before the weights are read, and until the
+process ends. What looks after workers and has no API (`--headless`) has one too.
 
 Owns the server, the watchdog, and what is known about the current worker.
 """
@@ -11,15 +11,17 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from prometheus_client.registry import Collector
 
 from mooncake.base import MooncakeError, Role
 from mooncake.launch.host.health import Health, HealthSettings, Watchdog, open_health_port
-from mooncake.launch.host.http_server import url_of
+from mooncake.launch.host.http_server import Route, url_of
 from mooncake.launch.worker.metrics import HealthFamilies, render
+from mooncake.telemetry.health import Vitals
 
 _log = logging.getLogger(__name__)
 
@@ -37,31 +39,45 @@ class Told(Protocol):
 
 
 class HealthPort:
-    """Answers probes and shows metrics of the worker in this process, through all its lives."""
+    """Answers probes and shows metrics of one process: of a worker through all its lives, or of
+    what looks after workers and has no API.
+    """
 
     def __init__(
         self,
         settings: HealthSettings,
-        worker_id: str,
+        name: str,
         role: Role,
         *,
         limit_s: float,
         own_host: str,
+        others: Callable[[], Sequence[Vitals]] = tuple,
+        on_stuck: Callable[[str], None] | None = None,
+        series: Callable[[], bytes] = bytes,
+        routes: Mapping[str, Route] = MappingProxyType({}),
     ) -> None:
-        """Open the port. The process ends when its loop has not turned for `limit_s`. `own_host` is
-        this machine's address, for the URL of a port that listens on all of its addresses.
+        """Open the port. When a loop has not turned for `limit_s`, `on_stuck` is told why, or
+        the process ends. `own_host` is this machine's address, for the URL of a port that listens
+        on all of its addresses. `others` returns the states of further parts of the process,
+        `series` further metrics; `routes` are answered too.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
         self.health = Health(limit_s)
-        self._worker_id = worker_id
+        self._name = name
         self._role = role
+        self._others = others
+        self._series = series
         self._worker: Told | None = None
-        self._server = open_health_port(settings, lambda: [self.health.vitals()], self.metrics)
+        self._server = open_health_port(settings, self.parts, self.metrics, routes)
         host = own_host if self._server.host in WILDCARDS else self._server.host
         self.url = url_of(host, self._server.port, self._server.scheme)
-        self._watchdog = Watchdog(lambda: [self.health.vitals()], self._end_process)
+        self._watchdog = Watchdog(self.parts, on_stuck or self._end_process)
+
+    def parts(self) -> list[Vitals]:
+        """Return the states of the loop and of the other parts."""
+        return [self.health.vitals(), *self._others()]
 
     @contextlib.contextmanager
     def of(self, worker: Told, role: Role) -> Iterator[None]:
@@ -83,14 +99,13 @@ class HealthPort:
 
     def metrics(self) -> bytes:
         """Return the process' series in Prometheus' text format."""
-        worker, vitals = self._worker, self.health.vitals()
-        own = HealthFamilies(self._worker_id, self._role, [vitals])
-        if worker is None or vitals.stuck_s:  # no answer would come
-            return render([own])
-        return render([own, *worker.families()])
+        worker, parts = self._worker, self.parts()
+        own = HealthFamilies(self._name, self._role, parts)
+        # A loop that hangs would not answer.
+        of_worker = () if worker is None or parts[0].stuck_s else worker.families()
+        return render([own, *of_worker]) + self._series()
 
     def close(self) -> None:
-        """Close the port and end the watchdog."""
         self._watchdog.close()
         self._server.close()
 
@@ -98,7 +113,7 @@ class HealthPort:
         """End the process at once and print the stacks of all threads. Peers then notice, and
         another worker takes over.
         """
-        _log.critical("%s: %s, so the process ends; stacks follow", self._worker_id, why)
+        _log.critical("%s: %s, so the process ends; stacks follow", self._name, why)
         faulthandler.dump_traceback(sys.stderr)
         sys.stderr.flush()
         os._exit(1)

@@ -70,7 +70,6 @@ class HealthFamilies(Collector):
         self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families."""
         build = GaugeMetricFamily("mooncake_build_info", BUILD, labels=BUILD_LABELS)
         build.add_metric([*self._values, __version__, revision()], 1)
         yield build
