@@ -37,6 +37,7 @@ from mooncake.sim.scaling import BUSY, FIXED, POLICY
 from mooncake.sim.simulation import START_S, Simulation, SimulationConfig
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine, Workload
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+from mooncake.telemetry.terminal import show_rows
 
 SIZES = ((2, 1), (3, 2), (4, 2), (6, 3), (8, 4))
 NUM_SAMPLES = 240
@@ -259,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
         runs = [_play(task) for task in tasks]
     rows = rows_of(runs)
     title = f"{len(workload.arrivals)} requests in {workload.duration_s:,.0f} s"
-    terminal.show_rows(title, rows, Console())
+    show_rows(title, rows, Console())
     write(args.json, as_json(runs))
     remark = f"{args.model} on {args.hardware}; a request is good inside {args.slo_ttft_s:g} s and "
     remark += f"{args.slo_tbt_ms:g} ms. Bounds: {args.autoscale}."

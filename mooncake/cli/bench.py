@@ -6,6 +6,7 @@ Flags are those of `vllm bench`, so that scripts need not be changed.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -234,22 +235,21 @@ def _throughput(wanted: BenchThroughput) -> int:
 
 def _latency(wanted: BenchLatency) -> int:
     from rich.console import Console
-    from rich.progress import Progress
 
     from mooncake.bench.offline import latency
+    from mooncake.telemetry.terminal import progress
 
-    total = wanted.num_iters_warmup + wanted.num_iters
+    done, total = itertools.count(1), wanted.num_iters_warmup + wanted.num_iters
     with (
         _OpenEngine(wanted) as engine,
-        Progress(console=Console(stderr=True), disable=wanted.disable_tqdm) as progress,
+        progress("iterations", total, Console(stderr=True), hidden=wanted.disable_tqdm) as show,
     ):
-        task = progress.add_task("iterations", total=total)
         batch = engine.samples(wanted.batch_size)
         result = latency(
             engine.generate,
             [batch] * total,
             wanted.num_iters_warmup,
-            lambda: progress.advance(task),
+            lambda: show(next(done), total),
         )
     _show_engine_result(wanted, result)
     return 0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import setting, text, truth
+from mooncake.telemetry.terminal import plain_table
 
 EXAMPLES = """\
 mooncake doctor                              this machine
@@ -45,9 +45,7 @@ def run(wanted: Doctor) -> int:
     if wanted.json:
         print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
     else:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("", "", "found", "to do"):
-            table.add_column(heading, overflow="fold")
+        table = plain_table("", "", "found", "to do")
         for each in findings:
             table.add_row(each.state, each.name, each.found, each.todo)
         Console(markup=False).print(table)  # what the system says may have brackets

@@ -4,19 +4,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from mooncake.base import ConfigError
 from mooncake.cli.command import Command
 from mooncake.launch.config.eval_settings import Eval
 from mooncake.tasks.mix import evaluation_samples
+from mooncake.telemetry.terminal import progress, show_rows
 
 if TYPE_CHECKING:
     from mooncake.api.http.client import HttpClient
@@ -53,19 +53,18 @@ async def _run(wanted: Eval, client: HttpClient) -> int:
 
     headers = {"Authorization": f"Bearer {wanted.api_key}"} if wanted.api_key else {}
     console = Console(stderr=True)
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn())
     try:
         model = wanted.model or await first_model(client, headers)
         samples = {
             task: evaluation_samples(task, wanted.num_samples, wanted.seed) for task in wanted.tasks
         }
-        with Progress(*columns, console=console, transient=True) as bar:
-            shown = bar.add_task("answers", total=sum(map(len, samples.values())))
+        whole, done = sum(map(len, samples.values())), itertools.count(1)
+        with progress("answers", whole, console) as show:
             scores = await evaluate(
                 Endpoint(client, headers, model, wanted.max_tokens),
                 samples,
                 wanted.max_concurrency,
-                lambda: bar.advance(shown),
+                lambda: show(next(done), whole),
             )
     finally:
         client.close()
@@ -88,18 +87,15 @@ async def _run(wanted: Eval, client: HttpClient) -> int:
 
 
 def _show(model: str, scores: Sequence[Score], tools: ToolCalls) -> None:
-    table = Table(title=f"{model}: answers that are right", title_justify="left")
-    for heading in ("task", "samples", "right", "standard error", "failed"):
-        table.add_column(heading, justify="left" if heading == "task" else "right")
-    for score in scores:
-        table.add_row(
-            score.task,
-            str(score.num_samples),
-            f"{score.accuracy:.1%}",
-            f"{score.standard_error:.1%}",
-            str(len(score.failures)),
-        )
-    Console().print(table)
+    rows = [["task", "samples", "right", "standard error", "failed"]]
+    rows += [
+        [
+            score.task, str(score.num_samples), f"{score.accuracy:.1%}",
+            f"{score.standard_error:.1%}", str(len(score.failures)),
+        ]
+        for score in scores
+    ]  # fmt: skip
+    show_rows(f"{model}: answers that are right", rows, Console())
     if tools.num_answers:
         print(
             f"{tools.num_answers} answers to requests with tools: trigger similarity "

@@ -19,6 +19,7 @@ from mooncake.cli.command import Command
 from mooncake.cli.status import ServerAddress
 from mooncake.launch.config.options import setting, text, truth
 from mooncake.launch.host.http_client import Client
+from mooncake.telemetry.terminal import plain_table
 
 BAR_CHARS = 32
 NOTES = """\
@@ -120,7 +121,7 @@ def _figures(sequence: dict[str, Any]) -> Table:
     """Return what was predicted by the attempt that gave the first token, and what came."""
     attempts = sequence["attempts"]
     attempt = next((each for each in attempts if each["ttft_s"] is not None), attempts[-1])
-    table = _table("", "predicted", "measured", "limit")
+    table = plain_table("", "predicted", "measured", "limit")
     table.add_row(
         "first token after",
         _seconds(attempt["predicted_ttft_s"]),
@@ -146,12 +147,14 @@ def _figures(sequence: dict[str, Any]) -> Table:
 
 
 def _show_choice(choice: dict[str, Any], console: Console) -> None:
-    table = _table("for the prompt", "first token", "queue", "fetch", "compute", "reused tokens")
+    table = plain_table(
+        "for the prompt", "first token", "queue", "fetch", "compute", "reused tokens"
+    )
     for each in choice["prefill"]:
         seconds = (each[name] for name in ("ttft_s", "queue_s", "fetch_s", "compute_s"))
         table.add_row(_worker(each), *map(_seconds, seconds), str(each["num_cached_tokens"]))
     console.print(table)
-    table = _table("for decoding", "a token every", "push", "room")
+    table = plain_table("for decoding", "a token every", "push", "room")
     for each in choice["decode"]:
         short = f"{each['num_short_blocks']} blocks short" if each["num_short_blocks"] else "yes"
         room = "full" if each["full"] else short
@@ -168,7 +171,7 @@ def _show_choice(choice: dict[str, Any], console: Console) -> None:
 def _timeline(steps: Sequence[dict[str, Any]]) -> Table:
     """Return the steps with a bar for each, from the beginning of the call to the last end."""
     last_s = max(step["end_s"] if step["end_s"] is not None else step["start_s"] for step in steps)
-    table = _table("from", "to", "", "", "")
+    table = plain_table("from", "to", "", "", "")
     for step in steps:
         end_s = step["end_s"]
         first = _column(step["start_s"], last_s)
@@ -188,13 +191,6 @@ def _column(at_s: float, last_s: float) -> int:
     """Return where a moment is in a bar: below `BAR_CHARS`, so that each step shows."""
     share = at_s / last_s if last_s > 0 else 0.0
     return min(BAR_CHARS - 1, max(0, int(share * BAR_CHARS)))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def _worker(estimate: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mooncake.base import ConfigError, format_bytes
 from mooncake.cli.command import Command
@@ -19,6 +18,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import checkpoint
 from mooncake.launch.host.file_digests import check, digests_of, read_list
 from mooncake.launch.host.key_source import key_source, needed_keys
+from mooncake.telemetry.terminal import progress
 
 OUT = "output"
 KEY = "key"
@@ -239,33 +239,13 @@ def verify(wanted: Verify) -> int:
 def _write(what: str, out: str, write: Callable[[Callable[[int, int], None]], Path]) -> int:
     """Show a progress bar while `write` works, then print what was written."""
     console = Console(stderr=True)
-    with progress_bar(console) as bar:
-        task = bar.add_task(what, total=None)
-
-        def show(done: int, whole: int) -> None:
-            bar.update(task, completed=done, total=whole)
-
+    with progress(what, None, console, in_bytes=True) as show:
         path = write(show)
     written = sum(file.stat().st_size for file in path.iterdir())
     console.print(
         f"wrote {path} ({format_bytes(written)}); serve it: mooncake serve {out}", soft_wrap=True
     )
     return 0
-
-
-def progress_bar(console: Console) -> Progress:
-    """Return a progress bar for bytes that vanishes when it is done; None if output is not a
-    terminal.
-    """
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 COMMANDS = (

@@ -23,6 +23,7 @@ from mooncake.sim.results.report import comparison_page
 from mooncake.sim.simulation import SimulationConfig
 from mooncake.sim.workload import Workload
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+from mooncake.telemetry.terminal import show_rows
 
 TRIES = 20
 """How often a server that gives no advice yet is asked, once a second. It looks at the cluster ten
@@ -68,7 +69,7 @@ def run(wanted: Plan) -> int:
     )
     plots = [("Requests inside both limits, best split tried", terminal.plan_plot(tried))]
     write(wanted.report, comparison_page(title, [("Clusters", rows, remark)], plots))
-    terminal.show_rows(title, rows, Console())
+    show_rows(title, rows, Console())
     Console().print(base.hardware.remark)
     best = next((one for one in tried if one.chosen), None)
     if best is None:
@@ -94,7 +95,7 @@ def _live(wanted: Plan) -> int:
     write(wanted.json, as_json(advice))
     rows = [["role", "now", "wanted", "why"]]
     rows += [[str(each[name]) for name in rows[0]] for each in advice]
-    terminal.show_rows("replicas", rows, Console())
+    show_rows("replicas", rows, Console())
     return 0
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from mooncake.base import ConfigError, CostSample, Role
 from mooncake.cli.command import Command
@@ -23,6 +21,7 @@ from mooncake.launch.config.options import count, same_as, setting, shared_value
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.profile import ROLES, Fit, fit, shapes_within
+from mooncake.telemetry.terminal import progress, show_rows
 
 if TYPE_CHECKING:
     from mooncake.launch.worker.direct import DirectEngine
@@ -91,13 +90,13 @@ def run(wanted: Profile) -> int:
 
 def _time(engine: DirectEngine, role: Role, repeats: int, console: Console) -> list[CostSample]:
     """Return the median of a few runs of each step."""
-    columns = (TextColumn(f"{role.value} steps"), BarColumn(), MofNCompleteColumn())
-    samples = []
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        for shape in bar.track(shapes_within(role, engine.config)):
+    samples, shapes = [], shapes_within(role, engine.config)
+    with progress(f"{role.value} steps", len(shapes), console) as show:
+        for done, shape in enumerate(shapes, 1):
             timed = [engine.time_step(shape) for _ in range(repeats)]
             seconds = statistics.median(sample.seconds for sample in timed)
             samples.append(msgspec.structs.replace(timed[0], seconds=seconds))
+            show(done, len(shapes))
     return samples
 
 
@@ -112,33 +111,24 @@ def _document(found: Fit) -> dict[str, Any]:
 
 def _show_experts(timings: list[dict[str, Any]], console: Console) -> None:
     """Print how one layer's experts were timed by each candidate, to choose between them."""
-    table = Table(title="experts of one layer on this CPU", title_justify="left")
-    for heading in ("kind", "tokens", "compiled code, ms", "oneDNN (widened first), ms", "taken"):
-        table.add_column(heading, justify="right")
+    rows = [["kind", "tokens", "compiled code, ms", "oneDNN (widened first), ms", "taken"]]
     for found in timings:
         few_s, many_s = found["few_s"], found["many_s"]
         taken = "compiled" if few_s <= many_s else "oneDNN"
-        table.add_row(
-            found["kind"], str(found["tokens"]), f"{1e3 * few_s:.2f}", f"{1e3 * many_s:.2f}", taken
-        )
-    console.print(table)
+        tokens = str(found["tokens"])
+        rows.append([found["kind"], tokens, f"{1e3 * few_s:.2f}", f"{1e3 * many_s:.2f}", taken])
+    show_rows("experts of one layer on this CPU", rows, console)
 
 
 def _show(found: Fit, title: str, console: Console) -> None:
-    table = Table(title=title, title_justify="left")
-    for heading in ("sequences", "new tokens", "in KV before", "ms", "fit ms", "error"):
-        table.add_column(heading, justify="right")
-    rows = zip(found.samples, found.predicted_s, found.errors, strict=True)
-    for sample, predicted, error in rows:
-        table.add_row(
-            str(sample.num_sequences),
-            str(sample.num_new_tokens),
-            str(sample.num_context_tokens),
-            f"{1000 * sample.seconds:.2f}",
-            f"{1000 * predicted:.2f}",
-            f"{error:.0%}",
-        )
-    console.print(table)
+    rows = [["sequences", "new tokens", "in KV before", "ms", "fit ms", "error"]]
+    for sample, predicted, error in zip(
+        found.samples, found.predicted_s, found.errors, strict=True
+    ):
+        numbers = sample.num_sequences, sample.num_new_tokens, sample.num_context_tokens
+        times = f"{1000 * sample.seconds:.2f}", f"{1000 * predicted:.2f}", f"{error:.0%}"
+        rows.append([*map(str, numbers), *times])
+    show_rows(title, rows, console)
     of_streams = any(sample.num_streams for sample in found.samples)
     fitted = found.stream_coefficients if of_streams else found.coefficients
     for value, term in zip(fitted, STREAM_TERMS if of_streams else TERMS, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 
 from mooncake.scheduler.placement.choice_replay import BundledPlacement, replay
-from mooncake.sim.console import show_rows
 from mooncake.sim.files import as_json, read_bundle, write
+from mooncake.telemetry.terminal import show_rows
 
 NOBODY = "nobody: no worker is large enough"
 

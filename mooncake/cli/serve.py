@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from rich.console import Console
-from rich.table import Table
 
 from mooncake.cli.command import Command
 from mooncake.launch.config.config import resolve
@@ -58,10 +57,10 @@ def _check_kernels() -> int:
     from mooncake_kernels.checks import check_kernels
     from mooncake_kernels.timing import local_device
 
+    from mooncake.telemetry.terminal import show_rows
+
     device, place = local_device()
-    table = Table(title=f"kernels on {place}", title_justify="left")
-    for heading in ("op", "backend", "difference", "gate", ""):
-        table.add_column(heading, justify="right" if heading in ("difference", "gate") else "left")
+    rows = [["op", "backend", "difference", "gate", ""]]
     wrong = 0
     for row in check_kernels(device):
         ran = row.difference is not None
@@ -69,8 +68,8 @@ def _check_kernels() -> int:
         wrong += broken and not row.passed
         verdict = "ok" if row.passed else row.note or "DIFFERS"
         found = f"{row.difference:.1e}" if row.difference is not None else "-"
-        table.add_row(row.op, row.backend, found, f"{row.gate:.0e}", verdict)
-    Console().print(table)
+        rows.append([row.op, row.backend, found, f"{row.gate:.0e}", verdict])
+    show_rows(f"kernels on {place}", rows, Console())
     return 1 if wrong else 0
 
 

@@ -27,6 +27,7 @@ from mooncake.sim.scaling import FIXED
 from mooncake.sim.simulation import SimulationConfig
 from mooncake.sim.workload import Workload
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+from mooncake.telemetry.terminal import progress, show_rows
 
 RANDOM = "random"
 EXAMPLES = """\
@@ -119,8 +120,8 @@ def _under_faults(wanted: SimulateSettings, file: str) -> int:
     config, console = simulation_config(wanted), Console(stderr=True)
     workload = _workload(wanted)
     run = FaultyRun(config, workload, faults, file)
-    with terminal.progress_of("faults", len(workload.arrivals), console) as progress:
-        report = run.run(progress)
+    with progress("faults", len(workload.arrivals), console) as move:
+        report = run.run(move)
     html = comparison_page(terminal.fault_title(report), terminal.fault_tables(report))
     if report.failure is None:
         result = result_of(run.simulation)
@@ -143,7 +144,7 @@ def _no_logs() -> Iterator[None]:
 def _end(wanted: SimulateSettings, report: TrialReport, html: str, command: str) -> int:
     write(wanted.json, as_json(report))
     write(wanted.report, html)
-    terminal.show_rows(terminal.fault_title(report), report.rows, Console())
+    show_rows(terminal.fault_title(report), report.rows, Console())
     if report.failure is None:
         return 0
     print(describe_failure(report, command))

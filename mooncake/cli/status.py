@@ -15,6 +15,7 @@ from mooncake.base.errors import Forbidden, MooncakeError, UserError
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import positive, setting, text, truth
 from mooncake.launch.host.http_client import Client
+from mooncake.telemetry.terminal import plain_table
 
 STATUS_PATH = "/v1/cluster/status"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -141,10 +142,8 @@ def _show(
 
 def gateway_table(gateways: list[dict[str, Any]]) -> Table:
     """Return one row for each gateway. The one that answered comes first."""
-    table = Table(box=None, pad_edge=False)
     columns = {"gateway": "id", "address": "address", "state": "state", "requests": "num_inflight"}
-    for title in columns:
-        table.add_column(title)
+    table = plain_table(*columns)
     for gateway in gateways:
         table.add_row(*(str(gateway.get(name, "")) for name in columns.values()))
     return table
@@ -155,21 +154,12 @@ def worker_table(workers: list[dict[str, Any]], rates: Rates | None = None) -> T
     health port. Where they exist, it also shows what became of its drafts, how even the load of its
     shared experts is, and which of its stages was slow.
     """
-    table = Table(box=None, pad_edge=False)
-    for name in ("worker", "role", "pid", "host", "state", "running", "waiting", "KV used"):
-        table.add_column(name)
-    for name in _RATES if rates is not None else ():
-        table.add_column(name, justify="right")
-    drafted = any(_drafts(worker) for worker in workers)
-    if drafted:
-        table.add_column("drafts accepted")
-    sharing = any(_experts(worker) for worker in workers)
-    if sharing:
-        table.add_column("experts")
-    staged = any(_stages(worker) for worker in workers)
-    if staged:
-        table.add_column("stages")
-    table.add_column("health", overflow="fold")
+    told = {"drafts accepted": _drafts, "experts": _experts, "stages": _stages}
+    shown = {name: of for name, of in told.items() if any(map(of, workers))}
+    table = plain_table(
+        "worker", "role", "pid", "host", "state", "running", "waiting", "KV used",
+        *(_RATES if rates is not None else ()), *shown, "health", right=_RATES,
+    )  # fmt: skip
     for worker in workers:
         load = worker.get("load") or {}
         table.add_row(
@@ -177,9 +167,7 @@ def worker_table(workers: list[dict[str, Any]], rates: Rates | None = None) -> T
             *(str(load.get(name, 0)) for name in ("num_running", "num_waiting")),
             _used(load),
             *(rates.of(worker) if rates is not None else ()),
-            *([_drafts(worker)] if drafted else []),
-            *([_experts(worker)] if sharing else []),
-            *([_stages(worker)] if staged else []),
+            *(of(worker) for of in shown.values()),
             str(worker.get("health_url", "")).removeprefix("http://"),
         )
     return table
@@ -190,10 +178,9 @@ def engine_table(engines: list[dict[str, Any]]) -> Table:
     which part of its prompts it had cached, how its prefixes are known, and its models or why it
     is not up.
     """
-    table = Table(box=None, pad_edge=False)
-    for name in ("engine", "state", "running", "waiting", "requests", "failed", "cached", "by"):
-        table.add_column(name)
-    table.add_column("serves", overflow="fold")
+    table = plain_table(
+        "engine", "state", "running", "waiting", "requests", "failed", "cached", "by", "serves"
+    )
     for engine in engines:
         computed = engine.get("num_prompt_tokens", 0)
         prefixes = str(engine.get("prefixes", ""))

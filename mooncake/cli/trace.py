@@ -8,10 +8,10 @@ from rich.console import Console
 
 from mooncake.cli.command import Command
 from mooncake.launch.config.sim_settings import CacheSettings, TraceFile
-from mooncake.sim.console import show_rows
 from mooncake.sim.files import as_json, read_trace, write
 from mooncake.sim.trace_cache import hit_rate
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, describe
+from mooncake.telemetry.terminal import show_rows
 
 
 def run_describe(wanted: TraceFile) -> int:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from mooncake.base import ConfigError
 from mooncake.cli.command import Command
 from mooncake.launch.config import options
 from mooncake.launch.config.options import SomeOf, setting, text
+from mooncake.telemetry.terminal import progress
 
 EXPERTS = "experts of Kimi-K2"
 FORMATS = ("plain", "fp8", "int4")
@@ -53,28 +45,11 @@ def tune(wanted: Tune) -> int:
     console = Console(stderr=True)
     for name in wanted.format:
         shape = rank_shape(name, split)
-        with _bar(console) as bar:
-            task = bar.add_task(shape.key, total=len(BATCHES))
-            found = tune_experts(shape, progress=functools.partial(_show, bar, task))
+        with progress(shape.key, len(BATCHES), console) as show:
+            found = tune_experts(shape, progress=show)
         save_table(TABLES / target.file_name, target, {shape.key: found})
         console.print(f"{shape.key}: {len(found)} batches in {TABLES / target.file_name}")
     return 0
-
-
-def _show(bar: Progress, task: TaskID, done: int, whole: int) -> None:
-    bar.update(task, completed=done, total=whole)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 COMMANDS = (

@@ -1,14 +1,11 @@
-"""The simulator in a terminal: a progress bar while it runs, tables of results, pages of faults."""
+"""The simulator in a terminal: a run with a progress bar, tables of results, pages of faults."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from mooncake.sim.faults.random_faults import TrialReport
 from mooncake.sim.planning import WANTED_RATIO, Tried
@@ -17,6 +14,7 @@ from mooncake.sim.results.report import rows_of
 from mooncake.sim.results.result import SimulationResult, result_of
 from mooncake.sim.simulation import Simulation, SimulationConfig
 from mooncake.sim.workload import Workload
+from mooncake.telemetry.terminal import progress, show_rows
 
 GC_EVERY = 200_000
 """How many objects may be made between two garbage collections: a simulation makes few cycles and
@@ -29,20 +27,9 @@ def run(config: SimulationConfig, workload: Workload, console: Console) -> Simul
     gc.set_threshold(GC_EVERY)
     simulation = Simulation(config, workload)
     what = f"{config.engine} {config.num_prefill}P{config.num_decode}D {config.scheduler.policy}"
-    with progress_of(what, len(workload.arrivals), console) as progress:
-        simulation.run(progress)
+    with progress(what, len(workload.arrivals), console) as move:
+        simulation.run(move)
     return result_of(simulation)
-
-
-@contextmanager
-def progress_of(what: str, total: int, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar. Yields the function that moves it: (ended requests, all requests)."""
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
-        task = bar.add_task(what, total=total)
-        yield lambda done, _: bar.update(task, completed=done)
 
 
 def show(result: SimulationResult, console: Console) -> None:
@@ -52,17 +39,6 @@ def show(result: SimulationResult, console: Console) -> None:
         f"{result.num_prefill}P{result.num_decode}D, {result.policy}"
     )
     show_rows(title, [["", ""], *(list(row) for row in rows_of(result))], console)
-
-
-def show_rows(title: str, rows: Sequence[Sequence[str]], console: Console) -> None:
-    """Print rows, the header first."""
-    head, *rest = rows
-    table = Table(title=title, show_header=any(head))
-    for number, cell in enumerate(head):
-        table.add_column(cell, justify="right" if number else "left")
-    for row in rest:
-        table.add_row(*row)
-    console.print(table)
 
 
 def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:

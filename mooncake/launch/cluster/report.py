@@ -16,6 +16,7 @@ from mooncake.base import Role, format_bytes
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.rank_plan import InstanceMemory, rank_rows
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.telemetry.terminal import plain_table
 
 Show = Callable[[str, str, int, int], None]
 """Called with (worker id, what it is doing, how much is done, of how much); a total of 0 is not
@@ -88,9 +89,7 @@ def holdings(plan: ServePlan, role: Role) -> str:
 
 
 def started_table(rows: list[WorkerRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("role", "worker", "pid", "node", "holds"):
-        table.add_column(name)
+    table = plain_table("role", "worker", "pid", "node", "holds")
     for row in rows:
         table.add_row(row.role.value, row.worker_id, str(row.pid), row.node_id, row.holds)
     return table
@@ -100,15 +99,11 @@ def print_plan(
     console: Console, config: ServeConfig, plan: ServePlan, available: int | None
 ) -> None:
     """Print the resolved configuration, the workers and their memory."""
-    settings = Table(title="configuration", box=None, pad_edge=False, title_justify="left")
-    settings.add_column("setting")
-    settings.add_column("value", overflow="fold")
+    settings = plain_table("setting", "value", title="configuration")
     for name, value in config.shown().items():
         settings.add_row(name, "" if value is None else json.dumps(value, ensure_ascii=False))
     console.print(settings)
-    workers = Table(title="workers", box=None, pad_edge=False, title_justify="left")
-    for name in ("role", "number", "each holds"):
-        workers.add_column(name)
+    workers = plain_table("role", "number", "each holds", title="workers")
     counts = ((Role.PREFILL, plan.num_prefills), (Role.DECODE, plan.num_decodes),
               (Role.KVSTORE, plan.num_kvstores))  # fmt: skip
     for role, number in counts:
@@ -128,9 +123,7 @@ def print_plan(
             console.print(_rank_table(plan, role))
     if plan.gpu_node is not None:
         return
-    table = Table(title="memory on this machine", box=None, pad_edge=False, title_justify="left")
-    for name in ("what", "each", "together"):
-        table.add_column(name)
+    table = plain_table("what", "each", "together", title="memory on this machine")
     for cells in plan.memory_rows():
         table.add_row(*cells)
     if available is not None:
@@ -152,14 +145,12 @@ def _rank_table(plan: ServePlan, role: Role) -> Table:
         engines = f"{number} engine{'s' * (number > 1)}"
         where += f", {engines} on {nodes} node{'s' * (nodes > 1)}"
     title = f"memory of each rank of an engine of {shape}, {where}"
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     names = ["rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of"]
     if shape.pp > 1:
         names.insert(1, "layers")
     if memory.stages[-1].dram:
         names.append("experts in DRAM")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = plain_table(*names, title=title, right=names)
     for cells in rank_rows(memory, plan.layout):
         table.add_row(*cells)
     return table
