@@ -12,9 +12,9 @@ import pytest
 
 from mooncake.base import FinishReason, Role, WorkerLoad
 from mooncake.kvstore.node.node import KvNode
-from mooncake.launch.host.link_metrics import LinkFamilies
-from mooncake.launch.pool_node.metrics import NodeFamilies
-from mooncake.launch.worker.metrics import render
+from mooncake.launch.host.families import render
+from mooncake.launch.host.link_metrics import link_families
+from mooncake.launch.pool_node.metrics import node_families
 from mooncake.sim import simulation as simulated
 from mooncake.sim.measure import Measures
 from mooncake.sim.results.plots import Line, lines_plot
@@ -102,7 +102,7 @@ def node_text(name: str, node: KvNode, played: Simulation) -> str:
         num_retries=0, num_failures=0, latency_s=1.0,
         latency_buckets=[moved // 1000] * (len(LATENCY_BOUNDS_S) + 1),
     )  # fmt: skip
-    return render([NodeFamilies(node.state()), LinkFamilies(name, [link])]).decode()
+    return render([*node_families(node.state()), *link_families(name, [link])]).decode()
 
 
 @pytest.fixture(scope="module")

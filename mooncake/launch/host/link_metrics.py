@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from mooncake.launch.host.families import families
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
 
 LABELS = ["worker", "protocol", "nic", "peer"]
@@ -25,32 +26,17 @@ COUNTS: dict[str, tuple[str, Callable[[LinkSnapshot], float]]] = {
 _BOUNDS = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_S), "+Inf"]
 
 
-class LinkFamilies:
-    """Collects the metrics of one worker's links for Prometheus."""
-
-    def __init__(self, worker: str, links: Sequence[LinkSnapshot]) -> None:
-        self._worker = worker
-        self._links = links
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the families: counters of each link, a histogram of each NIC."""
-        for name, (text, value_of) in COUNTS.items():
-            counter = CounterMetricFamily(f"mooncake_transfer_{name}", text, labels=LABELS)
-            for link in self._links:
-                counter.add_metric(self._labels(link), value_of(link))
-            yield counter
-        text = "time from posting a slice to its arrival"
-        latency = HistogramMetricFamily(
-            "mooncake_transfer_slice_seconds", text, labels=LATENCY_LABELS
-        )
-        of_nics: dict[tuple[str, ...], list[LinkSnapshot]] = {}
-        for link in self._links:
-            of_nics.setdefault((self._worker, link.protocol, link.nic), []).append(link)
-        for labels, links in of_nics.items():
-            counts = map(sum, zip(*(link.latency_buckets for link in links), strict=True))
-            buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
-            latency.add_metric(labels, buckets, sum_value=sum(link.latency_s for link in links))
-        yield latency
-
-    def _labels(self, link: LinkSnapshot) -> list[str]:
-        return [self._worker, link.protocol, link.nic, link.peer]
+def link_families(worker: str, links: Sequence[LinkSnapshot]) -> Iterator[Metric]:
+    """Yield the families of one worker's links: counters of each link, a histogram of each NIC."""
+    rows = [((worker, link.protocol, link.nic, link.peer), link) for link in links]
+    yield from families(CounterMetricFamily, "transfer_", COUNTS, LABELS, rows)
+    text = "time from posting a slice to its arrival"
+    latency = HistogramMetricFamily("mooncake_transfer_slice_seconds", text, labels=LATENCY_LABELS)
+    of_nics: dict[tuple[str, ...], list[LinkSnapshot]] = {}
+    for labels, link in rows:
+        of_nics.setdefault(labels[:-1], []).append(link)
+    for nic, of_nic in of_nics.items():
+        counts = map(sum, zip(*(link.latency_buckets for link in of_nic), strict=True))
+        buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
+        latency.add_metric(nic, buckets, sum_value=sum(link.latency_s for link in of_nic))
+    yield latency

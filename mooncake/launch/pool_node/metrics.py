@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
 from mooncake.kvstore.node.blocks import COUNTERS
+from mooncake.launch.host.families import families
 
 GAUGES = {
     "dram_blocks": "blocks that fit into DRAM",
@@ -93,28 +95,14 @@ def fate(drain: DrainProgress) -> str:
     return "blocks " + ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
 
 
-class NodeFamilies:
-    """Collects the metrics of one node's state for Prometheus."""
-
-    def __init__(self, state: PoolState) -> None:
-        self._state = state
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the families of the node, of its tenants and of its counters."""
-        names, values = ["worker"], [self._state.store.worker_id]
-        shown = figures(self._state)
-        for name, text in GAUGES.items():
-            gauge = GaugeMetricFamily(f"mooncake_pool_{name}", text, labels=names)
-            gauge.add_metric(values, shown[name])
-            yield gauge
-        for name, (text, value_of) in TENANT_GAUGES.items():
-            gauge = GaugeMetricFamily(
-                f"mooncake_pool_{name}", text, labels=["worker", "tenant", "tier"]
-            )
-            for use in self._state.tenants:
-                gauge.add_metric([*values, use.tenant, use.tier.value], value_of(use))
-            yield gauge
-        for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(f"mooncake_pool_{name}", text, labels=names)
-            counter.add_metric(values, self._state.load.counters.get(name, 0.0))
-            yield counter
+def node_families(state: PoolState) -> Iterator[Metric]:
+    """Yield the figures of a node, of its tenants, and its counters."""
+    worker, labels = [state.store.worker_id], ["worker"]
+    gauges = {name: (text, itemgetter(name)) for name, text in GAUGES.items()}
+    yield from families(GaugeMetricFamily, "pool_", gauges, labels, [(worker, figures(state))])
+    tenants = [((*worker, use.tenant, use.tier.value), use) for use in state.tenants]
+    labels_of_tenants = [*labels, "tenant", "tier"]
+    yield from families(GaugeMetricFamily, "pool_", TENANT_GAUGES, labels_of_tenants, tenants)
+    counters = {name: (text, methodcaller("get", name, 0.0)) for name, text in COUNTERS.items()}
+    rows = [(worker, state.load.counters)]
+    yield from families(CounterMetricFamily, "pool_", counters, labels, rows)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from mooncake.base import MooncakeError, Role
+from mooncake.launch.host.families import render
 from mooncake.launch.host.health import Health, HealthSettings, Watchdog, open_health_port
 from mooncake.launch.host.http_server import Route, url_of
-from mooncake.launch.worker.metrics import HealthFamilies, render
+from mooncake.launch.worker.metrics import health_families
 from mooncake.telemetry.health import Vitals
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Told(Protocol):
     def tell(self, health: Health) -> None:
         """Have `health` ask it from now on."""
 
-    def families(self) -> list[Collector]:
+    def families(self) -> list[Metric]:
         """Return its figures."""
 
 
@@ -100,10 +101,10 @@ class HealthPort:
     def metrics(self) -> bytes:
         """Return the process' series in Prometheus' text format."""
         worker, parts = self._worker, self.parts()
-        own = HealthFamilies(self._name, self._role, parts)
+        own = health_families(self._name, self._role, parts)
         # A loop that hangs would not answer.
         of_worker = () if worker is None or parts[0].stuck_s else worker.families()
-        return render([own, *of_worker]) + self._series()
+        return render([*own, *of_worker]) + self._series()
 
     def close(self) -> None:
         self._watchdog.close()

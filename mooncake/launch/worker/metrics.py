@@ -6,16 +6,15 @@ Reads the worker between two events of its driver. The series of a gateway about
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from mooncake import __version__
 from mooncake.base import Role, WorkerLoad
 from mooncake.launch.host.build import revision
+from mooncake.launch.host.families import families
 from mooncake.telemetry.health import Probe, Vitals, judge
 
 LABELS = ["worker", "role"]
@@ -61,54 +60,26 @@ COUNTS = "events"
 """The family of the counters that a worker keeps, one series for each `name`."""
 
 
-class HealthFamilies(Collector):
-    """Collects what probes are told about one process, for Prometheus."""
-
-    def __init__(self, worker: str, role: Role, parts: Sequence[Vitals]) -> None:
-        """A process has the state of the worst of its `parts`."""
-        self._values = [worker, role.value]
-        self._parts = parts
-
-    def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily("mooncake_build_info", BUILD, labels=BUILD_LABELS)
-        build.add_metric([*self._values, __version__, revision()], 1)
-        yield build
-        health = GaugeMetricFamily("mooncake_health", HEALTH["health"], labels=[*LABELS, "probe"])
-        for probe in Probe:
-            health.add_metric([*self._values, probe.value], judge(probe, self._parts)[0])
-        yield health
-        stuck = GaugeMetricFamily(
-            "mooncake_loop_stuck_seconds", HEALTH["loop_stuck_seconds"], labels=LABELS
-        )
-        stuck.add_metric(self._values, max((part.stuck_s for part in self._parts), default=0.0))
-        yield stuck
+def health_families(worker: str, role: Role, parts: Sequence[Vitals]) -> Iterator[Metric]:
+    """Yield what probes are told about a process, which is as its worst part is."""
+    values = worker, role.value
+    build = GaugeMetricFamily("mooncake_build_info", BUILD, labels=BUILD_LABELS)
+    build.add_metric([*values, __version__, revision()], 1)
+    yield build
+    health = GaugeMetricFamily("mooncake_health", HEALTH["health"], labels=[*LABELS, "probe"])
+    for probe in Probe:
+        health.add_metric([*values, probe.value], judge(probe, parts)[0])
+    yield health
+    name = "loop_stuck_seconds"
+    stuck = GaugeMetricFamily(f"mooncake_{name}", HEALTH[name], labels=LABELS)
+    stuck.add_metric(values, max((part.stuck_s for part in parts), default=0.0))
+    yield stuck
 
 
-class EngineFamilies(Collector):
-    """Collects the figures of an engine's worker, for Prometheus."""
-
-    def __init__(self, worker: str, role: Role, figures: EngineFigures) -> None:
-        self._values = [worker, role.value]
-        self._figures = figures
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the families of its load and of its counters."""
-        for name, (text, value_of) in GAUGES.items():
-            gauge = GaugeMetricFamily(f"mooncake_worker_{name}", text, labels=LABELS)
-            gauge.add_metric(self._values, value_of(self._figures))
-            yield gauge
-        counter = CounterMetricFamily(
-            f"mooncake_worker_{COUNTS}", "counters that a worker keeps", labels=[*LABELS, "name"]
-        )
-        for name, value in self._figures.load.counters.items():
-            counter.add_metric([*self._values, name], value)
-        yield counter
-
-
-def render(families: Iterable[Collector]) -> bytes:
-    """Return the families, and those of this process, in Prometheus' text format."""
-    registry = CollectorRegistry()
-    for each in families:
-        registry.register(each)
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)
+def engine_families(worker: str, role: Role, figures: EngineFigures) -> Iterator[Metric]:
+    """Yield the load and the counters of an engine's worker."""
+    values = worker, role.value
+    yield from families(GaugeMetricFamily, "worker_", GAUGES, LABELS, [(values, figures)])
+    events = {COUNTS: ("counters that a worker keeps", float)}
+    rows = [((*values, name), value) for name, value in figures.load.counters.items()]
+    yield from families(CounterMetricFamily, "worker_", events, [*LABELS, "name"], rows)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from mooncake.base import (
     CheckpointError,
@@ -57,15 +57,15 @@ from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health, HealthSettings
-from mooncake.launch.host.link_metrics import LinkFamilies
+from mooncake.launch.host.link_metrics import link_families
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.host.start_phases import StartPhases
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
-from mooncake.launch.pool_node.metrics import NodeFamilies
+from mooncake.launch.pool_node.metrics import node_families
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
-from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures
+from mooncake.launch.worker.metrics import EngineFigures, engine_families
 from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
@@ -273,7 +273,7 @@ class Worker:
         """Have `health` ask this worker for its state from now on."""
         health.watch(lambda: self.driver.call(lambda machine, _: _facts(machine)))
 
-    def families(self) -> list[Collector]:
+    def families(self) -> list[Metric]:
         """Return its figures as Prometheus families. There are none when its driver does not answer
         or has ended. From any thread.
         """
@@ -285,14 +285,13 @@ class Worker:
         except (CancelledError, TimeoutError):
             return []
         worker_id = self.ref.worker_id
-        own: Collector
         if isinstance(figures, PoolState):
-            own = NodeFamilies(figures)
+            own = node_families(figures)
         else:
             role = Role.PREFILL if isinstance(self.machine, PrefillWorker) else Role.DECODE
-            own = EngineFamilies(worker_id, role, figures)
+            own = engine_families(worker_id, role, figures)
         links = [] if self._ports.transfer is None else self._ports.transfer.links()
-        return [own, LinkFamilies(worker_id, links)]
+        return [*own, *link_families(worker_id, links)]
 
     def leave(self, limit_s: float, *, waits: bool = False) -> None:
         """End the driver. Before that, for at most `limit_s`, an engine finishes what others do not

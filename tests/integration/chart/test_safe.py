@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import Role, WorkerLoad
 from mooncake.cli.main import run as run_command
-from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures, render
+from mooncake.launch.host.families import render
+from mooncake.launch.worker.metrics import EngineFigures, engine_families
 from tests.integration.chart.test_chart import SETTINGS, needs_helm, pods, rendered
 from tests.integration.chart.test_values import (
     CI,
@@ -299,7 +300,7 @@ def scraped(role: Role, number: float) -> Iterator[tuple[str, dict[str, str], fl
         if role is Role.GATEWAY:
             text = gateway_text()
         else:
-            text = render([EngineFamilies("w", role, EngineFigures(load, 0.0))]).decode()
+            text = render(engine_families("w", role, EngineFigures(load, 0.0))).decode()
         added = {"namespace": "default", "pod": f"p{pod}", "service": f"one-mooncake-{role.value}"}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -24,13 +24,13 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import issue, own_credential
 from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.launch.host.credentials import sign_request
+from mooncake.launch.host.families import render
 from mooncake.launch.host.health import Facts, Health
 from mooncake.launch.host.http_client import Client
 from mooncake.launch.host.http_server import MAX_BODY_BYTES, MAX_CONNECTIONS, TlsFiles
 from mooncake.launch.pool_client.session import locate
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
-from mooncake.launch.worker.metrics import render
 from tests.support.certificates import Host
 
 SECRET = "the cluster secret"
@@ -89,7 +89,7 @@ def api_server(driver: Driver) -> Iterator[PoolAdmin]:
     health.watch(lambda: driver.call(lambda node, _: Facts(node.joined, node.shown.draining)))
 
     def metrics() -> bytes:
-        return render([pool_metrics.NodeFamilies(driver.node.shown)])
+        return render(pool_metrics.node_families(driver.node.shown))
 
     settings = AdminSettings(token_digests=[sha256(key).digest() for key in (b"another", b"key")])
     about = {"node_id": "n"}

@@ -10,9 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.base import FinishReason, Role, WorkerLoad, WorkerRef
 from mooncake.base.pool_messages import PoolState
-from mooncake.launch.host.link_metrics import LinkFamilies
-from mooncake.launch.pool_node.metrics import NodeFamilies
-from mooncake.launch.worker.metrics import EngineFamilies, EngineFigures, HealthFamilies, render
+from mooncake.launch.host.families import render
+from mooncake.launch.host.link_metrics import link_families
+from mooncake.launch.pool_node.metrics import node_families
+from mooncake.launch.worker.metrics import EngineFigures, engine_families, health_families
 from mooncake.telemetry.events import (
     Accepted,
     Finished,
@@ -80,9 +81,11 @@ def worker_text() -> str:
     )  # fmt: skip
     figures = EngineFigures(WorkerLoad(counters={"preemptions": 1}), 0.0)
     families = (
-        HealthFamilies("w", Role.DECODE, [Vitals()]), EngineFamilies("w", Role.DECODE, figures),
-        NodeFamilies(state), LinkFamilies("w", [link]),
-    )  # fmt: skip
+        *health_families("w", Role.DECODE, [Vitals()]),
+        *engine_families("w", Role.DECODE, figures),
+        *node_families(state),
+        *link_families("w", [link]),
+    )
     return render(families).decode()
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mooncake.launch.host.link_metrics import LinkFamilies
+from mooncake.launch.host.families import render
+from mooncake.launch.host.link_metrics import link_families
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkStats
 
 
 def samples(stats: LinkStats) -> dict[tuple[str, ...], float]:
-    registry = CollectorRegistry()
-    registry.register(LinkFamilies("kv-1", stats.snapshot()))
-    families = text_string_to_metric_families(generate_latest(registry).decode())
+    text = render(link_families("kv-1", stats.snapshot())).decode()
+    families = text_string_to_metric_families(text)
     return {
         (sample.name, sample.labels.get("peer", ""), sample.labels.get("le", "")): sample.value
         for family in families
         for sample in family.samples
-        if sample.labels["worker"] == "kv-1" and sample.labels["nic"] == "10.0.0.1"
+        if sample.labels.get("worker") == "kv-1" and sample.labels["nic"] == "10.0.0.1"
     }
 
 
