@@ -62,11 +62,7 @@ class Host:
 
 
 def authority(wanted: Authority) -> int:
-    """Write an authority. It never overwrites another one.
-
-    Raises:
-        ConfigError: there is an authority already, or the directory cannot be written.
-    """
+    """Write an authority. It never overwrites another one."""
     from mooncake.identity.certificates import make_authority
 
     place = Path(wanted.out)
@@ -83,11 +79,7 @@ def authority(wanted: Authority) -> int:
 
 
 def host(wanted: Host) -> int:
-    """Write a host's certificate and key, and the certificate of the authority.
-
-    Raises:
-        ConfigError: there is no authority, or the directory cannot be written.
-    """
+    """Write a host's certificate and key, and the certificate of the authority."""
     from mooncake.identity.certificates import Pem, make_host_certificate
 
     source, place = Path(wanted.authority), Path(wanted.out)

@@ -152,12 +152,7 @@ def _add(calls: dict[int, dict[str, Any]], pieces: Iterable[Mapping[str, Any]]) 
 
 
 def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None = None) -> int:
-    """Converse until the person leaves. `read` asks for a line, `out` gets the answers.
-
-    Raises:
-        ConfigError: the folder of the tools is not a directory.
-        MooncakeError: no server answers.
-    """
+    """Converse until the person leaves. `read` asks for a line, `out` gets the answers."""
     if wanted.tools and not Path(wanted.folder).is_dir():
         raise ConfigError(f"--folder: {wanted.folder} is not a folder")
     out = out or sys.stdout

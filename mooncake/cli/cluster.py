@@ -50,9 +50,6 @@ class Init:
 def init(wanted: Init) -> int:
     """Make the secret, the authority, and a folder for each machine, with credentials of the roles
     that run there; print where they go.
-
-    Raises:
-        ConfigError: the file describes no cluster, or a folder cannot be written.
     """
     from mooncake.identity.certificates import (
         Pem,

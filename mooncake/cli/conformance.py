@@ -30,12 +30,7 @@ CLOSING_S = 0.1
 
 
 def run(wanted: Conformance) -> int:
-    """Run the checks. Return 1 if one fails.
-
-    Raises:
-        ConfigError: an address is not valid, or processes are named that may not be touched.
-        Unavailable: the server does not answer, or lists no model.
-    """
+    """Run the checks. Return 1 if one fails."""
     from mooncake.api.http.event_loop import run_in_loop
 
     try:

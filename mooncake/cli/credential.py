@@ -44,11 +44,7 @@ class Wanted:
 
 
 def make(wanted: Wanted) -> int:
-    """Write a credential.
-
-    Raises:
-        ConfigError: settings that do not go together, or a file that cannot be written.
-    """
+    """Write a credential."""
     from mooncake.identity import issue
     from mooncake.identity.credential import PREFIX
     from mooncake.launch.host.credentials import write_private

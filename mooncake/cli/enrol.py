@@ -40,12 +40,7 @@ class Enrol:
 
 
 def run(wanted: Enrol) -> int:
-    """Write the files.
-
-    Raises:
-        ConfigError: a setting or file is wrong.
-        MooncakeError: no signer answers, or it refuses.
-    """
+    """Write the files."""
     from mooncake.launch.host.enrol import CREDENTIAL, Enrolment, enrol
 
     credential = enrol(

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(wanted: Eval) -> int:
-    """Evaluate. Return 1 if a request failed, or if a task is below its required share.
-
-    Raises:
-        ConfigError: the address is not valid, or the file cannot be written.
-        Unavailable: the server lists no model.
-    """
+    """Evaluate. Return 1 if a request failed, or if a task is below its required share."""
     from mooncake.api.http.client import HttpClient
     from mooncake.api.http.event_loop import run_in_loop
 

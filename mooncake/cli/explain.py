@@ -41,11 +41,7 @@ class Explain(ServerAddress):
 
 
 def explain(wanted: Explain) -> int:
-    """Print the receipt of a call, or write its bundle.
-
-    Raises:
-        MooncakeError: no server answers, it refuses, or it does not have the receipt.
-    """
+    """Print the receipt of a call, or write its bundle."""
     client = Client(wanted.url, wanted.api_key)
     name = urllib.parse.quote(wanted.name, safe="")
     if wanted.bundle is not None:

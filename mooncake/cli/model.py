@@ -111,11 +111,7 @@ class Verify:
 
 
 def init(wanted: Init) -> int:
-    """Write the checkpoint.
-
-    Raises:
-        ConfigError: no such preset, or `out` holds something already.
-    """
+    """Write the checkpoint."""
     from mooncake.model.checkpoint.making.presets import init_checkpoint
 
     return _write(
@@ -126,12 +122,7 @@ def init(wanted: Init) -> int:
 
 
 def convert(wanted: Convert) -> int:
-    """Write a quantized copy of a checkpoint.
-
-    Raises:
-        ConfigError: an unknown format, a source that is quantized, or `out` holds something.
-        CheckpointError: the source cannot be read.
-    """
+    """Write a quantized copy of a checkpoint."""
     from mooncake.model.checkpoint.making.convert import convert_checkpoint
 
     return _write(
@@ -144,12 +135,7 @@ def convert(wanted: Convert) -> int:
 
 
 def encrypt(wanted: Encrypt) -> int:
-    """Write a copy of a checkpoint with encrypted weights.
-
-    Raises:
-        ConfigError: there is no key, the source is encrypted already, or `out` holds something.
-        CheckpointError: the source cannot be read.
-    """
+    """Write a copy of a checkpoint with encrypted weights."""
     from mooncake.model.checkpoint.making.encrypt import encrypt_checkpoint
 
     keys = wanted.keys()
@@ -161,12 +147,7 @@ def encrypt(wanted: Encrypt) -> int:
 
 
 def decrypt(wanted: Decrypt) -> int:
-    """Write a copy of a checkpoint with plain weights.
-
-    Raises:
-        ConfigError: there is no key, it is not the right one, or `out` holds something.
-        CheckpointError: the source cannot be read, or was altered.
-    """
+    """Write a copy of a checkpoint with plain weights."""
     from mooncake.model.checkpoint.making.encrypt import decrypt_checkpoint
 
     keys = wanted.keys()
@@ -180,10 +161,6 @@ def decrypt(wanted: Decrypt) -> int:
 def rekey(wanted: Rekey) -> int:
     """Make the first of the given keys the only one that opens the checkpoint. Until then any of
     the given keys may open it.
-
-    Raises:
-        ConfigError: there is no key, or none of them opens the weights.
-        CheckpointError: the weights are not encrypted, or were altered.
     """
     from mooncake.model.checkpoint.making.encrypt import rekey_checkpoint
 
@@ -199,10 +176,6 @@ def rekey(wanted: Rekey) -> int:
 def digests(wanted: Digests) -> int:
     """Print the SHA-256 of each file of a checkpoint, as `sha256sum` does. With `out`, write
     them into that folder instead, and `weights-digests.json` too if the weights are not encrypted.
-
-    Raises:
-        CheckpointError: a file cannot be read; or `out` is given, and it is no checkpoint.
-        ConfigError: `out` cannot be written.
     """
     from mooncake.model.checkpoint.files.checkpoint_files import state_digests
     from mooncake.model.checkpoint.files.encryption import read_manifest
@@ -224,12 +197,7 @@ def digests(wanted: Digests) -> int:
 
 
 def verify(wanted: Verify) -> int:
-    """Compare all files of a checkpoint with a list.
-
-    Raises:
-        ConfigError: there is no such list.
-        CheckpointError: a file is missing, is not listed, or has other contents.
-    """
+    """Compare all files of a checkpoint with a list."""
     listed = read_list(Path(wanted.digests))
     count = check(Path(wanted.model), listed, weights=not wanted.without_weights)
     print(f"{wanted.model}: {count} files are what {wanted.digests} says")

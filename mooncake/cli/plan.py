@@ -37,11 +37,7 @@ class Plan(PlanSettings, ServerAddress):
 
 
 def run(wanted: Plan) -> int:
-    """Try clusters, print and write what was tried; with `live`, what a server advises.
-
-    Raises:
-        MooncakeError: no cluster of up to `max_nodes` nodes is enough, or no server answers.
-    """
+    """Try clusters, print and write what was tried; with `live`, what a server advises."""
     check_writable(wanted.json, wanted.report)
     if wanted.live:
         return _live(wanted)

@@ -52,11 +52,7 @@ class Profile:
 
 
 def run(wanted: Profile) -> int:
-    """Profile a checkpoint, print tables or JSON, write `out` where it is given.
-
-    Raises:
-        MooncakeError: a setting is wrong, or the model cannot be run.
-    """
+    """Profile a checkpoint, print tables or JSON, write `out` where it is given."""
     from mooncake.launch.worker.direct import DirectEngine
 
     if wanted.out is not None and not Path(wanted.out).absolute().parent.is_dir():

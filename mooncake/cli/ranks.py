@@ -39,11 +39,7 @@ class Ranks:
 
 
 def run(wanted: Ranks) -> int:
-    """Start ranks for workers until SIGTERM or Ctrl-C.
-
-    Raises:
-        ConfigError: there is no secret, or the address cannot be used.
-    """
+    """Start ranks for workers until SIGTERM or Ctrl-C."""
     from mooncake.identity import own_credential
     from mooncake.launch.host.secret_file import SecretFollower
     from mooncake.launch.host.vital_threads import end_with_vital_threads

@@ -46,11 +46,7 @@ class Signer:
 
 
 def run(wanted: Signer) -> int:
-    """Answer until SIGTERM or Ctrl-C.
-
-    Raises:
-        ConfigError: a file is missing or wrong, or the address cannot be used.
-    """
+    """Answer until SIGTERM or Ctrl-C."""
     from mooncake.launch.host.signer import Signer as Server
     from mooncake.launch.host.signer import SignerSettings
     from mooncake.telemetry.audit import configure_audit

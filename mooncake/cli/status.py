@@ -47,11 +47,7 @@ class Status(ServerAddress):
 
 
 def show(wanted: Status) -> int:
-    """Print the status of a server; with `watch`, again and again.
-
-    Raises:
-        MooncakeError: no server answers, or it refuses; with `watch`, only Forbidden and UserError.
-    """
+    """Print the status of a server; with `watch`, again and again."""
     client, console = Client(wanted.url, wanted.api_key), Console(markup=False)
     if wanted.watch is None:
         _show(client.get(STATUS_PATH), console, as_json=wanted.json)

@@ -15,11 +15,7 @@ class Top(ServerAddress):
 
 
 def run(wanted: Top) -> int:
-    """Show the workers until Ctrl-C.
-
-    Raises:
-        Forbidden, UserError: the server refuses the key.
-    """
+    """Show the workers until Ctrl-C."""
     return show(Status(url=wanted.url, api_key=wanted.api_key, watch=wanted.interval))
 
 

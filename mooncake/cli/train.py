@@ -26,12 +26,7 @@ STYLE = (
 
 
 def run(wanted: Train) -> int:
-    """Train until all steps are taken; Ctrl-C and SIGTERM save after the step.
-
-    Raises:
-        ConfigError: there is no such preset.
-        CheckpointError: the directory holds the state of another model or optimizer.
-    """
+    """Train until all steps are taken; Ctrl-C and SIGTERM save after the step."""
     config = wanted.run()
     from mooncake.train.run import LOG_NAME, Run
 

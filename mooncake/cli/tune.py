@@ -26,11 +26,7 @@ class Tune:
 
 
 def tune(wanted: Tune) -> int:
-    """Measure the experts of Kimi-K2, split as asked for, on this GPU and write its table.
-
-    Raises:
-        ConfigError: the split does not exist, or there is no GPU.
-    """
+    """Measure the experts of Kimi-K2, split as asked for, on this GPU and write its table."""
     from mooncake_kernels.timing import local_device
     from mooncake_kernels.tune import BATCHES, KIMI_K2_RANKS, rank_shape, tune_experts
     from mooncake_kernels.tuning import TABLES, Target, save_table
