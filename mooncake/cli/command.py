@@ -32,8 +32,8 @@ class Command:
     settings: type
     """A dataclass of `options.setting` fields: its flags."""
     run: Callable[[Any], int]
-    """Takes the settings and returns the exit code. A MooncakeError that it raises is printed on one
-    line, and its kind decides the exit code.
+    """Takes the settings and returns the exit code. A MooncakeError that it raises is printed on
+    one line, and its kind decides the exit code.
     """
     takes_file: bool = False
     """True if `--config FILE` may give the settings."""

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.cluster import report
@@ -47,7 +46,7 @@ Lost = Callable[[str], None]
 
 
 class LocalCluster:
-    """Starts and stops workers as threads; `kill` ends one as a crash would."""
+    """Starts and stops workers as threads."""
 
     def __init__(
         self,
@@ -167,24 +166,6 @@ class LocalCluster:
             self._healths[settings.worker_id].fail(why)
             self.broken = why
             self._lost(settings.worker_id)
-
-    def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:
-        """Run `work(machine, now)` in a worker's thread and return what it returns."""
-        return self._workers[worker_id].driver.call(work).result(END_S)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when any worker lost or double-counts a resource."""
-        for worker_id in self.worker_ids:
-            self.call(worker_id, lambda machine, _: machine.check_integrity())
-
-    def kill(self, worker_id: str) -> None:
-        """End a worker without goodbye messages, as a crash would, then call `lost`."""
-        self._end([worker_id])
-        self._lost(worker_id)
-
-    def remove(self, worker_id: str) -> None:
-        """End a worker, or free what a failed one holds, so that it can be started again."""
-        self._end([worker_id])
 
     def stop(self) -> None:
         """End all workers and free what they hold."""

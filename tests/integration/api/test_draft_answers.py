@@ -89,7 +89,8 @@ def test_answers_are_those_without_drafts(
         cluster = llm._engine._workers._cluster
         assert cluster is not None
         [worker] = cluster.worker_ids
-        counters = cluster.call(worker, lambda machine, _: machine.instance.load().counters)
+        driver = cluster._workers[worker].driver
+        counters = driver.call(lambda machine, _: machine.instance.load().counters).result(60)
     assert counters[ACCEPTED_TOKENS] > 10
     assert seen(found) == seen(truth)
     ends = [answer.outputs[0].stop_reason for answer in found]

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from mooncake.launch.cluster.colocated import LocalCluster
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.engine import Region
 from tests.integration.cluster.test_layouts import eager, prompt
 from tests.support.model.page_device import FarPages
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
+from tests.support.serve.watched_workers import WatchedWorkers
 
 NUM_TOKENS = 12
 LENGTHS = [5, 64, 65, 200]
@@ -46,7 +46,7 @@ def tokens_of(cluster: ModelCluster, name: str) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def pages_of(workers: LocalCluster, worker_id: str) -> Region:
+def pages_of(workers: WatchedWorkers, worker_id: str) -> Region:
     return workers._workers[worker_id]._region
 
 

@@ -27,7 +27,6 @@ from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import RunnerEvent, StepPlan
 from mooncake.identity import own_credential
-from mooncake.launch.cluster.colocated import LocalCluster
 from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
@@ -40,6 +39,7 @@ from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from tests.support.engine.fake_runner import FakeRunner
+from tests.support.serve.watched_workers import WatchedWorkers
 
 POLL_S = 0.002
 
@@ -138,7 +138,7 @@ class LocalWorld:
             self.plan, InprocChannel(self.network, GATEWAY_ID), "hash-model"
         )
         self.lost: list[str] = []
-        self.cluster = LocalCluster(
+        self.cluster = WatchedWorkers(
             self.network,
             HeldModel(self._open, read_hashes),
             lost=self._on_lost,

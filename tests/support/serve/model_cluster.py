@@ -25,7 +25,6 @@ from mooncake.base import (
     block_keys,
     pack_tokens,
 )
-from mooncake.launch.cluster.colocated import LocalCluster
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
@@ -39,6 +38,7 @@ from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import EventList
+from tests.support.serve.watched_workers import WatchedWorkers
 
 ANSWER_S = 120.0
 
@@ -69,7 +69,7 @@ class Answer:
             self.tokens += event.tokens
 
 
-class _Workers(LocalCluster):
+class _Workers(WatchedWorkers):
     """Workers of which each role has a model, and ranks, of its own."""
 
     models: Mapping[Role, ModelSource]
