@@ -1,11 +1,9 @@
-"""Small values: gets and puts by one question beside those by messages, over TCP.
+"""Small values: gets by one question beside gets by pins, and puts, over TCP.
 
-A get of up to 4 MiB asks the node once and gets the blocks behind the answer. A put of as much
-sends the blocks behind the question. `messages` are the way of larger values and of older nodes.
-For a get, the node is asked to pin, the bytes are read, and an unpin follows. For a put, the node
-is asked for room, the bytes are written, and a message says that they are whole. Both ways take
-turns in every round, through one session and one connection, over the same values. A value has one
-key, or is cut into several. A client process and a node process each, on one machine.
+A get of up to 4 MiB asks the node once and gets the blocks behind the answer. `pins` is the way of
+larger gets and of older nodes: the node is asked to pin, the bytes are read, and an unpin follows.
+Both ways take turns in every round, through one session and one connection, over the same values. A
+value has one key, or is cut into several. A client process and a node process each, on one machine.
 Ours hashes every block at both ends, and the client looks at the hashes of what it gets; upstream
 hashes none. Upstream's store takes its turn in the same rounds where it can be installed and run,
 which takes a network that holds nothing but the loopback.
@@ -22,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +29,7 @@ from benchmarks.support.cores import Ends
 from benchmarks.support.servers import load, machine
 from mooncake.base import ConfigError
 from mooncake.base.memory import format_bytes, parse_bytes
-from mooncake.kvstore.client import askable
+from mooncake.kvstore.client import block_reader
 from mooncake.transfer.engine import MAX_ANSWER_BYTES
 
 LEAST_BLOCK = 2**10
@@ -45,16 +42,15 @@ EXAMPLES = """examples:
 Case = tuple[int, int]
 """(bytes of a value, keys that it is cut into)."""
 Rounds = dict[str, list[float]]
-"""What was done ("question get", "messages put", ...) -> seconds of each round; with " cpu" behind
-the name, CPU seconds.
+"""What was done ("question get", "put", ...) -> seconds of each round; with " cpu" behind the name,
+CPU seconds.
 """
-WAYS = ("question", "messages")
 
 
 @contextmanager
-def messages_alone() -> Iterator[None]:
-    """No get or put that begins within asks a question."""
-    with mock.patch.object(askable, "MAX_UNANSWERED", 0):
+def pins_alone() -> Iterator[None]:
+    """No get that begins within asks a question."""
+    with mock.patch.object(block_reader, "MAX_UNANSWERED", 0):
         yield
 
 
@@ -73,7 +69,7 @@ class Turns:
         self.rounds = {}
 
     def run(self, num_rounds: int) -> None:
-        """Take so many rounds. Which way comes first changes with each."""
+        """Take so many rounds. Which way of getting comes first changes with each."""
         self.warm_up()
         for number in range(num_rounds):
             self._round(f"v{number}", number)
@@ -81,23 +77,15 @@ class Turns:
     def _round(self, name: str, number: int) -> None:
         size, num_keys = self.case
         start = (number * size) % (CLIENT_BYTES - size + 1) // LEAST_BLOCK * LEAST_BLOCK
-        if name == "warm":
-            # By these answers the client learns that the node takes questions.
-            with messages_alone():
-                self._ours.put("first", start, size)
-                self._ours.get("first", start, size)
-            self._ours.remove("first", size)
-        ways = WAYS if number % 2 else WAYS[::-1]
-        for way in ways:
-            value = f"{name}{way[0]}"
-            self._note(f"{way} put", way, partial(self._ours.put, value, start, size))
-        # The node has the value of the last message before it gets a question for it.
-        with messages_alone():
-            self._ours.get(f"{name}m", start, size)
-        for way in ways:
-            self._note(f"{way} get", way, lambda: self._ours.get(f"{name}m", start, size))
-        for way in WAYS:
-            self._ours.remove(f"{name}{way[0]}", size)
+        self._note("put", lambda: self._ours.put(name, start, size))
+        # By this get's answer the client learns that the node takes questions, and the node has the
+        # value: a question could come before the end of the put.
+        with pins_alone():
+            self._ours.get(name, start, size)
+        ways = ["question get", "pins get"]
+        for way in ways if number % 2 else ways[::-1]:
+            self._note(way, lambda: self._ours.get(name, start, size), way)
+        self._ours.remove(name, size)
         if self._theirs is not None:
             # A name that was removed is not used again: its lease may still run.
             other = f"{name}.{size}.{num_keys}"
@@ -105,14 +93,14 @@ class Turns:
             self._add("upstream get", self._theirs.get(other, start, size))
             self._theirs.remove(other, size)
 
-    def _note(self, what: str, way: str, call: Callable[[], float]) -> None:
+    def _note(self, what: str, call: Callable[[], float], way: str = "") -> None:
         cpu_s, num_asked = self._ours.figures()
         with ExitStack() as entered:
-            if way == "messages":
-                entered.enter_context(messages_alone())
+            if way == "pins get":
+                entered.enter_context(pins_alone())
             took = call()
         after_s, now_asked = self._ours.figures()
-        expected = way == "question" and self.case[0] <= MAX_ANSWER_BYTES
+        expected = way == "question get" and self.case[0] <= MAX_ANSWER_BYTES
         if now_asked - num_asked != expected:
             raise RuntimeError(
                 f"{what} of {title(self.case)}: the node had {now_asked - num_asked} questions "
@@ -135,29 +123,26 @@ def title(case: Case) -> str:
 
 def table(figures: dict[Case, Rounds]) -> str:
     """Return the table, a row for each case."""
-    cells: list[tuple[str, Callable[[Rounds], str]]] = []
-    has_upstream = all("upstream get" in row for row in figures.values())
-    for op in ("get", "put"):
-        question, messages, theirs = f"question {op}", f"messages {op}", f"upstream {op}"
-        cells += [
-            (f"{question}, ms", partial(_ms, what=question)),
-            (f"{messages}, ms", partial(_ms, what=messages)),
-            (f"speed, {question} / messages", partial(_ratio, ours=question, theirs=messages)),
-            (
-                f"CPU, {question} / messages",
-                partial(_ratio, ours=f"{messages} cpu", theirs=f"{question} cpu"),
+    columns: dict[str, Callable[[Rounds], str]] = {
+        "question get ms": lambda row: _ms(row, "question get"),
+        "pins get ms": lambda row: _ms(row, "pins get"),
+        "speed of question / pins": lambda row: _ratio(row, "question get", "pins get"),
+        "CPU of question / pins": lambda row: _ratio(row, "pins get cpu", "question get cpu"),
+        "put ms": lambda row: _ms(row, "put"),
+    }
+    if all("upstream get" in row for row in figures.values()):
+        columns |= {
+            "upstream get ms": lambda row: _ms(row, "upstream get"),
+            "speed of question get / upstream": lambda row: _ratio(
+                row, "question get", "upstream get"
             ),
-        ]
-        if has_upstream:
-            cells += [
-                (f"{theirs}, ms", partial(_ms, what=theirs)),
-                (f"speed, {question} / upstream", partial(_ratio, ours=question, theirs=theirs)),
-            ]
-    names = " | ".join(name for name, _ in cells)
-    lines = [f"| value | {names} |", "|---" * (1 + len(cells)) + "|"]
+            "upstream put ms": lambda row: _ms(row, "upstream put"),
+            "speed of put / upstream": lambda row: _ratio(row, "put", "upstream put"),
+        }
+    lines = ["| value | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for case, row in figures.items():
-        shown = " | ".join(show(row) for _, show in cells)
-        lines.append(f"| {title(case)} | {shown} |")
+        cells = " | ".join(show(row) for show in columns.values())
+        lines.append(f"| {title(case)} | {cells} |")
     return "\n".join(lines)
 
 
@@ -188,9 +173,7 @@ def main(argv: Sequence[str]) -> int:
     peer = f"upstream {upstream.VERSION}" if reason is None else f"without upstream ({reason})"
     print(f"{about}; {args.rounds} rounds, load {load()}; {peer}\n\n{table(figures)}")
     if any(size > MAX_ANSWER_BYTES for size, _ in figures):
-        print(
-            f"\nValues of more than {format_bytes(MAX_ANSWER_BYTES)} go by messages in both ways."
-        )
+        print(f"\nValues of more than {format_bytes(MAX_ANSWER_BYTES)} go by pins in both ways.")
     if args.json is not None:
         text = {title(case): rounds for case, rounds in figures.items()}
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job
-from mooncake.transfer.engine import Pieces, QuestionEvent, Region
+from mooncake.transfer.engine import Asked, AskEnded, Pieces, Region
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 
@@ -58,13 +58,10 @@ class Backend(Protocol):
 class AskingBackend(Backend, Protocol):
     """A protocol over which peers also ask questions."""
 
-    def hear(self, hear: Callable[[QuestionEvent], None]) -> bool:
+    def hear(self, hear: Callable[[Asked | AskEnded], None]) -> bool:
         """Have `hear` called with the questions of peers, and their ends, from any thread. Return
         False if they are not taken.
         """
-
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        """Take the bytes behind a question, as `Transfer.take`."""
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         """Answer a question, as `Transfer.answer`."""

@@ -152,7 +152,6 @@ class Job:
         self.peer: SegmentRef = batch.peer
         self.grant = batch.grant
         self.question = batch.question
-        self.sums = batch.sums
         self.answer = b""
         self.deadline_s = batch.deadline_s
         self.started_s = now

@@ -9,7 +9,7 @@ is done, or it failed. After its end nothing touches memory for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from mooncake.transfer.link_stats import LinkSnapshot
 MAX_QUESTION_BYTES = 2**16
 """Bytes of a question, and of an answer without what follows it."""
 MAX_ANSWER_BYTES = 4 * 2**20
-"""Bytes that may follow a question or its answer. One connection carries them; longer batches may
+"""Bytes that may follow the answer to one question. One connection carries them; longer READs may
 take several.
 """
 MAX_ANSWER_PIECES = 1024
@@ -59,15 +59,9 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     grant: int = 0
     """For WRITE: the number by which the owner lets us write, if it guards the memory."""
     question: bytes = b""
-    """A message to the owner. For READ, the owner chooses what it sends, and sends it behind its
-    answer. For WRITE, the bytes follow the question, and the owner chooses where they go. The
-    `ops`, all of one size, say where the bytes lie here; their remote places do not count. A
-    question is asked once: it is not sent again when a connection breaks.
-    """
-    sums: Callable[[], Sequence[int]] | None = None
-    """For a WRITE with a question: returns the checksum of the bytes of each op, 0 if unknown. It
-    is called once, when the bytes have been handed to the kernel, so hashing costs no time before
-    that. The checksums follow the bytes.
+    """A message to the owner, for READ: it chooses what it sends, and sends it behind its answer.
+    The `ops`, all of one size, say where that goes; their remote places do not count. A question
+    is asked once: it is not sent again when a connection breaks.
     """
 
 
@@ -100,34 +94,17 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The peer, as its connection has proven it."""
     whence: str
     """The IP address at the other end of the connection."""
-    num_pieces: int = 0
-    """The pieces, all of one size, that the peer sends behind the question. They wait for `take` or
-    `refuse`. 0: the peer asks for bytes instead.
-    """
-    num_bytes: int = 0
-    """The bytes of these pieces together."""
-
-
-class Brought(msgspec.Struct, frozen=True, kw_only=True):
-    """The pieces behind a question lie where `take` wanted them. The question waits for its
-    answer.
-    """
-
-    number: int
-    sums: list[int]
-    """The checksum that the peer gives for each piece; 0: not known."""
 
 
 class AskEnded(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a question: its answer has been sent with its bytes, or its connection has ended.
-    Nothing more is sent or written for it.
+    Nothing more is sent for it.
     """
 
     number: int
 
 
-QuestionEvent = Asked | Brought | AskEnded
-TransferEvent = TransferDone | QuestionEvent
+TransferEvent = TransferDone | Asked | AskEnded
 
 
 class Pieces(msgspec.Struct, frozen=True):
@@ -222,7 +199,7 @@ class Transfer(Protocol):
         done first.
         """
 
-    def takes_questions(self, peer: SegmentRef, op: Op) -> bool:
+    def takes_questions(self, peer: SegmentRef) -> bool:
         """Return whether a batch to this peer may have a question. It may not when its bytes would
         go by shared memory or RDMA: the owner has no part in that.
         """
@@ -232,16 +209,9 @@ class Transfer(Protocol):
         that encrypts takes none, because questions and answers go as they are.
         """
 
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        """Write the pieces behind a question to these offsets of a region, by a grant; None: drop
-        the piece. `Brought` follows, unless the connection ends, or the grant or the sender's loan
-        of the memory does: then the question is refused. Nothing happens when it has ended already.
-        """
-
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         """Answer a question, and send the pieces behind the answer. They must stay as they are
-        until the question has ended. Nothing happens when it has ended already. A question that
-        brings bytes is answered after `Brought`, without pieces.
+        until the question has ended. Nothing happens when it has ended already.
         """
 
     def refuse(self, number: int, reason: str) -> None:

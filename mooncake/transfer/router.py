@@ -19,9 +19,10 @@ from mooncake.transfer.backend import AskingBackend, Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchTable, Job
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import (
+    Asked,
+    AskEnded,
     Op,
     Pieces,
-    QuestionEvent,
     Region,
     TransferBatch,
     TransferDone,
@@ -35,9 +36,9 @@ from mooncake.transfer.regions import DeviceRegion, HostRegion, RangeRefused, Re
 from mooncake.transfer.staging.engine import PROTOCOL, StagingEngine
 
 _LOG = logging.getLogger(__name__)
-QUESTIONS = {Op.READ: "questions", Op.WRITE: "offers"}
-"""The keys in `SegmentRef.endpoints` that name the protocol over which an engine takes questions:
-those that ask for bytes, and those that bring some.
+QUESTIONS = "questions"
+"""The key in `SegmentRef.endpoints` that names the protocol over which an engine takes
+questions.
 """
 _TICK_S = 0.005
 """Shortest wait for a deadline, in case the driver's clock is slower than real time."""
@@ -56,7 +57,7 @@ class RoutedTransfer:
         self._backends: list[Backend] = []
         self._asking: AskingBackend | None = None
         self._hears = False
-        self._heard: deque[QuestionEvent] = deque()
+        self._heard: deque[Asked | AskEnded] = deque()
         self._closers: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
         self._timer: Timer | None = None
@@ -118,7 +119,7 @@ class RoutedTransfer:
         if self._staging is not None and self._staging.endpoint is not None:
             endpoints[PROTOCOL] = self._staging.endpoint
         if self._hears and self._asking is not None:
-            endpoints |= dict.fromkeys(QUESTIONS.values(), self._asking.protocol)
+            endpoints[QUESTIONS] = self._asking.protocol
         return SegmentRef(self._engine_id, endpoints, self._host)
 
     def allocate(self, num_bytes: int, label: str) -> HostRegion:
@@ -182,22 +183,18 @@ class RoutedTransfer:
 
     # ------------------------------------------------------------- questions
 
-    def takes_questions(self, peer: SegmentRef, op: Op) -> bool:
+    def takes_questions(self, peer: SegmentRef) -> bool:
         asking = self._asking
-        if asking is None or peer.endpoints.get(QUESTIONS[op]) != asking.protocol:
+        if asking is None or peer.endpoints.get(QUESTIONS) != asking.protocol:
             return False
         return next((each for each in self._backends if each.reaches(peer)), None) is asking
 
     def hear_questions(self) -> None:
         self._hears = self._asking is not None and self._asking.hear(self._hear)
 
-    def _hear(self, event: QuestionEvent) -> None:
+    def _hear(self, event: Asked | AskEnded) -> None:
         self._heard.append(event)
         self._batches.ring()
-
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        if self._asking is not None:
-            self._asking.take(number, region, offsets, grant)
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         if self._asking is not None:
@@ -215,7 +212,7 @@ class RoutedTransfer:
         return events
 
     def _ask(self, job: Job) -> None:
-        if self._asking is None or not self.takes_questions(job.peer, job.op):
+        if self._asking is None or not self.takes_questions(job.peer):
             job.stop(f"{job.peer.engine_id} takes no questions from here")
             return
         job.num_tried, job.protocol = len(self._backends), self._asking.protocol

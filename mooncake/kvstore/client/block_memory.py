@@ -163,53 +163,23 @@ class MemoryTransfers:
         number for `cancel` and the bytes of a block, or None if the bytes have to go by another
         way.
         """
-        ops = self._pieces(Op.READ, places, peer)
-        if not ops:
+        memory, count = places.memory, len(places)
+        block_bytes = memory.layout.block_bytes
+        if (
+            count * block_bytes > MAX_ANSWER_BYTES
+            or len(memory.layers) != memory.layout.num_layers
+            or any(region.device != "host" for region in memory.regions)
+            or not self._transfer.takes_questions(peer)
+        ):
+            return None
+        ops = memory.ops(places.offsets, packed_places(memory.layout, peer, 0, [0] * count))
+        if len(ops) > MAX_ANSWER_PIECES:
             return None
         number = self._transfer.submit(TransferBatch(
             op=Op.READ, peer=peer, ops=ops, deadline_s=deadline_s, question=question
         ))  # fmt: skip
         self._ended[number] = ended
-        return number, places.memory.layout.block_bytes
-
-    def offer(
-        self, places: Places, peer: SegmentRef, question: bytes, deadline_s: float, ended: Ended
-    ) -> int | None:
-        """Begin to send blocks to a peer behind a question. Return a number for `cancel`, or None
-        if the bytes have to go by another way. `ended` is called once.
-        """
-        ops = self._pieces(Op.WRITE, places, peer)
-        if not ops:
-            return None
-        rest = [0] * (len(ops) // len(places) - 1)
-
-        def sums() -> list[int]:
-            """Give the checksum of a block to its first piece, and 0 to the others."""
-            found: list[int] = []
-            for offset in places.offsets:
-                found += places.memory.checksum(offset), *rest
-            return found
-
-        number = self._transfer.submit(TransferBatch(
-            op=Op.WRITE, peer=peer, ops=ops, deadline_s=deadline_s, question=question, sums=sums
-        ))  # fmt: skip
-        self._ended[number] = ended
-        return number
-
-    def _pieces(self, op: Op, places: Places, peer: SegmentRef) -> list[TransferOp]:
-        """Return where the bytes behind a question or an answer lie here. None: they are too many,
-        or have to go by another way.
-        """
-        memory, count = places.memory, len(places)
-        if (
-            count * memory.layout.block_bytes > MAX_ANSWER_BYTES
-            or len(memory.layers) != memory.layout.num_layers
-            or any(region.device != "host" for region in memory.regions)
-            or not self._transfer.takes_questions(peer, op)
-        ):
-            return []
-        ops = memory.ops(places.offsets, packed_places(memory.layout, peer, 0, [0] * count))
-        return ops if len(ops) <= MAX_ANSWER_PIECES else []
+        return number, block_bytes
 
     def write(self, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended) -> int:
         """Begin to write blocks to places that a peer has granted; return a number for `cancel`.

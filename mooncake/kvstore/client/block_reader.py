@@ -32,8 +32,8 @@ from mooncake.base import (
     Unpin,
     WorkerRef,
 )
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.messages import NO_HEAD, ChainHead
-from mooncake.kvstore.client.askable import AskableNodes
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.codec import decode, encode
 from mooncake.transfer.engine import MAX_QUESTION_BYTES, TransferDone
@@ -105,6 +105,14 @@ class ReadPort(Protocol):
 
 ReadEnded = Callable[[ReadResult, float], None]
 """(result, now)"""
+
+
+_MAX_KNOWN = 1024
+"""Nodes whose segments are remembered."""
+MAX_UNANSWERED = 3
+"""After so many questions in a row without an answer, as where the data connection comes from
+another host than the messages, a node is asked no more.
+"""
 
 
 class _Stage(Enum):
@@ -181,7 +189,12 @@ class BlockReader:
         """Open reads by the ticket of their piece."""
         self._verifying: deque[int] = deque()
         self._last_ticket = 0
-        self._askable = AskableNodes()
+        self._segments: BoundedMap[str, SegmentRef] = BoundedMap(_MAX_KNOWN)
+        """The memory of each node that has granted something, by the node's address."""
+        self._unanswered: BoundedMap[str, tuple[int, int]] = BoundedMap(_MAX_KNOWN)
+        """How many times in a row a node has not answered, and the newest ticket when that was
+        counted last, by the id of its engine.
+        """
         self.num_corrupt = 0
         """Blocks that arrived with other contents than promised."""
 
@@ -227,7 +240,7 @@ class BlockReader:
             return
         if read.stage is not _Stage.PINNING:
             return
-        self._askable.learn(message.store.address, message.places.segment)
+        self._segments[message.store.address] = message.places.segment
         if not self._take_grant(message, now):
             return
         read.stage = _Stage.READING
@@ -245,9 +258,7 @@ class BlockReader:
             self._end(message.ticket, 0, now)
         return count > 0
 
-    def _on_answered(
-        self, ticket: int, number: int, peer: SegmentRef, done: TransferDone, now: float
-    ) -> None:
+    def _on_answered(self, ticket: int, engine: str, done: TransferDone, now: float) -> None:
         """Take the node's answer and the blocks that came behind it. What it lacks is pinned by a
         message: those blocks may be on a disk, and messages of ours may still be on their way.
         """
@@ -261,7 +272,7 @@ class BlockReader:
         ):
             granted = None
         if not read.given_up:
-            self._askable.ended(number, peer, is_answered=granted is not None)
+            self._count_answer(engine, ticket, granted is not None)
         if granted is not None and granted.num_blocks:
             self._take_grant(granted, now)
             self._on_arrived(ticket, done, now)
@@ -271,6 +282,16 @@ class BlockReader:
             del self._reads[ticket]
             read.by_message, read.stage, read.block_bytes = True, _Stage.PINNING, 0
             self._begin(read)
+
+    def _count_answer(self, engine: str, ticket: int, is_answered: bool) -> None:
+        """Count whether a question was answered. Questions that were under way together count once:
+        one broken connection ends all of them.
+        """
+        missed, newest = self._unanswered.get(engine, (0, 0))
+        if is_answered:
+            self._unanswered[engine] = 0, 0
+        elif ticket > newest:
+            self._unanswered[engine] = missed + 1, self._last_ticket
 
     def _on_arrived(self, ticket: int, done: TransferDone, now: float) -> None:
         """Check what has arrived. If its transfer failed, the piece ends here."""
@@ -296,7 +317,7 @@ class BlockReader:
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End the reads that the lost node has not granted yet, and cancel running transfers."""
-        self._askable.forget(worker.address)
+        self._segments.pop(worker.address, None)
         for ticket, read in list(self._reads.items()):
             if is_of(read.store, worker) and read.stage is not _Stage.VERIFYING:
                 self._stop(ticket, now, Unavailable("the pool node was lost"))
@@ -338,15 +359,16 @@ class BlockReader:
 
     def _ask(self, read: _Read, message: PinBlocks) -> bool:
         """Ask for the bytes of a piece over the data connection, if that is possible."""
-        segment = self._askable.segment_of(read.store.address)
+        segment = self._segments.get(read.store.address)
         if segment is None or read.by_message:
+            return False
+        if self._unanswered.get(segment.engine_id, (0, 0))[0] >= MAX_UNANSWERED:
             return False
         question = encode(message)
         if len(question) > MAX_QUESTION_BYTES:
             return False
         by_s = min(read.deadline_s, read.answer_by_s)
-        number = self._askable.begin()
-        answered = partial(self._on_answered, message.ticket, number, segment)
+        answered = partial(self._on_answered, message.ticket, segment.engine_id)
         begun = self._memory.ask(read.places, segment, question, by_s, answered)
         if begun is None:
             return False

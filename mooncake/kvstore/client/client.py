@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +25,6 @@ from mooncake.base import (
     PeerLost,
     PinGranted,
     PutGranted,
-    SegmentRef,
     Tier,
     TransferError,
     Unavailable,
@@ -52,13 +50,7 @@ from mooncake.base.pool_messages import (
     SetPins,
     TakenOver,
 )
-from mooncake.kvstore.client.block_memory import (
-    BlockMemory,
-    Ended,
-    MemoryTransfers,
-    Places,
-    Where,
-)
+from mooncake.kvstore.client.block_memory import BlockMemory, MemoryTransfers, Places, Where
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult, is_of
 from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
 from mooncake.kvstore.client.calls import Attempt, Call, Policy, run
@@ -96,17 +88,13 @@ class _Request:
 
 @dataclass
 class _Put:
-    """A put of a client, and its transfer once there is one."""
+    """A put of a client, and its transfer once the node has given room."""
 
     at: Attempt
     memory: BlockMemory
     offsets: dict[BlockKey, int]
+    ticket: int = 0
     transfer: int | None = None
-
-    @property
-    def places(self) -> Places:
-        """The places of all its blocks."""
-        return self.memory.at(list(self.offsets.values()))
 
 
 class PoolClient:
@@ -210,13 +198,11 @@ class PoolClient:
                 store=at.store,
                 keys=list(put.offsets),
                 timeout_s=at.give_up_s - self.now,
-                answer_by_s=at.give_up_s,
-                offer=partial(self._offer, put),
-                fill=lambda granted, there, _now: self._fill(put, write, granted, there),
+                fill=lambda granted, there, _now: self._fill(put, granted, there),
                 stop=lambda _now: self._stop(put),
                 ended=lambda answer, _now: done(answer),
             )
-            self._writer.start(write, tenant)
+            put.ticket = self._writer.start(write, tenant)
 
         return Call(begin)
 
@@ -279,22 +265,15 @@ class PoolClient:
 
     # ------------------------------------------------------------------ puts
 
-    def _offer(self, put: _Put, peer: SegmentRef, question: bytes, ended: Ended) -> bool:
-        """Send the blocks of a put behind their question, if they can go so."""
-        put.transfer = self._transfers.offer(put.places, peer, question, put.at.give_up_s, ended)
-        return put.transfer is not None
-
-    def _fill(
-        self, put: _Put, write: BlockWrite, granted: Sequence[BlockKey], there: BlockPlaces
-    ) -> None:
+    def _fill(self, put: _Put, granted: Sequence[BlockKey], there: BlockPlaces) -> None:
         places = put.memory.at([put.offsets[key] for key in granted])
         checksums: list[int] = []
 
         def written(done: TransferDone, now: float) -> None:
             if done.error is None:
-                self._writer.end(write.ticket, list(granted), now, checksums=checksums)
+                self._writer.end(put.ticket, list(granted), now, checksums=checksums)
             else:
-                self._writer.end(write.ticket, [], now, TransferError(done.error))
+                self._writer.end(put.ticket, [], now, TransferError(done.error))
 
         put.transfer = self._transfers.write(places, there, put.at.deadline_s, written)
         with contextlib.suppress(TransferError):  # of a device: the node hashes them itself

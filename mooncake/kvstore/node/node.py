@@ -2,7 +2,7 @@
 pins them, evicts, and tells the gateways what it holds.
 
 Each message goes to the part that handles it, by one table. No bytes pass through here: peers read
-and write the registered arena themselves, or the transfer engine sends and takes its blocks.
+and write the registered arena themselves, or the transfer engine sends them blocks from it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from mooncake.base.pool_messages import (
     TakeOver,
 )
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.kvstore.node.asked import AskedQuestions
 from mooncake.kvstore.node.blocks import COUNTERS, NodeBlocks, NodePorts
 from mooncake.kvstore.node.inquiries import Inquiries
 from mooncake.kvstore.node.peers import Peers, PeerState
@@ -55,7 +54,7 @@ from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.storage.dram import DramTier
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
-from mooncake.transfer.engine import Asked, AskEnded, Brought, Transfer, TransferDone
+from mooncake.transfer.engine import Asked, AskEnded, Transfer, TransferDone
 
 RESTART_S = 30.0
 """A node that is to come back waits so long for peers that have something open: a pool client may
@@ -105,7 +104,6 @@ class KvNode:
         self.blocks = NodeBlocks(ports, dram, disks or NoDisks(), self._peers)
         self._puts = PutSessions(ports, self.blocks, self._peers)
         self._pins = PinSessions(ports, self.blocks, self._peers)
-        self._asked = AskedQuestions(ports, self._pins, self._puts)
         self._removals = Removals(ports, self.blocks)
         self._inquiries = Inquiries(ports, self.blocks, self._peers)
         self._doubt_s = 0.0
@@ -203,9 +201,8 @@ class KvNode:
             PutEnd: self._puts.on_end,
             PinBlocks: self._pins.on_pin,
             Unpin: self._pins.on_unpin,
-            Asked: self._asked.on_asked,
-            Brought: self._puts.on_brought,
-            AskEnded: self._asked.on_ended,
+            Asked: self._pins.on_asked,
+            AskEnded: self._pins.on_ask_ended,
             Welcome: lambda message, _: membership.on_welcome(message),
             WhoAreYou: lambda message, _: membership.on_who_are_you(message),
             Refused: lambda message, _: membership.on_refused(message),

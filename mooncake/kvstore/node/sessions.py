@@ -1,7 +1,6 @@
 """Puts and pins at one node. A writer is granted memory, writes to it, and says which blocks are
 complete. A reader is told where the blocks of a run lie, which stay until the reader unpins them or
-is lost. Blocks on a disk are loaded first. A put or a pin that comes as a question over the data
-connection is ended by the node itself.
+is lost. Blocks on a disk are loaded first.
 
 Pure; owned by the node. No other worker learns of a block before its writer has said that it is
 complete. A worker's grant ends by `PutEnd` or when the worker is lost, never by time: a live worker
@@ -18,6 +17,7 @@ from mooncake.base import (
     BlockKey,
     PinBlocks,
     PinGranted,
+    ProtocolError,
     PutEnd,
     PutGranted,
     PutStart,
@@ -25,11 +25,12 @@ from mooncake.base import (
     Unpin,
     WorkerRef,
 )
-from mooncake.base.rights import client_key
+from mooncake.base.rights import client_key, refusal
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Grant, Peers, PeerState, peer_of
-from mooncake.rpc.codec import encode
-from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded, Brought, Pieces
+from mooncake.rpc.codec import decode, encode
+from mooncake.telemetry.audit import audit
+from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded, Pieces
 from mooncake.transfer.grants import Resting
 
 
@@ -49,17 +50,9 @@ class PutSessions:
             ports.transfer.fence, ports.config.quarantine_s, blocks.dram.reuse
         )
         """Resting memory, as byte offsets."""
-        self._asked: dict[int, tuple[PutStart, Grant | None]] = {}
-        """Each put whose blocks follow a question, and its grant, by the number of the question."""
 
     def on_start(self, message: PutStart, now: float) -> None:
         """Grant memory for blocks that are not here, and answer with `PutGranted`."""
-        self.answer(message.writer, message.ticket, self._open(message, now))
-
-    def _open(self, message: PutStart, now: float) -> Grant | None:
-        """Return the grant of a ticket, which is new unless it was asked for before. None: there is
-        nothing to write, or the ticket may not be opened.
-        """
         grant = self._peers.find(message.writer).grants.get(message.ticket)
         may_open = grant is None and not self._blocks.migration.begun
         num_keys = len(message.keys) + len(message.head.keys)
@@ -67,72 +60,7 @@ class PutSessions:
             grant = self._grant(message, now)
         if grant is None:
             self._peers.remember_ended(message.writer, "put", message.ticket)
-        return grant
-
-    def on_asked(self, message: PutStart, event: Asked, now: float) -> None:
-        """Have blocks that follow a question written to memory granted for them, as far as they are
-        not here. The others are dropped as they come.
-        """
-        transfer, dram, keys = self._ports.transfer, self._blocks.dram, message.keys
-        per_block, rest = divmod(event.num_pieces, len(keys) or 1)
-        if rest or not keys or event.num_bytes != len(keys) * dram.block_bytes:
-            transfer.refuse(
-                event.number,
-                f"{event.num_bytes} bytes in {event.num_pieces} pieces are not {len(keys)} blocks "
-                f"of {dram.block_bytes} bytes each",
-            )
-            return
-        if message.ticket in self._peers.find(message.writer).grants:
-            transfer.refuse(event.number, f"the ticket {message.ticket} is open")
-            return
-        grant = self._open(message, now)
-        self._asked[event.number] = message, grant
-        pending = list(grant.pending) if grant is not None else []
-        starts = dict(zip(pending, dram.offsets(pending), strict=True))
-        step = dram.block_bytes // per_block
-        offsets: list[int | None] = []
-        for key in keys:  # one that comes twice is written once
-            start = starts.pop(key, None)
-            places = range(per_block)
-            offsets += [None if start is None else start + place * step for place in places]
-        number = grant.number if grant is not None else 0
-        transfer.take(event.number, self._ports.region, offsets, number)
-
-    def on_brought(self, event: Brought, now: float) -> None:
-        """Make blocks that followed a question readable, and answer with their keys."""
-        message, grant = self._asked.get(event.number, (None, None))
-        if message is None:
-            return
-        writer, ticket, keys = message.writer, message.ticket, message.keys
-        if grant is not None and self._peers.find(writer).grants.get(ticket) is not grant:
-            self._ports.transfer.refuse(event.number, "what was granted was taken back meanwhile")
-            return
-        written = list(grant.pending) if grant is not None else []
-        granted = PutGranted(
-            asker=writer, ticket=ticket, store=self._ports.worker, keys=written,
-            places=self._blocks.places([]),
-        )  # fmt: skip
-        none = Pieces([], self._blocks.dram.block_bytes)
-        # The answer goes while this commits: whatever comes after it is handled after that, too.
-        self._ports.transfer.answer(event.number, encode(granted), self._ports.region, none)
-        if written:
-            count = len(event.sums) // len(keys)
-            sums: dict[BlockKey, int] = {}
-            for place, key in enumerate(keys):
-                pieces = event.sums[place * count : (place + 1) * count]
-                sums.setdefault(key, sum(pieces) % 2**64)
-            checksums = [sums[key] for key in written]
-            end = PutEnd(writer=writer, ticket=ticket, written=written, checksums=checksums)
-            self.on_end(end, now)
-
-    def on_ask_ended(self, event: AskEnded, now: float) -> None:
-        """Free the memory of a put whose blocks did not come: nothing writes to it any more."""
-        message, grant = self._asked.pop(event.number, (None, None))
-        if message is None or grant is None:
-            return
-        if self._peers.find(message.writer).grants.get(message.ticket) is grant:
-            dropped = list(grant.pending)
-            self.on_end(PutEnd(writer=message.writer, ticket=message.ticket, dropped=dropped), now)
+        self.answer(message.writer, message.ticket, grant)
 
     def _grant(self, message: PutStart, now: float) -> Grant | None:
         dram, tiering = self._blocks.dram, self._blocks.tiering
@@ -190,8 +118,7 @@ class PutSessions:
         if len(message.checksums) == len(message.written):
             known = dict(zip(message.written, message.checksums, strict=True))
             for key in written:
-                if known[key]:  # 0: not known
-                    dram.learn_checksum(key, known[key])
+                dram.learn_checksum(key, known[key])
         self._blocks.hashing.stored(written)
         for key in dropped:
             del grant.pending[key]
@@ -298,16 +225,34 @@ class PinSessions:
         else:
             self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 
-    def on_asked(self, message: PinBlocks, event: Asked, now: float) -> None:
+    def on_asked(self, event: Asked, now: float) -> None:
         """Pin the leading blocks of a run, and send them behind the answer. They are unpinned when
         they are out. What the answer lacks, the reader asks for by a message: it may be on a disk,
         or its `PutEnd` may still be on its way.
         """
         transfer, blocks = self._ports.transfer, self._blocks
+        try:
+            message = decode(event.question)
+        except ProtocolError as error:
+            transfer.refuse(event.number, error.message)
+            return
+        if not isinstance(message, PinBlocks):
+            transfer.refuse(event.number, f"{type(message).__name__} is no question")
+            return
         reader, ticket, keys = message.reader, message.ticket, message.keys
         state = self._peers.find(reader)
-        if ticket in state.pins or ticket in state.waits:
-            transfer.refuse(event.number, f"the ticket {ticket} is open")
+        sender, whence = event.sender, event.whence
+        reason = refusal(sender, message, whence)
+        if reason is not None:  # as the channel does with a message
+            self._counters["messages_refused"] += 1
+            audit(
+                "message_refused", kind=sender.channel_key, who=sender.name, whence=whence,
+                reason=reason,
+            )  # fmt: skip
+        elif ticket in state.pins or ticket in state.waits:
+            reason = f"the ticket {ticket} is open"
+        if reason is not None:
+            transfer.refuse(event.number, reason)
             return
         may_open = self._peers.may_open(reader, "pin", ticket, len(keys) + len(message.head.keys))
         most = MAX_ANSWER_BYTES // blocks.dram.block_bytes

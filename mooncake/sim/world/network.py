@@ -256,7 +256,7 @@ class SimTransfer:
 
     @property
     def segment(self) -> SegmentRef:
-        endpoints = {"sim": "", **({"questions": "", "offers": ""} if self._endpoint.hears else {})}
+        endpoints = {"sim": "", **({"questions": ""} if self._endpoint.hears else {})}
         return SegmentRef(self._endpoint.address, endpoints, self._endpoint.node)
 
     def allocate(self, num_bytes: int, label: str) -> SimRegion:
@@ -299,14 +299,11 @@ class SimTransfer:
         by_hardware = self._network.config.writes_by_hardware
         return Fence.UNKNOWN if by_hardware else Fence.CLOSED
 
-    def takes_questions(self, peer: SegmentRef, op: Op) -> bool:
-        return ("questions" if op is Op.READ else "offers") in peer.endpoints
+    def takes_questions(self, peer: SegmentRef) -> bool:
+        return "questions" in peer.endpoints
 
     def hear_questions(self) -> None:
         self._endpoint.hears = self._network.config.questions
-
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        self._network.questions.take(number, region, offsets, grant)
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         self._network.questions.answer(number, answer, region, pieces)
@@ -323,8 +320,8 @@ class SimTransfer:
         def ended(error: str | None, answer: bytes, num_bytes: int) -> None:
             self._finish(batch_id, error, num_bytes, answer)
 
-        question = Question(self._endpoint, owner, batch, is_wanted, ended)
-        self._network.questions.ask(question)
+        question = Question(self._endpoint, owner, batch.ops, is_wanted, ended)
+        self._network.questions.ask(question, batch.question)
 
     def submit(self, batch: TransferBatch) -> int:
         self._last_batch += 1

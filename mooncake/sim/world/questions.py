@@ -1,5 +1,4 @@
-"""Questions over simulated data connections: blocks come behind the answer or go behind the
-question, or the link breaks.
+"""Questions over simulated data connections: blocks come behind the answer, or the link breaks.
 
 A question ends once. Then its owner is told, and the asker gets the answer or an error.
 """
@@ -12,16 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from mooncake.base.rights import CredentialRole, Sender
-from mooncake.transfer.engine import (
-    Asked,
-    AskEnded,
-    Brought,
-    Op,
-    Pieces,
-    Region,
-    TransferBatch,
-    TransferOp,
-)
+from mooncake.transfer.engine import Asked, AskEnded, Pieces, Region, TransferOp
 
 if TYPE_CHECKING:
     from mooncake.sim.world.network import Endpoint, Network
@@ -35,8 +25,8 @@ class Question:
 
     asker: Endpoint
     owner: Endpoint
-    batch: TransferBatch
-    """Its ops say where the bytes behind the answer go, or those behind the question lie."""
+    places: Sequence[TransferOp]
+    """Where the bytes behind the answer go."""
     is_wanted: Callable[[], bool]
     """Whether the asker has not given it up."""
     ended: Callable[[str | None, bytes, int], None]
@@ -52,7 +42,7 @@ class Questions:
         self._open: dict[int, Question] = {}
         self._last = 0
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: Question, text: bytes) -> None:
         """Bring a question to its owner. Its connection may break on the way or behind it."""
         heap, config, owner = self._network.heap, self._network.config, question.owner
         self._last += 1
@@ -62,12 +52,7 @@ class Questions:
         if breaks or not owner.hears:
             heap.after(config.failure_s, lambda: self.end(number, "the connection broke"))
         if owner.hears and not (breaks and self._random.random() < 0.5):
-            batch = question.batch
-            ops = batch.ops if batch.op is Op.WRITE else ()
-            event = Asked(
-                number=number, question=batch.question, sender=_SENDER, whence="",
-                num_pieces=len(ops), num_bytes=sum(op.num_bytes for op in ops),
-            )  # fmt: skip
+            event = Asked(number=number, question=text, sender=_SENDER, whence="")
             heap.after(config.transfer_latency_s, lambda: self._hear(event))
 
     def _hear(self, event: Asked) -> None:
@@ -85,49 +70,6 @@ class Questions:
             network.config.failure_s, lambda: self.end(number, "the peer does not answer")
         )
         return False
-
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        """Have the pieces behind a question land later."""
-        network, question = self._network, self._open.get(number)
-        if question is not None:
-            num_bytes = sum(op.num_bytes for op in question.batch.ops)
-            done_s = network.reserve(question.asker.node, question.owner.node, num_bytes)
-            network.heap.at(done_s, lambda: self._land(number, region, offsets, grant))
-
-    def _land(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        """Copy the pieces behind a question to where its owner wants them."""
-        network, question = self._network, self._open.get(number)
-        if question is None or not self._reaches(question):
-            return
-        still_s = question.asker.still_until_s
-        if network.heap.now() < still_s:
-            network.heap.at(still_s, lambda: self._land(number, region, offsets, grant))
-            return
-        if not question.is_wanted():
-            self.end(number, "cancelled")
-            return
-        refusal = question.owner.grants.permit(grant).withdrawn if grant else None
-        if refusal is not None:
-            network.num_writes_refused += 1
-            self.end(number, refusal)
-            return
-        batch = question.batch
-        pairs = zip(batch.ops, offsets, strict=True)
-        ops = [
-            TransferOp(op.local_region, op.local_offset, region.region_id, offset, op.num_bytes)
-            for op, offset in pairs
-            if offset is not None
-        ]
-        if network.on_write is not None:
-            write = TransferBatch(op=Op.WRITE, peer=batch.peer, ops=ops, grant=grant)
-            network.on_write(question.owner, write)
-        for op in ops:
-            local = question.asker.regions[op.local_region]
-            if local.has_bytes:
-                here = local.buffer[op.local_offset : op.local_offset + op.num_bytes]
-                region.buffer[op.remote_offset : op.remote_offset + op.num_bytes] = here
-        sums = list(batch.sums()) if batch.sums is not None else [0] * len(batch.ops)
-        question.owner.deliver(Brought(number=number, sums=sums))
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         """Have an answer and pieces of `region` arrive later."""
@@ -149,9 +91,9 @@ class Questions:
         starts = [
             offset + start
             for offset in pieces.offsets
-            for start in range(0, pieces.num_bytes, question.batch.ops[0].num_bytes)
+            for start in range(0, pieces.num_bytes, question.places[0].num_bytes)
         ]
-        for op, start in zip(question.batch.ops, starts, strict=False):
+        for op, start in zip(question.places, starts, strict=False):
             local = question.asker.regions[op.local_region]
             if question.is_wanted() and local.has_bytes:
                 here = local.buffer[op.local_offset : op.local_offset + op.num_bytes]

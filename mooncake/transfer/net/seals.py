@@ -132,10 +132,6 @@ class PayloadSeal:
             start = stop
         return [room[:start]]
 
-    def skip(self) -> None:
-        """Count the next chunk, which is dropped, without checking it."""
-        self._num_chunks += 1
-
     def open(self, chunk: memoryview, tag: memoryview) -> None:
         """Check the next chunk, and decrypt it in place if it is encrypted. Raises
         ProtocolError.

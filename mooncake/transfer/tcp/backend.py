@@ -289,10 +289,6 @@ class TcpBackend:
         self._server.questions.hear(hear)
         return True
 
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        """Write the pieces behind a question, or drop them."""
-        self._server.questions.take(number, region.region_id, offsets, grant)
-
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         """Answer a question, and send the pieces behind the answer."""
         self._server.questions.answer(number, answer, region.region_id, pieces)

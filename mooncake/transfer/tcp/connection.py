@@ -84,12 +84,6 @@ class Request(msgspec.Struct, eq=False):
         return wire.DATA if self.part.job.op is Op.READ else wire.DONE
 
 
-def _sums_of(part: Part) -> bytes:
-    """Return the sums of the pieces that follow a question."""
-    sums = part.job.sums
-    return wire.pack_sums(sums() if sums is not None else [0] * len(part.slice.pieces))
-
-
 class ConnectionState(Enum):
     """The state of a connection."""
 
@@ -333,11 +327,8 @@ class Connection:
         num_bytes = part.slice.num_bytes
         kind = wire.READ if is_read else wire.WRITE
         pieces, question = part.slice.pieces, part.job.question
-        last = None if is_read or not question else functools.partial(_sums_of, part)
-        if question and is_read:
+        if question:
             head = wire.pack_ask(self._next_id, question, pieces[0].num_bytes)
-        elif question:
-            head = wire.pack_offer(self._next_id, question, len(pieces), num_bytes)
         else:
             head = wire.pack_request(kind, self._next_id, pieces, num_bytes, part.job.grant)
         assert self._channel is not None
@@ -346,7 +337,7 @@ class Connection:
             part=part,
             regions=regions,
             views=views if is_read else [],
-            outgoing=Outgoing([head], [] if is_read else views, self._channel.sent, last),
+            outgoing=Outgoing([head], [] if is_read else views, self._channel.sent),
             posted_s=time.monotonic(),
         )
         if not self._requests:
@@ -478,8 +469,7 @@ class Connection:
         count, rest = divmod(num_bytes, size)
         if rest or count > len(request.views):
             raise ProtocolError("the peer's answer does not have the length that was asked for")
-        is_read = request.part.job.op is Op.READ
-        request.part.job.set_answer(answer, num_bytes if is_read else request.part.slice.num_bytes)
+        request.part.job.set_answer(answer, num_bytes)
         if count:
             views = request.views[:count]
             self._receiving = Incoming(views, [size] * count, self._channel.received)

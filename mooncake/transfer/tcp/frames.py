@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mooncake.transfer.net.seals import CHUNK_BYTES, MAX_CHUNKS, Seals
 from mooncake.transfer.tcp import wire
@@ -32,27 +32,13 @@ def cuts(lengths: Sequence[int], chunk_bytes: int) -> Iterator[tuple[int, int, i
             start = stop
 
 
-def _spares(spare: memoryview, length: int) -> list[memoryview]:
-    """Return so many bytes of memory that nobody looks at."""
-    starts = range(0, length, len(spare))
-    return [spare[: min(len(spare), length - start)] for start in starts]
-
-
 class Outgoing:
     """A frame that is being sent."""
 
     def __init__(
-        self,
-        messages: Sequence[bytes],
-        payload: Sequence[memoryview],
-        seals: Seals,
-        last: Callable[[], bytes] | None = None,
+        self, messages: Sequence[bytes], payload: Sequence[memoryview], seals: Seals
     ) -> None:
-        """`messages`: a head, and the reason of a refusal. They are never encrypted. `last` makes
-        one more message, which follows the payload, once that has been handed to the kernel.
-        """
-        self._seals = seals
-        self._last = last
+        """`messages`: a head, and the reason of a refusal. They are never encrypted."""
         self._ready = [memoryview(b"".join(map(seals.seal, messages)))]
         self._step_bytes = CHUNK_BYTES if seals.num_tag_bytes else wire.MAX_REQUEST_BYTES
         lengths = [len(view) for view in payload]
@@ -67,7 +53,7 @@ class Outgoing:
     @property
     def is_sent(self) -> bool:
         """True if all of it has been sent."""
-        return not (self._ready or self._chunks or self._last)
+        return not (self._ready or self._chunks)
 
     def views(self) -> list[memoryview]:
         """Return what to send next. Call it inside the gate: it reads the payload."""
@@ -79,8 +65,6 @@ class Outgoing:
                 step.append(self._chunks.popleft())
                 room -= len(step[-1])
             self._ready += self._seal.seal(step)
-        if self._last is not None and not (self._ready or self._chunks):
-            self._ready, self._last = [memoryview(self._seals.seal(self._last()))], None
         return self._ready
 
     def advance(self, num_bytes: int) -> None:
@@ -92,53 +76,37 @@ class Outgoing:
 class Incoming:
     """A payload that is being received, with its tags."""
 
-    def __init__(
-        self,
-        views: Sequence[memoryview | None],
-        lengths: Sequence[int],
-        seals: Seals,
-        spare: memoryview = memoryview(b""),  # noqa: B008 (it is empty, so nothing is shared)
-    ) -> None:
+    def __init__(self, views: Sequence[memoryview], lengths: Sequence[int], seals: Seals) -> None:
         """Receive pieces of `lengths` into `views`; `views` may be empty if the payload is only
-        dropped. A piece whose view is None goes to `spare`, and is not checked.
+        dropped.
         """
         self._seal = seals.begin()
-        self._views: list[memoryview] = []
-        self._sealed: deque[tuple[memoryview | None, memoryview, int]] = deque()
+        self._views = list(views)
+        self._sealed: deque[tuple[memoryview, memoryview, int]] = deque()
         """Chunks not checked yet: their place, the place of the tag, and the value of `num_left` at
-        which both have arrived. None: the chunk is dropped.
+        which both have arrived.
         """
         self._step_views = _MAX_IOVECS
         self.num_left = sum(lengths)
         if seals.num_tag_bytes:
-            self._expect_tags(views, lengths, seals.num_tag_bytes, spare)
-        else:
-            for view, length in zip(views, lengths, strict=False):
-                self._views += [view] if view is not None else _spares(spare, length)
+            self._expect_tags(lengths, seals.num_tag_bytes)
 
-    def _expect_tags(
-        self,
-        pieces: Sequence[memoryview | None],
-        lengths: Sequence[int],
-        tag_bytes: int,
-        spare: memoryview,
-    ) -> None:
+    def _expect_tags(self, lengths: Sequence[int], tag_bytes: int) -> None:
         places = list(cuts(lengths, CHUNK_BYTES))
         tags = memoryview(bytearray(tag_bytes * len(places)))
         self.num_left += len(tags)
         # No more than a chunk at a time, so that it is checked while it is in the core's cache.
         num_chunks = max(1, CHUNK_BYTES * len(places) // self.num_left)
         self._step_views = min(_MAX_IOVECS, 2 * num_chunks)
+        pieces, self._views = self._views, []
         if not pieces:
             return
         left = self.num_left
         for index, (piece, start, stop) in enumerate(places):
-            view = pieces[piece]
-            chunk = view[start:stop] if view is not None else None
+            chunk = pieces[piece][start:stop]
             tag = tags[index * tag_bytes : (index + 1) * tag_bytes]
-            left -= stop - start + tag_bytes
-            self._views += [chunk] if chunk is not None else _spares(spare, stop - start)
-            self._views.append(tag)
+            left -= len(chunk) + tag_bytes
+            self._views += (chunk, tag)
             self._sealed.append((chunk, tag, left))
 
     def receive(self, sock: socket.socket) -> int:
@@ -154,10 +122,7 @@ class Incoming:
         self.num_left -= count
         while self._sealed and self.num_left <= self._sealed[0][2]:
             chunk, tag, _ = self._sealed.popleft()
-            if chunk is None:
-                self._seal.skip()
-            else:
-                self._seal.open(chunk, tag)
+            self._seal.open(chunk, tag)
         return count
 
     def drop(self, sock: socket.socket, scratch: memoryview) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from mooncake.base.rights import Sender
-from mooncake.transfer.engine import Asked, AskEnded, Brought, Pieces, QuestionEvent
+from mooncake.transfer.engine import Asked, AskEnded, Pieces
 from mooncake.transfer.net.io_loop import IoLoop
 
-Hear = Callable[[QuestionEvent], None]
+Hear = Callable[[Asked | AskEnded], None]
 
 
 class Asker(Protocol):
@@ -20,11 +20,6 @@ class Asker(Protocol):
     @property
     def loop(self) -> IoLoop:
         """The loop in which it lives."""
-
-    def take(self, number: int, region_id: int, offsets: Sequence[int | None], grant: int) -> None:
-        """Write the pieces behind the question `number`, if that is still open. Called in
-        `loop`.
-        """
 
     def answer(self, number: int, answer: bytes, region_id: int, pieces: Pieces) -> None:
         """Send the answer to the question `number`, if that is still open. Called in `loop`."""
@@ -50,34 +45,16 @@ class Questions:
         """Have `hear` called with all questions and their ends, from the threads of connections."""
         self._hear = hear
 
-    def open(
-        self,
-        asker: Asker,
-        question: bytes,
-        sender: Sender,
-        whence: str,
-        num_pieces: int = 0,
-        num_bytes: int = 0,
-    ) -> int:
-        """Return the number of a new question, which may bring pieces, or 0 if nobody here hears
-        questions.
-        """
+    def open(self, asker: Asker, question: bytes, sender: Sender, whence: str) -> int:
+        """Return the number of a new question, or 0 if nobody here hears questions."""
         if self._hear is None:
             return 0
         with self._lock:
             self._last += 1
             number = self._last
             self._open[number] = asker
-        self._hear(Asked(
-            number=number, question=question, sender=sender, whence=whence,
-            num_pieces=num_pieces, num_bytes=num_bytes,
-        ))  # fmt: skip
+        self._hear(Asked(number=number, question=question, sender=sender, whence=whence))
         return number
-
-    def brought(self, number: int, sums: list[int]) -> None:
-        """Tell that the pieces behind a question lie in memory."""
-        if number in self._open and self._hear is not None:
-            self._hear(Brought(number=number, sums=sums))
 
     def end(self, number: int) -> None:
         """Tell that nothing is sent any more for a question."""
@@ -85,12 +62,6 @@ class Questions:
             known = self._open.pop(number, None)
         if known is not None and self._hear is not None:
             self._hear(AskEnded(number=number))
-
-    def take(self, number: int, region_id: int, offsets: Sequence[int | None], grant: int) -> None:
-        """Have the connection of a question write its pieces. Nothing happens if it is over."""
-        asker = self._open.get(number)
-        if asker is not None:
-            asker.loop.post(functools.partial(asker.take, number, region_id, offsets, grant))
 
     def answer(self, number: int, answer: bytes, region_id: int, pieces: Pieces) -> None:
         """Have the connection of a question send its answer. Nothing happens if it is over."""

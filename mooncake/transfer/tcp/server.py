@@ -1,5 +1,5 @@
 """The owner's side of TCP: it answers peers' READs and WRITEs straight from and to registered
-memory. It sends what the answers to their questions name, and takes what questions bring.
+memory, and sends what the answers to their questions name.
 
 Each connection lives in one I/O loop. A client gets nothing before it has proven its credential.
 Every range and grant is checked against our own table, and a grant again before each piece of a
@@ -42,7 +42,7 @@ from mooncake.transfer.tcp.frames import Incoming, Outgoing
 from mooncake.transfer.tcp.questions import Questions
 
 _LOG = logging.getLogger(__name__)
-_REQUESTS = frozenset((wire.WRITE, wire.READ, wire.ASK, wire.OFFER))
+_REQUESTS = frozenset((wire.WRITE, wire.READ, wire.ASK))
 _READS_IN_A_ROW = 64
 """Reads of payload in a row, before the loop's other connections get their turn."""
 _LOCAL_SEND_BYTES = 1024 * 2**10
@@ -136,10 +136,6 @@ class ServerConnection:
         self._outgoing: Outgoing | None = None
         self._question = 0
         """The number of the question in hand; 0: none."""
-        self._is_offered = False
-        """True if a question brings bytes, of which none has been taken or dropped yet."""
-        self._is_coming = False
-        """True while such bytes and their sums are received or dropped."""
 
     def start(self) -> None:
         """Begin to listen to the client."""
@@ -278,11 +274,11 @@ class ServerConnection:
 
     def _on_header(self, data: memoryview) -> None:
         request = self._request = wire.parse_header(data[: wire.HEADER_BYTES], _REQUESTS)
-        question_bytes = request.num_question_bytes
-        if not (question_bytes or request.num_ranges):
-            raise ProtocolError("a transfer request has no ranges")
-        then = self._on_question if question_bytes else self._on_head
-        length = question_bytes or request.num_ranges * wire.RANGE_BYTES
+        is_question = request.kind == wire.ASK
+        if is_question != (request.num_ranges == 0):
+            raise ProtocolError("a transfer request has no ranges, or a question has some")
+        then = self._on_question if is_question else self._on_head
+        length = request.num_bytes if is_question else request.num_ranges * wire.RANGE_BYTES
         if length == wire.RANGE_BYTES:
             then(request, data)
         else:
@@ -301,9 +297,8 @@ class ServerConnection:
         lengths = [length for _, _, length in ranges]
         if sum(lengths) != request.num_bytes or 0 in lengths:
             raise ProtocolError("the ranges of a transfer request do not add up to its bytes")
-        is_write = request.kind == wire.WRITE
-        views = self._resolve(ranges, write=is_write, grant=request.grant)
-        if is_write:
+        views = self._resolve(request, ranges)
+        if request.kind == wire.WRITE:
             self._incoming = Incoming(views, lengths, self._channel.received)
         elif self._refusal is not None:
             self._refuse(request, self._refusal)
@@ -312,7 +307,7 @@ class ServerConnection:
             self._end_request(wire.pack_header(header), payload=views)
 
     def _resolve(
-        self, ranges: Sequence[tuple[int, int, int]], *, write: bool, grant: int = 0
+        self, request: wire.Header, ranges: Sequence[tuple[int, int, int]]
     ) -> list[memoryview]:
         """Return the memory of ranges, and note what the request needs, or why it is refused."""
         views: list[memoryview] = []
@@ -321,11 +316,12 @@ class ServerConnection:
         try:
             borrower = self.identity.borrower if self.identity is not None else ""
             if borrower is not None:
-                needed += self._server.table.borrowed(borrower, ranges, write=write)
+                is_write = request.kind == wire.WRITE
+                needed += self._server.table.borrowed(borrower, ranges, write=is_write)
             views, regions = self._server.table.views(ranges)
             needed += regions
-            if write:
-                needed += self._server.table.permits(regions, grant)
+            if request.kind == wire.WRITE:
+                needed += self._server.table.permits(regions, request.grant)
         except RangeRefused as error:
             self._refusal = error.message
         self._needed = needed
@@ -341,64 +337,16 @@ class ServerConnection:
         self._has_head = True
         self._began_s = time.monotonic()
         self._watch(0)
-        self._refusal = None
-        self._is_offered = request.kind == wire.OFFER
         self._question = self._server.questions.open(
-            self, bytes(head[wire.HEADER_BYTES :]), self._sender, self._whence or "",
-            request.num_ranges, request.num_bytes if self._is_offered else 0,
-        )  # fmt: skip
+            self, bytes(head[wire.HEADER_BYTES :]), self._sender, self._whence or ""
+        )
         if not self._question:
-            self._turn_down(request, "questions are not heard here")
+            self._refuse(request, "questions are not heard here")
 
     @functools.cached_property
     def _sender(self) -> Sender:
         assert self.identity is not None
         return self.identity.certificate.sender()
-
-    def take(self, number: int, region_id: int, offsets: Sequence[int | None], grant: int) -> None:
-        """Write the pieces that follow the question in hand to memory, by a grant; None: drop."""
-        request = self._request
-        if number != self._question or request is None or not self._is_offered:
-            return
-        try:
-            if len(offsets) != request.num_ranges:
-                raise ProtocolError(
-                    f"a question brings {request.num_ranges} pieces, and has {len(offsets)} places"
-                )
-            size = request.num_bytes // request.num_ranges
-            ranges = [(region_id, offset, size) for offset in offsets if offset is not None]
-            found = iter(self._resolve(ranges, write=True, grant=grant) if ranges else ())
-            views: list[memoryview | None] = []
-            if self._refusal is None:
-                views = [None if offset is None else next(found) for offset in offsets]
-            self._receive_offer(request, views)
-            self._on_event(self._look())
-        except (OSError, ProtocolError, RangeRefused) as error:
-            self._fail(error)
-
-    def _receive_offer(self, request: wire.Header, views: Sequence[memoryview | None] = ()) -> None:
-        """Begin to receive the pieces of an offer; without views, drop them."""
-        assert self._channel is not None
-        size = request.num_bytes // request.num_ranges
-        lengths = [size] * request.num_ranges
-        self._is_offered, self._is_coming = False, True
-        self._incoming = Incoming(views, lengths, self._channel.received, self.loop.scratch)
-        self._watch(READABLE)
-
-    def _on_sums(self, request: wire.Header, data: memoryview) -> None:
-        """Tell of an offer that has come whole, or refuse it."""
-        assert self._channel is not None
-        self._has_head, self._is_coming = True, False
-        sums = wire.parse_sums(self._channel.received.open(data))
-        if self._refusal is None:
-            self._refusal = withdrawn(self._needed)
-        if self._refusal is not None:
-            self._refuse(request, self._refusal)
-            return
-        self._count()
-        self._needed = []
-        self._watch(0)
-        self._server.questions.brought(self._question, sums)
 
     def answer(self, number: int, answer: bytes, region_id: int, pieces: Pieces) -> None:
         """Send the answer to the question in hand, and the pieces of memory behind it."""
@@ -406,12 +354,8 @@ class ServerConnection:
         if number != self._question or request is None:
             return
         try:
-            if self._is_offered or self._is_coming:
-                raise ProtocolError("a question was answered before its bytes were taken")
-            views = []
-            if pieces.offsets:
-                ranges = _cut(region_id, pieces, request.grant)
-                views = self._resolve(ranges, write=False)
+            ranges = _cut(region_id, pieces, request.grant)
+            views = self._resolve(request, ranges)
             if self._refusal is not None:
                 self._refuse(request, self._refusal)
                 return
@@ -426,20 +370,9 @@ class ServerConnection:
         """Refuse the question in hand."""
         if number == self._question and self._request is not None:
             try:
-                self._turn_down(self._request, reason)
-                if self._is_coming:
-                    self._on_event(self._look())
-            except (OSError, ProtocolError) as error:
+                self._refuse(self._request, reason)
+            except OSError as error:
                 self._fail(error)
-
-    def _turn_down(self, request: wire.Header, reason: str) -> None:
-        """Refuse a question. Bytes that follow it are dropped first."""
-        self._refusal = self._refusal or reason
-        if self._is_offered:
-            self._needed = []
-            self._receive_offer(request)
-        elif not self._is_coming:
-            self._refuse(request, reason)
 
     def _end_question(self) -> None:
         if self._question:
@@ -472,13 +405,7 @@ class ServerConnection:
             return True
         request = self._request
         assert request is not None
-        if request.kind == wire.OFFER:
-            assert self._channel is not None
-            self._incoming = None
-            sums_bytes = wire.SUM_BYTES * request.num_ranges + self._channel.received.num_tag_bytes
-            self._expect(sums_bytes, functools.partial(self._on_sums, request))
-            self._receive_head()
-        elif self._refusal is None:
+        if self._refusal is None:
             self._end_request(wire.pack_header(wire.Header(wire.DONE, 0, request.request_id, 0)))
             self._count()
         else:

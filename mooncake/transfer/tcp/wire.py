@@ -5,15 +5,12 @@ After the handshake the client sends requests and the owner answers them in orde
     WRITE  header, ranges, payload   ->  DONE | REFUSED reason
     READ   header, ranges            ->  DATA payload | REFUSED reason
     ASK    header, question          ->  TOLD answer, payload | REFUSED reason
-    OFFER  header, question, payload, sums  ->  TOLD answer | REFUSED reason
 
 Both directions are sealed (`frames`): a tag follows each head (header and ranges, or question),
-each chunk of a payload, the sums, each reason and each answer. A header is kind (1 byte), version
-(1), number of ranges (2), request id (8), payload bytes (8) and an extra number (8): the grant of a
-WRITE, the bytes of a piece for an ASK, the bytes of the question for an OFFER, the bytes of the
-answer for a TOLD, else 0. A range is region, offset, length (8 each). The payload of an OFFER comes
-in as many pieces of one size as it has ranges, and each has a sum (8 bytes). Handshake messages go
-as their length (4) and body.
+each chunk of a payload, each reason and each answer. A header is kind (1 byte), version (1), number
+of ranges (2), request id (8), payload bytes (8) and an extra number (8): the grant of a WRITE, the
+bytes of a piece for an ASK, the bytes of the answer for a TOLD, else 0. A range is region, offset,
+length (8 each). Handshake messages go as their length (4) and body.
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ from collections.abc import Sequence
 import msgspec
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.engine import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, TransferOp
+from mooncake.transfer.engine import MAX_QUESTION_BYTES, TransferOp
 
 WIRE_VERSION = 3
-WRITE, READ, DONE, DATA, REFUSED, ASK, TOLD, OFFER = 1, 2, 3, 4, 5, 6, 7, 8
-_KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED, ASK, TOLD, OFFER))
+WRITE, READ, DONE, DATA, REFUSED, ASK, TOLD = 1, 2, 3, 4, 5, 6, 7
+_KINDS = frozenset((WRITE, READ, DONE, DATA, REFUSED, ASK, TOLD))
 _HEADER = struct.Struct("<BBHQQQ")
 HEADER_BYTES = _HEADER.size
 _HEAD = struct.Struct("<BBHQQQQQQ")
@@ -39,7 +36,6 @@ MAX_RANGES = 1024
 MAX_REQUEST_BYTES = 2**30
 MAX_REASON_BYTES = 1024
 LENGTH_BYTES = 4
-SUM_BYTES = 8
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -49,18 +45,13 @@ class Header(msgspec.Struct, frozen=True):
     num_ranges: int
     request_id: int
     num_bytes: int
-    """Bytes of payload (WRITE, DATA, TOLD, OFFER), of memory asked for (READ), of the question
-    (ASK), or of the reason (REFUSED).
+    """Bytes of payload (WRITE, DATA, TOLD), of memory asked for (READ), of the question (ASK), or
+    of the reason (REFUSED).
     """
     grant: int = 0
     """The grant by which a WRITE may be made, the bytes of each piece in which the answer to an ASK
-    comes, of the question of an OFFER, or of the answer before the payload (TOLD).
+    comes, or the bytes of the answer before the payload (TOLD).
     """
-
-    @property
-    def num_question_bytes(self) -> int:
-        """Bytes of the question behind the header; 0: none."""
-        return {ASK: self.num_bytes, OFFER: self.grant}.get(self.kind, 0)
 
 
 def pack_header(header: Header) -> bytes:
@@ -89,16 +80,6 @@ def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
             f"a question has {num_bytes} bytes and asks for pieces of {grant}, which is "
             "outside the limits"
         )
-    if kind == ASK and num_ranges:
-        raise ProtocolError(f"a question that asks for bytes has {num_ranges} ranges")
-    if kind == OFFER and not (
-        RANGE_BYTES <= grant <= MAX_QUESTION_BYTES and num_bytes <= MAX_ANSWER_BYTES
-    ):
-        raise ProtocolError(
-            f"a question has {grant} bytes and brings {num_bytes}, which is outside the limits"
-        )
-    if kind == OFFER and (not (num_ranges and num_bytes) or num_bytes % num_ranges):
-        raise ProtocolError(f"a question brings {num_bytes} bytes in {num_ranges} pieces")
     if kind == TOLD and not 0 < grant <= MAX_QUESTION_BYTES:
         raise ProtocolError(f"an answer has {grant} bytes, which is outside the limits")
     return Header(kind, num_ranges, request_id, num_bytes, grant)
@@ -133,21 +114,6 @@ def pack_request(
 def pack_ask(request_id: int, question: bytes, piece_bytes: int) -> bytes:
     """Return header and question of an ASK."""
     return pack_header(Header(ASK, 0, request_id, len(question), piece_bytes)) + question
-
-
-def pack_offer(request_id: int, question: bytes, num_pieces: int, num_bytes: int) -> bytes:
-    """Return header and question of an OFFER; its payload and its sums follow."""
-    return pack_header(Header(OFFER, num_pieces, request_id, num_bytes, len(question))) + question
-
-
-def pack_sums(sums: Sequence[int]) -> bytes:
-    """Return the sums of an OFFER's pieces in wire format."""
-    return struct.pack(f"<{len(sums)}Q", *sums)
-
-
-def parse_sums(data: memoryview | bytes) -> list[int]:
-    """Return the sums of an OFFER's pieces."""
-    return list(struct.unpack(f"<{len(data) // SUM_BYTES}Q", data))
 
 
 def pack_refusal(request_id: int, reason: str) -> tuple[bytes, bytes]:

@@ -1,5 +1,5 @@
-"""Gets and puts of a few blocks by one question over TCP, at a real node: what moves, what a node
-of an earlier release does, and what stays pinned or granted when either side goes in the middle.
+"""Gets of a few blocks by one question over TCP, at a real node: what moves, what a node of an
+earlier release does, and what stays pinned when either side goes in mid-answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from mooncake.base import (
     MonotonicClock,
     MooncakeError,
     PinBlocks,
-    PutStart,
     Role,
     SegmentRef,
     WorkerHello,
@@ -33,7 +32,7 @@ from mooncake.launch.host.driver import Driver
 from mooncake.launch.pool_client.session import PoolSession, PoolSessionConfig
 from mooncake.rpc.codec import encode
 from mooncake.rpc.zmq_channel import ZmqChannel
-from mooncake.transfer.engine import Asked, Brought, Op, TransferBatch, TransferOp
+from mooncake.transfer.engine import Asked, Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.router import RoutedTransfer
@@ -73,14 +72,10 @@ class Node:
             self.transfer, "tcp://127.0.0.1:1",
         )  # fmt: skip
         self.num_asked = 0
-        """Gets that came as a question."""
-        self.num_brought = 0
-        """Puts that did."""
         handle = self.machine.handle
 
         def counted(event: object, now: float) -> None:
-            self.num_asked += isinstance(event, Asked) and not event.num_pieces
-            self.num_brought += isinstance(event, Brought)
+            self.num_asked += isinstance(event, Asked)
             handle(event, now)
 
         self.machine.handle = counted  # type: ignore[method-assign]
@@ -167,62 +162,15 @@ def test_a_get_sees_the_put_before_it(node: Node) -> None:
     assert node.num_asked > 20
 
 
-@pytest.mark.parametrize("protection", Protection)
-@pytest.mark.parametrize("tenant", [None, "acme", ""])
-def test_puts_after_the_first_take_a_question(protection: Protection, tenant: str | None) -> None:
-    with serving(protection, tenant) as (node, session):
-        put(session, range(2))
-        assert node.num_brought == 0, "it does not know yet that the node takes them"
-        keys = [*put(session, range(2, 3)), *put(session, range(3, 7))]
-        takes = protection is not Protection.ENCRYPT
-        assert node.num_brought == 2 * takes, "keys are never sent in plain where bytes are not"
-        put(session, range(7, 12))
-        assert node.num_brought == 2 * takes, "more than 4 MiB go by messages"
-        again = session.put_from([keys[1], key(20)], [0, BLOCK])
-        assert again == [key(20)], "what is there is not written again"
-        assert get(session, keys) == 5
-        until(lambda: node.num_open == 0, "nothing stays granted")
-        stored = node.driver.call(lambda each, _: each.counters["blocks_put"]).result(20.0)
-        assert stored == 13
-
-
-def test_a_block_by_a_question_is_found_at_once_and_has_its_checksum(node: Node) -> None:
-    """Its end needs no other message, which could come late."""
-    with node.session() as session:
-        put(session, range(1))
-        get(session, [key(0)])
-        before = node.num_asked
-        for number in range(1, 30):
-            assert get(session, put(session, range(number, number + 1))) == 1
-        assert (node.num_brought, node.num_asked - before) == (29, 29)
-        missed = node.driver.call(lambda each, _: each.counters["blocks_missed"]).result(20.0)
-        assert missed == 0
-        known = node.driver.call(
-            lambda each, _: [each.blocks.dram.block(key(n)).checksum for n in range(30)]
-        ).result(20.0)
-        assert all(known)
-
-
-@pytest.mark.parametrize("kept", [set(), {"questions"}])
-def test_a_node_of_an_earlier_release_is_not_asked(
-    monkeypatch: pytest.MonkeyPatch, kept: set[str]
-) -> None:
-    """It takes no questions, or only gets."""
-    told = RoutedTransfer.segment
-
-    def earlier(self: RoutedTransfer) -> SegmentRef:
-        segment = told.fget(self)  # type: ignore[attr-defined]
-        left = {k: v for k, v in segment.endpoints.items() if k == "tcp" or k in kept}
-        return SegmentRef(segment.engine_id, left, segment.host)
-
-    monkeypatch.setattr(RoutedTransfer, "segment", property(earlier))
+def test_a_node_of_an_earlier_release_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoutedTransfer, "hear_questions", lambda _self: None)
     node = Node(Protection.NONE)
     with ExitStack() as opened:
         opened.callback(node.close)
         session = opened.enter_context(node.session())
-        keys = [*put(session, range(1)), *put(session, range(1, 2))]
+        keys = put(session, range(2))
         assert [get(session, keys) for _ in range(3)] == [2] * 3
-        assert (node.num_asked, node.num_brought) == (2 * len(kept), 0)
+        assert node.num_asked == 0
 
 
 class Gate:
@@ -232,8 +180,6 @@ class Gate:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.stopped = threading.Event()
-        self.most_there = 2**62
-        """So many bytes go to the other end, and no more."""
         self._left = num_bytes
         self._near: socket.socket | None = None
         self._far = socket.socket()
@@ -252,8 +198,7 @@ class Gate:
 
     def _forward(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while self.most_there > 0 and (data := near.recv(4096)):
-                self.most_there -= len(data)
+            while data := near.recv(4096):
                 far.sendall(data)
 
     def cut(self) -> None:
@@ -291,56 +236,17 @@ def test_nothing_stays_pinned_when_the_asker_goes_in_mid_answer(node: Node) -> N
     asker.close()
 
 
-def test_nothing_stays_granted_when_the_asker_goes_in_mid_question(node: Node) -> None:
-    with node.session() as session:
-        put(session, range(1))
-        until(lambda: node.num_open == 0, "the put has ended")
-    asker = open_transfer(
-        TransferConfig(secret=SECRET, host="elsewhere", protocols=["tcp"]), "asker",
-        MonotonicClock(),
-    )  # fmt: skip
-    segment = node.transfer.segment
-    gate = Gate(int(segment.endpoints["tcp"].rpartition(":")[2]), 2**30)
-    gate.most_there = BLOCK // 2
-    through = SegmentRef(
-        segment.engine_id, {**segment.endpoints, "tcp": gate.endpoint}, segment.host
-    )
-    region = asker.allocate(8 * BLOCK, "here")
-    ops = [TransferOp(region.region_id, n * BLOCK, 0, 0, BLOCK) for n in range(4)]
-    me = WorkerRef("decode-0", "e1", "tcp://127.0.0.1:1")
-    keys = [key(n) for n in range(4)]
-    question = encode(PutStart(writer=me, ticket=1, keys=keys))
-    asker.submit(TransferBatch(op=Op.WRITE, peer=through, ops=ops, question=question))
-    until(lambda: node.num_open == 1, "they are coming")
-    gate.cut()
-    until(lambda: node.num_open == 0, "nothing stays granted")
-    [done] = asker.wait(20.0)
-    assert done.error is not None
-    asker.close()
-
-    def figures(each: KvNode, _now: float) -> tuple[int, int, int]:
-        each.check_integrity()
-        dram = each.blocks.dram
-        return dram.num_free + dram.num_stored, dram.num_stored, dram.num_quarantined
-
-    assert node.driver.call(figures).result(20.0) == (NUM_BLOCKS, 1, 0), "at once, without a rest"
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
     return write_config_only(tmp_path_factory.mktemp("model") / "wide", **changes)
 
 
-@pytest.mark.parametrize("puts", [False, True], ids=["get", "put"])
-def test_an_owner_that_is_killed_before_it_answers_is_an_error(
-    model: Path, tmp_path: Path, puts: bool
-) -> None:
+def test_an_owner_that_is_killed_before_it_answers_is_an_error(model: Path, tmp_path: Path) -> None:
     with ForkedNode(model, tmp_path / "log", "--dram", "4MiB") as forked:
         session = forked.session(timeout_s=3.0, transfer_protocols=["tcp"], num_places=RUN)
         with session:
             blocks = blocks_of(session, range(RUN))
-            others = blocks_of(session, range(RUN, 2 * RUN))
             session.put(blocks)
             for _ in range(3):
                 assert session.get(list(blocks)) == list(blocks.values())
@@ -350,7 +256,7 @@ def test_an_owner_that_is_killed_before_it_answers_is_an_error(
 
             def fetch() -> None:
                 try:
-                    found.append(session.put(others) if puts else session.get(list(blocks)))
+                    found.append(session.get(list(blocks)))
                 except MooncakeError as error:
                     found.append(error)
 

@@ -9,7 +9,7 @@ compared with what was put after every step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,7 +48,6 @@ from mooncake.base.pool_messages import (
 )
 from mooncake.base.rights import CredentialRole, Sender
 from mooncake.kvstore import KvNode, KvStoreConfig, PrefixIndex
-from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.world.clock import EventHeap
@@ -57,8 +56,6 @@ from mooncake.sim.world.network import SimRegion
 from mooncake.transfer.engine import (
     Asked,
     AskEnded,
-    Brought,
-    Op,
     Pieces,
     Region,
     TransferBatch,
@@ -134,26 +131,15 @@ class Node:
         assert self.grants.permit(grant).withdrawn is not None
         return Fence.UNKNOWN
 
-    def takes_questions(self, peer: SegmentRef, op: Op) -> bool:
+    def takes_questions(self, peer: SegmentRef) -> bool:
         return False
 
     def hear_questions(self) -> None:
         """The client asks."""
 
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        assert region is self.region
-        offering = self.pool.offers[number]
-        offering.offsets, offering.grant = list(offsets), grant
-        for offset in offsets:
-            if offset is not None:
-                self.memory[offset : offset + BLOCK] = JUNK
-
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         granted = decode(answer)
         assert region is self.region
-        if isinstance(granted, PutGranted):
-            self.pool.offers[number].answered = granted.keys
-            return
         assert isinstance(granted, PinGranted)
         assert granted.places.offsets == pieces.offsets
         assert granted.num_blocks == len(pieces.offsets)
@@ -161,8 +147,6 @@ class Node:
         asked.run, asked.offsets = asked.run[: granted.num_blocks], list(pieces.offsets)
 
     def refuse(self, number: int, reason: str) -> None:
-        if number in self.pool.offers and "taken back" in reason:
-            return
         raise AssertionError(f"the client is allowed all that it asks: {reason}")
 
     def submit(self, batch: TransferBatch) -> int:
@@ -197,17 +181,6 @@ class Asking:
     offsets: list[int] = field(default_factory=list)
 
 
-@dataclass
-class Offering:
-    """A question that brings blocks and is not over: they may be written until then."""
-
-    node: Node
-    run: list[bytes]
-    offsets: list[int | None] = field(default_factory=list)
-    grant: int = 0
-    answered: list[bytes] = field(default_factory=list)
-
-
 class Pool(RuleBasedStateMachine):
     """The nodes, the wire between them, one client and one gateway."""
 
@@ -228,7 +201,6 @@ class Pool(RuleBasedStateMachine):
         self.grants: dict[tuple[WorkerRef, int], PutGranted] = {}
         self.pins: dict[tuple[WorkerRef, int], list[bytes]] = {}
         self.asked: dict[int, Asking] = {}
-        self.offers: dict[int, Offering] = {}
         self.num_boots = self.last_ticket = 0
         for name in NAMES:
             self.boot(name)
@@ -241,9 +213,8 @@ class Pool(RuleBasedStateMachine):
         if old is not None:
             old.disks.kill()
             self.wire += [(to, PeerLost(worker=old.ref)) for to in [*self.nodes, GATEWAY.address]]
-            for open_now in (self.asked, self.offers):
-                for number in [n for n, each in open_now.items() if each.node is old]:
-                    del open_now[number]
+            for number in [n for n, asking in self.asked.items() if asking.node is old]:
+                del self.asked[number]
             for table in (self.grants, self.pins):
                 for at in [at for at in table if at[0] == old.ref]:
                     del table[at]
@@ -307,8 +278,6 @@ class Pool(RuleBasedStateMachine):
 
     def at_client(self, message: AnyMessage) -> None:
         """What it has ended, or never had, it ends again."""
-        if isinstance(message, PutGranted) and message.ticket in self.offers:
-            return
         if isinstance(message, PutGranted) and (message.store, message.ticket) not in self.grants:
             end = PutEnd(writer=CLIENT, ticket=message.ticket, dropped=message.keys)
             self.wire.append((message.store.address, end))
@@ -395,41 +364,6 @@ class Pool(RuleBasedStateMachine):
         node = self.asked.pop(number).node
         if unpins:
             self.wire.append((node.address, Unpin(reader=CLIENT, ticket=number)))
-        self.bring(node, AskEnded(number=number))
-
-    @rule(name=a_name, run=a_run)
-    def offer(self, name: str, run: list[bytes]) -> None:
-        """Blocks follow the question. What the node has already is dropped as it comes."""
-        ticket = self.ticket()
-        self.offers[ticket] = Offering(self.nodes[name], list(run))
-        event = Asked(
-            number=ticket, question=encode(PutStart(writer=CLIENT, ticket=ticket, keys=run)),
-            sender=WORKERS, whence="", num_pieces=len(run), num_bytes=len(run) * BLOCK,
-        )  # fmt: skip
-        self.bring(self.nodes[name], event)
-
-    @precondition(lambda self: self.offers)
-    @rule(data=st.data(), whole=st.sampled_from([True, True, True, False]))
-    def end_offer(self, data: st.DataObject, whole: bool) -> None:
-        """All blocks have come, or the connection broke before that."""
-        number = data.draw(st.sampled_from(sorted(self.offers)))
-        self.finish_offer(number, whole)
-
-    def finish_offer(self, number: int, whole: bool) -> None:
-        offering = self.offers[number]
-        node = offering.node
-        lost = offering.grant and node.grants.permit(offering.grant).withdrawn is not None
-        if whole and not lost:
-            for block, offset in zip(offering.run, offering.offsets, strict=True):
-                if offset is not None:
-                    node.memory[offset : offset + BLOCK] = bytes_of(block)
-            sums = [checksum_of(bytes_of(block), LAYOUT) for block in offering.run]
-            event = Brought(number=number, sums=sums)
-            if self.nodes.get(node.ref.worker_id) is node:
-                node.machine.handle(event, self.heap.now())
-                assert all(map(node.machine.stores, offering.answered)), "readable at once"
-                node.machine.check_integrity()
-        del self.offers[number]
         self.bring(node, AskEnded(number=number))
 
     @rule(name=a_name, run=a_run, pin=st.sampled_from(LastingPin))
@@ -549,8 +483,6 @@ class Pool(RuleBasedStateMachine):
             del self.pins[at]
             self.wire.append((at[0].address, Unpin(reader=CLIENT, ticket=at[1])))
         self.grants.clear()
-        for number in [*self.offers]:
-            self.finish_offer(number, whole=True)
         for number in [*self.asked]:
             self.bring(self.asked.pop(number).node, AskEnded(number=number))
         for _ in range(60):

@@ -211,7 +211,6 @@ CLASSES: dict[str, dict[str, Class]] = {
     "docs/pool-protocol.md": {
         "stateDiagram-v2\n    [*] --> Granted": Left("a drawing"),
         "stateDiagram-v2\n    [*] --> Loading": Left("a drawing"),
-        "stateDiagram-v2\n    [*] --> Coming": Left("a drawing"),
     },
     "docs/python.md": {"from mooncake import LLM": Program(), "import asyncio": Program()},
     "docs/quickstart.md": {

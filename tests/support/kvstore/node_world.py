@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -34,7 +34,7 @@ from mooncake.rpc.codec import decode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
-from mooncake.transfer.engine import Op, Pieces, Region, TransferBatch
+from mooncake.transfer.engine import Pieces, Region, TransferBatch
 from mooncake.transfer.grants import Fence, Grants
 
 LAYOUT = KvLayout(num_layers=2, block_tokens=4, kv_width=4, dtype="float16", fingerprint="test")
@@ -95,8 +95,6 @@ class LocalTransfer:
         self.answers: dict[int, tuple[AnyMessage, list[int]]] = {}
         """The answer to each question, and where the blocks behind it lie."""
         self.refusals: dict[int, str] = {}
-        self.taken: dict[int, tuple[list[int | None], int]] = {}
-        """Where the pieces behind each question go, and by which grant."""
 
     def allocate(self, num_bytes: int, label: str) -> Region:
         buffer = memoryview(bytearray(num_bytes))
@@ -131,15 +129,11 @@ class LocalTransfer:
         assert self.grants.permit(grant).withdrawn is not None, "it was revoked first"
         return self.fences.get(grant, self.usual_fence)
 
-    def takes_questions(self, peer: SegmentRef, op: Op) -> bool:
+    def takes_questions(self, peer: SegmentRef) -> bool:
         raise NotImplementedError
 
     def hear_questions(self) -> None:
         """The tests hand questions to the node."""
-
-    def take(self, number: int, region: Region, offsets: Sequence[int | None], grant: int) -> None:
-        assert region is self.regions[0]
-        self.taken[number] = list(offsets), grant
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         assert region is self.regions[0]

@@ -8,23 +8,13 @@ import struct
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job, Part, Slice
-from mooncake.transfer.engine import (
-    MAX_ANSWER_BYTES,
-    Asked,
-    Brought,
-    Op,
-    Pieces,
-    QuestionEvent,
-    TransferBatch,
-    TransferOp,
-)
+from mooncake.transfer.engine import Asked, AskEnded, Op, Pieces, TransferBatch, TransferOp
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import ConnectingSide
@@ -90,11 +80,11 @@ def sealed(frames: Iterable[Frame], how: int, seals: Seals, least_bytes: int) ->
     `least_bytes` are not whole.
     """
     sent, heads = bytearray(), []
-    for messages, pieces, last in frames:
-        outgoing = Outgoing(messages, pieces, seals, partial(bytes, last) if last else None)
+    for messages, pieces in frames:
+        outgoing = Outgoing(messages, pieces, seals)
         begin = len(sent)
         # How long a question is, too, is read before its tag.
-        first = wire.HEADER_BYTES if messages[0][0] in QUESTIONS else 4
+        first = wire.HEADER_BYTES if messages[0][0] == wire.ASK else 4
         while not outgoing.is_sent:
             views = list(outgoing.views())
             sent += b"".join(views)
@@ -107,39 +97,33 @@ def sealed(frames: Iterable[Frame], how: int, seals: Seals, least_bytes: int) ->
     return Stream(bytes(sent), heads, altered_at)
 
 
-Frame = tuple[list[bytes], list[memoryview], bytes]
-"""Messages, each with a tag of its own, the pieces of a payload, and the message behind it."""
-QUESTIONS = (wire.ASK, wire.OFFER)
+Frame = tuple[list[bytes], list[memoryview]]
+"""Messages, each with a tag of its own, and the pieces of a payload."""
 
 
 def requests_of(data: bytes) -> Iterator[Frame]:
     """Return the requests in `data`, as far as they can be told apart; the rest is one message."""
     while len(data) >= wire.HEAD_BYTES:
-        kind, _, num_ranges, _, num_bytes, grant = struct.unpack_from("<BBHQQQ", data)
+        kind, _, num_ranges, _, num_bytes = struct.unpack_from("<BBHQQ", data)
         length = wire.HEADER_BYTES + wire.RANGE_BYTES * max(1, num_ranges)
-        if kind in QUESTIONS:
-            length = wire.HEADER_BYTES + (num_bytes if kind == wire.ASK else grant)
+        if kind == wire.ASK:
+            length = wire.HEADER_BYTES + num_bytes
         if len(data) < length:
             data = data[: wire.HEAD_BYTES - 1]  # a head that is not whole
             break
         head, data = data[:length], data[length:]
-        payload = memoryview(data[: num_bytes if kind in (wire.WRITE, wire.OFFER) else 0])
+        payload = memoryview(data[: num_bytes if kind == wire.WRITE else 0])
         data = data[len(payload) :]
         ranges = head[wire.HEADER_BYTES :]
         ranges = ranges[: len(ranges) // wire.RANGE_BYTES * wire.RANGE_BYTES]
         sizes = [size for _, _, size in wire.parse_ranges(memoryview(ranges))]
-        sums = b""
-        if kind in QUESTIONS:
-            sizes = [num_bytes // max(1, num_ranges)] * num_ranges if kind == wire.OFFER else []
-            sums = data[: wire.SUM_BYTES * len(sizes)]
-            data = data[len(sums) :]
         pieces = []
-        for size in sizes:
+        for size in sizes if kind != wire.ASK else ():
             pieces.append(payload[:size])
             payload = payload[size:]
-        yield [head], [piece for piece in (*pieces, payload) if piece], sums
+        yield [head], [piece for piece in (*pieces, payload) if piece]
     if data:
-        yield [data], [], b""
+        yield [data], []
 
 
 def answers_of(data: bytes) -> Iterator[Frame]:
@@ -152,9 +136,9 @@ def answers_of(data: bytes) -> Iterator[Frame]:
         more = data[: num_bytes if kind in (wire.DATA, wire.TOLD) else 0]
         data = data[len(more) :]
         messages = [head, answer] if kind in (wire.TOLD, wire.REFUSED) else [head]
-        yield messages, [memoryview(more)] if more else [], b""
+        yield messages, [memoryview(more)] if more else []
     if data:
-        yield [data], [], b""
+        yield [data], []
 
 
 class Machine:
@@ -162,8 +146,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.questions = Questions()
-        self._heard: list[QuestionEvent] = []
-        self._num_pieces: dict[int, int] = {}
+        self._heard: list[Asked | AskEnded] = []
+        self._open: set[int] = set()
         self.questions.hear(self._heard.append)
 
     def work(self) -> None:
@@ -171,27 +155,15 @@ class Machine:
         while self._heard:
             event = self._heard.pop(0)
             if isinstance(event, Asked):
-                self._num_pieces[event.number] = event.num_pieces
+                self._open.add(event.number)
                 self._begin(event)
-            elif isinstance(event, Brought):
-                assert len(event.sums) == self._num_pieces[event.number]
-                self.questions.answer(event.number, b"yes", FIRST_REGION, Pieces([], 1))
             else:
-                del self._num_pieces[event.number]
+                self._open.remove(event.number)
 
     def _begin(self, event: Asked) -> None:
         how = event.question[0] % 4
         if how == 0:
             self.questions.refuse(event.number, "no")
-        elif event.num_pieces:
-            assert 0 < event.num_bytes <= MAX_ANSWER_BYTES
-            size = event.num_bytes // event.num_pieces
-            room = REGION_BYTES // size
-            wanted = range(event.num_pieces) if how == 1 else range(1, event.num_pieces, how)
-            offsets: list[int | None] = [None] * event.num_pieces
-            for number in wanted if room else ():
-                offsets[number] = number % room * size
-            self.questions.take(event.number, FIRST_REGION, offsets, 0)
         else:
             pieces = Pieces([0] * (how - 1), 256)
             self.questions.answer(event.number, b"yes", FIRST_REGION, pieces)
@@ -199,7 +171,7 @@ class Machine:
     def check(self) -> None:
         """Check that each question has ended, once."""
         self.work()
-        assert not self._num_pieces
+        assert not self._open
         assert not self.questions.num_open
 
 
@@ -295,10 +267,9 @@ def turn(loop: LoopStub, ours: socket.socket, theirs: socket.socket) -> int:
 
 
 class TcpClient(Target):
-    """What an owner answers to a READ, a WRITE and a READ of ours, and to questions that ask for
-    bytes and bring some. The first byte says how the answers are cut; even: the owner has proven
-    itself before. The second says how they are sealed then, and where a relay changes a bit of
-    them.
+    """What an owner answers to a READ, a WRITE and a READ of ours, and to two questions. The first
+    byte says how the answers are cut; even: the owner has proven itself before. The second says how
+    they are sealed then, and where a relay changes a bit of them.
     """
 
     name = "tcp-client"
@@ -364,8 +335,7 @@ class _ClientSide:
         self._due = [
             (Op.READ, FIRST_REGION, b""), (Op.WRITE, FIRST_REGION, b""),
             (Op.READ, UNKNOWN_REGION, b""), (Op.READ, FIRST_REGION, b"\2 which of these have you?"),
-            (Op.WRITE, FIRST_REGION, b"\1 where do all of these go?"),
-            (Op.WRITE, FIRST_REGION, b"\0 which nobody wants to have"),
+            (Op.READ, FIRST_REGION, b"\0 which of these may nobody have?"),
         ]  # fmt: skip
         self.num_due = len(self._due)
 
@@ -407,7 +377,7 @@ class _ClientSide:
 
 def conversation() -> tuple[bytes, bytes]:
     """Return what a client and an owner say to each other after the handshake: a READ, a WRITE, a
-    READ that is refused, and three questions.
+    READ that is refused, and two questions.
     """
     memory, loop, side, machine = Memory(), LoopStub(), _ClientSide(), Machine()
     (client, at_client), (owner, at_owner) = pair(), pair()

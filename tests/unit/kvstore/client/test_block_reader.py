@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.base import PinBlocks, PinGranted, TransferError, Unpin, WorkerRef
 from mooncake.kvstore.block_checksum import checksum_of
-from mooncake.kvstore.client import askable, block_memory, block_reader
+from mooncake.kvstore.client import block_memory, block_reader
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.rpc.codec import decode, encode
@@ -269,7 +269,7 @@ def test_a_question_without_a_right_answer_becomes_a_pin(how: str) -> None:
 def test_questions_that_break_together_count_once() -> None:
     """One broken connection ends all of them, and the next question may well be answered."""
     scene = Asking()
-    for _ in range(askable.MAX_UNANSWERED):
+    for _ in range(block_reader.MAX_UNANSWERED):
         scene.read([0])
     for number in {m.number for m in scene.pair.there_inbox if isinstance(m, Asked)}:
         scene.pair.remote.refuse(number, "the connection broke")

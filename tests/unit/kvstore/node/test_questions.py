@@ -143,7 +143,7 @@ def test_a_question_beyond_a_credential_is_counted_and_written_down_as_a_message
 ) -> None:
     lines: list[tuple[str, object, object]] = []
     monkeypatch.setattr(
-        "mooncake.kvstore.node.asked.audit",
+        "mooncake.kvstore.node.sessions.audit",
         lambda event, **facts: lines.append((event, facts["who"], facts["whence"])),
     )
     world = World()

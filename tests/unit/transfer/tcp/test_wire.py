@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.base.errors import ProtocolError
-from mooncake.transfer.engine import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, TransferOp
+from mooncake.transfer.engine import MAX_QUESTION_BYTES, TransferOp
 from mooncake.transfer.tcp import wire
 
 ALL = frozenset((
-    wire.WRITE, wire.READ, wire.DONE, wire.DATA, wire.REFUSED, wire.ASK, wire.TOLD, wire.OFFER
+    wire.WRITE, wire.READ, wire.DONE, wire.DATA, wire.REFUSED, wire.ASK, wire.TOLD
 ))  # fmt: skip
 
 
@@ -30,23 +30,6 @@ def test_a_question_follows_its_header() -> None:
     header = wire.parse_header(data[: wire.HEADER_BYTES], ALL)
     assert header == wire.Header(wire.ASK, 0, 2**50, 300, 2**20)
     assert data[wire.HEADER_BYTES :] == b"?" * 300
-    assert header.num_question_bytes == 300
-
-
-def test_a_question_that_brings_bytes_says_in_how_many_pieces() -> None:
-    data = memoryview(wire.pack_offer(2**50, b"!" * 300, 1024, MAX_ANSWER_BYTES))
-    header = wire.parse_header(data[: wire.HEADER_BYTES], ALL)
-    assert header == wire.Header(wire.OFFER, 1024, 2**50, MAX_ANSWER_BYTES, 300)
-    assert data[wire.HEADER_BYTES :] == b"!" * 300
-    assert header.num_question_bytes == 300
-    assert wire.Header(wire.WRITE, 1, 1, 1, 300).num_question_bytes == 0
-
-
-def test_sums_have_eight_bytes_each() -> None:
-    sums = [0, 1, 2**64 - 1]
-    packed = wire.pack_sums(sums)
-    assert len(packed) == wire.SUM_BYTES * len(sums)
-    assert wire.parse_sums(memoryview(packed)) == sums
 
 
 @given(
@@ -64,10 +47,6 @@ def test_any_header_is_refused_or_in_bounds(data: bytes, kind: int) -> None:
         assert wire.RANGE_BYTES <= header.num_bytes <= MAX_QUESTION_BYTES
     if kind == wire.TOLD:
         assert 0 < header.grant <= MAX_QUESTION_BYTES
-    if kind == wire.OFFER:
-        assert wire.RANGE_BYTES <= header.grant <= MAX_QUESTION_BYTES
-        assert 0 < header.num_bytes <= MAX_ANSWER_BYTES
-        assert header.num_bytes % header.num_ranges == 0
 
 
 def test_a_refusal_carries_a_bounded_reason() -> None:
@@ -86,13 +65,6 @@ def test_a_refusal_carries_a_bounded_reason() -> None:
         (wire.Header(wire.ASK, 0, 1, wire.RANGE_BYTES - 1, 1), "a question has 23 bytes"),
         (wire.Header(wire.ASK, 0, 1, MAX_QUESTION_BYTES + 1, 1), "a question has 65537 bytes"),
         (wire.Header(wire.ASK, 0, 1, 100, 0), "for pieces of 0"),
-        (wire.Header(wire.ASK, 1, 1, 100, 1), "has 1 ranges"),
-        (wire.Header(wire.OFFER, 1, 1, 8, wire.RANGE_BYTES - 1), "a question has 23 bytes"),
-        (wire.Header(wire.OFFER, 1, 1, 8, MAX_QUESTION_BYTES + 1), "a question has 65537 bytes"),
-        (wire.Header(wire.OFFER, 1, 1, MAX_ANSWER_BYTES + 1, 99), "brings 4194305"),
-        (wire.Header(wire.OFFER, 0, 1, 8, 99), "8 bytes in 0 pieces"),
-        (wire.Header(wire.OFFER, 3, 1, 8, 99), "8 bytes in 3 pieces"),
-        (wire.Header(wire.OFFER, 3, 1, 0, 99), "0 bytes in 3 pieces"),
         (wire.Header(wire.TOLD, 0, 1, 0, 0), "an answer has 0 bytes"),
         (wire.Header(wire.TOLD, 0, 1, 0, MAX_QUESTION_BYTES + 1), "an answer has 65537 bytes"),
         (wire.Header(99, 0, 1, 1), "not a transfer frame"),
