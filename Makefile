@@ -68,31 +68,35 @@ check: $(STAMP)
 
 # What a person runs after a change: minutes. EXAMPLES=all gives properties their full rounds. A file's tests run in
 # one process, files beside one another; those that mostly wait for processes of their own get a process more.
+# MARK="not alone" runs the slow tests, too: each process reads the files once for both.
 EXAMPLES ?= few
-PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz tests/conformance
-PYTEST := $(BIN)/pytest --maxprocesses 4 --dist loadfile
-SHORT := MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -m "not slow"
+MARK ?= not slow
+PROCESSES ?= 3
+SHOW ?= -q
+PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz
+PROCESS_TESTS := tests/integration tests/conformance
+PYTEST := MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest --maxprocesses 4 --dist loadfile
 test: check test-python
 test-python: test-pure test-processes
 
 test-pure: $(STAMP)
-	@for folders in tests/unit "tests/kernels tests/sim tests/property" tests/fuzz; do \
-	  echo "== $$folders" && $(SHORT) -n auto $$folders || exit 1; done
+	$(PYTEST) $(SHOW) -m "$(MARK)" -n auto $(PURE_TESTS)
 
 test-processes: $(STAMP) helm
-	@for folder in tests/conformance tests/integration; do \
-	  echo "== $$folder" && $(SHORT) -n 3 $$folder || exit 1; done
+	$(PYTEST) $(SHOW) --no-loadscope-reorder -m "$(MARK)" -n $(PROCESSES) $(PROCESS_TESTS)
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm
-	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m "slow and not alone" -n 3 $(PURE_TESTS) tests/integration
+	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m "slow and not alone" -n $(PROCESSES) \
+	  $(PROCESS_TESTS) $(PURE_TESTS)
 
 # Those that measure: `make test-slow` leaves them out.
 test-alone: $(STAMP)
 	$(BIN)/pytest -v -m alone tests/integration
 
 test-all: EXAMPLES = all
-test-all: test test-slow test-alone test-browser test-rdma test-device api-cases
+test-all: MARK = not alone
+test-all: test test-alone test-browser test-rdma test-device api-cases
 
 # The chart's tests need helm; they skip where there is neither helm nor npm.
 helm:

@@ -15,7 +15,7 @@ from mooncake_kernels.native import build
 
 from mooncake.launch.host import environment
 from tests.support.examples import examples
-from tests.support.slow_files import APART, is_in_slow_folder, may_hold
+from tests.support.slow_files import APART, is_in_slow_folder, may_hold, turn
 
 # Machines are slow at times: no test of a property is about how long an example takes.
 settings.register_profile("untimed", deadline=None, max_examples=examples(100))
@@ -42,7 +42,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow folders, so that `make test` leaves them to `make test-slow`."""
+    """Put the longest files first, and mark the tests of slow folders, so that `make test` leaves
+    them to `make test-slow`.
+    """
+    items.sort(key=lambda item: turn(item.path))
     for item in items:
         if is_in_slow_folder(item.path):
             item.add_marker(pytest.mark.slow)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+FOUND_S = 600.0
+"""A process may take this long until its next value: on two cores, beside other tests."""
 Work = Callable[..., Iterator[Any]]
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(
@@ -37,7 +39,7 @@ class Processes:
 
     def found_by(self, number: int) -> Any:
         """Return the next value of one of them."""
-        assert self._pipes[number].poll(300.0), f"process {number} hangs"
+        assert self._pipes[number].poll(FOUND_S), f"process {number} hangs"
         return self._pipes[number].recv()
 
     def go_on(self, *numbers: int) -> None:

@@ -27,6 +27,8 @@ CONFIG = EngineConfig(
     num_blocks=40, max_num_seqs=4, max_batched_tokens=64, max_chunk_tokens=32, max_model_len=96,
     max_waiting=9, block_tokens=BLOCK_TOKENS,
 )  # fmt: skip
+STEP_S = 600.0
+"""A step of four emulated ranks may take this long where they share two cores with others."""
 Joins = Mapping[int, Sequence[tuple[list[int], SamplingParams]]]
 """Prompts and their settings, by the step before which they come."""
 
@@ -72,7 +74,7 @@ class Served:
         return {number: list(each.output_tokens) for number, each in made.items()}
 
     def _hear(self) -> None:
-        assert select.select([self.runner.fileno()], [], [], 120)[0], "the runner is silent"
+        assert select.select([self.runner.fileno()], [], [], STEP_S)[0], "the runner is silent"
         for event in self.runner.poll():
             if isinstance(event, LayerDone):
                 self.layers.append(event)

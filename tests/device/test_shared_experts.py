@@ -19,7 +19,7 @@ from mooncake.base import SamplingParams, Shape, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.identity import own_credential
-from mooncake.launch.worker import expert_peers, rank_processes
+from mooncake.launch.worker import expert_peers
 from mooncake.model.expert_balancing import MOVES
 from mooncake.model.options import ExpertGroup, ModelOptions
 from tests.device.processes import Processes
@@ -27,7 +27,7 @@ from tests.device.served import Joins, prompt, served
 from tests.device.test_ranks import CAPTURED, EAGER, JOINS
 from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
-from tests.support.cuda.processes import followers_emulated
+from tests.support.cuda.processes import RANK_S, followers_emulated
 from tests.support.cuda.streams import LATE, RANDOM
 
 SECRET = "0123456789abcdef" * 2
@@ -54,8 +54,7 @@ def engine_of_two(
     workers = tuple(f"decode-{each}" for each in range(shape.dp))
     group = ExpertGroup(name=name, number=number, size=shape.dp, workers=workers)
     with (
-        mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),  # also where four share two cores
-        mock.patch.object(expert_peers, "EXCHANGE_S", 600.0),
+        mock.patch.object(expert_peers, "EXCHANGE_S", RANK_S),
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),

@@ -11,6 +11,10 @@ from unittest import mock
 
 from mooncake.launch.worker import rank_processes
 
+RANK_S = 600.0
+"""How long a rank may give no sign of life and be waited for: it emulates its GPU on a core that it
+shares with other ranks and other tests.
+"""
 _SETTINGS = "EMULATED_CUDA"
 _kept = ExitStack()
 
@@ -24,6 +28,8 @@ def followers_emulated(*, as_references: bool = False, **machine: Any) -> Iterat
     with (
         mock.patch.dict(os.environ, {_SETTINGS: settings}),
         mock.patch.object(rank_processes, "PROGRAM", "tests.support.cuda.follower_program"),
+        mock.patch.object(rank_processes, "SILENT_S", RANK_S),
+        mock.patch.object(rank_processes, "EXCHANGE_S", RANK_S),
     ):
         yield
 
