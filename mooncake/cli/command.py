@@ -19,6 +19,21 @@ Read = Callable[[Mapping[str, object], str | None, Mapping[str, str]], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag that help shows."""
+
+    names: list[str]
+    """Long name first, "--port"; for a positional argument its name without dashes."""
+    default: str
+    """The default as a person would write it; empty: there is none, and the help says what happens
+    then.
+    """
+    key: str
+    """The key in a YAML file; empty if the command takes no file."""
+    option: Option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
     """A command, and everything that `--help` says about it."""
 
@@ -43,6 +58,20 @@ class Command:
     """The settings that `--help` shows while `--help=all` shows all; empty: it shows all."""
     common_examples: int = 0
     """How many of the examples `--help` shows then."""
+
+    @property
+    def flags(self) -> list[Flag]:
+        """All flags that help shows."""
+        return [
+            Flag(
+                names=[name] if option.positional else flags_of(name, option),
+                default=default_of(default, option),
+                key=options.flag(name) if self.takes_file else "",
+                option=option,
+            )
+            for name, (option, default) in options.options_of(self.settings).items()
+            if option.text
+        ]
 
     @property
     def usage(self) -> str:

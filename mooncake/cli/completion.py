@@ -83,13 +83,14 @@ def script(shell: str) -> str:
             words.append("--config")
             texts.append(_quoted(f"{place} --config"))
         for flag in command.flags:
-            words += flag.choices if flag.positional else flag.names
+            option = flag.option
+            words += option.choices if option.positional else flag.names
             cases = [_quoted(f"{place} {name}") for name in flag.names]
-            if flag.switch and (command.takes_file or flag.default == "true"):
+            if option.switch and (command.takes_file or flag.default == "true"):
                 words.append(f"--no-{flag.names[0].removeprefix('--')}")
-            elif not flag.switch and not flag.positional and flag.choices:
-                values.append(f"    {'|'.join(cases)}) {_print(flag.choices)}; return ;;")
-            elif not flag.switch and not flag.positional:
+            elif not option.switch and not option.positional and option.choices:
+                values.append(f"    {'|'.join(cases)}) {_print(option.choices)}; return ;;")
+            elif not option.switch and not option.positional:
                 texts += cases
     parts = {
         "commands": "|".join(_quoted(place) for place in offered if place),

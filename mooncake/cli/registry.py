@@ -1,22 +1,18 @@
-"""All commands of `mooncake`, and descriptions of them for documentation.
+"""All commands of `mooncake`, also for those who document them.
 
-`describe()` returns one `CommandDoc` a command, in the order of `--help`; each holds a `FlagDoc` a
-flag, made of the very settings that the command line and configuration files are read by:
+`describe()` returns them in the order of `--help`, with their flags, which are made of the very
+settings that the command line and configuration files are read by:
 
 >>> for command in describe():
 ...     for flag in command.flags:
-...         print(command.words, flag.names, flag.type, flag.default, flag.help)
+...         print(command.words, flag.names, flag.default, flag.option.text)
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 
-import msgspec
-
-from mooncake.cli.command import Command, default_of, flags_of
-from mooncake.launch.config import options
+from mooncake.cli.command import Command
 
 SUMMARIES = {
     "serve": "serve a checkpoint",
@@ -60,75 +56,12 @@ EXIT_CODES = {
 """What the exit codes of all commands mean."""
 
 
-class FlagDoc(msgspec.Struct, frozen=True, kw_only=True):
-    names: list[str]
-    """Long name first, "--port"; for a positional argument its name without dashes."""
-    type: str
-    """The type of the value, as Python writes it."""
-    metavar: str
-    default: str
-    """The default as a person would write it; empty: there is none, and the help says what happens
-    then.
-    """
-    choices: list[str]
-    group: str
-    help: str
-    key: str
-    """The key in a YAML file; empty if the command takes no file."""
-    environment: list[str]
-    """The variable that may give it; empty: none."""
-    switch: bool
-    repeat: bool
-    required: bool
-    positional: bool
-
-
-class CommandDoc(msgspec.Struct, frozen=True, kw_only=True):
-    words: str
-    """The words after `mooncake`: "bench serve"."""
-    summary: str
-    examples: list[str]
-    takes_file: bool
-    """True if `--config FILE` may give its settings."""
-    flags: list[FlagDoc]
-
-
 def commands_of(word: str) -> tuple[Command, ...]:
     """Return the commands whose first word is `word`; imports what they need to be parsed."""
     found: tuple[Command, ...] = importlib.import_module(f"mooncake.cli.{word}").COMMANDS
     return found
 
 
-def describe() -> list[CommandDoc]:
-    """Return all commands with all flags that help shows."""
-    return [_describe(command) for word in SUMMARIES for command in commands_of(word)]
-
-
-def _describe(command: Command) -> CommandDoc:
-    types = {field.name: str(field.type) for field in dataclasses.fields(command.settings)}
-    flags = [
-        FlagDoc(
-            names=[name] if option.positional else flags_of(name, option),
-            type=types[name],
-            metavar=option.metavar,
-            default=default_of(default, option),
-            choices=list(option.choices),
-            group=option.group,
-            help=option.text,
-            key=options.flag(name) if command.takes_file else "",
-            environment=option.variables,
-            switch=option.switch,
-            repeat=option.repeat,
-            required=option.required,
-            positional=option.positional,
-        )
-        for name, (option, default) in options.options_of(command.settings).items()
-        if option.text
-    ]
-    return CommandDoc(
-        words=command.words,
-        summary=command.summary,
-        examples=command.examples.splitlines(),
-        takes_file=command.takes_file,
-        flags=flags,
-    )
+def describe() -> list[Command]:
+    """Return all commands."""
+    return [command for word in SUMMARIES for command in commands_of(word)]

@@ -31,7 +31,8 @@ from mooncake.api.schema.messages import MessagesRequest
 from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.base import messages, pool_messages
 from mooncake.base.any_message import AnyMessage
-from mooncake.cli.registry import EXIT_CODES, CommandDoc, FlagDoc, describe
+from mooncake.cli.command import Command, Flag
+from mooncake.cli.registry import EXIT_CODES, describe
 from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.launch.host import link_metrics
 from mooncake.launch.pool_node import metrics as pool_metrics
@@ -86,7 +87,7 @@ def flags() -> list[str]:
     return lines
 
 
-def _command(command: CommandDoc) -> list[str]:
+def _command(command: Command) -> list[str]:
     lines = [
         f"## mooncake {command.words}",
         "",
@@ -94,9 +95,9 @@ def _command(command: CommandDoc) -> list[str]:
     ]
     if command.takes_file:
         lines[-1] += " Takes `--config FILE`."
-    groups: dict[str, list[FlagDoc]] = {}
+    groups: dict[str, list[Flag]] = {}
     for flag in command.flags:
-        groups.setdefault(flag.group, []).append(flag)
+        groups.setdefault(flag.option.group, []).append(flag)
     for group, found in groups.items():
         lines += [
             "", *([f"### {command.words}: {group}", ""] if len(groups) > 1 else []),
@@ -105,14 +106,15 @@ def _command(command: CommandDoc) -> list[str]:
     return lines
 
 
-def _flag(flag: FlagDoc) -> list[str]:
-    shown = ", ".join(code(f"{name} {flag.metavar}".strip()) for name in flag.names)
-    notes = [flag.help]
-    if flag.choices:
-        notes.append(f"one of {', '.join(map(code, flag.choices))}")
-    if flag.environment:
-        notes.append(f"environment: {' or '.join(map(code, flag.environment))}")
-    if flag.required:
+def _flag(flag: Flag) -> list[str]:
+    option = flag.option
+    shown = ", ".join(code(f"{name} {option.metavar}".strip()) for name in flag.names)
+    notes = [option.text]
+    if option.choices:
+        notes.append(f"one of {', '.join(map(code, option.choices))}")
+    if option.variables:
+        notes.append(f"environment: {' or '.join(map(code, option.variables))}")
+    if option.required:
         notes.append("needed")
     return [shown, code(flag.default), "; ".join(notes)]
 

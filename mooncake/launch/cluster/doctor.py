@@ -66,6 +66,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     todo: str = ""
 
 
+def judged(name: str, found: str, todo: str = "", *, fails: bool = True) -> Finding:
+    """Return the result of a check: all is well if there is nothing to do."""
+    state = OK if not todo else FAIL if fails else WARN
+    return Finding(name=name, state=state, found=found, todo=todo)
+
+
 def examine(file: str | None, machine: str | None) -> list[Finding]:
     """Check this machine and, if `file` describes a cluster, its part of the cluster.
 
@@ -92,76 +98,64 @@ def system() -> Iterator[Finding]:
     """Check the machine and its programs."""
     memory = machine_facts.available_bytes()
     free = "unknown" if memory is None else format_bytes(memory)
-    yield Finding(
-        name="system", state=OK,
-        found=f"{platform.system()} {platform.release()}, Python {sys.version.split()[0]}, "
+    yield judged(
+        "system",
+        f"{platform.system()} {platform.release()}, Python {sys.version.split()[0]}, "
         f"{machine_facts.num_cores()} cores, {free} of memory free",
-    )  # fmt: skip
+    )
 
 
 def gpus() -> Iterator[Finding]:
     """Check the GPUs, and whether their driver answers."""
     number = machine_facts.num_gpus()
     if not number:
-        yield Finding(name="gpu", state=OK, found="none: engines compute on the CPU")
+        yield judged("gpu", "none: engines compute on the CPU")
         return
     program = shutil.which("nvidia-smi")
     query = [str(program), "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        yield Finding(name="gpu", state=OK, found="; ".join(done.stdout.strip().splitlines()))
+        yield judged("gpu", "; ".join(done.stdout.strip().splitlines()))
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(
-            name="gpu", state=FAIL,
-            found=f"{number} devices, and the driver does not answer: {error}",
-            todo="install the driver that fits the kernel, or reboot after its update",
-        )  # fmt: skip
+        found = f"{number} devices, and the driver does not answer: {error}"
+        yield judged(
+            "gpu", found, "install the driver that fits the kernel, or reboot after its update"
+        )
 
 
 def nics(sysfs: Path = SYSFS) -> Iterator[Finding]:
     """Check RDMA devices, the state of their ports, and the GIDs that peers reach."""
     devices = list_rdma_devices(sysfs)
     if not devices:
-        yield Finding(name="rdma", state=OK, found="no device: KV moves by TCP between machines")
+        yield judged("rdma", "no device: KV moves by TCP between machines")
         return
     if not has_pyverbs():
-        yield Finding(
-            name="rdma", state=FAIL, found=f"{', '.join(devices)}, and pyverbs is not installed",
-            todo="pip install 'mooncake-serve[rdma]'",
-        )  # fmt: skip
+        found = f"{', '.join(devices)}, and pyverbs is not installed"
+        yield judged("rdma", found, "pip install 'mooncake-serve[rdma]'")
     for device in devices:
         for port in sorted((sysfs / "class/infiniband" / device / "ports").iterdir()):
             state = (port / "state").read_text().strip()
             gids = [gid.read_text().strip() for gid in sorted((port / "gids").iterdir())]
             usable = [gid for gid in gids if gid.replace(":", "").strip("0")]
-            active = "ACTIVE" in state
-            good = active and bool(usable)
-            yield Finding(
-                name=f"rdma {device} port {port.name}", state=OK if good else WARN,
-                found=f"{state}, {len(usable)} GIDs",
-                todo="" if good else "bring its link up, or leave it out: --rdma-device",
-            )  # fmt: skip
+            good = "ACTIVE" in state and bool(usable)
+            todo = "" if good else "bring its link up, or leave it out: --rdma-device"
+            name, found = f"rdma {device} port {port.name}", f"{state}, {len(usable)} GIDs"
+            yield judged(name, found, todo, fails=False)
 
 
 def limits() -> Iterator[Finding]:
     """Check the limits of this user's processes."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = files == resource.RLIM_INFINITY or files >= FILES
-    yield Finding(
-        name="open files", state=OK if enough else WARN, found=str(files),
-        todo="" if enough else f"ulimit -n {FILES}, or LimitNOFILE={FILES} in the unit",
-    )  # fmt: skip
+    todo = "" if enough else f"ulimit -n {FILES}, or LimitNOFILE={FILES} in the unit"
+    yield judged("open files", str(files), todo, fails=False)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     free = locked == resource.RLIM_INFINITY
     needs = bool(list_rdma_devices()) or machine_facts.num_gpus() > 0
-    yield Finding(
-        name="locked memory", state=OK if free or not needs else FAIL,
-        found="unlimited" if free else format_bytes(locked),
-        todo="" if free or not needs else "NICs and GPUs lock memory: ulimit -l unlimited, or "
-        "LimitMEMLOCK=infinity in the unit",
-    )  # fmt: skip
-    shared = shutil.disk_usage("/dev/shm").free
-    yield Finding(name="/dev/shm", state=OK, found=f"{format_bytes(shared)} free")
+    todo = "NICs and GPUs lock memory: ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit"
+    found = "unlimited" if free else format_bytes(locked)
+    yield judged("locked memory", found, todo if needs and not free else "")
+    yield judged("/dev/shm", f"{format_bytes(shutil.disk_usage('/dev/shm').free)} free")
 
 
 def huge_pages(sysfs: Path = SYSFS) -> Iterator[Finding]:
@@ -171,21 +165,16 @@ def huge_pages(sysfs: Path = SYSFS) -> Iterator[Finding]:
     except OSError:
         told = "[never]"
     never = "[never]" in told
-    yield Finding(
-        name="huge pages", state=WARN if never else OK, found=told,
-        todo="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if never else "",
-    )  # fmt: skip
+    todo = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if never else ""
+    yield judged("huge pages", told, todo, fails=False)
 
 
 def clock() -> Iterator[Finding]:
     """Check whether something keeps the clock right: credentials and certificates expire by it."""
-    found = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
-    bad = found == UNSYNCHRONIZED or found < 0
-    yield Finding(
-        name="clock", state=WARN if bad else OK,
-        found="nothing keeps it right" if bad else "synchronized",
-        todo="start chronyd or systemd-timesyncd" if bad else "",
-    )  # fmt: skip
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    bad = state == UNSYNCHRONIZED or state < 0
+    found, todo = "nothing keeps it right", "start chronyd or systemd-timesyncd"
+    yield judged("clock", found, todo, fails=False) if bad else judged("clock", "synchronized")
 
 
 def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
@@ -194,10 +183,9 @@ def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
     """
     missing = [name for name in own.bundle if not (folder / name).is_file()]
     if missing:
-        yield Finding(
-            name="certificate", state=FAIL, found=f"{', '.join(missing)} not in {folder}",
-            todo="copy this machine's folder, which `mooncake cluster init` makes",
-        )  # fmt: skip
+        found = f"{', '.join(missing)} not in {folder}"
+        todo = "copy this machine's folder, which `mooncake cluster init` makes"
+        yield judged("certificate", found, todo)
         return
     try:
         text = (folder / CERTIFICATE).read_text()
@@ -205,32 +193,26 @@ def certificates(folder: Path, own: Machine) -> Iterator[Finding]:
         context = ssl.create_default_context(cafile=str(folder / AUTHORITY))
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")
     except (ConfigError, OSError, ValueError) as error:
-        yield Finding(
-            name="certificate", state=FAIL, found=f"{CERTIFICATE}, {KEY}, {AUTHORITY}: {error}",
-            todo="copy this machine's folder again",
-        )  # fmt: skip
+        found = f"{CERTIFICATE}, {KEY}, {AUTHORITY}: {error}"
+        yield judged("certificate", found, "copy this machine's folder again")
         return
     days = (until - datetime.datetime.now(datetime.UTC)).days
-    if own.address not in names:
-        state, todo = FAIL, f"it is another machine's: copy the folder of {own.name}"
+    is_own, todo = own.address in names, ""
+    if not is_own:
+        todo = f"it is another machine's: copy the folder of {own.name}"
     elif days < SOON_DAYS:
-        state = FAIL if days < 0 else WARN
         todo = "remove it and run `mooncake cluster init` again, with a new authority if need be"
-    else:
-        state, todo = OK, ""
     found = f"of {', '.join(names)}, {days} days left"
-    yield Finding(name="certificate", state=state, found=found, todo=todo)
+    yield judged("certificate", found, todo, fails=not is_own or days < 0)
 
 
 def ports(own: Machine) -> Iterator[Finding]:
     """Check whether this machine has the address that the file gives it."""
     try:
         machine_facts.check_port(own.address, 0, "address")
-        yield Finding(name="address", state=OK, found=own.address)
+        yield judged("address", own.address)
     except ConfigError as error:
-        yield Finding(
-            name="address", state=FAIL, found=error.message, todo="correct it in the file"
-        )
+        yield judged("address", error.message, "correct it in the file")
 
 
 def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
@@ -241,12 +223,10 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
             began_s = time.monotonic()
             with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
                 took_ms = 1000 * (time.monotonic() - began_s)
-            yield Finding(name=f"gateway {seed}", state=OK, found=f"reached in {took_ms:.1f} ms")
+            yield judged(f"gateway {seed}", f"reached in {took_ms:.1f} ms")
         except OSError as error:
-            yield Finding(
-                name=f"gateway {seed}", state=FAIL, found=str(error.strerror or error),
-                todo="is `mooncake up` running there, and no firewall between?",
-            )  # fmt: skip
+            todo = "is `mooncake up` running there, and no firewall between?"
+            yield judged(f"gateway {seed}", str(error.strerror or error), todo)
     if not all((folder / name).is_file() for name in own.credentials):
         return
     given: dict[str, object] = {
@@ -261,14 +241,12 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
             num_wanted = len(seeds.addresses)
             answers = seeds.ask(num_wanted) or seeds.ask(num_wanted) or seeds.ask(num_wanted)
     except MooncakeError as error:
-        yield Finding(name="members", state=FAIL, found=error.message, todo="see above")
+        yield judged("members", error.message, "see above")
         return
     missing = cluster.missing(told.members for told in answers)
-    yield Finding(
-        name="members", state=WARN if missing else OK,
-        found=f"not there: {', '.join(missing)}" if missing else "all are there",
-        todo="look at the log of `mooncake up` on their machines" if missing else "",
-    )  # fmt: skip
+    found = f"not there: {', '.join(missing)}" if missing else "all are there"
+    todo = "look at the log of `mooncake up` on their machines" if missing else ""
+    yield judged("members", found, todo, fails=False)
 
 
 def disks(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
@@ -305,14 +283,11 @@ def _disk(directory: Path) -> Finding:
             os.close(opened)
             file.unlink()
     except OSError as error:
-        return Finding(name=name, state=FAIL, found=str(error), todo="mount or repair it")
+        return judged(name, str(error), "mount or repair it")
     speeds = DISK_BYTES / max(written_s, 1e-9), DISK_BYTES / max(read_s, 1e-9)
-    slow = min(speeds) < SLOW_DISK
-    return Finding(
-        name=name, state=WARN if slow else OK,
-        found=f"{format_bytes(int(speeds[0]))}/s written, {format_bytes(int(speeds[1]))}/s read",
-        todo="blocks come from it slower than they are worth; use another disk" if slow else "",
-    )  # fmt: skip
+    found = f"{format_bytes(int(speeds[0]))}/s written, {format_bytes(int(speeds[1]))}/s read"
+    todo = "blocks come from it slower than they are worth; use another disk"
+    return judged(name, found, todo if min(speeds) < SLOW_DISK else "", fails=False)
 
 
 def write_bundle(target: Path, findings: list[Finding], file: str | None) -> None:

@@ -61,7 +61,9 @@ def test_all_commands_and_flags_are_offered(script: Path) -> None:
     assert set(SUMMARIES) < set(completed(script, ""))
     for command in describe():
         if command.words in ("serve", "pool put", "bench serve"):
-            flags = {name for flag in command.flags if not flag.positional for name in flag.names}
+            flags = {
+                name for flag in command.flags if not flag.option.positional for name in flag.names
+            }
             assert flags <= set(completed(script, *command.words.split(), "-"))
 
 

@@ -13,14 +13,14 @@ COMMANDS = {command.words: command for command in describe()}
 
 def flag(command: str, name: str) -> tuple[str, str, list[str]]:
     [found] = [flag for flag in COMMANDS[command].flags if name in flag.names]
-    return found.default, found.key, found.environment
+    return found.default, found.key, found.option.variables
 
 
 def test_every_setting_is_described() -> None:
     names = {name for flag in COMMANDS["serve"].flags for name in flag.names}
     assert len(COMMANDS["serve"].flags) == len(options.options_of(ServeConfig))
     assert {"model", "--port", "--kvstore-dram-bytes", "--dram", "-tp"} <= names
-    assert all(flag.help for command in COMMANDS.values() for flag in command.flags)
+    assert all(flag.option.text for command in COMMANDS.values() for flag in command.flags)
 
 
 def test_defaults_keys_and_variables() -> None:
