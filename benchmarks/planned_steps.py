@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.support.goodput_figures import Limits, Outcome
 from benchmarks.support.sessions import Session, Turn, conversations, shorter
 from mooncake.base import CostSample, GenerateRequest, SamplingParams, pack_tokens
-from mooncake.base.grammar import Grammar
+from mooncake.base.request import Grammar
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepPlan, StepResult

@@ -33,9 +33,6 @@ from mooncake.base.errors import (
     Unreachable,
     UserError,
 )
-from mooncake.base.grammar import (
-    Grammar,
-)
 from mooncake.base.ids import (
     IdSource,
     SeededIds,
@@ -45,11 +42,11 @@ from mooncake.base.kv_layout import (
     DTYPE_BYTES,
     BlockPlaces,
     KvLayout,
+    KvPart,
     PageArray,
     SegmentRef,
     packed_places,
 )
-from mooncake.base.kv_parts import KvPart
 from mooncake.base.machine import (
     Machine,
 )
@@ -102,18 +99,17 @@ from mooncake.base.request import (
     FinishReason,
     Flow,
     GenerateRequest,
+    Grammar,
     OutputEvent,
     Priority,
     RequestOutput,
     RequestState,
+    SamplingParams,
     Sink,
     TokenLogprobs,
     fair_shares,
     packed_logprobs,
     unpacked_logprobs,
-)
-from mooncake.base.sampling import (
-    SamplingParams,
 )
 
 __all__ = [

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from mooncake.base.bounded_map import BoundedMap, SizedMap
-from mooncake.base.grammar import Grammar
-from mooncake.base.sampling import SamplingParams
+from mooncake.base.request import Grammar, SamplingParams
 
 if TYPE_CHECKING:  # a task carries large settings, so its module imports this one
     from mooncake.base.messages import RequestTask, WorkerRef

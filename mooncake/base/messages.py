@@ -16,8 +16,7 @@ import msgspec
 from mooncake import __version__
 from mooncake.base.blocks import BlockKey
 from mooncake.base.cluster_mode import ClusterMode
-from mooncake.base.kv_layout import BlockPlaces
-from mooncake.base.kv_parts import KvPart
+from mooncake.base.kv_layout import BlockPlaces, KvPart
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import (
     Failure,
@@ -25,8 +24,8 @@ from mooncake.base.request import (
     FinishReason,
     GenerateRequest,
     RequestOutput,
+    WorkSpan,
 )
-from mooncake.base.work_span import WorkSpan
 
 PROTOCOL_VERSION = 7
 """The version of the protocol. It grows with each change that an older release would misread."""

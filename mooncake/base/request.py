@@ -1,5 +1,5 @@
-"""A request and its events. Past the API server a `GenerateRequest` is valid by construction and is
-not checked again.
+"""A request, its sampling and its events. Past the API server a `GenerateRequest` is valid by
+construction and is not checked again.
 
 RequestState: the life of a request as the gateway sees it (`TRANSITIONS` is the one table of legal
 transitions).
@@ -20,8 +20,6 @@ from typing import Annotated
 import msgspec
 
 from mooncake.base.blocks import pack_tokens, unpack_tokens
-from mooncake.base.sampling import SamplingParams
-from mooncake.base.work_span import WorkSpan
 
 
 class Priority(str, Enum):
@@ -63,6 +61,79 @@ def fair_shares(flows: Iterable[Flow]) -> dict[Flow, float]:
             weights[Priority.INTERACTIVE, tenant] /= 2
     total = sum(weights.values())
     return {flow: weight / total for flow, weight in weights.items()}
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A context-free grammar over the bytes and ids of the output tokens, and where it begins.
+
+    The API server composes and checks it (`api.constrained`); the workers apply it
+    (`model.grammars`). A sequence's position in its grammar is never sent: it follows from this
+    value and the output tokens.
+
+    Before it begins, tokens are free. It begins with the first token, unless `free` is set; in free
+    text it begins with a trigger (which belongs to it) or after `think_end`.
+    """
+
+    text: str
+    """llguidance's dialect of Lark: `<[ID]>` is a token, `%json {…}` fits a JSON schema."""
+    end_ids: list[int]
+    """Tokens that end the output. They are allowed only where the grammar is complete."""
+    free: bool = False
+    """The output begins with free text: a think block that the prompt opened, or prose that may
+    lead to a tool call.
+    """
+    optional: bool = False
+    """The output may end before the grammar has begun."""
+    triggers: list[int] = []
+    """These tokens end the free text; each is also the first token of the grammar."""
+    think_begin: int | None = None
+    """This token is allowed only as the first one. Free text up to `think_end` follows it."""
+    think_end: int | None = None
+    """This token ends free text. The grammar begins with the next token."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling settings of one request; names and defaults are those of the OpenAI API and vLLM.
+
+    A sampled token depends only on `seed`, its position in the output, and the distribution, so a
+    request can be resumed on another worker and continues with the same tokens. The API server
+    draws `seed` when the client gave none. Stop *strings* are text and therefore handled in `api`;
+    `stop_token_ids` are tokens and handled by the engine.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []
+    """Empty = all."""
+    seed: int = 0
+    """64-bit, unsigned."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Sampling one of these ends the output with reason `stop`. Includes the model's EOS ids unless
+    `ignore_eos` is set.
+    """
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    """None: no logprobs; 0: of the sampled token only; n: also of the n most likely tokens."""
+    num_prompt_logprobs: int | None = None
+    bad_words: list[list[int]] = []
+    """Token sequences that never appear: after all but the last token of one, the last is masked.
+    """
+    grammar: Grammar | None = None
+    """None: any text is allowed."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -273,6 +344,32 @@ class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
 def _sums(one: msgspec.Struct, other: msgspec.Struct) -> dict[str, int]:
     """Return the fields of two structs of numbers, added."""
     return {name: getattr(one, name) + getattr(other, name) for name in one.__struct_fields__}
+
+
+Fact = str | int | float | bool
+"""The type of an attribute's value."""
+
+
+class WorkEvent(msgspec.Struct, frozen=True, array_like=True):
+    """A moment within a span."""
+
+    name: str
+    at_s: float
+    facts: dict[str, Fact] = {}
+
+
+class WorkSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One piece of a worker's work on a traced request: "fetch", "queue", "prefill", "reserve",
+    "transfer" or "decode". It holds names and figures, no tokens and no text.
+    """
+
+    name: str
+    worker_id: str
+    """The worker whose clock gives the times; `LoadReport.clock_s` tells that clock."""
+    start_s: float
+    end_s: float
+    facts: dict[str, Fact] = {}
+    events: list[WorkEvent] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,9 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from mooncake.base.grammar import Grammar
-from mooncake.base.request import Failure, TokenLogprobs
-from mooncake.base.sampling import SamplingParams
+from mooncake.base.request import Failure, Grammar, SamplingParams, TokenLogprobs
 from mooncake.engine.ranks.kv_moves import OfRank
 
 BY_MODEL = -1

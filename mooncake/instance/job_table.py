@@ -25,8 +25,7 @@ from mooncake.base.messages import (
     WorkerRef,
     is_former,
 )
-from mooncake.base.request import CacheHits, Flow, RequestOutput
-from mooncake.base.work_span import Fact, WorkEvent, WorkSpan
+from mooncake.base.request import CacheHits, Fact, Flow, RequestOutput, WorkEvent, WorkSpan
 from mooncake.engine.sequence import Sequence
 from mooncake.instance.push import Destination
 from mooncake.instance.reuse import PrefixReuse

@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mooncake.base.errors import TransferError
-from mooncake.base.kv_layout import BlockPlaces, PageArray, SegmentRef
-from mooncake.base.kv_parts import KvPart, Move, copies, part_of, reshard
+from mooncake.base.kv_layout import (
+    BlockPlaces,
+    KvPart,
+    Move,
+    PageArray,
+    SegmentRef,
+    copies,
+    part_of,
+    reshard,
+)
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.kvstore.block_checksum import added

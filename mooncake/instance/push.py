@@ -21,8 +21,7 @@ from functools import partial
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.errors import MooncakeError
-from mooncake.base.kv_layout import BlockPlaces
-from mooncake.base.kv_parts import KvPart
+from mooncake.base.kv_layout import BlockPlaces, KvPart
 from mooncake.base.messages import NO_HEAD, ChainHead, WorkerRef
 from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.mover import BlockChecksums, SliceMover

@@ -12,8 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from mooncake.base.kv_layout import PageArray, SegmentRef
-from mooncake.base.kv_parts import Move
+from mooncake.base.kv_layout import Move, PageArray, SegmentRef
 from mooncake.engine.ranks.kv_moves import (
     AskFence,
     Fenced,

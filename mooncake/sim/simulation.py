@@ -13,8 +13,7 @@ import msgspec
 
 from mooncake.base import ConfigError, PageArray, Shape
 from mooncake.base.messages import Role
-from mooncake.base.request import OutputEvent
-from mooncake.base.sampling import SamplingParams
+from mooncake.base.request import OutputEvent, SamplingParams
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.first_tokens import SLACK
 from mooncake.engine.ranks.step_log import UsePages

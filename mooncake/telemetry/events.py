@@ -12,8 +12,7 @@ from typing import Protocol
 import msgspec
 
 from mooncake.base import FinishReason, Role, WorkerLoad
-from mooncake.base.request import CacheUse
-from mooncake.base.work_span import WorkSpan
+from mooncake.base.request import CacheUse, WorkSpan
 from mooncake.telemetry.receipt import PlacementFacts
 
 

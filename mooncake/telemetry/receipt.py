@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from mooncake.base.request import CacheUse
-from mooncake.base.work_span import Fact
+from mooncake.base.request import CacheUse, Fact
 
 
 class PrefillEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mooncake.base import FinishReason
-from mooncake.base.work_span import Fact, WorkSpan
+from mooncake.base.request import Fact, WorkSpan
 from mooncake.telemetry.events import (
     Accepted,
     AnyEvent,

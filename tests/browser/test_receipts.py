@@ -7,7 +7,7 @@ from collections.abc import Callable
 from playwright.sync_api import expect
 
 from mooncake.base import FinishReason, GenerateRequest, MonotonicClock, OutputEvent
-from mooncake.base.work_span import WorkSpan
+from mooncake.base.request import WorkSpan
 from mooncake.telemetry.events import Accepted, Finished, FirstToken, Placed, Worked
 from mooncake.telemetry.receipts import Receipts
 from tests.browser.support import ApiServerThread, Visit

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from mooncake.base.kv_layout import SegmentRef
-from mooncake.base.kv_parts import Move
+from mooncake.base.kv_layout import Move, SegmentRef
 from mooncake.transfer.engine import Op
 from mooncake.transfer.grants import Fence
 

@@ -14,9 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from mooncake.base.grammar import Grammar
 from mooncake.base.parallel import stage_layers
-from mooncake.base.sampling import SamplingParams
+from mooncake.base.request import Grammar, SamplingParams
 from mooncake.engine.plan import LayerDone, StepPlan, StepResult
 from mooncake.sim.world.clock import EventHeap
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from mooncake.base import MonotonicClock, PageArray
-from mooncake.base.kv_parts import Move
+from mooncake.base.kv_layout import Move
 from mooncake.engine.ranks.kv_moves import ALL_LAYERS, Moved, Opened, StartMove, decode_answer
 from mooncake.engine.ranks.step_log import Ahead, CapturedSizes, StepWriter, UsePages, encode
 from mooncake.launch.worker.rank_moves import RankMoves

@@ -14,8 +14,8 @@ from mooncake.base.request import (
     GenerateRequest,
     Priority,
     RequestOutput,
+    SamplingParams,
 )
-from mooncake.base.sampling import SamplingParams
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import StepResult

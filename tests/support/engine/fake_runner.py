@@ -14,10 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b, shake_128
 
-from mooncake.base.grammar import Grammar
 from mooncake.base.kv_layout import KvLayout
-from mooncake.base.request import GenerateRequest, TokenLogprobs
-from mooncake.base.sampling import SamplingParams
+from mooncake.base.request import GenerateRequest, Grammar, SamplingParams, TokenLogprobs
 from mooncake.engine.plan import (
     LayerDone,
     RunnerEvent,

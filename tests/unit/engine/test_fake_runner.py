@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.base.sampling import SamplingParams
+from mooncake.base.request import SamplingParams
 from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult, StepSlot
 from tests.support.engine.engines import request
 from tests.support.engine.fake_runner import FakeRunner, History, expected_output, small_layout

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from mooncake.base import BlockPlaces, PageArray, SegmentRef
-from mooncake.base.kv_parts import KvPart, Move
+from mooncake.base.kv_layout import KvPart, Move
 from mooncake.engine.ranks.kv_moves import (
     ALL_LAYERS,
     AskFence,

@@ -13,11 +13,9 @@ from mooncake.base import pool_messages as p
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.errors import ProtocolError
-from mooncake.base.kv_layout import BlockPlaces, SegmentRef
-from mooncake.base.kv_parts import KvPart
+from mooncake.base.kv_layout import BlockPlaces, KvPart, SegmentRef
 from mooncake.base.large_settings import LargeSettings, SettingName
-from mooncake.base.request import FinishReason, GenerateRequest, TokenLogprobs
-from mooncake.base.sampling import SamplingParams
+from mooncake.base.request import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 from mooncake.rpc.codec import (
     FRAME_VERSION,
     NO_CERTIFICATE,

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from mooncake.base import FinishReason, Role, WorkerLoad
-from mooncake.base.request import CacheHits, CacheMisses, CacheUse
-from mooncake.base.work_span import WorkSpan
+from mooncake.base.request import CacheHits, CacheMisses, CacheUse, WorkSpan
 from mooncake.telemetry.events import (
     Accepted,
     AnyEvent,

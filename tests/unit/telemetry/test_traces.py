@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import FinishReason, Role, WorkerLoad
-from mooncake.base.work_span import WorkEvent, WorkSpan
+from mooncake.base.request import WorkEvent, WorkSpan
 from mooncake.telemetry.events import (
     Accepted,
     AnyEvent,
