@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +17,7 @@ from mooncake.base import Clock, GenerateRequest, MooncakeError, Sink, Unavailab
 from mooncake.base.cluster_mode import ClusterMode
 
 if TYPE_CHECKING:
+    from mooncake.rpc.channel import PolledChannel
     from mooncake.scheduler.gateway.gateway import Gateway
     from mooncake.scheduler.gateway.mode_control import Done, ModeControl
     from mooncake.scheduler.gateway.status import ClusterStatus
@@ -35,14 +36,6 @@ RETRY_TICK_S = 1.0
 """Seconds until the next tick after one that failed."""
 
 
-class Inbox(Protocol):
-    """The reading side of a channel: part of `rpc.channel.PolledChannel`."""
-
-    def fileno(self) -> int: ...
-
-    def receive(self) -> Sequence[msgspec.Struct]: ...
-
-
 class GatewayBackend:
     """A `Backend` and a `Control` over the gateway machine. Call `start` and `stop` in the loop.
     `metrics` renders the series that the machine's recorder keeps, for an operator or for others.
@@ -51,7 +44,7 @@ class GatewayBackend:
     def __init__(
         self,
         gateway: Gateway,
-        inbox: Inbox,
+        inbox: PolledChannel,
         clock: Clock,
         *,
         metrics: Callable[[bool], bytes],
