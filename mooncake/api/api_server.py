@@ -33,8 +33,8 @@ from mooncake.api.lane import Lane, Look
 from mooncake.api.model import ServedModel
 from mooncake.api.running_calls import RunningCalls
 from mooncake.api.schema.fields import GenerationFields, RequestBody, SharedFields
+from mooncake.api.text.answer import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.text.conversation import Guard
-from mooncake.api.text.message_parser import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.text.tokenizer import Window
 from mooncake.base import (
     GenerateRequest,

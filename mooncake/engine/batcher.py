@@ -42,8 +42,15 @@ from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.first_tokens import CROWD, Prompt, efficient_chunk, postponed
-from mooncake.engine.gaps import PromptTime, Stream, prompt_time
+from mooncake.engine.prompt_time import (
+    CROWD,
+    Prompt,
+    PromptTime,
+    Stream,
+    efficient_chunk,
+    postponed,
+    prompt_time,
+)
 from mooncake.engine.sequence import Sequence, SequenceState, Standing, last_in_order, rank
 from mooncake.engine.speculation import Speculation
 from mooncake.engine.step_shares import Sharing, StepShare, turn_of

@@ -30,7 +30,7 @@ from mooncake.base.request import (
     fair_shares,
 )
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.gaps import Allowance
+from mooncake.engine.prompt_time import Allowance
 
 
 class SequenceState(str, Enum):

@@ -15,7 +15,7 @@ from mooncake.base import ConfigError, PageArray, Shape
 from mooncake.base.messages import Role
 from mooncake.base.request import OutputEvent, SamplingParams
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.first_tokens import SLACK
+from mooncake.engine.prompt_time import SLACK
 from mooncake.engine.ranks.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig

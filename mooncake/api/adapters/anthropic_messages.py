@@ -38,7 +38,7 @@ from mooncake.api.schema.messages import (
     Turn,
 )
 from mooncake.api.schema.replies import encode
-from mooncake.api.text.message_parser import Delta, Piece, ToolCallDelta
+from mooncake.api.text.answer import Delta, Piece, ToolCallDelta
 from mooncake.base import MooncakeError
 
 PARAMS = {

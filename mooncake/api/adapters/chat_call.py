@@ -24,8 +24,8 @@ from mooncake.api.generation.sampling import (
 )
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.replies import ChatText, FunctionText, ToolCallReply
+from mooncake.api.text.answer import Delta, Marker, ToolCallDelta, reasoning_is_open
 from mooncake.api.text.conversation import render_conversation
-from mooncake.api.text.message_parser import Delta, Marker, ToolCallDelta, reasoning_is_open
 from mooncake.api.text.tokenizer import Window
 from mooncake.base import InvalidRequest, SamplingParams
 

@@ -40,7 +40,7 @@ from mooncake.api.schema.responses import (
     ResponsesRequest,
     ToolName,
 )
-from mooncake.api.text.message_parser import Delta, Piece, ToolCallDelta
+from mooncake.api.text.answer import Delta, Piece, ToolCallDelta
 from mooncake.base import InvalidRequest, MooncakeError
 
 LOGPROBS = "message.output_text.logprobs"

@@ -14,7 +14,7 @@ from mooncake.api.adapters.python_request import PythonRequest
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.schema.replies import ChatText, Logprob
-from mooncake.api.text.message_parser import Delta, Piece, join_pieces
+from mooncake.api.text.answer import Delta, Piece, join_pieces
 from mooncake.base import unpacked_logprobs
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from mooncake.api.constrained.grammar import (
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.chat import ChatRequest, NamedToolChoice, Tool
 from mooncake.api.schema.fields import GenerationFields
-from mooncake.api.text.message_parser import Marker
+from mooncake.api.text.answer import Marker
 from mooncake.base import Grammar, InvalidRequest
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

@@ -27,7 +27,7 @@ from mooncake.api.constrained.schema_graph import (
     check_schema,
 )
 from mooncake.api.constrained.weakened import PatternTrials, weaker_schemas
-from mooncake.api.text.message_parser import Marker
+from mooncake.api.text.answer import Marker
 from mooncake.base import InvalidRequest
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.deep_stack import run_deep

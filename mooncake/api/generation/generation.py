@@ -15,15 +15,16 @@ from mooncake.api.backend import NO_LIMITS, EventStream, LatencyLimits
 from mooncake.api.errors import failure_error
 from mooncake.api.generation.beam_search import BeamStream
 from mooncake.api.generation.review import Review
-from mooncake.api.text.message_parser import (
+from mooncake.api.text.answer import (
     Delta,
+    Detokenizer,
     Marker,
     MessageParser,
     Piece,
+    StopMatcher,
     TextDelta,
     reasoning_is_open,
 )
-from mooncake.api.text.stream import Detokenizer, StopMatcher
 from mooncake.api.text.tokenizer import Tokenizer
 from mooncake.base import (
     FinalEvent,

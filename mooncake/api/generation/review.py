@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from mooncake.api.constrained.checker import Fault, SchemaChecker, SchemaToCheck
 from mooncake.api.schema.replies import SchemaError
-from mooncake.api.text.message_parser import Delta, TextDelta, ToolCallDelta
+from mooncake.api.text.answer import Delta, TextDelta, ToolCallDelta
 
 _COMPLETE = ("stop", "tool_calls")
 """The ends of complete answers. If an answer was cut off, clients know that it is not complete."""

@@ -30,7 +30,7 @@ from mooncake.api.errors import shorten
 from mooncake.api.generation.generation import TextOptions
 from mooncake.api.model import ServedModel
 from mooncake.api.schema.fields import GenerationFields
-from mooncake.api.text.message_parser import Marker
+from mooncake.api.text.answer import Marker
 from mooncake.api.text.tokenizer import Window
 from mooncake.base import ContextTooLong, Grammar, InvalidRequest, Priority, SamplingParams
 from mooncake.base.large_settings import setting_bytes

@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -27,9 +28,12 @@ from mooncake.api.errors import (
     forbidden,
 )
 from mooncake.api.generation.generation import Call
+from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.limits import latency_limits
 from mooncake.api.http.tracing import call_attributes
-from mooncake.api.text.message_parser import Delta
+from mooncake.api.schema.fields import GenerationFields
+from mooncake.api.schema.replies import CachedTokens, ReasoningTokens, Usage
+from mooncake.api.text.answer import Delta
 from mooncake.base import InternalError, MooncakeError, Priority
 
 _log = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ _log = logging.getLogger(__name__)
 _FAILED = "the server failed on this request; its log says why"
 
 Made = TypeVar("Made")
+Body = TypeVar("Body", bound=GenerationFields)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -65,6 +70,50 @@ class Renderer(Protocol):
 
     def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
         """Return the last events of a stream that `error` cut off."""
+
+
+class OpenAiRenderer(Generic[Body]):
+    """What the renderers of chat and completions share: the head of every reply, usage, and the
+    last events of a stream. There is one object for each call.
+    """
+
+    def __init__(self, api_server: ApiServer, body: Body) -> None:
+        self._body = body
+        self._model = api_server.names[0]
+        self._fingerprint = api_server.fingerprint
+        self._created = api_server.now_s()
+        self._speller = LogprobSpeller(
+            api_server.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
+        )
+
+    def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
+        """Return the last events of a stream that `error` cut off."""
+        del call
+        return [event(error_reply(error)), DONE]
+
+    def _usage_so_far(self, call: Call) -> Usage | UnsetType | None:
+        """Return the usage for a chunk. It is null except in the last chunk, unless the client
+        wants it in all.
+        """
+        if self._body.continuous_usage:
+            return self._usage(call)
+        return None if self._body.include_usage else UNSET
+
+    def _usage(self, call: Call) -> Usage:
+        return call_usage(call)
+
+
+def call_usage(call: Call, *, num_output_tokens: int | None = None) -> Usage:
+    """Return the tokens of `call` so far; `num_output_tokens` replaces its own count."""
+    output = call.num_output_tokens if num_output_tokens is None else num_output_tokens
+    reasoning = call.num_reasoning_tokens
+    return Usage(
+        prompt_tokens=call.num_prompt_tokens,
+        completion_tokens=output,
+        total_tokens=call.num_prompt_tokens + output,
+        prompt_tokens_details=CachedTokens(call.num_cached_tokens, call.cache or UNSET),
+        completion_tokens_details=ReasoningTokens(reasoning) if reasoning else UNSET,
+    )
 
 
 def call_id(prefix: str, request: Request, given: str | None) -> str:

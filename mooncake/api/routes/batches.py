@@ -11,7 +11,7 @@ from mooncake.api.batches.service import BatchService
 from mooncake.api.errors import ErrorReply
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import check_class, json_response, tenant_of
-from mooncake.api.routes.pages import AFTER, limit_of, limit_parameter, needed
+from mooncake.api.routes.files import AFTER, limit_of, limit_parameter, needed
 from mooncake.api.schema.batches import BatchList, BatchObject, BatchRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode

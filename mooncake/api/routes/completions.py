@@ -17,12 +17,13 @@ from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import (
     DONE,
     CallResponse,
+    OpenAiRenderer,
     call_id,
+    call_usage,
     event,
     tenant_of,
     unless_gone,
 )
-from mooncake.api.routes.openai_renderer import OpenAiRenderer, call_usage
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
@@ -32,7 +33,7 @@ from mooncake.api.schema.replies import (
     Usage,
     encode,
 )
-from mooncake.api.text.message_parser import Delta
+from mooncake.api.text.answer import Delta
 from mooncake.base import TokenLogprobs, unpacked_logprobs
 
 

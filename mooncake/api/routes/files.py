@@ -1,4 +1,6 @@
-"""`/v1/files`: what batches read and write."""
+"""`/v1/files`: what batches read and write. Also what the routes of lists share: pages, and a
+service that may be off.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mooncake.api.batches.service import PURPOSE, READ_BYTES, BatchService, NewFile, expiry_of
-from mooncake.api.errors import ApiError, ErrorReply
+from mooncake.api.errors import ApiError, ErrorReply, shorten
 from mooncake.api.http.multipart import FormSplitter, Head, boundary_of
 from mooncake.api.http.response import json_response, tenant_of
-from mooncake.api.routes.pages import AFTER, limit_of, limit_parameter, needed, parameter
 from mooncake.api.schema.batches import FileDeleted, FileList, FileObject
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
@@ -47,6 +48,44 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
         "content": {JSONL: {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+
+
+def needed(batches: BatchService | None) -> BatchService:
+    """Return the service; raise ApiError, with the flag that turns it on, if there is none."""
+    if batches is None:
+        raise ApiError(
+            404,
+            "NotFoundError",
+            "this server keeps no files and batches: start it with a directory for them "
+            "(`batch-dir`)",
+        )
+    return batches
+
+
+def parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a word in the query."""
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+AFTER = parameter("after", {"type": "string", "description": "Begin after the one with this id."})
+
+
+def limit_parameter(most: int) -> dict[str, Any]:
+    """Return the description of the length of a page."""
+    return parameter("limit", {"type": "integer", "minimum": 1, "maximum": most})
+
+
+def limit_of(request: Request, default: int, most: int) -> int:
+    """Return how long a page the client wants. Raises InvalidRequest for a wrong number."""
+    given = request.query_params.get("limit")
+    if given is None:
+        return default
+    is_number = given.isascii() and given.isdecimal() and len(given) <= len(str(most))
+    if not (is_number and 1 <= int(given) <= most):
+        raise InvalidRequest(
+            f"limit: must be a number from 1 to {most}, not {shorten(given)}", param="limit"
+        )
+    return int(given)
 
 
 def file_routes(batches: BatchService | None) -> APIRouter:

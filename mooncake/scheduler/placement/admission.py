@@ -27,8 +27,7 @@ from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.choice_facts import ChoiceFacts
-from mooncake.scheduler.placement.decode_choice import DecodeOption
-from mooncake.scheduler.placement.prefill_choice import PrefillOption
+from mooncake.scheduler.placement.worker_choice import DecodeOption, PrefillOption
 from mooncake.telemetry.receipt import PlacementFacts
 
 MIN_RETRY_S = 1.0

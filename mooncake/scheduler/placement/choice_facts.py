@@ -21,8 +21,8 @@ from mooncake.scheduler.placement.choice_replay import (
     EngineLoad,
     estimates,
 )
-from mooncake.scheduler.placement.prefill_choice import Wanted
 from mooncake.scheduler.placement.views import Column, FleetFacts
+from mooncake.scheduler.placement.worker_choice import Wanted
 from mooncake.telemetry.receipt import Choice
 
 FIXED_BYTES = 2_000

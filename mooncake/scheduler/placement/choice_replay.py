@@ -29,7 +29,7 @@ from mooncake.base.blocks import KEY_BYTES
 from mooncake.engine.cost import NUM_COEFFICIENTS, NUM_STREAM_COEFFICIENTS, StepCostModel
 from mooncake.kvstore.index.prefix_index import PrefixIndex
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.placement import decode_choice, prefill_choice
+from mooncake.scheduler.placement import worker_choice
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
 from mooncake.scheduler.placement.pair_choice import (
     COLUMNS_FROM,
@@ -39,8 +39,8 @@ from mooncake.scheduler.placement.pair_choice import (
     usable_views,
 )
 from mooncake.scheduler.placement.pools import FetchCosts, Pools
-from mooncake.scheduler.placement.prefill_choice import Wanted
 from mooncake.scheduler.placement.views import Fleet, InstanceView
+from mooncake.scheduler.placement.worker_choice import Wanted
 from mooncake.telemetry.receipt import Choice, DecodeEstimate, PrefillEstimate
 
 MAX_SHOWN = 8
@@ -148,9 +148,9 @@ def estimates(placement: BundledPlacement) -> Choice:
         prefills, also_refused = _able(world.prefills, wanted, num_blocks)
         refused = {**also_refused, **refused}
     ways = [world.search.option(query, view) for view in prefills]
-    joins = [decode_choice.evaluate(query, view) for view in decodes]
-    ways.sort(key=prefill_choice.rank)
-    joins.sort(key=decode_choice.rank)
+    joins = [worker_choice.evaluate(query, view) for view in decodes]
+    ways.sort(key=worker_choice.rank)
+    joins.sort(key=worker_choice.decode_rank)
     taken = placement.decode if placement.prefill is None else placement.prefill
     return Choice(
         prefill=_shown(
@@ -326,11 +326,11 @@ class _World:
         for name, (ref, tier) in refs.items():
             stored = _held(name, placement.holders, keys)
             index.apply(BlockEvents(worker=ref, tier=tier, sequence_no=1, stored=stored))
-        self.search = FleetSearch(prefill_choice.option_maker(config), pools, index)
+        self.search = FleetSearch(worker_choice.option_maker(config), pools, index)
         self.query = PairQuery.of(
             wanted, index, pools, index.prefix_match(keys), dict(placement.inflight)
         )
-        policy = prefill_choice.make_policy(config, SeededIds(0))
+        policy = worker_choice.make_policy(config, SeededIds(0))
         self._pairs = PairChoice(
             policy, self.prefills, self.decodes, self.search, columns_from=COLUMNS_FROM
         )

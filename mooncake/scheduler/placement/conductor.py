@@ -42,17 +42,17 @@ from mooncake.scheduler.placement.admission import (
 )
 from mooncake.scheduler.placement.booking_table import BookingTable
 from mooncake.scheduler.placement.choice_facts import ChoiceFacts
-from mooncake.scheduler.placement.decode_choice import DecodeOption
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
 from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
 from mooncake.scheduler.placement.pools import HOT_BLOCKS, FetchCosts, Pools, Replication
-from mooncake.scheduler.placement.prefill_choice import (
+from mooncake.scheduler.placement.views import Fleet, InstanceView
+from mooncake.scheduler.placement.worker_choice import (
+    DecodeOption,
     PrefillOption,
     Wanted,
     make_policy,
     option_maker,
 )
-from mooncake.scheduler.placement.views import Fleet, InstanceView
 
 OUTPUT_WINDOW = 512
 HELD_STEPS = 1.5

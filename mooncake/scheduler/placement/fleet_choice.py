@@ -1,4 +1,4 @@
-"""The choices of `prefill_choice` and `decode_choice` over columns: the same results for thousands
+"""The choices of `worker_choice` over columns: the same results for thousands
 of workers, in a fraction of a millisecond.
 
 Pure. Workers that hold the same blocks of a prompt have the same ways to get the others. So the
@@ -16,18 +16,7 @@ import numpy as np
 
 from mooncake.engine.cost import chunk_features
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
-from mooncake.scheduler.placement.decode_choice import DecodeOption, evaluate
 from mooncake.scheduler.placement.pools import Pools
-from mooncake.scheduler.placement.prefill_choice import (
-    WORK_WEIGHT,
-    Chain,
-    OptionMaker,
-    PrefillOption,
-    Query,
-    Sources,
-    StoreRun,
-    rank,
-)
 from mooncake.scheduler.placement.views import (
     MANY_SLOTS,
     Bools,
@@ -38,6 +27,18 @@ from mooncake.scheduler.placement.views import (
     Ints,
     bits,
 )
+from mooncake.scheduler.placement.worker_choice import (
+    WORK_WEIGHT,
+    Chain,
+    DecodeOption,
+    OptionMaker,
+    PrefillOption,
+    Query,
+    Sources,
+    StoreRun,
+    evaluate,
+    rank,
+)
 
 ROUNDING = 1e-9
 """Relative amount by which lower bounds are reduced, because they are summed in another order."""
@@ -45,13 +46,13 @@ FEW = 3
 """Groups of fewer members than this are evaluated one by one."""
 MAX_CODE_BITS = 40
 Best = tuple[float, int, str]
-"""The result of `prefill_choice.rank`."""
+"""The result of `worker_choice.rank`."""
 
 
 def choose_decode_among(
     query: Query, fleet: Fleet, usable: Bools, own: Ints
 ) -> DecodeOption | None:
-    """Return the result of `decode_choice.choose_decode` for the usable workers of a fleet. `own`:
+    """Return the result of `worker_choice.choose_decode` for the usable workers of a fleet. `own`:
     the blocks of the prompt that each worker holds.
     """
     wanted, columns = query.wanted, fleet.refresh()

@@ -11,17 +11,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
-from mooncake.scheduler.placement.decode_choice import DecodeOption, choose_decode, evaluate
 from mooncake.scheduler.placement.fleet_choice import FleetSearch, choose_decode_among
 from mooncake.scheduler.placement.pools import Pools, PoolSources
-from mooncake.scheduler.placement.prefill_choice import (
+from mooncake.scheduler.placement.views import Column, Fleet, InstanceView, PrefixLengths
+from mooncake.scheduler.placement.worker_choice import (
+    DecodeOption,
     LeastTtft,
     PrefillOption,
     PrefillPolicy,
     Query,
     Wanted,
+    choose_decode,
+    evaluate,
 )
-from mooncake.scheduler.placement.views import Column, Fleet, InstanceView, PrefixLengths
 
 COLUMNS_FROM = 8
 """With this many workers of a role or more, comparing them by columns is faster."""

@@ -2,7 +2,7 @@
 fetching these with the fetches already in progress there, and which hot blocks get more copies. An
 engine that leaves and lends its blocks is one of them.
 
-Owned by the Conductor. Facts only; `prefill_choice` decides which run is fetched.
+Owned by the Conductor. Facts only; `worker_choice` decides which run is fetched.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mooncake.base.bounded_map import BoundedMap
 from mooncake.engine.cost import BandwidthEstimate
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch, slots_of
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.placement.prefill_choice import MAX_ALTERNATIVES, StoreRun
 from mooncake.scheduler.placement.views import MANY_SLOTS, NO_SLOT, Floats, InstanceView, Ints, bits
+from mooncake.scheduler.placement.worker_choice import MAX_ALTERNATIVES, StoreRun
 
 LOCAL_COUNTERS = ("fetch_local_bytes", "fetch_local_seconds")
 REMOTE_COUNTERS = ("fetch_remote_bytes", "fetch_remote_seconds")

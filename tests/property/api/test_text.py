@@ -18,8 +18,7 @@ from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.fields import UNSUPPORTED_FIELDS
 from mooncake.api.schema.tokens import TokenizeRequest
-from mooncake.api.text.message_parser import Marker, find_markers
-from mooncake.api.text.stream import Detokenizer, StopMatcher
+from mooncake.api.text.answer import Detokenizer, Marker, StopMatcher, find_markers
 from mooncake.base import (
     GenerateRequest,
     InvalidRequest,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake.api.text.message_parser import TOOL_MARKERS, Marker
+from mooncake.api.text.answer import TOOL_MARKERS, Marker
 from mooncake.base import Grammar
 from mooncake.model.grammars.following import Follower, Grammars
 from mooncake.model.grammars.grammar_tokens import GrammarTokens

@@ -39,7 +39,7 @@ from mooncake.base.request import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
-from mooncake.scheduler.placement.prefill_choice import Wanted
+from mooncake.scheduler.placement.worker_choice import Wanted
 from mooncake.telemetry.events import EventList
 
 FINGERPRINT = "layout-1"

@@ -16,7 +16,7 @@ from mooncake.base.request import Flow, GenerateRequest, Priority, fair_shares
 from mooncake.engine.batcher import Batch, Batcher
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.gaps import Allowance, Stream, prompt_time
+from mooncake.engine.prompt_time import Allowance, Stream, prompt_time
 from mooncake.engine.sequence import Sequence, SequenceState, rank
 from mooncake.engine.step_shares import NUM_AFTER
 from tests.support.engine.engines import ROOMY, request

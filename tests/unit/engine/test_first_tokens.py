@@ -10,8 +10,14 @@ import pytest
 
 from mooncake.base import CostSample
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.first_tokens import PATIENCE, SLACK, Prompt, efficient_chunk, postponed
-from mooncake.engine.gaps import Allowance
+from mooncake.engine.prompt_time import (
+    PATIENCE,
+    SLACK,
+    Allowance,
+    Prompt,
+    efficient_chunk,
+    postponed,
+)
 from mooncake.telemetry.stats import slow_gap_mean
 from tests.support.engine.engines import ROOMY
 

@@ -11,7 +11,7 @@ import pytest
 
 from mooncake.api.constrained.grammar import ToolRule, json_rule, lark_text, tool_rules
 from mooncake.api.constrained.schema_graph import MAX_DEPTH, MAX_NESTING, MAX_PARTS, check_schema
-from mooncake.api.text.message_parser import Marker
+from mooncake.api.text.answer import Marker
 from mooncake.base import InvalidRequest
 
 Wrap = Callable[[dict[str, Any]], dict[str, Any]]

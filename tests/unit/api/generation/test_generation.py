@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.api.backend import ABORTS_AT_ONCE, EventStream
 from mooncake.api.generation.generation import Call, Choice, TextOptions
-from mooncake.api.text.message_parser import TOOL_MARKERS, Delta, find_markers
+from mooncake.api.text.answer import TOOL_MARKERS, Delta, find_markers
 from mooncake.base import (
     Failure,
     FinalEvent,

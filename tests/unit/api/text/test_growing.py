@@ -15,7 +15,7 @@ from mooncake.api.adapters.openai_responses import ResponseStream
 from mooncake.api.adapters.python_output import OutputBuilder
 from mooncake.api.adapters.python_request import completion_request
 from mooncake.api.schema.response_replies import ResponseReply
-from mooncake.api.text.message_parser import (
+from mooncake.api.text.answer import (
     Delta,
     Marker,
     MessageParser,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mooncake.api.text.stream import Detokenizer, StopMatcher
+from mooncake.api.text.answer import Detokenizer, StopMatcher
 from mooncake.api.text.tokenizer import Window
 from tests.support.api.server import tiny_tokenizer
 

@@ -1,9 +1,8 @@
 """Decode workers are weighed by tokens and blocks, not by how many requests they have."""
 
 from mooncake.base import CostSample, Role, WorkerLoad
-from mooncake.scheduler.placement.decode_choice import choose_decode, evaluate
-from mooncake.scheduler.placement.prefill_choice import Query, StoreRun
 from mooncake.scheduler.placement.views import InstanceView
+from mooncake.scheduler.placement.worker_choice import Query, StoreRun, choose_decode, evaluate
 from tests.support.scheduler.scheduling import hello, wanted
 
 PROFILE = [

@@ -9,7 +9,8 @@ import pytest
 
 from mooncake.base import Role, SeededIds
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
-from mooncake.scheduler.placement.prefill_choice import (
+from mooncake.scheduler.placement.views import Assignment, InstanceView
+from mooncake.scheduler.placement.worker_choice import (
     MAX_ALTERNATIVES,
     OptionMaker,
     PrefillOption,
@@ -19,7 +20,6 @@ from mooncake.scheduler.placement.prefill_choice import (
     local_ways,
     make_policy,
 )
-from mooncake.scheduler.placement.views import Assignment, InstanceView
 from tests.support.scheduler.scheduling import BLOCK_TOKENS, TOKEN_S, hello, ref
 from tests.support.scheduler.scheduling import wanted as wanted_for
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mooncake.api.generation.generation import Choice, TextOptions
-from mooncake.api.text.message_parser import (
+from mooncake.api.text.answer import (
     THINK_MARKERS,
     Marker,
     MessageParser,
