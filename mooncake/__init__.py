@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mooncake.api.adapters.python_output import CompletionOutput, RequestOutput
+    from mooncake.api.adapters.python_call import CompletionOutput, RequestOutput
     from mooncake.api.schema.sampling_params import SamplingParams
     from mooncake.base import MooncakeError
     from mooncake.launch.llm import LLM, AsyncLLM
@@ -28,10 +28,10 @@ __all__ = [
 _HOMES = {
     "LLM": "launch.llm",
     "AsyncLLM": "launch.llm",
-    "CompletionOutput": "api.adapters.python_output",
+    "CompletionOutput": "api.adapters.python_call",
     "MooncakeError": "base",
     "PoolSession": "launch.pool_client.session",
-    "RequestOutput": "api.adapters.python_output",
+    "RequestOutput": "api.adapters.python_call",
     "SamplingParams": "api.schema.sampling_params",
 }
 

@@ -13,9 +13,14 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from typing import Any, TypeVar
 
 from mooncake.api import Tokenizer, load_served_model
-from mooncake.api.adapters.python_call import answer, answers
-from mooncake.api.adapters.python_output import RequestOutput
-from mooncake.api.adapters.python_request import PythonRequest, chat_request, completion_request
+from mooncake.api.adapters.python_call import (
+    PythonRequest,
+    RequestOutput,
+    answer,
+    answers,
+    chat_request,
+    completion_request,
+)
 from mooncake.api.api_server import ApiServer
 from mooncake.api.schema.sampling_params import SamplingParams
 from mooncake.base import InvalidRequest, Unavailable

@@ -11,6 +11,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from mooncake.base.blocks import BlockKey, chain_root, extend_chain, unpack_tokens
+from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.engine_events import (
     BlockName,
     ClearedBlocks,
@@ -87,17 +88,13 @@ class SentPrefixes:
     """
 
     def __init__(self, max_pieces: int = MAX_PIECES) -> None:
-        self._max_pieces = max_pieces
-        self._sent: OrderedDict[BlockKey, None] = OrderedDict()
+        self._sent: BoundedMap[BlockKey, None] = BoundedMap(max_pieces)
         self._running: Counter[BlockKey] = Counter()
 
     def begin(self, prompt: Prompt) -> None:
         """Note that a request was sent."""
         for key in reversed(prompt.pieces):  # heads go last: chains break at their tails
             self._sent[key] = None
-            self._sent.move_to_end(key)
-        while len(self._sent) > self._max_pieces:
-            self._sent.popitem(last=False)
         self._running.update(prompt.pieces)
 
     def end(self, prompt: Prompt) -> None:
@@ -120,7 +117,7 @@ class SentPrefixes:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if more is remembered than may be."""
-        assert len(self._sent) <= self._max_pieces
+        assert len(self._sent) <= self._sent.bound
         assert all(count > 0 for count in self._running.values())
 
 

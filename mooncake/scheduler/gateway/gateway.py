@@ -38,7 +38,6 @@ from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
 from mooncake.rpc.channel import Channel, PeerEnded
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Turns
-from mooncake.scheduler.gateway.balance import RoleChange
 from mooncake.scheduler.gateway.mode_control import ModeControl
 from mooncake.scheduler.gateway.peer_gateways import LossAgreement, PeerGateways
 from mooncake.scheduler.gateway.pool_search import (
@@ -47,7 +46,7 @@ from mooncake.scheduler.gateway.pool_search import (
     find_homes,
     find_replicas,
 )
-from mooncake.scheduler.gateway.role_switching import RoleSwitching
+from mooncake.scheduler.gateway.role_switching import RoleChange, RoleSwitching
 from mooncake.scheduler.gateway.scaling_watch import ScalingWatch
 from mooncake.scheduler.gateway.status import (
     ClusterStatus,

@@ -26,7 +26,7 @@ from mooncake.base.cluster_mode import ClusterMode
 from mooncake.base.errors import ContextTooLong
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.placement.choice_facts import ChoiceFacts
+from mooncake.scheduler.placement.choice_replay import ChoiceFacts
 from mooncake.scheduler.placement.worker_choice import DecodeOption, PrefillOption
 from mooncake.telemetry.receipt import PlacementFacts
 

@@ -41,7 +41,7 @@ from mooncake.scheduler.placement.admission import (
     too_large,
 )
 from mooncake.scheduler.placement.booking_table import BookingTable
-from mooncake.scheduler.placement.choice_facts import ChoiceFacts
+from mooncake.scheduler.placement.choice_replay import ChoiceFacts
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
 from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
 from mooncake.scheduler.placement.pools import HOT_BLOCKS, FetchCosts, Pools, Replication

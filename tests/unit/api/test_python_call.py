@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from mooncake.api.adapters.python_call import answer, answers
-from mooncake.api.adapters.python_output import Prefix, RequestOutput
-from mooncake.api.adapters.python_request import chat_request, completion_request
+from mooncake.api.adapters.python_call import (
+    Prefix,
+    RequestOutput,
+    answer,
+    answers,
+    chat_request,
+    completion_request,
+)
 from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
 from mooncake.api.schema.sampling_params import SamplingParams

@@ -12,8 +12,7 @@ import pytest
 from mooncake.api.adapters import anthropic_messages, openai_responses
 from mooncake.api.adapters.anthropic_messages import MessageStream
 from mooncake.api.adapters.openai_responses import ResponseStream
-from mooncake.api.adapters.python_output import OutputBuilder
-from mooncake.api.adapters.python_request import completion_request
+from mooncake.api.adapters.python_call import OutputBuilder, completion_request
 from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.text.answer import (
     Delta,

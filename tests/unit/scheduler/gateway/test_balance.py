@@ -2,7 +2,7 @@
 
 from mooncake.base import Role, WorkerLoad
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.gateway.balance import RoleBalance, RoleChange, Traffic
+from mooncake.scheduler.gateway.role_switching import RoleBalance, RoleChange, Traffic
 from mooncake.scheduler.placement.views import InstanceView
 from tests.support.scheduler.scheduling import hello
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from mooncake.scheduler.placement.inflight_prefixes import InflightPrefixes
+from mooncake.scheduler.placement.booking_table import InflightPrefixes
 
 A = [bytes([1, i]) for i in range(10)]
 B = [*A[:4], *(bytes([2, i]) for i in range(5))]
