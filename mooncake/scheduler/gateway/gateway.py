@@ -64,7 +64,7 @@ from mooncake.scheduler.placement.admission import closed, draining
 from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.placement.views import InstanceView
-from mooncake.scheduler.ports import GatewayPorts
+from mooncake.scheduler.requests.attempt_tracker import GatewayPorts
 from mooncake.scheduler.requests.request_manager import RequestManager
 from mooncake.telemetry.events import Recorder, WorkerJoined, WorkerLeft, WorkerReported
 

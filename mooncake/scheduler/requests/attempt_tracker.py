@@ -8,15 +8,27 @@ request goes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from mooncake.base import AbortTask, Priority, RequestState, WorkerRef
+from mooncake.base import AbortTask, IdSource, Priority, RequestState, WorkerRef
 from mooncake.base.large_settings import SentSettings
+from mooncake.rpc.channel import Channel
 from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import Placement
-from mooncake.scheduler.ports import GatewayPorts
 from mooncake.scheduler.requests.record import RequestRecord
-from mooncake.telemetry.events import Placed
+from mooncake.telemetry.events import Placed, Recorder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayPorts:
+    """What a gateway needs from outside: its own reference, its channel, source of identifiers and
+    event recorder.
+    """
+
+    worker: WorkerRef
+    channel: Channel
+    ids: IdSource
+    recorder: Recorder
 
 
 class AttemptTracker:

@@ -58,8 +58,7 @@ from mooncake.scheduler.placement.admission import (
 )
 from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.scheduler.placement.conductor import Conductor
-from mooncake.scheduler.ports import GatewayPorts
-from mooncake.scheduler.requests.attempt_tracker import AttemptTracker
+from mooncake.scheduler.requests.attempt_tracker import AttemptTracker, GatewayPorts
 from mooncake.scheduler.requests.output_delivery import Deadlines, OutputDelivery
 from mooncake.scheduler.requests.permits import AdmissionPermits, PendingQueue
 from mooncake.scheduler.requests.read_ahead import ReadAhead

@@ -26,7 +26,7 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.membership_table import MembershipTable
 from mooncake.scheduler.placement.admission import draining
 from mooncake.scheduler.placement.conductor import Conductor
-from mooncake.scheduler.ports import GatewayPorts
+from mooncake.scheduler.requests.attempt_tracker import GatewayPorts
 from mooncake.scheduler.requests.permits import RETRY_WAITING_S
 from mooncake.scheduler.requests.request_manager import RequestManager
 from mooncake.telemetry.events import EventList, Refused, Requeued
