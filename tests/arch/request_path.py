@@ -39,8 +39,8 @@ HOLDS = {"event", "output", "request", "sequence", "task"}
 """Fields for something that carries them."""
 WORDS = "Say one word and then nothing more, whatever else was said before this line. " * 4
 """Long enough for a full block, which goes into the pool."""
-IDLE_S = 1.5
-"""Reports and heartbeats come several times within it."""
+IDLE_S = 11.0
+"""Whatever comes regularly comes within it; the look at replicas is the rarest, every 10 s."""
 
 
 class Trace:
