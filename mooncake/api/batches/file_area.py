@@ -49,6 +49,10 @@ class FileArea:
         except OSError as error:
             raise _failed("read", error) from error
 
+    def is_gone(self, file_id: str) -> bool:
+        """Return whether there is no such file: its disk was lost, or an operator deleted it."""
+        return not (self._folder / file_id).exists()
+
     def delete(self, file_id: str) -> None:
         """Delete a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):

@@ -24,9 +24,11 @@ MAX_ERRORS = 100
 CANCELLED = "batch_cancelled"
 EXPIRED = "batch_expired"
 TOO_LARGE = "output_too_large"
+INPUT_GONE = "input_file_gone"
 _REASONS = {
     CANCELLED: "The batch was cancelled before this request was answered.",
     EXPIRED: "The completion window ended before this request was answered.",
+    INPUT_GONE: "The server no longer has the input file; send this request in another batch.",
     TOO_LARGE: "The answers of this batch fill the room for them "
     "(`max-tenant-batch-bytes`); send this request in another batch.",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from functools import partial
@@ -23,6 +24,7 @@ from mooncake.api.batches.store import BatchRow, BatchStore, FileRow
 from mooncake.api.batches.window import Window
 from mooncake.api.http.access import OwnCall
 from mooncake.api.lane import Lane
+from mooncake.api.schema.batches import BatchError
 from mooncake.base import InternalError, MooncakeError
 
 _log = logging.getLogger(__name__)
@@ -53,6 +55,12 @@ RETRIED = frozenset({401, 408, 429, 503})
 RUNNER = "batches of all tenants"
 """Whose turn it is in a lane when the runner's work has its."""
 
+_GONE = BatchError(
+    code=lines.INPUT_GONE,
+    message="the server no longer has the input file; upload it again, and create another batch",
+    line=None,
+    param=None,
+)
 Made = TypeVar("Made")
 _Recorded = tuple[int, Result]
 """(`seq` of the batch, result)"""
@@ -255,7 +263,12 @@ class BatchRunner:
 
     async def _run(self, run: _Run) -> None:
         seq = run.batch.seq
+        is_gone = await self._read(partial(self._area.is_gone, run.batch.input_file_id))
         if run.batch.in_progress_s is None and not run.stopped.is_set():
+            if is_gone:
+                now = self._wall_s()
+                await self._stored(partial(self._store.fail, self._owner, seq, [_GONE], now))
+                return
             await self._check(run)
         batch = await self._stored(partial(self._store.held, self._owner, seq))
         if batch is None or run.is_lost:
@@ -264,9 +277,9 @@ class BatchRunner:
             await self._stored(partial(self._store.fail, self._owner, seq, (), self._wall_s()))
             return
         if batch.status != store.FINALIZING:
-            if not run.stopped.is_set():
+            if not run.stopped.is_set() and not is_gone:
                 await _until(run.stopped, self._feed(run))
-            if not await self._all_answered(run):
+            if not await self._all_answered(run, is_gone=is_gone):
                 return
         await self._finish(run)
 
@@ -327,6 +340,13 @@ class BatchRunner:
                     assert text is not None, "it is no longer than its file"
                     yield number, text
 
+    async def _named(
+        self, batch: BatchRow, done: Collection[int]
+    ) -> AsyncIterator[tuple[int, str]]:
+        """Yield number and custom_id of the lines of a checked input that are not `done`."""
+        async for number, text in self._lines_of(batch, done):
+            yield number, lines.read_line(text).custom_id
+
     async def _placed(self, tenant: str, num_bytes: int) -> None:
         """Wait until a line of `tenant` may be asked, and take its place."""
         api_server = self._api_server
@@ -374,13 +394,17 @@ class BatchRunner:
             if not may_succeed:
                 return lines.answered(batch.id, number, custom_id, reply.status, reply.body)
             given = reply.headers.get("retry-after", "")
-            await asyncio.sleep(float(given) if given.isdecimal() else RETRY_S)
+            wait_s = float(given) if given.isdecimal() else RETRY_S
+            is_refused = reply.status == 429
+            with self._window.refused(batch.tenant) if is_refused else contextlib.nullcontext():
+                await asyncio.sleep(wait_s)
 
     # ------------------------------------------------------------ its end
 
-    async def _all_answered(self, run: _Run) -> bool:
-        """Record why the lines without a result have none, if the batch was cancelled or has
-        expired. Return whether every line has a result now; False: the lease was lost.
+    async def _all_answered(self, run: _Run, *, is_gone: bool) -> bool:
+        """Record why the lines without a result have none, if the batch was cancelled, has expired
+        or has lost its input (`is_gone`). Return whether every line has a result now; False: the
+        lease was lost.
 
         Raises:
             InternalError: the batch has not ended, and a line has no result.
@@ -392,17 +416,22 @@ class BatchRunner:
         done = await self._stored(partial(self._store.done_lines, batch.seq))
         if len(done) == batch.num_total:
             return True
-        if not self._is_over(batch):
+        if batch.status == store.CANCELLING:
+            code = lines.CANCELLED
+        elif self._is_over(batch):
+            code = lines.EXPIRED
+        elif is_gone:
+            code = lines.INPUT_GONE
+        else:
             raise InternalError("a line has no result; the log says why")
-        code = lines.CANCELLED if batch.status == store.CANCELLING else lines.EXPIRED
         results: list[_Recorded] = []
 
         async def record() -> None:
             await self._stored(partial(self._store.record, self._owner, list(results)))
             results.clear()
 
-        async for number, text in self._lines_of(batch, done):
-            custom_id = lines.read_line(text).custom_id
+        missing = _nameless(batch, done) if is_gone else self._named(batch, done)
+        async for number, custom_id in missing:
             results.append((batch.seq, lines.not_answered(batch.id, number, custom_id, code)))
             if len(results) == RESULTS_AT_ONCE:
                 await record()
@@ -455,6 +484,15 @@ class BatchRunner:
             created_s=now,
             expires_s=now + batch.output_kept_s,
         )
+
+
+async def _nameless(batch: BatchRow, done: Collection[int]) -> AsyncIterator[tuple[int, str]]:
+    """Yield a number and no custom_id for each line that is not `done`, of an input that is gone.
+    The numbers are wrong if it had empty lines.
+    """
+    free = (number for number in itertools.count(1) if number not in done)
+    for number in itertools.islice(free, batch.num_total - len(done)):
+        yield number, ""
 
 
 def _read_line(text: bytes) -> tuple[InputLine, bytes]:

@@ -382,6 +382,46 @@ def test_a_batch_whose_window_has_ended_says_so_of_each_line(tmp_path: Path) -> 
     run(tmp_path, play, backend=backend)
 
 
+def test_a_batch_whose_input_is_gone_ends_and_keeps_its_answers(tmp_path: Path) -> None:
+    ids: list[str] = []
+    first = Held()
+
+    async def begin(client: AsyncOpenAI, url: str) -> None:
+        batch = await start(client, [line(f"q{at}") for at in range(3)])
+        await in_flight(first, 1)
+        first.resume()
+        await in_flight(first, 1)
+        ids.extend([batch.id, batch.input_file_id])
+
+    async def end(client: AsyncOpenAI, url: str) -> None:
+        batch = await until(client, await client.batches.retrieve(ids[0]))
+        assert batch.status == "completed"
+        output, errors = await results(client, batch)
+        assert [each["custom_id"] for each in output] == ["q0"]
+        assert [each["error"]["code"] for each in errors] == ["input_file_gone"] * 2
+
+    first.has_waiting_batch = True
+    run(tmp_path, begin, backend=first)
+    (tmp_path / "files" / ids[1]).unlink()
+    assert run(tmp_path, end).requests == []
+
+
+def test_a_batch_whose_input_is_gone_before_it_was_checked_fails(tmp_path: Path) -> None:
+    async def play(client: AsyncOpenAI, url: str) -> None:
+        file = await client.files.create(file=jsonl([line("a")]), purpose="batch")
+        (tmp_path / "files" / file.id).unlink()
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        batch = await until(client, batch)
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        assert [each.code for each in batch.errors.data] == ["input_file_gone"]
+
+    assert run(tmp_path, play).requests == []
+
+
 def test_a_server_that_ends_in_a_batch_goes_on_with_it_when_it_comes_back(tmp_path: Path) -> None:
     ids: list[str] = []
     first = Held()

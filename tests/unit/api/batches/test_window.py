@@ -71,3 +71,25 @@ def test_each_answer_makes_room_for_one_more_until_batch_work_waits() -> None:
     assert fill(window, "a") == 2
     assert window.num_lines == before
     window.check_integrity()
+
+
+def test_a_tenant_whose_key_is_at_its_limit_gets_no_further_place_until_it_may_ask_again() -> None:
+    window = Window(100)
+    for tenant in "aab":
+        assert window.take(tenant, 1, has_waiting_batch=False)
+    with window.refused("a"), window.refused("a"):
+        assert not window.take("a", 1, has_waiting_batch=False)
+        assert window.take("b", 1, has_waiting_batch=False)
+        window.give_back("a", 1)
+        assert not window.take("a", 1, has_waiting_batch=False)
+    assert window.take("a", 1, has_waiting_batch=False)
+
+
+def test_answers_of_a_tenant_at_its_limit_do_not_widen_the_window() -> None:
+    window = Window(100)
+    for _ in range(FIRST_LINES):
+        assert window.take("a", 1, has_waiting_batch=False)
+    with window.refused("a"):
+        for _ in range(FIRST_LINES):
+            window.give_back("a", 1)
+    assert fill(window, "a") == FIRST_LINES
