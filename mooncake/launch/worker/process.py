@@ -660,9 +660,9 @@ def run(
             life = _be(settings, credential, worker, has_started, port)
             gateways = worker.gateways
             del worker  # nothing of it is needed
-            gc.unfreeze()
-            if life is None:
+            if life is None:  # the process ends: looking for garbage would only delay that
                 break
+            gc.unfreeze()
             phases = StartPhases("changing its role" if life.role else "coming back")
             settings = next_settings(settings, life)
     finally:

@@ -161,3 +161,4 @@ def test_a_process_comes_back_in_the_other_role_over_the_same_weights(
     assert all(phase.name != "ready" for each in starts for phase in each), "that is no start"
     first, second, third = hosts.workers["decode-0"]
     assert len({worker.ref.epoch for worker in (first, second, third)}) == 3
+    assert gc.get_freeze_count(), "a process that ends has looked for no garbage"
