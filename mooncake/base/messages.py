@@ -544,7 +544,7 @@ class KVReady(Message, frozen=True, tag="kv_ready"):
     none.
     """
     spans: tuple[WorkSpan, ...] = ()
-    """Of a traced request: the push, for decode to pass on with its first output."""
+    """The push, if the request is traced. Decode passes it on with its first output."""
 
 
 class BlocksPushed(Message, frozen=True, tag="blocks_pushed"):

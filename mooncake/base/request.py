@@ -390,7 +390,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     fetched: CacheHits | None = None
     """How many blocks of these were fetched. Set in the same output; None: none were."""
     spans: tuple[WorkSpan, ...] = ()
-    """Of a traced request: what the worker did for it since its last output."""
+    """What the worker did since its last output, if the request is traced."""
     finish: FinishInfo | None = None
 
 

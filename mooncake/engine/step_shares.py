@@ -297,9 +297,9 @@ class Sharing:
         debt stays while the flow is away, or while it is alone and limited.
         """
         self._late: dict[Flow, float] = {}
-        """For each flow with a balance: how many shares its last step was late."""
+        """Flow with a balance -> the number of shares that its last step was late."""
         self._num_after = 0
-        """For how many steps a flow that is alone is still limited."""
+        """The number of steps for which a flow that is alone is still limited."""
 
     @property
     def recent(self) -> bool:

@@ -52,7 +52,7 @@ class Enrolled(msgspec.Struct, frozen=True, array_like=True):
     address: str
     """The process' address as the signer sees it; its certificate is for this address."""
     listening: bytes = b""
-    """For gateways: the key of the sockets whose address people type, made by `sealed_to`."""
+    """A gateway's key of the sockets whose address people type, made by `sealed_to`."""
 
 
 Message = TypeVar("Message", Question, Enrolled)

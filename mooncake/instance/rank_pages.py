@@ -121,7 +121,7 @@ class FollowerMoves:
         self._moves: dict[int, StartMove] = {}
         """Moves by number here."""
         self._hashes: dict[int, tuple[int, Moved | None]] = {}
-        """By number here -> the lead's number, and the end of the move that brought these
+        """Number here -> the lead's number, and the end of the move that brought these
         blocks.
         """
         self._fences: dict[int, float] = {}

@@ -21,7 +21,7 @@ from mooncake.rpc.codec import encode, head_of
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _SIGNATURE_AND_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0"
-"""Without the mechanism that would follow: the other side then says its own, and waits."""
+"""The beginning of a greeting. The other side answers it with its own mechanism, and waits."""
 _GREETING_BYTES = 64
 
 

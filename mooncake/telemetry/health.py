@@ -53,7 +53,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     """Whether it was told to leave."""
     stuck_s: float = 0.0
-    """For how many seconds its loop has not turned."""
+    """Seconds for which its loop has not turned."""
     limit_s: float = float("inf")
     """A loop that has not turned for longer than this will not turn again."""
     failure: str = ""

@@ -21,15 +21,15 @@ class PrefillEstimate(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     """The sum of the next three."""
     queue_s: float
-    """Until what was queued there is computed."""
+    """Seconds until what was queued there is computed."""
     fetch_s: float
-    """To read the part of the prefix that is fetched."""
+    """Seconds to read the part of the prefix that is fetched."""
     compute_s: float
-    """To compute the rest of the prompt."""
+    """Seconds to compute the rest of the prompt."""
     num_cached_tokens: int
-    """Of the prompt, that it would reuse."""
+    """Tokens of the prompt that it would reuse."""
     num_fetch_blocks: int
-    """Of these, blocks that it would fetch from pools."""
+    """Blocks with some of these tokens that it would fetch from pools."""
 
 
 class DecodeEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class DecodeEstimate(msgspec.Struct, frozen=True, kw_only=True):
     tbt_s: float
     """The gap between tokens with this request in the batch."""
     push_s: float
-    """To push the KV of the prompt there."""
+    """Seconds to push the KV of the prompt there."""
     num_short_blocks: int
     """Blocks that it lacks for the expected answer; 0: it fits."""
     full: bool
@@ -51,7 +51,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """What one placement chose from, the best first."""
 
     prefill: list[PrefillEstimate]
-    """Of decode workers where one of them does the whole request."""
+    """The estimates of decode workers, if one of them does the whole request."""
     decode: list[DecodeEstimate]
     num_prefill: int
     """Workers that were compared for the prompt; not more are shown than `prefill` has."""
@@ -87,7 +87,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     lost: str | None
     """Why it did not come to its end."""
     predicted_ttft_s: float
-    """From its start on."""
+    """Seconds from the start of the attempt to the first token."""
     ttft_s: float | None
     """The same, measured; None: the first token came in another attempt, or has not come."""
     predicted_tbt_s: float
@@ -116,7 +116,7 @@ class SequenceReceipt(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one sequence of a call."""
 
     request_id: str
-    """As logs have it."""
+    """The id that logs name."""
     state: str
     """"waiting", "placed" or "answering", or how it ended: a `FinishReason`."""
     status: int
@@ -128,7 +128,7 @@ class SequenceReceipt(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheUse | None
     """What became of the prompt; None before the first token."""
     ttft_s: float | None
-    """From its permit to its first token."""
+    """Seconds from its permit to its first token."""
     ttft_slo_s: float | None
     """The limit on it, if there is one."""
     tbt_s: float | None
@@ -137,7 +137,7 @@ class SequenceReceipt(msgspec.Struct, frozen=True, kw_only=True):
     tbt_slo_s: float | None
     attempts: list[Attempt]
     choice: Choice | None
-    """Of a sequence that was refused: the estimates by which it would have missed a limit."""
+    """The estimates by which it would have missed a limit. None: it was not refused."""
     steps: list[Step]
     num_left_out: int
     """Events that were not kept: there were too many."""
@@ -147,15 +147,15 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one call."""
 
     id: str
-    """As `x-mooncake-receipt` has it."""
+    """The value of the header `x-mooncake-receipt`."""
     call_id: str
-    """As `id` of the answer has it."""
+    """The `id` of the answer."""
     gateway: str
     tenant: str
     begun_at: int
     """Unix time, in seconds."""
     num_sequences: int
-    """More than `sequences` has where they are too many."""
+    """All sequences of the call; `sequences` leaves some out if there are too many."""
     sequences: list[SequenceReceipt]
 
 

@@ -43,9 +43,9 @@ from mooncake.telemetry.traces import MAX_PLACEMENTS, SequenceTrace, Span, Worke
 MAX_BYTES = 32 << 20
 """About what the receipts of a gateway hold together."""
 MAX_SEQUENCES = 16
-"""Of a call; further ones are counted."""
+"""Sequences of a call that are kept; further ones are only counted."""
 MAX_EVENTS = 64
-"""Of a sequence, beside its end; one that is placed without end has more."""
+"""Events of a sequence that are kept, beside its end. More are kept of one placed many times."""
 MAX_CHOICES = 16
 """Placements of a call of which the estimates are shown: each takes time to compute."""
 CALL_BYTES = 1_000
@@ -53,7 +53,7 @@ EVENT_BYTES = 500
 SPAN_BYTES = 700
 MOMENT_BYTES = 300
 CHOICE_BYTES = 5_000
-"""Of the estimates of one placement, once somebody has asked for them."""
+"""Bytes that the estimates of one placement take, once somebody has asked for them."""
 _PREFIX = "mooncake."
 
 
@@ -119,7 +119,7 @@ class Kept:
     sequences: dict[str, _Sequence]
     num_bytes: int = 0
     choices: dict[tuple[str, int], Choice] | None = None
-    """By request and attempt, once they have been computed."""
+    """(request, attempt) -> what was chosen from. None: not computed yet."""
     num_counted_choices: int = 0
     """How many of these `num_bytes` has."""
 

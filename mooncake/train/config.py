@@ -39,7 +39,7 @@ class TrainConfig(Stage):
 
     out: str
     stages: Sequence[Mapping[str, Any]] = ()
-    """For each stage, the settings that differ from the run's."""
+    """The settings of each stage that differ from the run's."""
     preset: str = "k2-demo"
     start_from: str = ""
     optimizer: str = "muonclip"

@@ -57,7 +57,7 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     """Fail the batch at this time of the driver's clock."""
     grant: int = 0
-    """For WRITE: the number by which the owner lets us write, if it guards the memory."""
+    """The number by which the owner lets us WRITE, if it guards the memory."""
     question: bytes = b""
     """A message to the owner, for READ: it chooses what it sends, and sends it behind its answer.
     The `ops`, all of one size, say where that goes; their remote places do not count. A question

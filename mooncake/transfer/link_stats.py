@@ -81,7 +81,7 @@ class LinkStats:
         self._protocol = protocol
         self._lock = threading.Lock()
         self._links: OrderedDict[tuple[str, str], _Link] = OrderedDict()
-        """In order of last use, the most recent last."""
+        """(NIC, peer) -> its figures. The link used last is at the end."""
         self._forgotten = _Link()
         self._now_s = 0.0
 

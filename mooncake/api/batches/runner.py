@@ -53,7 +53,7 @@ RETRIED = frozenset({401, 408, 429, 503})
 """Statuses that say "not now": 401 is a key that is gone, which an operator may bring back."""
 
 RUNNER = "batches of all tenants"
-"""Whose turn it is in a lane when the runner's work has its."""
+"""The name under which the runner takes turns in a lane."""
 
 _GONE = BatchError(
     code=lines.INPUT_GONE,

@@ -57,7 +57,7 @@ OWN_CALL = "own_call"
 
 
 class OwnCall(NamedTuple):
-    """Whose call it is that this server makes: a line of a batch."""
+    """For whom this server calls itself: a line of a batch belongs to a key and a tenant."""
 
     key_name: str | None
     """The name of the API key; None: it was made without one."""

@@ -67,7 +67,7 @@ class _Answer:
         self.forgetting: asyncio.TimerHandle | None = None
         self._take, self._give_back = take, give_back
         self._left_s = 0.0
-        """When the last reader left, by the loop's clock."""
+        """The time when the last reader left, by the loop's clock."""
         self._parts: list[Message] = []
         self._num_dropped = 0
         self._news = asyncio.Event()

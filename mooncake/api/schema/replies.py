@@ -85,7 +85,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[int, Logprob] | None]
-"""For each prompt token the candidates by token id; None for the first one."""
+"""The candidates of each prompt token, by token id. The first token has none."""
 
 
 class FunctionText(msgspec.Struct):

@@ -98,7 +98,7 @@ class TextFormat(JsonObject):
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
-    """As in `response_format` of chat completions."""
+    """The same as in `response_format` of chat completions."""
 
 
 class TextSettings(JsonObject):

@@ -392,7 +392,7 @@ class Delta(msgspec.Struct, kw_only=True):
     """Text, reasoning and tool calls in the model's order."""
     tokens: list[int]
     logprobs: list[TokenLogprobs]
-    """As long as `tokens` when asked for, else empty."""
+    """One entry for each of `tokens` if logprobs were asked for, else none."""
     runs: list[int | None]
     """The number of the run of text that the token of each of `logprobs` belongs to
     (`TextDelta.run`); None = reasoning, part of a call, a marker or the end."""

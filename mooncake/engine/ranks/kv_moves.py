@@ -75,8 +75,8 @@ class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
     num_bytes: int
     seconds: float
     checksums: list[int]
-    """For each block, in the order of its pages, the part of the checksum from this rank's layers.
-    Empty unless checksums were wanted.
+    """The part of each block's checksum from this rank's layers, in the order of its pages. Empty
+    unless checksums were wanted.
     """
 
 

@@ -31,9 +31,9 @@ class Way(enum.IntEnum):
 
     AS_IT_COMES = 0
     REPLAYED = 1
-    """By a captured graph for its number of sequences."""
+    """A captured graph for its number of sequences was replayed."""
     BEGUN = 2
-    """By the step that an `Ahead` began."""
+    """An `Ahead` had begun it."""
 
 
 class CapturedSizes(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +75,7 @@ class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
     num_tokens: bytes
     tokens: bytes
     num_pages: bytes
-    """For each slot, how many pages its table has gained since it was last named."""
+    """The number of pages that the table of each slot has gained since it was last named."""
     pages: bytes
     sampled: bytes
     """One byte for each slot: after how many of its last tokens one may be sampled."""

@@ -52,7 +52,7 @@ class PinnedAt:
     epochs: list[str]
     """The boots of nodes that did what was asked for some block."""
     blocks: list[bool]
-    """For each block, whether some node did what was asked."""
+    """Whether some node did what was asked, for each block."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class DecodeGraphs:
             width, dtype = model.spec.hidden_size, model.dtype
         self._made = torch.empty(most_rows, width, dtype=dtype, device=model.device)
         self._got: torch.Tensor | None = None
-        """Of the stage before, where there is one."""
+        """The rows that the stage before sends; None: this stage is the first."""
         if not model.stage.is_first:
             states = most_rows, model.spec.hidden_size
             self._got = torch.zeros(states, dtype=model.dtype, device=model.device)

@@ -154,7 +154,7 @@ class MoeWeights:
     router_bias: torch.Tensor
     experts_op: str
     experts: tuple[torch.Tensor, ...]
-    """When ranks share out the experts: those in this rank's slots, in order."""
+    """The experts in this rank's slots, in order; all experts if ranks do not share them out."""
     shared: GatedMlp | None
 
 

@@ -118,7 +118,7 @@ class Sampler:
         self._sequences: dict[int, _Sequence] = {}
         self._history = _History(vocab_size, self._copies)
         self._shared: BoundedMap[tuple[int, ...], _Shared] = BoundedMap(MAX_SHARED)
-        """By the identity of the lists; those used last are at the end."""
+        """Identities of lists -> what is made of them. Those used last are at the end."""
 
     def start(self, start: SequenceStart) -> None:
         """Add a sequence, new or resumed (`output_tokens` not empty).
@@ -460,7 +460,7 @@ class Sampler:
 
 
 class _History:
-    """Which tokens the sequences with penalties have, one row for each, on the device."""
+    """The tokens that sequences with penalties have, one row for each, on the device."""
 
     def __init__(self, vocab_size: int, copies: Copies) -> None:
         self._vocab_size = vocab_size

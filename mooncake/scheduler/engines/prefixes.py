@@ -57,7 +57,7 @@ class Prompt:
         self._tokens: bytes | None = None
         self._blocks: dict[int, list[BlockKey]] = {}
         self.num_tokens = max(1, len(text) // TOKEN_BYTES)
-        """Without tokens, a guess: one for four bytes."""
+        """It is a guess until the tokens are known: one for four bytes."""
         if tokens is not None:
             self.take_tokens(tokens)
 

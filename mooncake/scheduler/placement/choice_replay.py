@@ -49,7 +49,7 @@ from mooncake.telemetry.receipt import Choice, DecodeEstimate, PrefillEstimate
 MAX_SHOWN = 8
 """Workers of a role whose estimates are shown."""
 MAX_BLOCKS = 1 << 20
-"""Of a prompt in a bundle: 64 million tokens."""
+"""Blocks of a prompt in a bundle: 64 million tokens."""
 NOT_REPLAYED = ("round-robin", "random")
 """Policies whose choice depends on more than the facts."""
 EPOCH = "replayed"
@@ -68,7 +68,7 @@ class EngineLoad(_Fact, frozen=True):
     """Predicted seconds until the prompts queued there are computed."""
     num_assigned: int
     coefficients: tuple[float, ...]
-    """Of its cost model (`StepCostModel`)."""
+    """The coefficients of its cost model (`StepCostModel`)."""
     is_usable: bool
     """False: it wanted to leave."""
     num_free_blocks: int
@@ -356,9 +356,9 @@ def _held(name: str, holders: Sequence[tuple[int, list[str]]], keys: KeyChain) -
 
 FIXED_BYTES = 2_000
 RUN_BYTES = 120
-"""Of each run of blocks that the same workers hold, without a bit for each worker."""
+"""Bytes of each run of blocks that the same workers hold, without a bit for each worker."""
 NAMED_BYTES = 120
-"""Of each number that is kept with the name of a worker."""
+"""Bytes of each number that is kept with the name of a worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -91,9 +91,9 @@ class Candidates:
     members: Ints
     """Positions in the fleet of the workers to choose from, ascending."""
     own: Ints
-    """For each member: the leading blocks that it holds itself."""
+    """The number of leading blocks that each member holds itself."""
     pool_slots: Ints
-    """For each member: the pool of its node (see `Pools.slot_of_node`)."""
+    """The pool of each member's node (see `Pools.slot_of_node`)."""
     prefix_match: PrefixMatch
 
 

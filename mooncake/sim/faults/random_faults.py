@@ -75,7 +75,7 @@ START_S = 1.5
 SETTLE_S = 240.0
 """How long to run after the last fault, so that every time-out runs out."""
 KEEP_S = 5.0
-"""For how long pools keep the prompts of every third request."""
+"""Seconds for which pools keep the prompts of every third request."""
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ class Open(msgspec.Struct, frozen=True, tag="open", array_like=True):
     settled: bool
     """True if the owner need not wait for the device's own work again."""
     grant: int = 0
-    """For a write: the grant by which the device's memory may be written."""
+    """The grant by which a write may change the device's memory."""
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted", array_like=True):
@@ -67,9 +67,9 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", array_like=True):
     region_id: int
     offset: int
     checksum: int = 0
-    """For a read: xxh3-64 of the bytes in the window; 0: not to be compared."""
+    """The xxh3-64 of the bytes that are read from the window. 0: they are not compared."""
     grant: int = 0
-    """For a write: the grant by which the window may be filled."""
+    """The grant by which a write may fill the window."""
 
 
 class Land(msgspec.Struct, frozen=True, tag="land", array_like=True):
