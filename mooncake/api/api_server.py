@@ -31,7 +31,7 @@ from mooncake.api.generation.sampling import (
 )
 from mooncake.api.lane import Lane, Look
 from mooncake.api.model import ServedModel
-from mooncake.api.running_calls import RunningCalls
+from mooncake.api.running_calls import Serving
 from mooncake.api.schema.fields import GenerationFields, RequestBody, SharedFields
 from mooncake.api.text.answer import THINK_MARKERS, TOOL_MARKERS, Marker, find_markers
 from mooncake.api.text.conversation import Guard
@@ -65,7 +65,7 @@ answers at once.
 MAX_LOGGED_NAMES = 16
 
 
-class ApiServer(RunningCalls):
+class ApiServer(Serving):
     """Makes calls and knows which are running. Only that set ever changes."""
 
     def __init__(
@@ -147,18 +147,15 @@ class ApiServer(RunningCalls):
         return Unavailable(f"not ready: {workers or 'no worker'} takes requests")
 
     async def failing(self, probe: Probe) -> MooncakeError | None:
-        """Return why this process fails `probe`; None when it passes."""
         if probe is Probe.READY:
             return None if self.ready else self.not_ready
         passes, verdict = judge(probe, await self._vitals.result())
         return None if passes else Unavailable(f"{verdict.status}: {verdict.reason}")
 
     async def metrics(self, for_operator: bool) -> bytes:
-        """Return the metrics in Prometheus' text format; those of tenants only for an operator."""
         return await self._metrics[for_operator].result()
 
     def status(self) -> Any:
-        """Return what `mooncake status` shows."""
         return self.backend.status()
 
     def drain(self) -> None:

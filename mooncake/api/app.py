@@ -42,6 +42,7 @@ from mooncake.api.routes.page import page_routes
 from mooncake.api.routes.receipts import receipt_routes
 from mooncake.api.routes.responses import responses_routes
 from mooncake.api.routes.tokens import token_routes
+from mooncake.api.running_calls import Serving
 from mooncake.api.schema.batches import (
     BatchList,
     BatchObject,
@@ -174,7 +175,7 @@ def create_app(
 
 def finish_app(
     app: FastAPI,
-    serving: Any,
+    serving: Serving,
     config: ApiConfig,
     *,
     ids: IdSource,

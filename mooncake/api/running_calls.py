@@ -1,13 +1,17 @@
-"""The calls that run in a server: a shutdown waits for them, and ends those that take too long."""
+"""What every API server keeps behind its routes (`Serving`), over our own gateway or over other
+people's engines: the calls that run. A shutdown waits for them, and ends those that take too long.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from mooncake.base import MooncakeError, Unavailable
+from mooncake.telemetry.health import Probe
 
 
 class Call(Protocol):
@@ -18,7 +22,7 @@ class Call(Protocol):
 
 
 class RunningCalls:
-    """A server's state is one of these. It takes calls until it drains."""
+    """Takes calls until it drains."""
 
     def __init__(self, drain_s: float) -> None:
         """`drain_s`: how long a shutdown lets calls run."""
@@ -62,3 +66,23 @@ class RunningCalls:
         """End all running calls with `error`."""
         for call in list(self._calls):
             call.fail(error)
+
+
+class Serving(RunningCalls, ABC):
+    """The state of a server, `app.state.api_server`: what operators ask, and what its end needs."""
+
+    @abstractmethod
+    async def failing(self, probe: Probe) -> MooncakeError | None:
+        """Return why this process fails `probe`; None when it passes."""
+
+    @abstractmethod
+    async def metrics(self, for_operator: bool) -> bytes:
+        """Return the metrics in Prometheus' text format; those of tenants only for an operator."""
+
+    @abstractmethod
+    def status(self) -> Any:
+        """Return what `mooncake status` shows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what serves the calls. No call runs any more."""

@@ -14,7 +14,7 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.engines.asked import Asked
 from mooncake.api.engines.exchange import MAX_ASKED_BYTES, EngineRefused, Exchange, ask_json
 from mooncake.api.http.client import HttpClient, RequestFailed
-from mooncake.api.running_calls import RunningCalls
+from mooncake.api.running_calls import Serving
 from mooncake.base import (
     Clock,
     IdSource,
@@ -44,7 +44,7 @@ WRONG = (400, 422)
 MAX_MODEL_CHARS = 512
 
 
-class EngineProxy(RunningCalls):
+class EngineProxy(Serving):
     """All that requests share. Everything runs in one event loop."""
 
     def __init__(
@@ -87,7 +87,6 @@ class EngineProxy(RunningCalls):
     # ------------------------------------------------------- what operators and the end ask
 
     async def failing(self, probe: Probe) -> MooncakeError | None:
-        """Return why this process fails `probe`; None when it passes."""
         if probe is not Probe.READY:
             return None
         if self.draining:
@@ -95,11 +94,9 @@ class EngineProxy(RunningCalls):
         return None if self.fleet.num_up else Unavailable("not ready: no engine takes requests")
 
     async def metrics(self, for_operator: bool) -> bytes:
-        """Return the metrics in Prometheus' text format; those of tenants only for an operator."""
         return self._metrics(for_operator)
 
     def status(self) -> Any:
-        """Return what `mooncake status` shows."""
         own = {
             "id": self.config.gateway_id, "state": "draining" if self.draining else "up",
             "num_inflight": len(self.fleet),

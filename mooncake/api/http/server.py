@@ -10,14 +10,15 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from mooncake.api.config import ApiConfig, TlsConfig
 from mooncake.api.http.connection import limited_protocol
-from mooncake.base import ConfigError, MooncakeError, Unavailable
+from mooncake.api.running_calls import Serving
+from mooncake.base import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -34,26 +35,6 @@ REST_S = 0.5
 """When descriptors run out, no connection is accepted for this long."""
 RENEWAL_S = 2.0
 """Seconds between two looks at the files of a certificate."""
-
-
-class Serving(Protocol):
-    """What is asked of the state behind an application (`app.state.api_server`) at its end."""
-
-    def drain(self) -> None:
-        """Refuse new calls from now on."""
-
-    async def calls_ended(self, limit_s: float) -> None:
-        """Wait until no call is running, for `limit_s` seconds at most."""
-
-    @property
-    def num_calls(self) -> int:
-        """The number of calls that run."""
-
-    def fail_all(self, error: MooncakeError) -> None:
-        """End all running calls with `error`."""
-
-    def close(self) -> None:
-        """Close what serves the calls."""
 
 
 class _Server(uvicorn.Server):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,8 +10,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from mooncake import __version__
 from mooncake.api.http.response import ErrorResponse, json_response
+from mooncake.api.running_calls import Serving
 from mooncake.api.schema.replies import encode
-from mooncake.base import MooncakeError
 from mooncake.telemetry.health import Probe
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
@@ -22,20 +22,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Operated(Protocol):
-    """What operators ask: the API server, or one in front of other people's engines."""
-
-    async def failing(self, probe: Probe) -> MooncakeError | None:
-        """Return why this process fails `probe`; None when it passes."""
-
-    async def metrics(self, for_operator: bool) -> bytes:
-        """Return all metrics in Prometheus' text format; those of tenants only for operators."""
-
-    def status(self) -> Any:
-        """Return what `mooncake status` shows."""
-
-
-def operation_routes(api_server: Operated) -> APIRouter:
+def operation_routes(api_server: Serving) -> APIRouter:
     """Return the operators' routes over `api_server`."""
     router = APIRouter()
 
