@@ -66,16 +66,21 @@ class ForkServer:
         late: Sequence[str],
         environ: Mapping[str, str],
         variables: Mapping[str, str] = MappingProxyType({}),
+        unused: Sequence[str] = (),
     ) -> None:
         """Start the server at the socket `path`. It imports `early` now, in `environ`, and `late`
         when the first client comes, in the client's environment. Processes started by `executable`
-        get `variables` in addition to their own.
+        get `variables` in addition to their own. It does not start the scripts whose paths match a
+        pattern of `unused`: it ends at once without an error.
         """
         self._path = path
         self.executable = path.with_suffix(".sh")
         """A command to use instead of Python's executable, so that scripts are forked."""
         sets = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        self.executable.write_text("\n".join(["#!/bin/sh", *sets, f'exec {self.command} "$@"\n']))
+        ends = [f'for word; do case "$word" in {each}) exit 0;; esac; done' for each in unused]
+        self.executable.write_text(
+            "\n".join(["#!/bin/sh", *ends, *sets, f'exec {self.command} "$@"\n'])
+        )
         self.executable.chmod(0o700)
         path.unlink(missing_ok=True)
         # Bound here, so that clients may come at once. Only the server holds it afterwards: where

@@ -19,6 +19,8 @@ ENGINE = (
 )  # fmt: skip
 RAY = ("mooncake.launch.cluster.ray_cluster", "ray.dashboard.agent", "ray.dashboard.dashboard")
 """Modules that import Ray, which then reads the environment that it gives each worker."""
+UNUSED = ("*/ray/autoscaler/*/monitor.py",)
+"""Scripts of a Ray started for us that nothing needs: its autoscaler would add machines."""
 FIRST_JOB = "01000000"
 """The name that a Ray started for us gives our job."""
 
@@ -54,5 +56,6 @@ def worker_forks(config: ServeConfig) -> ForkServer:
     if starts_ray(config):
         # Workers end when they find that process gone: ours, with which the raylet ends too.
         known = {"RAY_JOB_ID": FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-        return ForkServer(path, (*RAY, *ENGINE), (), {**environ, **known}, environment.COMPUTE)
+        environ |= known
+        return ForkServer(path, (*RAY, *ENGINE), (), environ, environment.COMPUTE, UNUSED)
     return ForkServer(path, ENGINE, RAY, environ, environment.COMPUTE)

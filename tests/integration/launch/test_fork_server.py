@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -11,13 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.worker.forks import ENGINE, RAY, worker_forks
+from mooncake.launch.worker.forks import ENGINE, RAY, UNUSED, worker_forks
 
 END_S = 60.0
 SCRIPT = """
@@ -67,9 +69,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "script.py").write_text(SCRIPT.format(early="mooncake_early", late="mooncake_late"))
     opened = []
 
-    def started(
-        name: str = "forks", early: str = "mooncake_early", **options: Mapping[str, str]
-    ) -> ForkServer:
+    def started(name: str = "forks", early: str = "mooncake_early", **options: Any) -> ForkServer:
         places = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         path = {"PYTHONPATH": places, "PRIVATE": "of the server"}
         environ = {**os.environ, **path}
@@ -182,6 +182,20 @@ def test_its_executable_stands_for_that_of_python(start: Start, tmp_path: Path) 
     assert done.stdout == f"{server.pid} it's blue a b\n"
     server.close()
     assert not server.executable.exists()
+
+
+def test_its_executable_starts_no_script_that_nothing_needs(start: Start, tmp_path: Path) -> None:
+    """Such as the autoscaler of Ray."""
+    server = start(unused=UNUSED)
+    ray = Path(importlib.util.find_spec("ray").submodule_search_locations[0])  # type: ignore
+    named = [*ray.glob("autoscaler/*/monitor.py")]
+    assert named
+    (tmp_path / "ray" / "autoscaler").mkdir(parents=True)
+    (other := tmp_path / "ray" / "autoscaler" / "monitor.py").write_text("print('runs')")
+    for script in [*named, other]:
+        words = [str(server.executable), "-u", str(script), "--logs-dir=x"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=END_S, check=True)
+        assert (done.stdout, done.stderr) == ("" if script in named else "runs\n", "")
 
 
 def test_two_servers_do_not_meet(start: Start, tmp_path: Path) -> None:
