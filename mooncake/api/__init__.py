@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mooncake.api.app import create_app
     from mooncake.api.backend import Backend, EventStream
-    from mooncake.api.config import ApiConfig, ApiKey, TlsConfig
+    from mooncake.api.config import ApiConfig, ApiKey
     from mooncake.api.gateway_backend import GatewayBackend
     from mooncake.api.http.server import bind, serve
     from mooncake.api.model import GenerationDefaults, ServedModel, load_served_model
@@ -25,7 +25,6 @@ __all__ = [
     "GatewayBackend",
     "GenerationDefaults",
     "ServedModel",
-    "TlsConfig",
     "Tokenizer",
     "bind",
     "create_app",
@@ -37,7 +36,7 @@ __all__ = [
 _MODULES = {
     "app": "create_app",
     "backend": "Backend EventStream",
-    "config": "ApiConfig ApiKey TlsConfig",
+    "config": "ApiConfig ApiKey",
     "gateway_backend": "GatewayBackend",
     "http.server": "bind serve",
     "model": "GenerationDefaults ServedModel load_served_model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mooncake.base import Priority
+from mooncake.base.tls_files import TlsFiles
 
 MAX_SLO_MS = 3_600_000
 """The longest limit on latency that a call may ask for."""
@@ -46,19 +47,6 @@ class ApiKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TlsConfig:
-    """Files for HTTPS, in PEM."""
-
-    certfile: str
-    keyfile: str | None = None
-    """The file of the key; None: the key is in `certfile`."""
-    ca_certs: str | None = None
-    """The file of authorities for client certificates."""
-    cert_reqs: int = 0
-    """Client certificates: 0 = not asked for, 1 = checked if one is given, 2 = required."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ApiConfig:
     """The address of the API server, the clients that it serves, and its limits. A request over a
     limit gets an error that names the limit.
@@ -75,7 +63,7 @@ class ApiConfig:
     """Keys of operators, with all classes. If this and `keys` are empty, no key is needed."""
     keys: tuple[ApiKey, ...] = ()
     """Further keys, each with a tenant, classes and limits."""
-    tls: TlsConfig | None = None
+    tls: TlsFiles | None = None
     """Files for HTTPS; None: plain HTTP."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call this server; "*" = all."""

@@ -15,10 +15,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from mooncake.api.config import ApiConfig, TlsConfig
+from mooncake.api.config import ApiConfig
 from mooncake.api.http.connection import limited_protocol
 from mooncake.api.running_calls import Serving
 from mooncake.base import ConfigError, Unavailable
+from mooncake.base.tls_files import TlsFiles
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def bind(config: ApiConfig) -> socket.socket:
         ConfigError: the address is taken or is not this machine's, or a TLS file is wrong.
     """
     if config.tls is not None:
-        check_tls(config.tls)
+        config.tls.context()
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server(
@@ -77,35 +78,18 @@ def bind(config: ApiConfig) -> socket.socket:
     return listener
 
 
-def check_tls(tls: TlsConfig) -> None:
-    """Read the files once, so that a mistake is found before anything starts.
-
-    Raises:
-        ConfigError: a file is missing or wrong.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        # The password is for a key that needs one: reading it must fail rather than ask here.
-        context.load_cert_chain(tls.certfile, tls.keyfile, password="")
-        if tls.ca_certs is not None:
-            context.load_verify_locations(tls.ca_certs)
-    except OSError as error:  # ssl.SSLError is one
-        files = ", ".join(filter(None, (tls.certfile, tls.keyfile, tls.ca_certs)))
-        raise ConfigError(f"TLS cannot be set up with {files}: {error}") from error
-
-
-def _tls_settings(tls: TlsConfig | None) -> dict[str, Any]:
+def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
     if tls is None:
         return {}
     return {
         "ssl_certfile": tls.certfile,
         "ssl_keyfile": tls.keyfile,
         "ssl_ca_certs": tls.ca_certs,
-        "ssl_cert_reqs": tls.cert_reqs,
+        "ssl_cert_reqs": tls.verify_mode,
     }
 
 
-async def _renew(tls: TlsConfig, context: ssl.SSLContext) -> None:
+async def _renew(tls: TlsFiles, context: ssl.SSLContext) -> None:
     """Use a new certificate for new connections once its file has changed. A certificate that
     cannot be used is logged once. Runs until cancelled.
     """
@@ -116,7 +100,7 @@ async def _renew(tls: TlsConfig, context: ssl.SSLContext) -> None:
             continue
         seen = looks
         try:
-            check_tls(tls)
+            tls.context()
             context.load_cert_chain(tls.certfile, tls.keyfile, password="")
         except (ConfigError, OSError) as error:
             _log.error("the certificate stays as it was: %s", error)
@@ -124,7 +108,7 @@ async def _renew(tls: TlsConfig, context: ssl.SSLContext) -> None:
             _log.info("ssl-certfile: read again from %s", tls.certfile)
 
 
-def _looks(tls: TlsConfig) -> list[tuple[int, ...]]:
+def _looks(tls: TlsFiles) -> list[tuple[int, ...]]:
     """Return what changes when the files, or the links that lead to them, change."""
     found: list[tuple[int, ...]] = []
     for path in (tls.certfile, tls.keyfile or tls.certfile):

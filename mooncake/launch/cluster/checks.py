@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mooncake.base import Role
+from mooncake.base.tls_files import TlsFiles
 from mooncake.launch.cluster.workers import check_transport, cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.http_server import TlsFiles
 from mooncake.launch.host.importing import importing
 from mooncake.launch.pool_node.disks import check_disks
 
@@ -62,9 +62,8 @@ def _check_api_server(config: ServeConfig) -> None:
     imports.
     """
     with importing():
-        from mooncake.api.http.server import check_tls
         from mooncake.launch.cluster.gateway_process import api_config, check_traces
 
     check_traces(config)
     if (tls := api_config(config).tls) is not None:
-        check_tls(tls)
+        tls.context()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mooncake import __version__
-from mooncake.api import ApiConfig, GatewayBackend, ServedModel, TlsConfig, bind, create_app, serve
+from mooncake.api import ApiConfig, GatewayBackend, ServedModel, bind, create_app, serve
 from mooncake.api.http.access import Keyring
 from mooncake.base import (
     Clock,
@@ -278,20 +278,8 @@ def api_config(config: ServeConfig) -> ApiConfig:
     return ApiConfig(
         served_model_names=config.names,
         keys=read_keys(config.api_keys_file) if config.api_keys_file else (),
-        tls=_tls(config),
+        tls=config.tls(),
         **values_of(config, ApiConfig),
-    )
-
-
-def _tls(config: ServeConfig) -> TlsConfig | None:
-    if config.ssl_certfile is None:
-        return None
-    default_reqs = 0 if config.ssl_ca_certs is None else 2
-    return TlsConfig(
-        certfile=config.ssl_certfile,
-        keyfile=config.ssl_keyfile,
-        ca_certs=config.ssl_ca_certs,
-        cert_reqs=default_reqs if config.ssl_cert_reqs is None else config.ssl_cert_reqs,
     )
 
 

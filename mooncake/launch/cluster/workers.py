@@ -28,7 +28,7 @@ from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
-from mooncake.launch.host.http_server import Route, TlsFiles
+from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.far_ranks import FarStages
@@ -211,7 +211,7 @@ def health_settings(config: ServeConfig, place: int = 0) -> HealthSettings:
             f"health-port: worker {place + 1} would need port {port}, and the last is 65535; give "
             "a smaller number, or 0"
         )
-    return HealthSettings(host=config.health_host, port=port, tls=_tls_files(config, "health"))
+    return HealthSettings(host=config.health_host, port=port, tls=config.tls("health_"))
 
 
 def _admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:
@@ -220,17 +220,9 @@ def _admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None
         return None
     port = config.admin_port + index if config.admin_port else 0
     digests = [hashlib.sha256(token.encode()).digest() for token in config.admin_token]
-    tls = _tls_files(config, "admin")
-    return AdminSettings(host=config.admin_host, port=port, token_digests=digests, tls=tls)
-
-
-def _tls_files(config: ServeConfig, port: str) -> TlsFiles | None:
-    """Return the files of HTTPS for the `admin` or `health` port, by their paths on its machine."""
-    names = ("certfile", "keyfile", "ca_certs")
-    certfile, keyfile, ca_certs = (getattr(config, f"{port}_ssl_{name}") for name in names)
-    if certfile is None:
-        return None
-    return TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs)
+    return AdminSettings(
+        host=config.admin_host, port=port, token_digests=digests, tls=config.tls("admin_")
+    )
 
 
 def _instance_settings(config: ServeConfig, device: str) -> InstanceConfig:

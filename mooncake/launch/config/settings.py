@@ -11,6 +11,7 @@ from typing import Any
 
 from mooncake.api.config import ApiConfig
 from mooncake.base.kv_events import KvEventsConfig
+from mooncake.base.tls_files import TlsFiles
 from mooncake.engine.config import EngineConfig, SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.kvstore.config import KvStoreConfig
@@ -487,6 +488,16 @@ class ServeConfig:
     def joins_by_url(self) -> bool:
         """True if this gateway asks the cluster's first process by HTTP what it must know."""
         return self.join is not None and self.join.startswith(options.BY_URL)
+
+    def tls(self, port: str = "") -> TlsFiles | None:
+        """Return the files of HTTPS for a port, "admin_", "health_" or "" (the API's), by their
+        paths on its machine.
+        """
+        names = (f"{port}ssl_{name}" for name in ("certfile", "keyfile", "ca_certs", "cert_reqs"))
+        certfile, keyfile, ca_certs, cert_reqs = (getattr(self, name, None) for name in names)
+        if certfile is None:
+            return None
+        return TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs, cert_reqs=cert_reqs)
 
     def shown(self) -> dict[str, Any]:
         """Return all settings in a form for people, with secrets hidden."""

@@ -14,6 +14,7 @@ from http import HTTPStatus
 import msgspec
 
 from mooncake.base import Clock, MonotonicClock
+from mooncake.base.tls_files import TlsFiles
 from mooncake.base.vital_thread import VitalThread
 from mooncake.launch.host.build import revision
 from mooncake.launch.host.http_server import (
@@ -21,7 +22,6 @@ from mooncake.launch.host.http_server import (
     Answer,
     HttpServer,
     Route,
-    TlsFiles,
     document,
 )
 from mooncake.telemetry.health import Probe, Status, Vitals, judge

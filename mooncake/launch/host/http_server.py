@@ -17,9 +17,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import msgspec
-
 from mooncake.base import ConfigError
+from mooncake.base.tls_files import TlsFiles
 from mooncake.base.vital_thread import VitalThread
 
 IDLE_S = 10.0
@@ -32,34 +31,6 @@ as many are refused.
 
 JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Files for HTTPS, in PEM."""
-
-    certfile: str
-    keyfile: str | None = None
-    """The file of the key; None: the key is in `certfile`."""
-    ca_certs: str | None = None
-    """Authorities of the clients that are let in; None: clients need no certificate."""
-
-    def context(self) -> ssl.SSLContext:
-        """Return the context with which a server wraps its connections.
-
-        Raises:
-            ConfigError: a file is missing or wrong.
-        """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            # The password is for a key that needs one: reading it must fail rather than ask here.
-            context.load_cert_chain(self.certfile, self.keyfile, password="")
-            if self.ca_certs is not None:
-                context.load_verify_locations(self.ca_certs)
-                context.verify_mode = ssl.CERT_REQUIRED
-        except OSError as error:  # ssl.SSLError is one
-            files = ", ".join(filter(None, (self.certfile, self.keyfile, self.ca_certs)))
-            raise ConfigError(f"TLS cannot be set up with {files}: {error}") from error
-        return context
 
 
 @dataclasses.dataclass(frozen=True)

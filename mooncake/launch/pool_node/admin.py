@@ -15,6 +15,7 @@ import msgspec
 from mooncake.base import Drain
 from mooncake.base.pool_messages import PoolState
 from mooncake.base.rights import CredentialRole
+from mooncake.base.tls_files import TlsFiles
 from mooncake.identity import Trust
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.guard import Guard
@@ -23,7 +24,6 @@ from mooncake.launch.host.http_server import (
     Answer,
     HttpServer,
     Request,
-    TlsFiles,
     document,
     error,
 )

@@ -18,12 +18,13 @@ from typing import Any
 import httpx
 import pytest
 
-from mooncake.api.config import ApiConfig, TlsConfig
+from mooncake.api.config import ApiConfig
 from mooncake.api.http import server
 from mooncake.api.http.connection import UVICORN, check_uvicorn
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.api.http.server import bind
 from mooncake.base import ConfigError
+from mooncake.base.tls_files import TlsFiles
 from tests.support.api.server import ScriptedBackend, live_api_server, says
 from tests.support.certificates import Host, make_host
 
@@ -295,12 +296,12 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
 
 
 @pytest.fixture
-def certificate(tls_host: Host) -> TlsConfig:
-    return TlsConfig(certfile=tls_host.cert, keyfile=tls_host.key)
+def certificate(tls_host: Host) -> TlsFiles:
+    return TlsFiles(certfile=tls_host.cert, keyfile=tls_host.key)
 
 
 @RUNS
-def test_https_serves_and_streams(certificate: TlsConfig, tls_host: Host, run: Run) -> None:
+def test_https_serves_and_streams(certificate: TlsFiles, tls_host: Host, run: Run) -> None:
     async def main() -> None:
         trust = tls_host.trusting()
         async with (
@@ -318,7 +319,7 @@ def test_https_serves_and_streams(certificate: TlsConfig, tls_host: Host, run: R
 
 @RUNS
 def test_connections_that_do_not_shake_hands_keep_no_client_out(
-    certificate: TlsConfig, tls_host: Host, monkeypatch: pytest.MonkeyPatch, run: Run
+    certificate: TlsFiles, tls_host: Host, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr(server, "MAX_SHAKING", 2)
 
@@ -340,7 +341,7 @@ def test_connections_that_do_not_shake_hands_keep_no_client_out(
 
 @RUNS
 def test_a_handshake_has_as_long_as_the_headers_of_a_request(
-    certificate: TlsConfig, run: Run
+    certificate: TlsFiles, run: Run
 ) -> None:
     async def main() -> None:
         limits = config(tls=certificate, header_timeout_s=0.2)
@@ -359,7 +360,7 @@ def test_a_certificate_put_in_the_place_of_the_old_one_is_shown_to_who_comes_nex
 ) -> None:
     monkeypatch.setattr(server, "RENEWAL_S", 0.05)
     other = make_host(tmp_path)
-    own = TlsConfig(certfile=str(tmp_path / "cert.pem"), keyfile=str(tmp_path / "key.pem"))
+    own = TlsFiles(certfile=str(tmp_path / "cert.pem"), keyfile=str(tmp_path / "key.pem"))
 
     def place(certificate: bytes, key: bytes) -> None:
         for path, content in ((own.certfile, certificate), (own.keyfile, key)):
@@ -397,7 +398,7 @@ def test_a_certificate_put_in_the_place_of_the_old_one_is_shown_to_who_comes_nex
 
 def test_a_client_certificate_can_be_asked_for(tls_host: Host) -> None:
     async def main() -> None:
-        tls = TlsConfig(
+        tls = TlsFiles(
             certfile=tls_host.cert, keyfile=tls_host.key, ca_certs=tls_host.ca, cert_reqs=2
         )
         async with live_api_server(ScriptedBackend(says("hello")), config=config(tls=tls)) as url:
@@ -413,14 +414,14 @@ def test_a_client_certificate_can_be_asked_for(tls_host: Host) -> None:
 
 
 def test_wrong_files_for_tls_are_an_error_at_the_start(
-    certificate: TlsConfig, tmp_path: Path
+    certificate: TlsFiles, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.pem").write_text("not a certificate")
     for tls in (
-        TlsConfig(certfile=str(tmp_path / "none.pem")),
-        TlsConfig(certfile=str(tmp_path / "bad.pem")),
-        TlsConfig(certfile=certificate.certfile),
-        TlsConfig(
+        TlsFiles(certfile=str(tmp_path / "none.pem")),
+        TlsFiles(certfile=str(tmp_path / "bad.pem")),
+        TlsFiles(certfile=certificate.certfile),
+        TlsFiles(
             certfile=certificate.certfile,
             keyfile=certificate.keyfile,
             ca_certs=str(tmp_path / "bad.pem"),

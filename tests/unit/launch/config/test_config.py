@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.api import TlsConfig
 from mooncake.base import ConfigError
+from mooncake.base.tls_files import TlsFiles
 from mooncake.launch.cluster.gateway_process import api_config
 from mooncake.launch.config import options
 from mooncake.launch.config.config import REFUSED, read_file, resolve, unknown_setting
@@ -254,10 +254,10 @@ def test_the_api_server_gets_its_keys_its_limits_and_its_certificates(tmp_path: 
     assert (api_server.max_body_bytes, api_server.max_body_cost) == (1 << 20, 1000)
     assert (api_server.keep_alive_s, api_server.tls) == (75, None)
     tls = {"model": "m", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem"}
-    assert api_config(resolve(tls, None, {})).tls == TlsConfig(certfile="c.pem", keyfile="k.pem")
+    assert api_config(resolve(tls, None, {})).tls == TlsFiles(certfile="c.pem", keyfile="k.pem")
     tls["ssl_ca_certs"] = "ca.pem"
     for written, cert_reqs in ((None, 2), ("1", 1), ("0", 0)):
         more = {} if written is None else {"ssl_cert_reqs": written}
         served = api_config(resolve(tls | more, None, {})).tls
         assert served is not None
-        assert (served.ca_certs, served.cert_reqs) == ("ca.pem", cert_reqs)
+        assert (served.ca_certs, served.verify_mode) == ("ca.pem", cert_reqs)
