@@ -39,7 +39,6 @@ class KeyChain(Sequence[BlockKey]):
 
     @classmethod
     def of(cls, keys: Iterable[BlockKey]) -> KeyChain:
-        """Return the chain of these keys."""
         return keys if isinstance(keys, cls) else cls(b"".join(keys))
 
     def __len__(self) -> int:

@@ -345,7 +345,6 @@ class _Sums:
         self.moment *= share
 
     def add(self, features: Row, seconds: float, weight: float) -> None:
-        """Add one sample."""
         row = np.array(features) / seconds
         self.gram += weight * np.outer(row, row)
         self.moment += weight * row

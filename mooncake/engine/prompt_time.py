@@ -132,8 +132,6 @@ class Allowance:
 
 
 class Stream(NamedTuple):
-    """A stream of a step."""
-
     num_before: int
     """The tokens before its own."""
     num_tokens: int

@@ -44,7 +44,6 @@ class JobTrace:
     """Collects spans; `take` returns those that have not been reported."""
 
     def __init__(self, worker_id: str, now: float) -> None:
-        """Begin the job at `now`."""
         self._worker_id = worker_id
         self.since_s = now
         """When the wait or work began that is shown next."""

@@ -33,8 +33,6 @@ class _Pin:
 
 
 class PagePins:
-    """All pins of one instance."""
-
     def __init__(
         self,
         worker: WorkerRef,

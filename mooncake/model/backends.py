@@ -112,7 +112,6 @@ class Backends:
 
     @property
     def route(self) -> Callable[..., Any]:
-        """Return the router."""
         if not self.deterministic:
             name = TRITON if self.moe == TRITON else REFERENCE
             if self.attention == NATIVE and self.moe != REFERENCE:

@@ -51,7 +51,6 @@ class Here:
         self._values = values
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor."""
         return self._values
 
 
@@ -59,11 +58,9 @@ class HostCopies:
     """Copies for a device that is the host."""
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values`."""
         return values
 
     def fetch(self, values: torch.Tensor) -> Arriving:
-        """Return `values` as an arrived tensor."""
         return Here(values)
 
     def mark(self) -> None:

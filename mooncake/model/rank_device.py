@@ -30,8 +30,6 @@ from mooncake.model.parallel.group import Group
 
 
 class RankDevice:
-    """The device of a rank of an engine."""
-
     def __init__(self, options: ModelOptions, dtype: torch.dtype, rank: int = 0) -> None:
         """With several ranks on GPUs, this rank's GPU becomes the calling thread's, because
         captures and exchanges depend on the thread.

@@ -54,8 +54,6 @@ ENGINES = ("mooncake", *COUPLED)
 
 
 class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated cluster."""
-
     model: ModelFigures
     hardware: HardwareFigures
     shape: Shape | None = None
@@ -175,7 +173,6 @@ class Simulation:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes in this cluster."""
         engines = self.config.num_prefill + self.config.num_decode
         instances = engines * self.cost.shape.dp
         return math.ceil(instances * self.cost.node_share)

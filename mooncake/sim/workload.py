@@ -181,7 +181,6 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(trace: Sequence[TraceLine]) -> TraceFacts:
-    """Return the figures of a trace."""
     uses = Counter(hash_id for line in trace for hash_id in line.hash_ids)
     num_refs = sum(uses.values())
     duration_s = (trace[-1].timestamp - trace[0].timestamp) / 1e3

@@ -20,8 +20,6 @@ class Probe(enum.Enum):
 
 
 class Status(enum.Enum):
-    """The state of a process."""
-
     STARTING = "starting"
     JOINING = "joining"
     OK = "ok"

@@ -58,8 +58,6 @@ _PREFIX = "mooncake."
 
 
 class _Sequence:
-    """The events of one sequence."""
-
     __slots__ = (
         "events", "first_s", "last_s", "longest_gap_s", "num_left_out", "num_tokens",
     )  # fmt: skip
@@ -107,8 +105,6 @@ class _Sequence:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What is kept of one call."""
-
     id: str
     call_id: str
     tenant: str

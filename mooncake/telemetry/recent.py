@@ -23,8 +23,6 @@ Value = TypeVar("Value")
 
 
 class RecentRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was refused."""
-
     ago_s: float
     request_id: str
     status: int

@@ -47,7 +47,6 @@ class Tally:
         registry.register(self)
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -246,7 +245,6 @@ class RequestSeries:
         )
 
     def refused(self, reason: str, status: int) -> None:
-        """Count a refused request."""
         self._refusals.labels(self._model_name, reason, str(status)).inc()
 
 

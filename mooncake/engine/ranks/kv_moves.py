@@ -68,8 +68,6 @@ class Opened(msgspec.Struct, frozen=True, tag="opened", array_like=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
-    """How a move ended."""
-
     number: int
     error: str | None
     num_bytes: int
@@ -134,7 +132,6 @@ _DECODER: msgspec.msgpack.Decoder[RankAnswer] = msgspec.msgpack.Decoder(RankAnsw
 
 
 def encode_answer(answer: RankAnswer) -> bytes:
-    """Return the bytes of an answer."""
     return _ENCODER.encode(answer)
 
 

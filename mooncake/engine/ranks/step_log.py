@@ -127,7 +127,6 @@ _DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMes
 
 
 def encode(message: RankMessage) -> bytes:
-    """Return the bytes of a message."""
     return _ENCODER.encode(message)
 
 

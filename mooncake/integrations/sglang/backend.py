@@ -137,7 +137,6 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         """Return nothing: the pool has metrics of its own."""
 
     def close(self) -> None:
-        """Leave the pool."""
         with self._lock:
             for pool in self._pools.values():
                 pool.close()

@@ -31,8 +31,6 @@ Parts = Sequence[tuple[int, int]]
 
 
 class PagePool:
-    """The pages of one rank in the pool."""
-
     def __init__(self, settings: PoolSettings, fingerprint: bytes) -> None:
         """`fingerprint`: everything that the bytes of a page depend on, besides its tokens and
         those before them.
@@ -66,7 +64,6 @@ class PagePool:
         return saved or [False] * len(pages)
 
     def close(self) -> None:
-        """Leave the pool."""
         for each in (self._finding, self._loading, self._saving):
             each.close()
 

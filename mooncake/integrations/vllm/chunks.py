@@ -42,7 +42,6 @@ class EngineKind:
 
     @property
     def fingerprint(self) -> bytes:
-        """A name for this kind."""
         return blake2b(msgspec.json.encode(asdict(self)), digest_size=KEY_BYTES).digest()
 
 

@@ -73,7 +73,6 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     def shutdown(self) -> None:
-        """Leave the pool."""
         self._side.close()
 
     # ------------------------------------------------------------------ scheduler

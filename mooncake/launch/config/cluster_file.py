@@ -335,7 +335,6 @@ def _option(name: str) -> options.Option:
 
 
 def _only(value: object) -> object:
-    """Return the one value of a list of one."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

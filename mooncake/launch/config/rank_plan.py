@@ -100,8 +100,6 @@ class RankMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InstanceMemory:
-    """The memory of the ranks of one instance."""
-
     shape: Shape
     stages: tuple[RankMemory, ...]
     """One rank of each stage, first stage first. All have as many pages."""

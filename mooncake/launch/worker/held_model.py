@@ -107,7 +107,6 @@ class HeldModel:
 
 
 def sleeps(settings: WorkerSettings) -> bool:
-    """Return whether a worker of these settings sleeps."""
     return settings.role is not Role.KVSTORE and settings.mode.sleep_level > 0
 
 

@@ -31,7 +31,6 @@ class PageHasher:
     """Computes the checksums of one engine's pages: its `PolledHasher`."""
 
     def __init__(self, region: Region, pages: PageArray) -> None:
-        """Hash pages, which lie in `region`."""
         layout = pages.layout
         self._blocks = BlockMemory.strided(region, layout, pages.layer_stride, pages.layers)
         self._array = pages

@@ -167,8 +167,6 @@ class WorkerPorts:
 
 
 class WorkerMachine(Machine, Protocol):
-    """The machine of a worker."""
-
     @property
     def next_life(self) -> NextLife | None:
         """How it is to come back, now that nothing is in progress; None: it goes on."""

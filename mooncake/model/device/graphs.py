@@ -52,7 +52,6 @@ class EagerSteps:
     """Captures nothing: a replay is a call. It is for devices without graphs."""
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Replay:
-        """Return `step`."""
         return step
 
 

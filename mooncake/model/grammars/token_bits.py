@@ -9,7 +9,6 @@ import torch
 
 
 def num_bytes(vocab_size: int) -> int:
-    """Return the bytes of one set."""
     return -(-vocab_size // 8)
 
 

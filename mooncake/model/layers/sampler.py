@@ -483,7 +483,6 @@ class _History:
         return place
 
     def remove(self, place: int) -> None:
-        """Free a place."""
         self._free.append(place)
 
     def append(self, tokens: list[tuple[int, int]]) -> None:

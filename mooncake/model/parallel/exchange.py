@@ -184,7 +184,6 @@ class ExpertRanks:
 
     @property
     def own(self) -> range:
-        """The ranks of this instance."""
         return range(self.all.rank % self.num_instances, self.all.size, self.num_instances)
 
     @classmethod

@@ -92,15 +92,12 @@ class Solo:
         self.traffic = Traffic()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
         return x
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
@@ -120,7 +117,6 @@ class Solo:
         """Return at once."""
 
     def part(self, size: int) -> Solo:
-        """Return this group."""
         assert size == 1, "one rank is not cut"
         return self
 

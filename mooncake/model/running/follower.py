@@ -78,8 +78,6 @@ Word = tuple[RankMessage, int | None]
 
 
 class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings with which a follower is started."""
-
     rank: int
     model: str
     dtype: str

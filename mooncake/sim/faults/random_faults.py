@@ -430,7 +430,6 @@ def _disks_of(num_bytes: int) -> list[SsdConfig]:
 
 
 def replay_command(seed: int) -> str:
-    """Return the command that replays this seed."""
     return f"mooncake simulate --faults random --seed {seed}"
 
 

@@ -17,8 +17,6 @@ COLOURS = ("#1f5fa8", "#d1662b", "#2f8f5b", "#7a4fa3", "#8a8a8a")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series."""
-
     name: str
     values: Sequence[float]
 

@@ -112,7 +112,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def result_of(simulation: Simulation) -> SimulationResult:
-    """Return the result of a simulation that has run."""
     config, measures = simulation.config, simulation.measures
     requests = measures.requests
     ttfts = [r.ttft_s for r in requests if r.ttft_s is not None]

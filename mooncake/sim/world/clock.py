@@ -26,7 +26,6 @@ class EventHeap:
         heapq.heappush(self._heap, (time_s, self._num_scheduled, call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call `call` `delay_s` from now."""
         self.at(self._now_s + delay_s, call)
 
     @property

@@ -89,8 +89,6 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node."""
-
     name: str
     num_gpus: int
     flops: dict[str, float]

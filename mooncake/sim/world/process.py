@@ -54,7 +54,6 @@ class SimProcess:
 
     @property
     def stands_still(self) -> bool:
-        """Whether the process hangs now."""
         return self._missed is not None
 
     def now(self) -> float:
@@ -62,7 +61,6 @@ class SimProcess:
         return self._heap.now() + self.skew_s
 
     def start(self, machine: Machine) -> None:
-        """Start driving `machine`."""
         self._machine = machine
         self._timers = []
         self.wake(self.now())

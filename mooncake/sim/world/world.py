@@ -172,7 +172,6 @@ class World:
 
     @property
     def gateway(self) -> Gateway:
-        """The first gateway."""
         return self.gateway_hosts[GATEWAY_ADDRESS].gateway
 
     @property
