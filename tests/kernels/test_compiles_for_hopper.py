@@ -28,7 +28,7 @@ MEASURED_SPILLING = {"gate_up_fp8_kernel", "down_fp8_kernel"}
 """Served in the form that an H200 has run, in which they spill."""
 
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 """Minutes of one core, which other tests may be using too, after a change of every kernel."""
 
 
@@ -43,7 +43,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.kernels.hopper_launches",
          "--changed"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
