@@ -31,6 +31,7 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
+from mooncake.base.mailbox import Mailbox
 from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs, WorkerHello
 from mooncake.base.pool_messages import ForgetBlocks, RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
@@ -178,17 +179,17 @@ class ZmqChannel:
             self._address += f"#{credential.certificate.channel_key.hex()}"
         # The socket's own descriptor only fires on changes; this one also stays readable while
         # `receive` has left something behind.
-        self._again_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._again: Mailbox[None] = Mailbox()
         self._ready = select.epoll()
         self._ready.register(self._inbox.FD, select.EPOLLIN)
         self._ready.register(self._doorbell.FD, select.EPOLLIN)
         self._ready.register(self._connections.fileno(), select.EPOLLIN)
-        self._ready.register(self._again_fd, select.EPOLLIN)
+        self._ready.register(self._again.fileno(), select.EPOLLIN)
         self._ended = EndedPeers(self._ready) if tells_ends else None
         self._reached: BoundedMap[str, None] = BoundedMap(_MAX_KNOWN)
         """Addresses sent to whose ends are reported. They are kept longer than the sockets."""
         # What came between binding and now may have fired already: look once.
-        os.eventfd_write(self._again_fd, 1)
+        self._again.ring()
 
     @property
     def address(self) -> str:
@@ -300,8 +301,7 @@ class ZmqChannel:
         messages: list[AnyMessage | PeerEnded] = []
         if self._closed:
             return messages
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._again_fd)
+        self._again.receive()
         self._open_door()
         self._connections.look(self._port)
         if (now := self._clock.now()) >= self._look_s:
@@ -325,7 +325,7 @@ class ZmqChannel:
                     _LOG.warning("message dropped: %s", error)
                 self.counters.num_malformed += 1
         else:
-            os.eventfd_write(self._again_fd, 1)
+            self._again.ring()
         self.counters.num_received += len(messages)
         if self._ended is not None:
             for key in self._connections.take_closed():
@@ -342,13 +342,7 @@ class ZmqChannel:
         """Have the driver call `receive` again after this many seconds. Nobody connects to a port
         that is not bound, so nothing else might wake the driver.
         """
-
-        def ring() -> None:
-            with self._lock:
-                if not self._closed:
-                    os.eventfd_write(self._again_fd, 1)
-
-        timer = threading.Timer(seconds, ring)
+        timer = threading.Timer(seconds, self._again.ring)
         timer.daemon = True
         timer.start()
 
@@ -443,7 +437,7 @@ class ZmqChannel:
         if self._ended is not None:
             self._ended.close()
         self._ready.close()
-        os.close(self._again_fd)
+        self._again.close()
         self._connections.close()
         self._inbox.close()
         self._doorbell.close()

@@ -73,17 +73,15 @@ class BlockWriter:
 
     def start(self, write: BlockWrite, tenant: str, head: ChainHead = NO_HEAD) -> int:
         """Ask for room for blocks that follow `head` in their chain; return the ticket."""
-        self._last_ticket += 1
+        write.question = self._ask(write.store, write.keys, tenant, head)
         self._writes[self._last_ticket] = write
-        write.question = self._ask(write.store, self._last_ticket, write.keys, tenant, head)
         return self._last_ticket
 
     def report_use(self, store: WorkerRef, head: ChainHead) -> None:
         """Tell a node that a chain is used, when nothing of it is to be written. The message may be
         lost: nothing depends on it.
         """
-        self._last_ticket += 1
-        self._ask(store, self._last_ticket, [], "", head)
+        self._ask(store, [], "", head)
 
     def on_granted(self, message: PutGranted, now: float) -> None:
         """Have the granted blocks filled. If the put is over already, give them back."""
@@ -167,15 +165,11 @@ class BlockWriter:
         return next_s
 
     def _ask(
-        self,
-        store: WorkerRef,
-        ticket: int,
-        keys: Sequence[BlockKey],
-        tenant: str,
-        head: ChainHead,
+        self, store: WorkerRef, keys: Sequence[BlockKey], tenant: str, head: ChainHead
     ) -> PutStart:
+        self._last_ticket += 1
         question = PutStart(
-            writer=self._writer, ticket=ticket, keys=list(keys), tenant=tenant, head=head
+            writer=self._writer, ticket=self._last_ticket, keys=list(keys), tenant=tenant, head=head
         )
         self._channel.send(store.address, question)
         return question
