@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job
-from mooncake.transfer.engine import Asked, AskEnded, Pieces, Region
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 
@@ -53,18 +52,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Refuse peers and free everything; open jobs were stopped before."""
-
-
-class AskingBackend(Backend, Protocol):
-    """A protocol over which peers also ask questions."""
-
-    def hear(self, hear: Callable[[Asked | AskEnded], None]) -> bool:
-        """Have `hear` called with the questions of peers, and their ends, from any thread. Return
-        False if they are not taken.
-        """
-
-    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
-        """Answer a question, as `Transfer.answer`."""
-
-    def refuse(self, number: int, reason: str) -> None:
-        """Refuse a question, as `Transfer.refuse`."""

@@ -11,11 +11,12 @@ import logging
 import select
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mooncake.base.clock import Clock
 from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer.backend import AskingBackend, Backend
+from mooncake.transfer.backend import Backend
 from mooncake.transfer.batches import MAX_OPEN_BATCHES, BatchTable, Job
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import (
@@ -34,6 +35,10 @@ from mooncake.transfer.link_stats import LinkSnapshot, LinkStats
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.regions import DeviceRegion, HostRegion, RangeRefused, RegionTable
 from mooncake.transfer.staging.engine import PROTOCOL, StagingEngine
+
+if TYPE_CHECKING:
+    from mooncake.transfer.tcp.backend import TcpBackend
+    from mooncake.transfer.tcp.questions import Questions
 
 _LOG = logging.getLogger(__name__)
 QUESTIONS = "questions"
@@ -55,8 +60,8 @@ class RoutedTransfer:
         self._batches = BatchTable(clock)
         self._staging: StagingEngine | None = None
         self._backends: list[Backend] = []
-        self._asking: AskingBackend | None = None
-        self._hears = False
+        self._asking: TcpBackend | None = None
+        self._questions: Questions | None = None
         self._heard: deque[Asked | AskEnded] = deque()
         self._closers: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
@@ -69,7 +74,7 @@ class RoutedTransfer:
         """Add a protocol, to be tried after those added before. Call it before first use only."""
         self._backends.append(backend)
 
-    def add_asking_backend(self, backend: AskingBackend) -> None:
+    def add_asking_backend(self, backend: TcpBackend) -> None:
         """Add a protocol that questions go by, too."""
         self.add_backend(backend)
         self._asking = backend
@@ -118,7 +123,7 @@ class RoutedTransfer:
         endpoints = {backend.protocol: backend.endpoint for backend in self._backends}
         if self._staging is not None and self._staging.endpoint is not None:
             endpoints[PROTOCOL] = self._staging.endpoint
-        if self._hears and self._asking is not None:
+        if self._questions is not None and self._asking is not None:
             endpoints[QUESTIONS] = self._asking.protocol
         return SegmentRef(self._engine_id, endpoints, self._host)
 
@@ -190,19 +195,21 @@ class RoutedTransfer:
         return next((each for each in self._backends if each.reaches(peer)), None) is asking
 
     def hear_questions(self) -> None:
-        self._hears = self._asking is not None and self._asking.hear(self._hear)
+        self._questions = self._asking.questions if self._asking is not None else None
+        if self._questions is not None:
+            self._questions.hear(self._hear)
 
     def _hear(self, event: Asked | AskEnded) -> None:
         self._heard.append(event)
         self._batches.ring()
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
-        if self._asking is not None:
-            self._asking.answer(number, answer, region, pieces)
+        if self._questions is not None:
+            self._questions.answer(number, answer, region, pieces)
 
     def refuse(self, number: int, reason: str) -> None:
-        if self._asking is not None:
-            self._asking.refuse(number, reason)
+        if self._questions is not None:
+            self._questions.refuse(number, reason)
 
     def events(self) -> Sequence[TransferEvent]:
         """Return the batches that ended and the questions that came since the last call."""

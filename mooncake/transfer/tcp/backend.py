@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job, Part, Slice, SliceLimits, plan_slices
-from mooncake.transfer.engine import Op, Pieces, Region
+from mooncake.transfer.engine import Op
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
@@ -31,7 +31,7 @@ from mooncake.transfer.tcp.connection import (
     ConnectionLimits,
     ConnectionState,
 )
-from mooncake.transfer.tcp.questions import Hear
+from mooncake.transfer.tcp.questions import Questions
 from mooncake.transfer.tcp.server import ServerLimits, TcpServer
 
 _LOG = logging.getLogger(__name__)
@@ -256,6 +256,11 @@ class TcpBackend:
         return self._listen.endpoint(self._server.port)
 
     @property
+    def questions(self) -> Questions | None:
+        """The questions of peers; None where bytes are encrypted: questions go as they are."""
+        return None if self._protection is Protection.ENCRYPT else self._server.questions
+
+    @property
     def num_connections(self) -> int:
         """Number of connections that peers have to us."""
         return self._server.num_connections
@@ -279,23 +284,6 @@ class TcpBackend:
         """Return CLOSED: bytes land behind the gates, where the grant is checked."""
         del grant
         return Fence.CLOSED
-
-    def hear(self, hear: Hear) -> bool:
-        """Have `hear` called with the questions of peers, and their ends. Return False if they are
-        not taken.
-        """
-        if self._protection is Protection.ENCRYPT:
-            return False
-        self._server.questions.hear(hear)
-        return True
-
-    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
-        """Answer a question, and send the pieces behind the answer."""
-        self._server.questions.answer(number, answer, region.region_id, pieces)
-
-    def refuse(self, number: int, reason: str) -> None:
-        """Refuse a question."""
-        self._server.questions.refuse(number, reason)
 
     def pump(self) -> None:
         """Do nothing: the I/O loops do all work."""

@@ -5,27 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mooncake.base.rights import Sender
-from mooncake.transfer.engine import Asked, AskEnded, Pieces
-from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.engine import Asked, AskEnded, Pieces, Region
+
+if TYPE_CHECKING:
+    from mooncake.transfer.tcp.server import ServerConnection
 
 Hear = Callable[[Asked | AskEnded], None]
-
-
-class Asker(Protocol):
-    """A connection on which one question waits for its answer."""
-
-    @property
-    def loop(self) -> IoLoop:
-        """The loop in which it lives."""
-
-    def answer(self, number: int, answer: bytes, region_id: int, pieces: Pieces) -> None:
-        """Send the answer to the question `number`, if that is still open. Called in `loop`."""
-
-    def refuse(self, number: int, reason: str) -> None:
-        """Refuse the question `number`, if that is still open. Called in `loop`."""
 
 
 class Questions:
@@ -34,7 +22,7 @@ class Questions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._hear: Hear | None = None
-        self._open: dict[int, Asker] = {}
+        self._open: dict[int, ServerConnection] = {}
         self._last = 0
 
     @property
@@ -45,7 +33,7 @@ class Questions:
         """Have `hear` called with all questions and their ends, from the threads of connections."""
         self._hear = hear
 
-    def open(self, asker: Asker, question: bytes, sender: Sender, whence: str) -> int:
+    def open(self, asker: ServerConnection, question: bytes, sender: Sender, whence: str) -> int:
         """Return the number of a new question, or 0 if nobody here hears questions."""
         if self._hear is None:
             return 0
@@ -63,11 +51,15 @@ class Questions:
         if known is not None and self._hear is not None:
             self._hear(AskEnded(number=number))
 
-    def answer(self, number: int, answer: bytes, region_id: int, pieces: Pieces) -> None:
-        """Have the connection of a question send its answer. Nothing happens if it is over."""
+    def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
+        """Have the connection of a question send its answer, and the pieces behind it. Nothing
+        happens if the question is over.
+        """
         asker = self._open.get(number)
         if asker is not None:
-            asker.loop.post(functools.partial(asker.answer, number, answer, region_id, pieces))
+            asker.loop.post(
+                functools.partial(asker.answer, number, answer, region.region_id, pieces)
+            )
 
     def refuse(self, number: int, reason: str) -> None:
         """Have the connection of a question refuse it. Nothing happens if it is over."""

@@ -14,7 +14,15 @@ from unittest import mock
 
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job, Part, Slice
-from mooncake.transfer.engine import Asked, AskEnded, Op, Pieces, TransferBatch, TransferOp
+from mooncake.transfer.engine import (
+    Asked,
+    AskEnded,
+    Op,
+    Pieces,
+    Region,
+    TransferBatch,
+    TransferOp,
+)
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import ConnectingSide
@@ -48,7 +56,8 @@ class Memory:
         self._all = bytearray(b"\xee" * (REGION_BYTES + 2 * MARGIN_BYTES))
         inner = memoryview(self._all)[MARGIN_BYTES:-MARGIN_BYTES]
         self.table = RegionTable(Gates())
-        assert self.table.register(inner, "memory").region_id == FIRST_REGION
+        self.region = self.table.register(inner, "memory")
+        assert self.region.region_id == FIRST_REGION
 
     def check(self) -> None:
         """Check that nothing beside the region was written to."""
@@ -144,8 +153,9 @@ def answers_of(data: bytes) -> Iterator[Frame]:
 class Machine:
     """Answers the questions that the owner hears, as the first byte of each says."""
 
-    def __init__(self) -> None:
+    def __init__(self, region: Region) -> None:
         self.questions = Questions()
+        self._region = region
         self._heard: list[Asked | AskEnded] = []
         self._open: set[int] = set()
         self.questions.hear(self._heard.append)
@@ -166,7 +176,7 @@ class Machine:
             self.questions.refuse(event.number, "no")
         else:
             pieces = Pieces([0] * (how - 1), 256)
-            self.questions.answer(event.number, b"yes", FIRST_REGION, pieces)
+            self.questions.answer(event.number, b"yes", self._region, pieces)
 
     def check(self) -> None:
         """Check that each question has ended, once."""
@@ -205,7 +215,7 @@ class TcpOwner(Target):
             stream = sealed(frames, sealing // len(PROTECTIONS), seals, wire.HEAD_BYTES)
         loop, (ours, theirs) = LoopStub(), pair()
         ended: list[object] = []
-        machine = Machine()
+        machine = Machine(self._memory.region)
         listener = SimpleNamespace(
             forget=ended.append, fenced=lambda identity: [], too_many_of=lambda identity: []
         )
@@ -379,7 +389,8 @@ def conversation() -> tuple[bytes, bytes]:
     """Return what a client and an owner say to each other after the handshake: a READ, a WRITE, a
     READ that is refused, and two questions.
     """
-    memory, loop, side, machine = Memory(), LoopStub(), _ClientSide(), Machine()
+    memory, loop, side = Memory(), LoopStub(), _ClientSide()
+    machine = Machine(memory.region)
     (client, at_client), (owner, at_owner) = pair(), pair()
     server: Any = SimpleNamespace(
         credentials=credentials("owner", 2), table=memory.table, limits=ServerLimits(),
