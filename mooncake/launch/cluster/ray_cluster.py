@@ -20,7 +20,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from mooncake.launch.cluster.facts import (
     decode_facts,
     without_secret,
 )
+from mooncake.launch.cluster.followed_load import LoadFollower
 from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
 from mooncake.launch.cluster.worker_handle import Begin, Told, WorkerHandle, fingerprint, place_of
 from mooncake.launch.host import environment, machine_facts
@@ -199,7 +200,7 @@ class FactsActor:
         return self._facts
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Entry:
     """What the supervisor knows about one worker."""
 
@@ -216,6 +217,13 @@ class _Entry:
     """True if its death was reported and it has not been heard of since."""
     early_deaths: int = 0
     retry_at_s: float | None = None
+    leaves: bool = False
+    """True if it was told to leave, and does not start again."""
+
+    @property
+    def serves(self) -> bool:
+        """True if it is ready, and has not ended since."""
+        return self.state is not None and self.state.ready and not self.lost
 
 
 def _secret_here(file: Path) -> tuple[str, Path | None]:
@@ -466,6 +474,9 @@ class Supervisor:
         self._drain_s = drain_s
         self._waits = waits
         self._secret_file = ""
+        self._here_only = True
+        self._asked: list[dict[str, float]] = []
+        """What Ray's autoscaler was asked for last."""
         self._facts = b""
         self._facts_actor: Any = None
         """The actor that tells the facts if there is no worker."""
@@ -527,7 +538,7 @@ class Supervisor:
     def _launch_all(
         self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path
     ) -> None:
-        self._secret_file = str(secret_file)
+        self._secret_file, self._here_only = str(secret_file), here_only
         if self._own_ray:
             self._daemons = _daemons()
             for descriptor in self._daemons:
@@ -535,8 +546,11 @@ class Supervisor:
         for each in settings:
             together = each.expert_group is not None  # these share a memory
             self._entries.append(self._launch(each, here_only=here_only or together))
+        self._answer_without_workers()
+
+    def _answer_without_workers(self) -> None:
         with self._facts_lock:
-            if self._facts and not settings:
+            if self._facts and not self._entries and self._facts_actor is None:
                 self._start_facts_actor()
 
     def tell(self, facts: bytes) -> None:
@@ -576,19 +590,63 @@ class Supervisor:
         """Have `stop` wait for no worker; from any thread."""
         self._hurry.set()
 
-    def watch(self) -> None:
-        """Watch the workers until `give_up`, or until Ray is gone."""
+    def watch(self, follower: LoadFollower | None = None) -> None:
+        """Watch the workers until `give_up`, or until Ray is gone. A `follower` says which workers
+        start and leave meanwhile.
+        """
         while not self._stopping.is_set() and not self.ray_is_gone:
             self._step()
+            if follower is not None and not self._stopping.is_set() and not self.ray_is_gone:
+                self._follow(follower)
 
-    def forget(self) -> None:
-        """Let go of the workers of a Ray that is gone, so that another supervisor adopts them."""
+    def _follow(self, follower: LoadFollower) -> None:
+        """Start and end what is to start and to end."""
+        own = {entry.settings.worker_id: entry for entry in self._entries}
+        held = {name: entry.serves for name, entry in own.items() if not entry.leaves}
+        start, leave = follower.changes(held, own.keys() - held.keys())
+        for each in start:
+            _log.info("%s starts: more are wanted", each.worker_id)
+            self._entries.append(self._launch(each, here_only=self._here_only, waits=True))
+        for name in leave:
+            _log.info("%s leaves: fewer are wanted", name)
+            own[name].leaves = True
+            if held[name]:
+                own[name].actor.stop.remote(follower.drain_s, True)
+            else:
+                self._drop(own[name])
+        if start:
+            self._ask_autoscaler()
+
+    def _drop(self, entry: _Entry) -> None:
+        """Forget a worker that was told to leave."""
+        self._tell_lost(entry)
+        self._end([entry])
+        self._answer_without_workers()
+        self._ask_autoscaler()
+
+    def _ask_autoscaler(self) -> None:
+        """Have the autoscaler of a Ray that runs elsewhere add nodes for all workers that there are
+        to be, or remove those that it added and that they no longer need.
+        """
+        needs = [{"GPU": entry.settings.num_gpus} for entry in self._entries if entry.gpus]
+        if not self._own_ray and not self._here_only and needs != self._asked:
+            from ray.autoscaler import sdk  # a third of a second, and few need it
+
+            self._asked = needs
+            sdk.request_resources(bundles=needs)
+
+    def forget(self) -> list[WorkerSettings]:
+        """Let go of the workers of a Ray that is gone, so that another supervisor adopts them.
+        Return the settings of those that are to stay.
+        """
+        held = [entry.settings for entry in self._entries if not entry.leaves]
         for entry in self._entries:
             self._forget_process(entry)
         self._entries = []
         for descriptor in self._daemons:
             os.close(descriptor)
         self._daemons = []
+        return held
 
     def stop(self) -> None:
         """End all workers. Workers that have not begun to serve end at once."""
@@ -600,32 +658,41 @@ class Supervisor:
             return
         runs = []
         for entry in self._entries:
-            if entry.state is not None and entry.state.ready and not entry.lost:
+            if entry.serves:
                 entry.actor.stop.remote(self._drain_s, self._waits)
                 runs.append(entry.run)
         end_s = time.monotonic() + self._drain_s + STOP_S
         while runs and time.monotonic() < end_s and not self._hurry.is_set():
             _, runs = ray.wait(runs, num_returns=len(runs), timeout=POLL_S)
-        # Who is still there ends now: without a supervisor it would wait for another one.
-        last = [entry.actor.stop.remote(0.0, False) for entry in self._entries]
-        ray.wait(last, num_returns=len(last), timeout=POLL_S) if last else None
-        for entry in self._entries:
-            ray.kill(entry.actor, no_restart=True)
-            if entry.gpus is not None:
-                _groups.remove_placement_group(entry.gpus)
-            self._kill_process(entry)
+        self._end(list(self._entries))
+        self._ask_autoscaler()
         if self._facts_actor is not None:
             ray.kill(self._facts_actor, no_restart=True)
         self.forget()
 
-    def _launch(self, settings: WorkerSettings, *, here_only: bool) -> _Entry:
+    def _end(self, entries: Sequence[_Entry]) -> None:
+        """End what is left of workers that do not come back: without a supervisor they would wait
+        for another one.
+        """
+        last = [entry.actor.stop.remote(0.0, False) for entry in entries]
+        ray.wait(last, num_returns=len(last), timeout=POLL_S) if last else None
+        for entry in entries:
+            ray.kill(entry.actor, no_restart=True)
+            if entry.gpus is not None:
+                _groups.remove_placement_group(entry.gpus)
+            self._kill_process(entry)
+            self._forget_process(entry)
+            self._entries.remove(entry)
+
+    def _launch(self, settings: WorkerSettings, *, here_only: bool, waits: bool = False) -> _Entry:
         """Start a worker as one actor, whose process starts that of each further rank. Ray restarts
-        this actor after a death, so no rank comes back without the others.
+        this actor after a death, so no rank comes back without the others. One that `waits` starts
+        once there are GPUs for it.
         """
         strategy: Any = "SPREAD"
         gpus: PlacementGroup | None = None
         if settings.num_gpus:
-            gpus = _set_aside(settings, here_only=here_only)
+            gpus = _set_aside(settings, here_only=here_only, wait_s=0.0 if waits else PLACE_S)
             strategy = PlacementGroupSchedulingStrategy(gpus, placement_group_bundle_index=0)
         elif here_only:
             node = ray.get_runtime_context().get_node_id()
@@ -639,7 +706,7 @@ class Supervisor:
         actor: Any = (
             ray.remote(WorkerActor)
             .options(
-                name=f"{settings.worker_id} of {settings.gateway_address}" if self._facts else None,
+                name=self._name(settings) if self._facts else None,
                 num_cpus=0,
                 num_gpus=settings.num_gpus,  # Ray names them to the process: it sees no others
                 max_restarts=-1,
@@ -651,6 +718,13 @@ class Supervisor:
             .remote(settings.worker_id)
         )
         return _Entry(settings, actor, self._run(actor, settings), gpus=gpus)
+
+    @staticmethod
+    def _name(settings: WorkerSettings) -> str:
+        """Return a name for an actor that asks for no worker's place: the one before may still be
+        ending.
+        """
+        return f"{settings.worker_id} {time.monotonic_ns()} of {settings.gateway_address}"
 
     def _run(self, actor: Any, settings: WorkerSettings) -> Any:
         """Make an actor that has just started be a worker; return the call."""
@@ -688,6 +762,9 @@ class Supervisor:
         died.
         """
         worker_id = entry.settings.worker_id
+        if entry.leaves:
+            self._drop(entry)
+            return
         try:
             refusal = ray.get(entry.run)
         except RayError as error:
@@ -768,8 +845,9 @@ class Supervisor:
             entry.pidfd = None
 
 
-def _set_aside(settings: WorkerSettings, *, here_only: bool) -> PlacementGroup:
+def _set_aside(settings: WorkerSettings, *, here_only: bool, wait_s: float) -> PlacementGroup:
     """Reserve the GPUs of all ranks of a worker in one bundle, so that they are on one node.
+    `wait_s`: how long Ray may take; 0: as long as it wants, and nobody waits here.
 
     Raises:
         MooncakeError: no node has that many free GPUs.
@@ -785,7 +863,7 @@ def _set_aside(settings: WorkerSettings, *, here_only: bool) -> PlacementGroup:
         names = [name for name in here if name.startswith("node:") and "internal" not in name]
         bundle[names[0]] = HERE_SHARE
     group: PlacementGroup = _groups.placement_group([bundle], strategy="STRICT_PACK")
-    if group.wait(PLACE_S):
+    if not wait_s or group.wait(wait_s):
         return group
     _groups.remove_placement_group(group)
     there = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)

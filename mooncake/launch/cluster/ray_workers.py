@@ -27,6 +27,7 @@ from mooncake.launch.cluster.facts import (
     when_up,
     with_weights,
 )
+from mooncake.launch.cluster.followed_load import LoadFollower, first_workers
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.worker_handle import end_left, place_of
@@ -88,6 +89,8 @@ class RayWorkers(Workers):
         self._own_file = Path()
         """The one that this machine's workers follow."""
         self._settings: list[WorkerSettings] = []
+        """Of all workers that there may be."""
+        self._follower: LoadFollower | None = None
         self._here_only = environment.is_loopback(config.bind_host)
         self._sealed: bytes | None = None
         """The facts that joining processes are told."""
@@ -121,13 +124,13 @@ class RayWorkers(Workers):
             except BaseException as error:
                 self._started.set_exception(error)
             else:
-                supervisor.watch()
+                supervisor.watch(self._follower)
                 while supervisor.ray_is_gone and not self._stopping.is_set():
                     _log.error("Ray has ended here and is started again; workers serve on")
-                    supervisor.forget()
+                    held = supervisor.forget()
                     ray_cluster.leave_dead_ray()
                     supervisor = self._new_supervisor(gateway_process)
-                    self._resume(supervisor)
+                    self._resume(supervisor, held)
             supervisor.stop()
             self._end_left()
         finally:
@@ -160,9 +163,9 @@ class RayWorkers(Workers):
             self._supervisor.give_up()
         return self._supervisor
 
-    def _resume(self, supervisor: ray_cluster.Supervisor) -> None:
-        """Start Ray again, have the supervisor adopt the workers, and watch them. Where Ray does
-        not start, it is tried again until `stop`.
+    def _resume(self, supervisor: ray_cluster.Supervisor, held: list[WorkerSettings]) -> None:
+        """Start Ray again, have the supervisor adopt the workers that it held, and watch them.
+        Where Ray does not start, it is tried again until `stop`.
         """
         while not self._stopping.wait(RAY_AGAIN_S):
             try:
@@ -172,9 +175,9 @@ class RayWorkers(Workers):
                 ray_cluster.leave_dead_ray()
                 continue
             supervisor.tell(self._sealed or b"")
-            supervisor.resume(self._settings, here_only=self._here_only, secret_file=self._own_file)
+            supervisor.resume(held, here_only=self._here_only, secret_file=self._own_file)
             _log.info("Ray runs again; one more worker: --join %s", self.join_address)
-            supervisor.watch()
+            supervisor.watch(self._follower)
             return
 
     def _connect(self) -> None:
@@ -197,7 +200,13 @@ class RayWorkers(Workers):
         self._connect()
         show("ray", report.READY, 1, 1)
         host = machine_facts.host_name()
-        self._settings = settings = cluster_workers(config, plan, own_address, self._secret, host)
+        self._settings = cluster_workers(config, plan, own_address, self._secret, host)
+        settings = first_workers(config, self._settings, self._was_left)
+        if config.follows_load:
+            scaling = gateway_process.gateway.scaling
+            self._follower = LoadFollower(
+                self._settings, lambda: scaling.advice, config.shutdown_timeout
+            )
         facts = own_facts(config, plan, own_address)
         gateway_process.gateway.facts = encode_facts(facts)
 
@@ -233,6 +242,9 @@ class RayWorkers(Workers):
             )
             for each in settings
         ]
+
+    def _was_left(self, worker_id: str) -> bool:
+        return self._kept is not None and self._kept.has_workers([worker_id])
 
     def _keep(self, secret: str) -> None:
         for file in self._secret_files:

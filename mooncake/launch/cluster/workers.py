@@ -87,7 +87,8 @@ class Workers:
 def cluster_workers(
     config: ServeConfig, plan: ServePlan, gateway_address: str, cluster_secret: str, host: str
 ) -> list[WorkerSettings]:
-    """Return the settings of all workers of this machine.
+    """Return the settings of all workers of this machine; where they come and go, of all that there
+    may be.
 
     If there are several kvstore workers, the others are divided among them: each pool and its
     engines count as one node, as if they had a machine of their own.
@@ -97,6 +98,8 @@ def cluster_workers(
         Role.DECODE: plan.num_decodes,
         Role.PREFILL: plan.num_prefills,
     }
+    if config.follows_load:
+        counts |= {role: config.most_engines(role) for role in (Role.DECODE, Role.PREFILL)}
     node = config.node_id or host
     num_nodes = max(1, plan.num_kvstores)
     names = [config.require_transport] if config.require_transport else config.transport

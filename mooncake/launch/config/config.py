@@ -237,6 +237,11 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError(
             "otlp-traces-sampling-ratio: nothing is traced; add --otlp-traces-endpoint URL"
         )
+    if config.role_switching and config.follows_load:
+        raise ConfigError(
+            "role-switching: with --autoscale this process starts and ends workers of each role "
+            "instead; leave one of them out"
+        )
     both("kv_cache_memory_bytes", "num_gpu_blocks_override", "both say how many KV pages there are")
     both("require_transport", "transport", "the first names the only one")
     if config.colocated and config.require_transport is not None:

@@ -583,6 +583,11 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             f"{DP_FLAG}={shape.dp}: one process (--colocated) has one worker, which has nobody to "
             "share experts with; leave one of them out"
         )
+    if shape.dp > 1 and config.follows_load:
+        raise ConfigError(
+            f"autoscale: workers that share experts ({shape}) start and end together, so `mooncake "
+            "serve` cannot start one alone; leave it out"
+        )
     if shape.dp > 1 and config.role_switching:
         raise ConfigError(
             f"role-switching: workers that share experts ({shape}) cannot change their role; "
@@ -651,7 +656,8 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
 
 def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int, int]:
     """Return how many prefill, decode and kvstore workers there are. An engine that shares its
-    experts counts once for each sharer.
+    experts counts once for each sharer. Where workers come and go on one machine, as many are
+    planned as there may be: memory and threads must do for them.
 
     Raises:
         ConfigError: `--role` would start only one of several workers that share their experts.
@@ -671,7 +677,10 @@ def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int
     if config.colocated:
         return 0, dp["decode"], config.kvstore or 0
     num_kvstores = 1 if config.kvstore is None else config.kvstore
-    return config.prefill * dp["prefill"], config.decode * dp["decode"], num_kvstores
+    is_one_machine = environment.is_loopback(config.bind_host)
+    count = config.most_engines if is_one_machine else config.first_engines
+    prefill, decode = count(Role.PREFILL), count(Role.DECODE)
+    return prefill * dp["prefill"], decode * dp["decode"], num_kvstores
 
 
 def _num_pages(config: ServeConfig, model: ModelPlan, block_bytes: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake.api.config import ApiConfig
+from mooncake.base import Role
 from mooncake.base.kv_events import KvEventsConfig
 from mooncake.base.tls_files import TlsFiles
 from mooncake.engine.config import EngineConfig, SpeculativeConfig
@@ -57,6 +58,7 @@ from mooncake.model.options import (
     ModelOptions,
 )
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
+from mooncake.scheduler.scaling.config import Bounds, ScalingConfig
 from mooncake.transfer.net.endpoint import PROTECTIONS
 from mooncake.transfer.rdma.backend import RdmaSettings
 
@@ -427,7 +429,8 @@ class ServeConfig:
     autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, LIMITS,
         "prefill=MIN..MAX,decode=MIN..MAX[,total=N][,start=S][,quiet=S]",
         "bounds for how many replicas the gateways advise (mooncake:desired_replicas, `mooncake "
-        "plan --live`). total: most of both roles; start: seconds until a new replica serves; "
+        "plan --live`); a `mooncake serve` that starts prefill or decode workers starts and ends "
+        "them by this advice. total: most of both roles; start: seconds until a new one serves; "
         "quiet: seconds for which fewer must have been enough before fewer are advised; MIN 0: "
         "without workers the gateway is ready all the same, and batch requests wait for them")
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",
@@ -498,6 +501,25 @@ class ServeConfig:
         if certfile is None:
             return None
         return TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs, cert_reqs=cert_reqs)
+
+    @property
+    def follows_load(self) -> bool:
+        """True if this process starts and ends prefill and decode workers as the load needs."""
+        starts = self.role is None and not self.colocated and self.prefill + self.decode > 0
+        return starts and self.autoscale is not None
+
+    def first_engines(self, role: Role) -> int:
+        """Return with how many prefill or decode engines a cluster starts."""
+        number = self.prefill if role is Role.PREFILL else self.decode
+        return self._bounds(role).clamp(number) if self.follows_load else number
+
+    def most_engines(self, role: Role) -> int:
+        """Return how many prefill or decode engines there may be at a time."""
+        most = self._bounds(role).most if self.follows_load else None
+        return self.first_engines(role) if most is None else most
+
+    def _bounds(self, role: Role) -> Bounds:
+        return ScalingConfig.parse(str(self.autoscale)).bounds(role)
 
     def shown(self) -> dict[str, Any]:
         """Return all settings in a form for people, with secrets hidden."""

@@ -1,10 +1,12 @@
 """Looks at the cluster every `CHECK_S` and asks the scaling policy how many replicas it needs.
 
 Owned by the gateway machine. It starts and ends no worker: whoever runs workers follows the advice
-(an autoscaler of Kubernetes, or the simulator).
+(`mooncake serve`, an autoscaler of Kubernetes, or the simulator).
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from mooncake.base import Role
 from mooncake.scheduler.config import SchedulerConfig
@@ -56,16 +58,18 @@ class ScalingWatch:
 
     def _look(self, now: float) -> None:
         offered = self._request_manager.demand.take()
-        self.advice = self._policy.observe(offered, self._standing(), now)
+        advice = self._policy.observe(offered, self._standing(), now)
+        self.advice = tuple(
+            dataclasses.replace(each, counted=frozenset(v.worker_id for v in self._live(each.role)))
+            for each in advice
+        )
         for each in self.advice:
             self._recorder.record(
                 ReplicasWanted(at_s=now, role=each.role, now=each.now, wanted=each.wanted)
             )
 
     def _standing(self) -> Standing:
-        views = [view for view in self._conductor.views if not view.draining]
-        prefills = [view for view in views if view.role is Role.PREFILL]
-        decodes = [view for view in views if view.role is Role.DECODE]
+        prefills, decodes = self._live(Role.PREFILL), self._live(Role.DECODE)
         if decodes:
             self._room = _room(decodes[0])
         return Standing(
@@ -76,6 +80,10 @@ class ScalingWatch:
             num_decoding=self._request_manager.num_decoding,
             room=self._room,
         )
+
+    def _live(self, role: Role) -> list[InstanceView]:
+        """Return the workers of a role that are not about to leave."""
+        return [v for v in self._conductor.views if v.role is role and not v.draining]
 
 
 def _room(view: InstanceView) -> DecodeRoom:

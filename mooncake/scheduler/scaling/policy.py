@@ -114,6 +114,8 @@ class RoleAdvice:
     now: int
     wanted: int
     why: str
+    counted: frozenset[str] = frozenset()
+    """The workers that `now` counts, where they have names."""
 
 
 @dataclass(frozen=True, slots=True)

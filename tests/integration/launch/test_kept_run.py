@@ -113,7 +113,7 @@ def test_a_stop_while_ray_does_not_start_again_ends_the_workers(
         def __init__(self, *_: object, **__: object) -> None:
             pass
 
-        watch = forget = stop = give_up = lambda _: None
+        watch = forget = stop = give_up = lambda *_: None
 
     def start(workers: RayWorkers, *_: object) -> list[object]:
         workers._settings = [worker_settings(worker_id="decode-0")]

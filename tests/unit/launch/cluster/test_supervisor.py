@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.autoscaler import sdk
 
-from mooncake.base import ConfigError, MooncakeError
+from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.launch.cluster import ray_cluster
+from mooncake.launch.cluster.followed_load import LoadFollower
 from mooncake.launch.cluster.ray_cluster import State, Supervisor
+from mooncake.scheduler.scaling.policy import RoleAdvice
 from tests.support.serve.placed_workers import Shown
 from tests.support.serve.plain_settings import worker_settings
 
@@ -69,7 +73,8 @@ def test_every_worker_answers_with_the_newest_facts(monkeypatch: pytest.MonkeyPa
     supervisor.tell(b"second")
     supervisor._run(entries[2].actor, entries[2].settings)
     assert names[0] is None, "nobody finds a worker that knows nothing"
-    assert names[1] == f"decode-0 of {worker_settings().gateway_address}"
+    for name in names[1:]:
+        assert re.fullmatch(rf"decode-0 \d+ of {worker_settings().gateway_address}", str(name))
     assert told == [[], [b"first", b"second"], [b"first", b"second", b"second"]]
 
 
@@ -161,3 +166,138 @@ def test_a_ray_that_takes_too_long_to_start_is_told_in_one_line(
     monkeypatch.setattr(ray_cluster.ray, "init", fails(slow))
     with pytest.raises(ConfigError, match=r"^no Ray cluster on this machine: .* during startup\.$"):
         ray_cluster.connect(None, "127.0.0.1")
+
+
+class FakeRay:
+    """Counts actors; each says what it was told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[str] = []
+        self.stopped: list[tuple[str, float, bool]] = []
+        self.killed: list[str] = []
+        self.groups: list[str] = []
+        self.asked: list[list[dict[str, float]]] = []
+        context = SimpleNamespace(get_node_id=lambda: "5e" * 28)
+        for name, stub in (
+            ("remote", self._remote),
+            ("kill", lambda actor, no_restart: self.killed.append(actor.name)),
+            ("get_runtime_context", lambda: context),
+            ("wait", lambda calls, **_: (calls, [])),
+        ):
+            monkeypatch.setattr(ray_cluster.ray, name, stub)
+        monkeypatch.setattr(sdk, "request_resources", lambda *, bundles: self.asked.append(bundles))
+        group = SimpleNamespace(wait=fails(AssertionError("nobody waits for the GPUs")))
+        monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: "it")
+        monkeypatch.setattr(
+            ray_cluster._groups, "placement_group",
+            lambda bundles, strategy: self.groups.append(f"{bundles} {strategy}") or group,
+        )  # fmt: skip
+        monkeypatch.setattr(
+            ray_cluster._groups, "remove_placement_group", lambda group: self.groups.pop()
+        )
+        monkeypatch.setattr(ray_cluster.ray, "nodes", list)
+
+    def _remote(self, worker_class: type) -> Any:
+        del worker_class
+
+        def make(worker_id: str) -> Any:
+            self.started.append(worker_id)
+            return SimpleNamespace(
+                name=worker_id,
+                run=SimpleNamespace(remote=lambda *words: f"run of {worker_id}"),
+                stop=SimpleNamespace(
+                    remote=lambda drain_s, waits: self.stopped.append((worker_id, drain_s, waits))
+                ),
+            )
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+
+
+class Followed:
+    """A supervisor of up to three decode workers, and the advice that it follows."""
+
+    def __init__(self, *, own_ray: bool = False, num_gpus: float = 0.0) -> None:
+        self.lost: list[str] = []
+        self.supervisor = Supervisor(self.lost.append, own_ray=own_ray)
+        self.supervisor._here_only = False
+        self._wanted = 0
+        settings = [
+            worker_settings(worker_id=f"decode-{number}", num_gpus=num_gpus) for number in range(3)
+        ]
+        self._follower = LoadFollower(settings, self._advice, 77.0)
+
+    @property
+    def entries(self) -> dict[str, ray_cluster._Entry]:
+        return {entry.settings.worker_id: entry for entry in self.supervisor._entries}
+
+    def _advice(self) -> list[RoleAdvice]:
+        names = frozenset(n for n, e in self.entries.items() if e.serves and not e.leaves)
+        return [RoleAdvice(Role.DECODE, len(names), self._wanted, "", names)]
+
+    def look(self, wanted: int) -> list[str]:
+        """Follow advice that wants so many; return those that are held then."""
+        self._wanted = wanted
+        self.supervisor._follow(self._follower)
+        return [name for name, entry in self.entries.items() if not entry.leaves]
+
+    def become_ready(self, *names: str) -> None:
+        for name in names:
+            self.entries[name].state = State(1, "elsewhere", "ready", 0, 0, ready=True)
+
+
+def test_workers_come_and_go_with_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, followed = FakeRay(monkeypatch), Followed()
+    assert followed.look(1) == ["decode-0"]
+    assert followed.look(3) == ["decode-0", "decode-1", "decode-2"]
+    followed.become_ready("decode-0", "decode-1")
+    assert followed.look(1) == ["decode-0"]
+    assert fake.killed == ["decode-2"], "it had not begun to serve"
+    assert fake.stopped == [("decode-2", 0.0, False), ("decode-1", 77.0, True)]
+    assert followed.look(1) == ["decode-0"]
+    assert len(fake.stopped) == 2, "it is told once"
+    assert followed.look(2) == ["decode-0", "decode-2"], "decode-1 is still there"
+    assert [each.worker_id for each in followed.supervisor.forget()] == ["decode-0", "decode-2"]
+
+
+def test_a_worker_that_has_left_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, followed = FakeRay(monkeypatch), Followed()
+    followed.look(2)
+    followed.become_ready("decode-0", "decode-1")
+    followed.look(1)
+    left = followed.entries["decode-1"]
+    followed.supervisor._on_end(left)
+    assert followed.lost == ["decode-1"]
+    assert list(followed.entries) == ["decode-0"]
+    assert fake.killed == ["decode-1"]
+    assert followed.look(2) == ["decode-0", "decode-1"], "its name is free"
+    assert fake.started == ["decode-0", "decode-1", "decode-1"]
+
+
+def test_the_autoscaler_of_ray_is_asked_for_what_all_workers_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They wait for a node that it adds, and nobody waits for them."""
+    fake, followed = FakeRay(monkeypatch), Followed(num_gpus=8.0)
+    one = {"GPU": 8.0}
+    followed.look(1)
+    followed.look(3)
+    assert fake.groups == [f"[{one}] STRICT_PACK"] * 3
+    assert fake.asked == [[one], [one, one, one]]
+    followed.become_ready("decode-0", "decode-1")
+    followed.look(1)
+    assert fake.asked[2:] == [[one, one]], "one still finishes its requests"
+    followed.supervisor._on_end(followed.entries["decode-1"])
+    assert fake.asked[3:] == [[one]]
+    followed.supervisor.stop()
+    assert fake.asked[4:] == [[]]
+    assert fake.groups == []
+
+
+@pytest.mark.parametrize("words", [{"own_ray": True, "num_gpus": 8.0}, {}])
+def test_a_ray_without_autoscaler_or_need_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
+) -> None:
+    fake, followed = FakeRay(monkeypatch), Followed(**words)
+    followed.look(3)
+    followed.supervisor.stop()
+    assert fake.asked == []
