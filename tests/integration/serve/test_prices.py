@@ -35,7 +35,7 @@ import mooncake
 from tests.support.api.dearest import ROUTES, Route, varied
 from tests.support.serve.server_process import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = Path(mooncake.__file__).parent / "k2-demo"
 KEYS = """keys:
@@ -214,7 +214,7 @@ class Walk:
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
     keys.write_text(KEYS)
     words = (
@@ -223,11 +223,16 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
     )  # fmt: skip
     with ServerProcess(str(MODEL), *words) as server:
         server.wait_until_serving()
-        walk = Walk(server)
-        try:
-            yield walk
-        finally:
-            walk.close()
+        yield server
+
+
+@pytest.fixture
+def walk(server: ServerProcess) -> Iterator[Walk]:
+    walk = Walk(server)
+    try:
+        yield walk
+    finally:
+        walk.close()
 
 
 def rows() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -244,6 +249,7 @@ def rows() -> Iterator[tuple[str, str, dict[str, Any]]]:
         )
 
 
+@pytest.mark.alone  # it measures
 def test_no_field_costs_others_more_than_its_bound(walk: Walk) -> None:
     dear: dict[str, list[str]] = {}
     for path, name, body in rows():
@@ -265,10 +271,10 @@ def test_no_field_costs_others_more_than_its_bound(walk: Walk) -> None:
     assert statistics.median(walk.times.values()) <= MOST_TIMES
 
 
-def test_more_than_a_bound_is_refused_by_name(walk: Walk) -> None:
+def test_more_than_a_bound_is_refused_by_name(server: ServerProcess) -> None:
     headers = {"authorization": "Bearer sk-foe"}
     wrong: list[str] = []
-    with httpx.Client(base_url=walk.url, headers=headers, timeout=120) as client:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
         for path, route in ROUTES.items():
             for name in route.fields:
                 if (more := route.above(name)) is None:
