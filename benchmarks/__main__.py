@@ -16,6 +16,7 @@ from benchmarks import (
     k2vv,
     kv_index,
     kv_ssd,
+    lent_weights,
     lm_eval,
     long_prompts,
     optimizers,
@@ -47,6 +48,7 @@ from benchmarks import (
 BENCHMARKS = {
     "serve": serve.main,
     "remote-prefix": remote_prefix.main,
+    "lent-weights": lent_weights.main,
     "lm-eval": lm_eval.main,
     "long-prompts": long_prompts.main,
     "optimizers": optimizers.main,

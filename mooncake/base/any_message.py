@@ -16,6 +16,7 @@ AnyMessage = (
     | pool.FindReplicas | pool.ReplicasFound | pool.FindHomes | pool.HomesFound | pool.TakeOver
     | pool.TakenOver | words.StopPrefetch | pool.DescribeBlocks | pool.BlocksDescribed
     | pool.ForgetBlocks | words.AskCluster | words.ClusterTold | words.Restart | words.Asleep
-    | words.CheckWeights | words.WeightsChecked
+    | words.CheckWeights | words.WeightsChecked | words.BorrowWeights
+    | words.WeightsLent
 )  # fmt: skip
 """The tagged union that travels on a channel."""

@@ -16,7 +16,7 @@ import msgspec
 from mooncake import __version__
 from mooncake.base.blocks import BlockKey
 from mooncake.base.cluster_mode import ClusterMode
-from mooncake.base.kv_layout import BlockPlaces, KvPart
+from mooncake.base.kv_layout import BlockPlaces, KvPart, SegmentRef
 from mooncake.base.large_settings import LargeSettings, SettingName
 from mooncake.base.request import (
     Failure,
@@ -427,6 +427,39 @@ class WeightsChecked(Answer, frozen=True, tag="weights_checked"):
     """Why it cannot serve them; empty: it can."""
 
 
+class BorrowWeights(Message, frozen=True, tag="borrow_weights"):
+    """Ask an engine to let us read the files of the weights that it serves."""
+
+    asker: WorkerRef
+    ticket: int
+    revision: str
+    """The revision of the weights that are wanted."""
+
+
+class LentFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of weights that may be read from registered memory, from the region's beginning."""
+
+    name: str
+    num_bytes: int
+    region: int
+    digest: str
+    """Its digest, of which the revision of the weights is made."""
+    sums: bytes
+    """The checksums of its pieces, one behind the other."""
+
+
+class WeightsLent(Answer, frozen=True, tag="weights_lent"):
+    """The answer to `BorrowWeights`."""
+
+    lender: str
+    """The id of the engine."""
+    segment: SegmentRef | None = None
+    """Where the files are; None: nothing is lent."""
+    files: list[LentFile] = []
+    error: str = ""
+    """Why nothing is lent."""
+
+
 class Refused(Answer, frozen=True, tag="refused"):
     """The receiver of a message did not take it: the sender's credential does not allow it, or the
     two releases cannot work together.
@@ -451,6 +484,8 @@ class ClusterTold(Answer, frozen=True, tag="cluster_told"):
     """The bytes of `launch.cluster.facts.encode_facts`; no state machine reads them."""
     members: list[tuple[Role, str]] = []
     """The role and node of each worker, and the ids of gateways."""
+    engines: list[WorkerRef] = []
+    """The workers that have weights."""
 
 
 class WhoAreYou(Message, frozen=True, tag="who"):

@@ -42,6 +42,7 @@ SENDERS: dict[type[m.Message], frozenset[CredentialRole]] = {
         ((_W,), (
             m.StepOutputs, m.Reserved, m.BlocksPushed, m.KVReady, m.PushEnded, m.PutGranted,
             m.PinGranted, m.Asleep, m.WeightsChecked,
+            m.BorrowWeights, m.WeightsLent,
             p.TakeOver, p.TakenOver, p.FindHomes, p.BlocksFound, p.BlocksRemoved,
             p.BlocksDescribed, p.PinsSet, p.PoolState,
         )),

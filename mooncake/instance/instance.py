@@ -17,6 +17,7 @@ from mooncake.base.large_settings import KeptSettings, TaskT
 from mooncake.base.messages import (
     NO_HEAD,
     Answer,
+    BorrowWeights,
     ChainHead,
     Drain,
     NextLife,
@@ -30,6 +31,7 @@ from mooncake.base.messages import (
     StepOutputs,
     Tier,
     Unpin,
+    WeightsLent,
     Welcome,
     WhoAreYou,
     WorkerHello,
@@ -77,6 +79,10 @@ class InstancePorts(msgspec.Struct, frozen=True):
     """The pages of the other ranks, if each has its own memory."""
     seeds: Sequence[str] = ()
     """See `Membership`."""
+    lend: Callable[[BorrowWeights], None] | None = None
+    """Answers workers that want to read this one's weights; None: they are told that it lends
+    none.
+    """
 
 
 class Instance:
@@ -97,6 +103,7 @@ class Instance:
         self.worker = hello.worker
         self._channel = ports.channel
         self._transfer = ports.transfer
+        self._lend = ports.lend
         array = PageArray(layout, engine.config.num_blocks, engine.config.num_homes)
         array = ports.held or array
         self._own_pages = OwnPages(array, ports.transfer, ports.pages, ports.hasher)
@@ -180,6 +187,8 @@ class Instance:
             case Restart() if event.worker == self.worker:
                 self.draining = True
                 self.next_life = NextLife(mode=event.mode)
+            case BorrowWeights():
+                self._on_borrow(event)
             case Welcome():
                 self._membership.on_welcome(event)
             case WhoAreYou():
@@ -191,6 +200,17 @@ class Instance:
                 self._reader.on_peer_lost(event.worker, now)
                 self._writer.on_peer_lost(event.worker, now)
                 self.page_pins.on_peer_lost(event.worker)
+
+    def _on_borrow(self, question: BorrowWeights) -> None:
+        """Have a worker that wants to read the weights answered."""
+        if self._lend is not None:
+            self._lend(question)
+            return
+        refusal = WeightsLent(
+            asker=question.asker, ticket=question.ticket, lender=self.worker.worker_id,
+            error="this worker has no files of weights",
+        )  # fmt: skip
+        self._channel.send(question.asker.address, refusal)
 
     def on_step(self, result: StepResult, now: float) -> list[Made]:
         """Commit a step to the engine and report its cost; return what its sequences produced."""

@@ -23,6 +23,8 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.ranks.kv_moves import Opened
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
+from mooncake.model.checkpoint.files.checkpoint_files import LentFiles, LoanEnded
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
@@ -41,6 +43,7 @@ from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory, pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.exchange import ExpertRanks
+from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.rank_device import RankDevice
@@ -81,8 +84,10 @@ class ModelSource:
         keys: KeyRing | None = None,
         lead: Lead | None = None,
         peers: Peers | None = None,
+        lent: LentFiles | None = None,
     ) -> None:
-        """Open the checkpoint, with `keys` if it is encrypted. Reads headers only.
+        """Open the checkpoint, with `keys` if it is encrypted, or `lent` weights in place of those
+        at `path`. Reads headers only.
 
         lead: the followers that hold the other parts of the model. They are already loading. peers:
         the instances with which this one shares its experts. They are loading too.
@@ -92,7 +97,10 @@ class ModelSource:
                 checkpoint's keys.
             CheckpointError: it cannot be read, or the model cannot compute in `dtype`.
         """
-        self._checkpoint = Checkpoint.open(path, keys)
+        self._path = path
+        self._keys = keys
+        self._lent = lent
+        self._checkpoint = self._opened()
         if dtype not in SPEC_DTYPES:
             raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(SPEC_DTYPES)}")
         self._dtype = SPEC_DTYPES[dtype]
@@ -147,13 +155,64 @@ class ModelSource:
                         self._options.num_threads
                     )  # what is measured depends on it
                 group = None if self.lead is None else self.lead.group
-                model = self._device.load(self._checkpoint, group, self._join_peers(), progress)
+                model = self._load(group, progress)
                 if self.lead is not None:
                     self.lead.wait_until_loaded()
                 if self._options.draft_model is not None:
                     files = Eagle3Files.open(Path(self._options.draft_model), model.spec)
                     self._head = Eagle3Head(files, model, self._device.backends)
                 self._model = model
+
+    def _opened(self) -> Checkpoint:
+        """Return the checkpoint with lent weights, or with those of the files if none are lent."""
+        if self._lent is not None:
+            try:
+                return Checkpoint.open(self._path, self._keys, self._lent)
+            except LoanEnded as error:
+                self._give_back(error)
+        return Checkpoint.open(self._path, self._keys)
+
+    def _load(self, group: Group | None, progress: Callable[[int, int], None] | None) -> KimiK2:
+        """Return the loaded model. If lent weights end meanwhile, it begins again from files."""
+        while True:
+            try:
+                model = self._device.load(self._checkpoint, group, self._join_peers(), progress)
+            except LoanEnded as error:
+                revision = self.revision
+                self._give_back(error)
+                self._checkpoint = self._opened()
+                del self.revision  # it was that of the lent weights
+                if self.revision != revision:
+                    raise CheckpointError(
+                        f"{self._path} holds other weights (revision {self.revision}) than those "
+                        f"that were lent ({revision}): copy those there"
+                    ) from error
+                continue
+            self._give_back()
+            return model
+
+    def _give_back(self, error: LoanEnded | None = None) -> None:
+        """Free what lent weights take, after the last of them was read or an `error` ended that.
+
+        Raises:
+            CheckpointError: it was an error, and there are no files.
+        """
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.close()
+        if error is None:
+            return
+        if not any(self._path.glob("*.safetensors*")):
+            raise CheckpointError(
+                f"{error.message}; {self._path} has no weights either: start this worker again to "
+                "read them from another engine, or copy them there"
+            ) from error
+        _log.warning("%s; the weights are read from %s", error.message, self._path)
+
+    @property
+    def plain_contents(self) -> list[PlainBytes]:
+        """The files of the weights, if they are plain files of this machine; else none."""
+        return self._checkpoint.plain_contents
 
     def warm_up(
         self, config: EngineConfig, progress: Callable[[int, int], None] | None = None
@@ -173,6 +232,7 @@ class ModelSource:
         """End the other ranks, if there are any, and the links to other instances. Close all
         runners first.
         """
+        self._give_back()
         if self._peers is not None:
             self._peers.close()
         if self.lead is not None:

@@ -10,6 +10,8 @@ from mooncake.crypto.keys import KeySource
 from mooncake.engine.expert_placement import EplbConfig
 
 DEVICES = ("auto", "cpu", "cuda")
+FROM_FILES, FROM_ENGINES = "files", "engines"
+"""Where weights are read: from files, or from an engine that serves them."""
 ATTENTION_BACKENDS = ("auto", "reference", "onednn", "native", "triton")
 RANK_BACKENDS = ("auto", "shm", "gloo")
 GATHERED, DEEPEP = "allgather_reducescatter", ("deepep_high_throughput", "deepep_low_latency")

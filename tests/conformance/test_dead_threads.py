@@ -100,6 +100,7 @@ THREADS = {
     "launch/worker/rank_moves.py:Thread": OWN,
     "launch/worker/rank_processes.py:ThreadPoolExecutor": TOLD,
     "launch/worker/sealed_link.py:Thread": ONE,
+    "launch/worker/weights_lender.py:Thread": OWN,
     "model/checkpoint/making/encrypt.py:ThreadPoolExecutor": TOLD,
     "model/checkpoint/making/presets.py:ThreadPoolExecutor": TOLD,
     "model/checkpoint/files/revision.py:ThreadPoolExecutor": TOLD,
@@ -169,6 +170,10 @@ SHOWN_BY = {
     ),
     "launch/worker/rank_moves.py:Thread": "test_moves_of_a_rank",
     "launch/worker/sealed_link.py:Thread": FAR,
+    "launch/worker/weights_lender.py:Thread": (
+        "tests/unit/launch/worker/test_borrowed_weights.py::"
+        "test_a_lender_that_fails_says_so_and_lends_on"
+    ),
     "model/device/cuda_memory.py:VitalThread": "test_copies_of_a_device",
     "model/copies.py:VitalThread": "test_layers_of_a_device",
     "model/running/follower.py:Thread": "test_what_a_rank_hears",

@@ -212,7 +212,8 @@ class ColocatedWorkers(Workers):
         progress("importing the tensor library", 0, 0)
         dtype, options = plan.model.dtype, plan.options
         self._model = HeldModel(
-            lambda path: open_model(path, dtype, options), lambda path: read_weights(path, options)
+            lambda path, _: open_model(path, dtype, options),
+            lambda path: read_weights(path, options),
         )
         settings = cluster_workers(
             self._config,

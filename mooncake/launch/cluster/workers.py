@@ -33,7 +33,7 @@ from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.process import WorkerSettings
-from mooncake.model.options import ExpertGroup
+from mooncake.model.options import FROM_FILES, ExpertGroup
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import check_usable, choose_protocols
 from mooncake.transfer.net.endpoint import ListenAddress
@@ -126,6 +126,7 @@ def cluster_workers(
             instance=_instance_settings(config, plan.options.device),
             kvstore=_own_pool(plan, f"{role.value}-{index}"),
             ssd_key=_ssd_key(config),
+            weights_from=config.weights_from,
             num_threads=plan.num_threads,
             num_gpus=_gpus_of(plan, role),
             self_profile=config.self_profile,
@@ -287,6 +288,7 @@ def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> Wor
     assert config.role is not None
     template = facts.worker
     replaced = template.mode.weights.number and config.role != Role.KVSTORE
+    replaced = replaced and config.weights_from == FROM_FILES
     model = template.model if replaced else config.model or template.model
     local = dataclasses.replace(
         config, model=model,

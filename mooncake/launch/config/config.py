@@ -19,6 +19,7 @@ from mooncake.launch.config.settings import API, ENGINES, LIMITS, ServeConfig
 from mooncake.launch.config.shipped import DEMO, checkpoint, shape_of
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.environment import is_loopback
+from mooncake.model.options import FROM_ENGINES
 from mooncake.scheduler.engines.fleet import POLICIES as ENGINE_POLICIES
 
 Settings = TypeVar("Settings")
@@ -385,6 +386,11 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError(
             "cluster-secret: it travels in a header, which takes only ASCII characters; make "
             "another, e.g. with `openssl rand -hex 32`"
+        )
+    if config.weights_from == FROM_ENGINES and config.role not in ("prefill", "decode"):
+        raise ConfigError(
+            "weights-from: only an engine that joins others reads their weights; add --role "
+            "prefill|decode and --join HOST:PORT, or leave it out"
         )
     if config.join is not None and config.role is None:
         raise ConfigError(

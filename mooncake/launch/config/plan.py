@@ -50,7 +50,7 @@ from mooncake.model.checkpoint.files.revision import PIECE_BYTES
 from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, parse_quantization
 from mooncake.model.checkpoint.tensor_cuts import check_cuts, check_slabs
 from mooncake.model.memory import kept_by
-from mooncake.model.options import GATHERED, KV_DTYPES, ModelOptions
+from mooncake.model.options import FROM_ENGINES, GATHERED, KV_DTYPES, ModelOptions
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.world.cost_model import HardwareFigures
 
@@ -74,7 +74,9 @@ class ModelPlan:
     quantization: QuantFormat | None
     """The format in which the weights are stored."""
     revision: str
-    """Names the weights; part of every block key. Empty in a dry run."""
+    """Names the weights; part of every block key. Empty in a dry run, and where the cluster tells
+    it.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,8 @@ def read_model(config: ServeConfig) -> ModelPlan:
             "(nothing is downloaded; `mooncake model init` writes a small one)"
         )
     keys = read_keys(_weights_key(config))
-    read = CheckpointFiles.open_config if config.dry_run else CheckpointFiles.open
+    is_told = config.dry_run or config.weights_from == FROM_ENGINES
+    read = CheckpointFiles.open_config if is_told else CheckpointFiles.open
     files = read(directory, keys, reads_weights=_reads_weights(config))
     spec = ModelSpec.from_config(files.config)
     longest = spec.max_position_embeddings
@@ -235,7 +238,7 @@ def read_model(config: ServeConfig) -> ModelPlan:
         quantization=parse_quantization(
             spec.quantization or files.config.get("quantization_config")
         ),
-        revision="" if config.dry_run else files.revision(environment.cache_dir(), _log_hashing),
+        revision="" if is_told else files.revision(environment.cache_dir(), _log_hashing),
     )
 
 

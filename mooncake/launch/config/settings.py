@@ -51,6 +51,8 @@ from mooncake.model.options import (
     DEEPEP,
     DEVICES,
     EXPERT_DEVICES,
+    FROM_ENGINES,
+    FROM_FILES,
     GATHERED,
     KV_DTYPES,
     MOE_BACKENDS,
@@ -101,6 +103,9 @@ class ServeConfig:
     weights_key_command: str | None = setting(None, text, MODEL, "COMMAND",
         "command that prints the key of encrypted weights, e.g. a client of a key service; no "
         "shell runs it")
+    weights_from: str = setting(FROM_FILES, OneOf(FROM_FILES, FROM_ENGINES), MODEL, "WHERE",
+        "where a worker that joins reads the weights: files; engines: from an engine that serves "
+        "them, over TCP, or from the files if none does")
     device: str = setting("auto", OneOf(*DEVICES), MODEL, "NAME",
         "device that computes; auto: a CUDA GPU if there is one")
     gpu_memory_utilization: float = owned(ModelOptions, "gpu_memory_utilization", share, MODEL,

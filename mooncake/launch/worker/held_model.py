@@ -29,11 +29,11 @@ class HeldModel:
 
     def __init__(
         self,
-        open_source: Callable[[str], ModelSource],
+        open_source: Callable[[str, str], ModelSource],
         read: Callable[[str], tuple[Signature, str]],
     ) -> None:
-        """`open_source` opens the checkpoint in a directory. `read` returns what
-        `opening.read_weights` does.
+        """`open_source` opens the checkpoint in a directory, whose weights have this revision.
+        `read` returns what `opening.read_weights` does.
         """
         self._open = open_source
         self._read = read
@@ -54,7 +54,7 @@ class HeldModel:
         with self._lock:
             if self._source is None or self._opened != wanted:
                 self._drop()
-                self._source, self._opened = self._open(settings.model), wanted
+                self._source, self._opened = self._open(*wanted), wanted
             return self._source
 
     def rest(self, level: int) -> int:

@@ -13,6 +13,7 @@ from mooncake.model.options import ModelOptions
 
 if TYPE_CHECKING:
     from mooncake.launch.worker.far_ranks import FarStages
+    from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
     from mooncake.model.checkpoint.files.signature import Signature
     from mooncake.model.opening import ModelSource
     from mooncake.model.parallel.peers import Peers
@@ -38,8 +39,10 @@ def open_model(
     options: ModelOptions | None = None,
     peers: Peers | None = None,
     far: FarStages | None = None,
+    lent: LentFiles | None = None,
 ) -> ModelSource:
-    """Return the checkpoint at `path`, with weights not loaded yet. If there are several ranks, the
+    """Return the checkpoint at `path`, with weights not loaded yet; `lent` ones are used in place
+    of those there. If there are several ranks, the
     others begin to load in their own processes. `peers`: the instances with which it shares its
     experts; the model owns their links from now on. `far`: where the stages on other machines are.
     The first call imports torch.
@@ -55,7 +58,7 @@ def open_model(
     options = options or ModelOptions()
     keys = read_keys(options.weights_key)
     if options.shape.num_ranks == 1:
-        return ModelSource(Path(path), dtype, options, keys, peers=peers)
+        return ModelSource(Path(path), dtype, options, keys, peers=peers, lent=lent)
     from mooncake.launch.worker.rank_processes import start_ranks
 
     lead = start_ranks(path, dtype, options, peers, far)

@@ -63,13 +63,15 @@ from mooncake.launch.host.start_phases import StartPhases
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.pool_node.metrics import node_families
+from mooncake.launch.worker.borrowed_weights import BorrowedWeights, borrow
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
 from mooncake.launch.worker.metrics import EngineFigures, engine_families
 from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
-from mooncake.model.options import ExpertGroup, ModelOptions
+from mooncake.launch.worker.weights_lender import WeightsLender
+from mooncake.model.options import FROM_ENGINES, FROM_FILES, ExpertGroup, ModelOptions
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.seed_addresses import SeedAddresses
@@ -82,6 +84,7 @@ from mooncake.transfer.regions import Progress, no_progress
 from mooncake.transfer.tcp.backend import TcpSettings
 
 if TYPE_CHECKING:  # a worker without a model has no torch either
+    from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
     from mooncake.model.device.pages import PageMemory
     from mooncake.model.opening import ModelSource
 
@@ -120,6 +123,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ssd_key: KeySource | None = None
     """Where the keys for blocks on SSD are; None: blocks are not encrypted."""
     instance: InstanceConfig = InstanceConfig()
+    weights_from: str = FROM_FILES
+    """`FROM_FILES`, or `FROM_ENGINES`: from an engine that runs, or else from files."""
     num_threads: int
     num_gpus: float = 0.0
     """GPUs of one node that all its ranks take; below 1: its share of a GPU that engines share."""
@@ -164,6 +169,7 @@ class WorkerPorts:
     hasher: PolledHasher | None = None
     seeds: SeedAddresses | None = None
     """Addresses at which to look for gateways."""
+    lender: WeightsLender | None = None
 
 
 class WorkerMachine(Machine, Protocol):
@@ -346,6 +352,8 @@ class Worker:
             ports.disks.close()  # its threads read and write the memory that goes below
         if ports.hasher is not None:
             ports.hasher.close()  # they also read and write it
+        if ports.lender is not None:
+            ports.lender.close()
         ports.channel.close()
         if ports.transfer is not None:
             if self._region is not None:
@@ -412,10 +420,11 @@ def build(
     ids: IdSource | None = None,
     health_url: str = "",
     rank_transfer: TransferConfig | None = None,
+    lender: WeightsLender | None = None,
 ) -> Worker:
     """Return the worker that `settings` describe, over the given ports. Engines need `model`.
     `health_url`: the URL of its process' health port. `rank_transfer`: the settings of the transfer
-    engines of ranks that have their own memories.
+    engines of ranks that have their own memories. `lender` lets others read the weights.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -440,7 +449,7 @@ def build(
     )
     ports = WorkerPorts(
         channel=channel, transfer=transfer, clock=MonotonicClock(),
-        seeds=SeedAddresses(settings.seeds),
+        seeds=SeedAddresses(settings.seeds), lender=lender,
     )  # fmt: skip
     if settings.role is Role.KVSTORE:
         progress("allocating the pool", 0, 0)
@@ -530,6 +539,7 @@ def _build_engine(
             own_array,
             _followers(settings, model, array) if options.own_memories else (),
             () if ports.seeds is None else ports.seeds,
+            None if ports.lender is None else ports.lender.ask,
         ),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
@@ -570,32 +580,44 @@ def _open(
             settings.bind_host, credential=credential, ports=settings.bind_ports,
             advertise_host=advertise_host,
         )  # fmt: skip
-        listen = ListenAddress(settings.bind_host, advertise_host, settings.bind_ports)
         opened.callback(channel.close)
         if model is not None and sleeps(settings):
             worker = doze(settings, channel, model, gateways, health_url=health_url)
             opened.pop_all()
             return worker
         source = None if model is None else model.use(settings)
-        config = TransferConfig(
-            secret=settings.cluster_secret,
-            host=machine_facts.boot_id(),
-            protocols=settings.transfer_protocols,
-            protection=choose_protection(settings.transfer_protection),
-            tcp=TcpSettings(listen=listen),
-            rdma=settings.rdma,
-        )
+        config = _transfer_config(settings, advertise_host)
         transfer = open_transfer(
             config, SystemIds().hex(8), MonotonicClock(), credential=credential,
             progress=progress,
         )  # fmt: skip
         opened.callback(transfer.close)
+        lender = None
+        if source is not None:
+            opened_source = source
+            lender = WeightsLender(
+                settings.weights_revision, lambda: opened_source.plain_contents,
+                settings.worker_id, channel, config, credential, settings.options.cache_dir,
+            )  # fmt: skip
         worker = build(
             settings, channel, transfer, model=source, progress=progress, health_url=health_url,
-            rank_transfer=config,
+            rank_transfer=config, lender=lender,
         )  # fmt: skip
         opened.pop_all()
         return worker
+
+
+def _transfer_config(settings: WorkerSettings, advertise_host: str | None) -> TransferConfig:
+    """Return the configuration of a worker's transfer engine."""
+    listen = ListenAddress(settings.bind_host, advertise_host, settings.bind_ports)
+    return TransferConfig(
+        secret=settings.cluster_secret,
+        host=machine_facts.boot_id(),
+        protocols=settings.transfer_protocols,
+        protection=choose_protection(settings.transfer_protection),
+        tcp=TcpSettings(listen=listen),
+        rdma=settings.rdma,
+    )
 
 
 def run(
@@ -649,7 +671,8 @@ def run(
             show("importing the tensor library", 0, 0)
             options = settings.options
             model = HeldModel(
-                _opener(settings, credential, show), lambda path: read_weights(path, options)
+                _opener(settings, credential, show, advertise_host),
+                lambda path: read_weights(path, options),
             )
             model.use(settings)
         gateways: list[str] = []
@@ -672,11 +695,15 @@ def run(
 
 
 def _opener(
-    settings: WorkerSettings, credential: Credential, show: Progress
-) -> Callable[[str], ModelSource]:
+    settings: WorkerSettings, credential: Credential, show: Progress, advertise_host: str | None
+) -> Callable[[str, str], ModelSource]:
     """Return how a worker opens the checkpoint in a directory, with all that shares its model."""
 
-    def opened(path: str) -> ModelSource:
+    def opened(path: str, revision: str) -> ModelSource:
+        lent = None
+        if settings.weights_from == FROM_ENGINES:
+            show("asking engines for weights", 0, 0)
+            lent = _borrowed(settings, path, revision, credential, advertise_host)
         peers = None
         if settings.expert_group is not None:
             from mooncake.launch.worker.expert_peers import meet
@@ -688,9 +715,35 @@ def _opener(
             from mooncake.launch.worker.far_ranks import FarStages
 
             far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
-        return open_model(path, settings.dtype, settings.options, peers, far)
+        return open_model(path, settings.dtype, settings.options, peers, far, lent)
 
     return opened
+
+
+def _borrowed(
+    settings: WorkerSettings,
+    path: str,
+    revision: str,
+    credential: Credential,
+    advertise_host: str | None,
+) -> LentFiles | None:
+    """Return the weights of an engine that runs; None: no engine lends them."""
+    gateways = dict.fromkeys([*settings.seeds, settings.gateway_address])
+    config = _transfer_config(settings, advertise_host)
+    if settings.options.shape.num_ranks > 1 or settings.expert_group is not None:
+        found: BorrowedWeights | str = "engines of several ranks, or that share experts, read files"
+    else:
+        found = borrow(list(filter(None, gateways)), Path(path), revision, config, credential)
+    if isinstance(found, BorrowedWeights):
+        _log.info("weights are read from %s, which serves them", found.lender)
+        return found.files
+    if not any(Path(path).glob("*.safetensors*")):
+        raise CheckpointError(
+            f"{path} has no weights, and no engine lends any ({found}): start this worker again "
+            "once an engine of the cluster serves, or copy the weights there"
+        )
+    _log.warning("weights are read from %s: %s", path, found)
+    return None
 
 
 def _be(

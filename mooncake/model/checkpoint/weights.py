@@ -16,7 +16,8 @@ import torch
 
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.crypto.keys import KeyRing
-from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes, LentFiles
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile, StoredTensor
 from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.model.checkpoint.quant import (
@@ -84,17 +85,24 @@ class Checkpoint:
         """Return the name of the weights; see `CheckpointFiles.revision`."""
         return self._files.revision(cache_dir)
 
+    @property
+    def plain_contents(self) -> list[PlainBytes]:
+        """See `CheckpointFiles.plain_contents`."""
+        return self._files.plain_contents
+
     @classmethod
-    def open(cls, path: Path, keys: KeyRing | None = None) -> Checkpoint:
-        """Open the directory `path`, whose weights are encrypted if there are `keys`. Reads headers
-        only.
+    def open(
+        cls, path: Path, keys: KeyRing | None = None, lent: LentFiles | None = None
+    ) -> Checkpoint:
+        """Open the directory `path`, whose weights are encrypted if there are `keys`, or `lent`
+        ones in their place. Reads headers only.
 
         Raises:
             CheckpointError: there is no readable checkpoint. The message names the file and, if
                 there is one, the tensor or the configuration key.
             ConfigError: these are not its keys.
         """
-        return cls(CheckpointFiles.open(path, keys))
+        return cls(CheckpointFiles.open(path, keys, lent=lent))
 
     @property
     def signature(self) -> Signature:

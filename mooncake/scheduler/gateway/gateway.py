@@ -474,6 +474,9 @@ class Gateway:
         return ClusterTold(
             asker=question.asker, ticket=question.ticket, facts=self.facts,
             members=[*members, *((Role.GATEWAY, gateway.worker_id) for gateway in gateways)],
+            engines=[
+                hello.worker for hello in workers if hello.role in (Role.PREFILL, Role.DECODE)
+            ],
         )  # fmt: skip
 
     def _on_load(self, report: LoadReport, now: float) -> None:

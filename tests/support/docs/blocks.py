@@ -119,6 +119,7 @@ Class = Typed | Asked | Conversed | Beginning | Read | Target | Shown | Elsewher
 
 PLANNED = Typed(quick=True)
 NEW_WEIGHTS = Elsewhere("tests/integration/serve/test_new_weights.py", "two checkpoints")
+LENT_WEIGHTS = Elsewhere("tests/integration/launch/test_lent_weights.py", "a running cluster")
 HOSTS = "two machines"
 KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kubernetes")
 UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
@@ -235,6 +236,10 @@ CLASSES: dict[str, dict[str, Class]] = {
         "curl -X POST 'localhost:8000/pause": NEW_WEIGHTS,
         '{"is_paused"': NEW_WEIGHTS,
         "curl -X POST 'localhost:8000/sleep": NEW_WEIGHTS,
+    },
+    "docs/warm-start.md": {
+        "mooncake serve /models/k2 --role decode": LENT_WEIGHTS,
+        "weights are read from prefill-a": LENT_WEIGHTS,
     },
     "docs/retries.md": {
         "curl http://127.0.0.1:8000/v1/completions": Asked(('"choices"',)),

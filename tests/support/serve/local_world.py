@@ -148,7 +148,7 @@ class LocalWorld:
             self.config, self.plan, GATEWAY_ID, "secret", "here"
         )
 
-    def _open(self, path: str) -> HashModel:
+    def _open(self, path: str, _: str) -> HashModel:
         signature, revision = read_hashes(path)
         self.models.append(HashModel(revision, signature))
         return self.models[-1]

@@ -60,6 +60,11 @@ EXAMPLES: list[AnyMessage] = [
     m.Welcome(gateway=WORKER, kvstore=None, send_snapshot=True),
     m.AskCluster(asker=WORKER, ticket=3),
     m.ClusterTold(asker=WORKER, ticket=3, facts=b"\x80"),
+    m.BorrowWeights(asker=WORKER, ticket=3, revision="r"),
+    m.WeightsLent(
+        asker=WORKER, ticket=3, lender="decode-0", segment=PLACES.segment,
+        files=[m.LentFile("model.safetensors", 5, 1, "d" * 64, b"\1" * 16)],
+    ),
     m.Restart(worker=WORKER, mode=MODE),
     m.Asleep(
         worker=WORKER, role=m.Role.DECODE, node_id="n", host="h", pid=7, level=2, mode=MODE,

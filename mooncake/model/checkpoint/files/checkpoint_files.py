@@ -43,6 +43,34 @@ Homes = dict[str, tuple[SafetensorsFile, str]]
 """Tensor name -> the file that holds it and its name there."""
 
 
+class LoanEnded(CheckpointError):
+    """Weights that were lent cannot be read any more. They may be read from files."""
+
+
+@dataclass(frozen=True)
+class LentFiles:
+    """Weights that lie elsewhere. `digests` has the digest of each file in `contents`, by its
+    name. `close` is called once when nothing more is read.
+    """
+
+    contents: Mapping[str, FileBytes]
+    digests: Mapping[str, str]
+    close: Callable[[], None]
+
+    def open(self, path: Path) -> Homes:
+        """Return the home of each tensor of the checkpoint whose other files are at `path`."""
+
+        def content(name: str) -> FileBytes:
+            found = self.contents.get(name)
+            if found is None:
+                raise CheckpointError(
+                    f"{path / INDEX_NAME}: it names {name}, which the engines that run do not have"
+                )
+            return found
+
+        return _find_tensors(path, sorted(self.contents), content)
+
+
 @dataclass(frozen=True)
 class CheckpointFiles:
     """Opens a directory in Hugging Face's layout: `config.json`, and weights in one file or
@@ -55,16 +83,22 @@ class CheckpointFiles:
     """The home of each tensor. Empty when the weights were not opened."""
     stated: Mapping[str, str] | None = None
     """Digests of the weights' files from the checkpoint's own statement: for encrypted weights, and
-    for plain ones that were not opened. None: hash the files.
+    for plain ones that were not opened; or from those that lend them. None: hash the files.
     """
 
     @classmethod
     def open(
-        cls, path: Path, keys: KeyRing | None = None, *, reads_weights: bool = True
+        cls,
+        path: Path,
+        keys: KeyRing | None = None,
+        *,
+        reads_weights: bool = True,
+        lent: LentFiles | None = None,
     ) -> CheckpointFiles:
         """Open the directory `path`. With `keys`, only weights that one of the keys decrypts are
         accepted.
 
+        lent: weights to use in place of those in the directory.
         reads_weights: if false, the checkpoint's statement about its weights is believed. They may
         be missing, encrypted ones need no keys, and their tensors are left out.
 
@@ -76,6 +110,8 @@ class CheckpointFiles:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such directory; give a local checkpoint directory")
         config = _read_json(path / "config.json")
+        if lent is not None:
+            return cls(path, config, lent.open(path), lent.digests)
         manifest = read_manifest(path)
         if manifest is None:
             if keys is not None:
@@ -130,6 +166,14 @@ class CheckpointFiles:
         if any(file.suffix in _WEIGHTS for file in path.iterdir()):
             return cls.open(path, keys, reads_weights=reads_weights)
         return cls(path, _read_json(path / "config.json"), {})
+
+    @property
+    def plain_contents(self) -> list[PlainBytes]:
+        """The files that hold tensors, each once, if they are plain files of this machine; else
+        none.
+        """
+        plain = [content for content in self.contents if isinstance(content, PlainBytes)]
+        return plain if len(plain) == len(self.contents) else []
 
     def revision(self, cache_dir: Path | None = None, progress: Progress | None = None) -> str:
         """Return the name of these weights (see `revision.weights_revision`). Two checkpoints with

@@ -261,3 +261,11 @@ def test_the_api_server_gets_its_keys_its_limits_and_its_certificates(tmp_path: 
         served = api_config(resolve(tls | more, None, {})).tls
         assert served is not None
         assert (served.ca_certs, served.verify_mode) == ("ca.pem", cert_reqs)
+
+
+def test_only_an_engine_that_joins_reads_the_weights_of_others() -> None:
+    joins = {"role": "decode", "join": "h:1", "weights_from": "engines"}
+    assert resolve(joins, None, {}).weights_from == "engines"
+    for given in ({"model": "m"}, {"role": "kvstore", "join": "h:1"}):
+        with pytest.raises(ConfigError, match="weights-from: only an engine that joins"):
+            resolve({**given, "weights_from": "engines"}, None, {})

@@ -135,6 +135,25 @@ def test_a_required_transport_is_the_only_one(model: Path) -> None:
     assert joined.transfer_protocols == ["tcp"]
 
 
+def test_a_worker_that_reads_the_weights_of_others_needs_no_weights(
+    model: Path, tmp_path: Path
+) -> None:
+    config = resolve({"model": str(model)}, None, {})
+    facts = own_facts(config, make_plan(config, 8), "tcp://g:1")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((model / "config.json").read_bytes())
+    joins = {"role": "decode", "join": "h:1", "model": str(bare)}
+    joined = joining_worker(
+        resolve({**joins, "weights_from": "engines"}, None, {}), facts, "secret"
+    )
+    assert joined.model == str(bare)
+    assert joined.weights_revision == facts.worker.weights_revision
+    assert joined.layout == facts.worker.layout
+    with pytest.raises(CheckpointError):
+        joining_worker(resolve(joins, None, {}), facts, "secret")
+
+
 def test_gpus_are_counted_as_processes_will_see_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

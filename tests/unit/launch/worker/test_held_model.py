@@ -41,7 +41,7 @@ class Bed:
         self.found = {"/new": (Source.signature, "r2")}
         self.model = HeldModel(self._open, lambda path: self.found[path])  # type: ignore[arg-type]
 
-    def _open(self, path: str) -> Any:
+    def _open(self, path: str, _: str) -> Any:
         assert all(source.closed for source in self.opened), "never both are in memory"
         self.opened.append(Source(path))
         return self.opened[-1]

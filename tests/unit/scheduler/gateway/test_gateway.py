@@ -385,7 +385,11 @@ def test_who_wants_to_join_is_told_once_there_is_something_to_tell(harness: Pair
         (Role.DECODE, "node-d0"),
         (Role.GATEWAY, GATEWAY.worker_id),
     ]
-    assert told == [ClusterTold(asker=asker, ticket=7, facts=b"facts", members=members)]
+    assert told == [
+        ClusterTold(
+            asker=asker, ticket=7, facts=b"facts", members=members, engines=[ref("p0"), ref("d0")]
+        )
+    ]
 
 
 def test_messages_for_others_are_ignored(harness: Pair) -> None:
