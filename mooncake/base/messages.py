@@ -147,6 +147,10 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     block_bytes: int = 0
     max_num_seqs: int = 0
     max_batched_tokens: int = 0
+    max_gap_s: float | None = None
+    """For what an engine plans its steps; see `EngineConfig`, as for the two that follow."""
+    max_gap_is_target: bool = False
+    first_token_s: float | None = None
     num_stages: int = 1
     """The number of stages that each step of an engine goes through, one after the other."""
     expert_group: str = ""

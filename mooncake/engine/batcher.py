@@ -43,12 +43,11 @@ from mooncake.engine.chunks import chunk_sizes
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.prompt_time import (
-    CROWD,
     Prompt,
     PromptTime,
     Stream,
-    efficient_chunk,
     postponed,
+    postponement,
     prompt_time,
 )
 from mooncake.engine.sequence import Sequence, SequenceState, Standing, last_in_order, rank
@@ -205,19 +204,9 @@ class Batcher:
             return  # even without what is cached of them
         line = [self._prompt(each, batch) for each in batch.line]
         num_streams = sum(each.num_missing == 1 for each in self.running)
-        places = postponed(config, self._cost, line, self._now)
-        if not places:
-            return  # thanks to what is cached
-        batch.is_crowded = len(line) >= max(CROWD, num_streams)
-        if len(places) == len(line):
-            batch.most_late = efficient_chunk(config, self._cost)
-            left = config.max_batched_tokens if batch.is_crowded else batch.most_late
-            for place, prompt in enumerate(line):
-                if left <= 0:
-                    break
-                places.remove(place)
-                left -= prompt.num_tokens
-        batch.postponed = {batch.line[place].sequence_id for place in places}
+        found = postponement(config, self._cost, line, num_streams, self._now)
+        batch.most_late, batch.is_crowded = found.most_late, found.is_crowded
+        batch.postponed = {batch.line[place].sequence_id for place in found.places}
 
     @property
     def _is_idle(self) -> bool:

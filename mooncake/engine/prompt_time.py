@@ -92,6 +92,48 @@ def postponed(
     return found
 
 
+class Postponement(NamedTuple):
+    """Which prompts wait until others are computed."""
+
+    places: frozenset[int]
+    """The places of those prompts in the line."""
+    most_late: int | None = None
+    """The most tokens of a chunk if all prompts are too late in any case. None: whole ones."""
+    is_crowded: bool = False
+    """Whether there are so many prompts that they are computed whatever it costs streams."""
+
+
+NOBODY = Postponement(frozenset())
+
+
+def postponement(
+    config: EngineConfig,
+    cost: StepCostModel,
+    prompts: Sequence[Prompt],
+    num_streams: int,
+    now: float,
+) -> Postponement:
+    """Return which of the prompts wait in the next step, and what that means for the others. When
+    all are too late, the first ones are computed in chunks that are small and efficient.
+
+    prompts: in the order in which they are computed otherwise.
+    """
+    places = postponed(config, cost, prompts, now)
+    if not places:
+        return NOBODY
+    is_crowded = len(prompts) >= max(CROWD, num_streams)
+    if len(places) < len(prompts):
+        return Postponement(frozenset(places), None, is_crowded)
+    most_late = efficient_chunk(config, cost)
+    left = config.max_batched_tokens if is_crowded else most_late
+    for place, prompt in enumerate(prompts):
+        if left <= 0:
+            break
+        places.remove(place)
+        left -= prompt.num_tokens
+    return Postponement(frozenset(places), most_late, is_crowded)
+
+
 def efficient_chunk(config: EngineConfig, cost: StepCostModel) -> int:
     """Return the smallest chunk that is efficient: what a step takes in any case is then only
     `EFFICIENT_LOSS` of what its tokens take.

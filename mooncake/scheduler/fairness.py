@@ -236,6 +236,11 @@ class WorkerQueues:
         queue = self._queues.get(worker_id, {})
         return sum(seconds for other, seconds in queue.values() if other > order)
 
+    def overtaken(self, worker_id: str, order: Order) -> set[str]:
+        """Return the requests in this worker's queue that a request of `order` overtakes."""
+        queue = self._queues.get(worker_id, {})
+        return {name for name, (other, _) in queue.items() if other > order}
+
     def slowdown(self, order: Order, num_workers: int, now: float) -> float:
         """Return the factor by which a wait becomes longer. Requests of higher classes that are
         still to arrive overtake it, at the rate at which they arrived lately, and at most by what

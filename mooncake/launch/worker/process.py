@@ -517,6 +517,9 @@ def _build_engine(
         num_blocks=config.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
+        max_gap_s=config.max_gap_s,
+        max_gap_is_target=config.max_gap_is_target,
+        first_token_s=config.first_token_s,
         num_stages=config.num_stages,
         profile=samples,
     )

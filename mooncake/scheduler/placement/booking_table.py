@@ -303,6 +303,7 @@ class BookingTable:
                 request_id=name,
                 placed_s=now,
                 num_prefill_tokens=booking.num_new_tokens,
+                num_reused_tokens=booking.num_tokens - booking.num_new_tokens,
                 prefill_s=booking.prefill_s,
                 num_context_tokens=booking.num_tokens if whole else 0,
                 num_blocks=booking.num_blocks if whole else 0,

@@ -45,6 +45,7 @@ from mooncake.scheduler.placement.choice_replay import ChoiceFacts
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
 from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
 from mooncake.scheduler.placement.pools import HOT_BLOCKS, FetchCosts, Pools, Replication
+from mooncake.scheduler.placement.step_outlook import planned_ttft_s
 from mooncake.scheduler.placement.views import Fleet, InstanceView
 from mooncake.scheduler.placement.worker_choice import (
     DecodeOption,
@@ -418,10 +419,14 @@ class Conductor:
         comes from a prefill worker is shown with the second.
         """
         prefill, decode = pair
+        overtaken = self._queues.overtaken(prefill.view.worker_id, position.order)
+        planned_s = planned_ttft_s(prefill, overtaken, self._output_tokens.value, now)
         overtaken_s = self._queues.overtaken_s(prefill.view.worker_id, position.order)
         slowdown = self._queues.slowdown(position.order, len(self._prefills), now)
         over_s = overtaken_s + prefill.view.passed_s(now)
-        computed_s = slowdown * (prefill.ttft_s - min(over_s, prefill.queue_s))
+        computed_s = slowdown * (
+            prefill.ttft_s - min(over_s, prefill.queue_s) if planned_s is None else planned_s
+        )
         is_held = self._config.tbt_limit_s(request) is not None and prefill.view is not decode.view
         return computed_s + (HELD_STEPS * decode.tbt_s if is_held else 0.0)
 

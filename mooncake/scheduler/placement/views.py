@@ -45,6 +45,8 @@ class Assignment:
     placed_s: float
     num_prefill_tokens: int = 0
     """Tokens that the worker has to compute before the first token."""
+    num_reused_tokens: int = 0
+    """Tokens before these, which are cached or fetched."""
     prefill_s: float = 0.0
     """The predicted seconds for that."""
     num_context_tokens: int = 0
@@ -128,10 +130,14 @@ class InstanceView:
     """Assigned, and in the last report."""
     _ended: _EndedSince = field(default_factory=_EndedSince)
     _prefilled: set[str] = field(default_factory=set)
-    _step_began_s: float = math.inf
+    _first_s: dict[str, float] = field(default_factory=dict)
+    """Request id -> when its first token came, where that is known."""
+    step_began_s: float = math.inf
     """When prompts here last began to be computed, or were last seen to get on. Infinite before the
     first.
     """
+    _reported_s: float = -math.inf
+    """When the last report came."""
     _busy_s: float = -math.inf
     """When it last had something to do."""
 
@@ -179,8 +185,11 @@ class InstanceView:
     def observe(self, load: WorkerLoad, now: float, samples: Sequence[CostSample] = ()) -> None:
         """Take a report that has just arrived, and the steps measured since the last one."""
         if load.num_queued_tokens < self.load.num_queued_tokens:
-            self._step_began_s = now
-        self.load = load
+            # It ended a step since the last report, or about in the middle.
+            began_s = now if math.isinf(self._reported_s) else (self._reported_s + now) / 2
+            known = self.step_began_s
+            self.step_began_s = began_s if math.isinf(known) else max(known, began_s)
+        self.load, self._reported_s = load, now
         self.cost.observe(samples)
         if samples or load.num_running or load.num_waiting or self.num_assigned:
             self._busy_s = now
@@ -197,7 +206,7 @@ class InstanceView:
     def assign(self, assignment: Assignment) -> None:
         """Add one request's share."""
         if assignment.num_prefill_tokens and not self.num_prompts():
-            self._step_began_s = assignment.placed_s
+            self.step_began_s = assignment.placed_s
         assert self.assigned(assignment.request_id) is None, "assigned twice"
         self._pending.add(assignment, prefilled=False)
         self.on_change(self.worker_id)
@@ -210,7 +219,7 @@ class InstanceView:
         if assignment is None or request_id in self._prefilled:
             return
         if now is not None:
-            self._step_began_s = now
+            self.step_began_s = self._first_s[request_id] = now
         self._prefilled.add(request_id)
         self._pending.computed(request_id)
         if request_id in self._reported.shares:
@@ -222,6 +231,7 @@ class InstanceView:
         """Remove a request that has ended here; return its share."""
         self.prefilled(request_id)
         self._prefilled.discard(request_id)
+        self._first_s.pop(request_id, None)
         self.on_change(self.worker_id)
         assignment = self._reported.remove(request_id)
         if assignment is None:
@@ -240,7 +250,7 @@ class InstanceView:
         """
         seconds, _ = self._pending.outstanding()
         reported_s, reported_tokens = self._reported.outstanding()
-        left = max(0, self.load.num_queued_tokens - self._ended.num_prefill_tokens)
+        left = self._reported_left()
         if reported_tokens and left <= reported_tokens:
             return seconds + reported_s * left / reported_tokens
         foreign = left - reported_tokens
@@ -257,7 +267,7 @@ class InstanceView:
             return 0.0
         most = self.hello.max_batched_tokens or num_tokens
         step_s = self.queued_s() * min(1.0, most / num_tokens)
-        return min(step_s, max(0.0, now - self._step_began_s))
+        return min(step_s, max(0.0, now - self.step_began_s))
 
     def streams_s(self, num_new_tokens: int) -> float:
         """Return the predicted seconds for which a prompt of so many tokens waits for the streams
@@ -274,10 +284,31 @@ class InstanceView:
         num_steps = -(-(self.num_queued_tokens() + num_new_tokens) // most)
         return step_s / 2 + num_steps * (step_s - self.cost.stream_coefficients[0])
 
+    def open_prompts(self) -> Iterator[tuple[Assignment, int]]:
+        """Yield the assignments with a prompt that is not computed yet, with how many of its tokens
+        the last report says are computed.
+        """
+        done = max(0, self._reported.outstanding()[1] - self._reported_left())
+        for share in self._reported.to_compute.values():
+            computed = min(done, share.num_prefill_tokens - 1)
+            done -= computed
+            yield share, computed
+        for share in self._pending.to_compute.values():
+            yield share, 0
+
+    def open_streams(self) -> Iterator[tuple[Assignment, float]]:
+        """Yield the assignments that decode here, with the time of their first token, or about."""
+        for assignments in (self._reported, self._pending):
+            for name, share in assignments.shares.items():
+                if name not in assignments.to_compute and share.num_context_tokens:
+                    yield share, self._first_s.get(name, share.placed_s)
+
     def num_queued_tokens(self) -> int:
         """Return the prompt tokens assigned to this worker and not yet computed."""
-        left = max(0, self.load.num_queued_tokens - self._ended.num_prefill_tokens)
-        return left + self._pending.outstanding()[1]
+        return self._reported_left() + self._pending.outstanding()[1]
+
+    def _reported_left(self) -> int:
+        return max(0, self.load.num_queued_tokens - self._ended.num_prefill_tokens)
 
     def num_prompts(self) -> int:
         """Return the number of prompts assigned to this worker and not yet computed."""
