@@ -30,7 +30,7 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.scaling.config import ROLES, ScalingConfig
 from mooncake.sim import console as terminal
 from mooncake.sim.files import as_json, check_writable, read_trace, write
-from mooncake.sim.results.plots import Line, lines_plot, points_plot
+from mooncake.sim.results.plots import Line, lines_plot, picture, points_plot
 from mooncake.sim.results.report import comparison_page
 from mooncake.sim.results.result import result_of
 from mooncake.sim.scaling import BUSY, FIXED, POLICY
@@ -41,6 +41,7 @@ from mooncake.telemetry.terminal import show_rows
 
 SIZES = ((2, 1), (3, 2), (4, 2), (6, 3), (8, 4))
 NUM_SAMPLES = 240
+KINDS = {FIXED: "fixed sizes", BUSY: "plain HPA", POLICY: "policy"}
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,13 +189,17 @@ def rows_of(runs: Sequence[Run]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def plots_of(runs: Sequence[Run], workload: Workload) -> list[tuple[str, str]]:
-    """Return the plots: cost against goodput, and replicas over time."""
-    kinds = {FIXED: "fixed sizes", BUSY: "plain HPA", POLICY: "policy"}
+def cost_plot(runs: Sequence[Run]) -> str:
+    """Return the plot of cost against goodput."""
     points = {
         name: [(run.node_hours, 100 * run.share) for run in runs if run.scaling == kind]
-        for kind, name in kinds.items()
+        for kind, name in KINDS.items()
     }
+    return points_plot(points, "node-hours", "% inside both limits")
+
+
+def plots_of(runs: Sequence[Run], workload: Workload) -> list[tuple[str, str]]:
+    """Return the plots: cost against goodput, and replicas over time."""
     end_s = workload.duration_s
     times = [end_s * number / NUM_SAMPLES for number in range(NUM_SAMPLES + 1)]
     lines = [
@@ -204,7 +209,7 @@ def plots_of(runs: Sequence[Run], workload: Workload) -> list[tuple[str, str]]:
         for index, role in enumerate(ROLES, 1)
     ]
     return [
-        ("Node-hours against goodput", points_plot(points, "node-hours", "% inside both limits")),
+        ("Node-hours against goodput", cost_plot(runs)),
         ("Replicas", lines_plot(times, lines, "seconds", "replicas")),
     ]
 
@@ -245,8 +250,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=1, help="simulations at a time")
     parser.add_argument("--json", help="write all figures here")
     parser.add_argument("--report", help="write a page with the plots here")
+    parser.add_argument("--svg", help="draw node-hours against goodput there")
     args = parser.parse_args(argv)
-    check_writable(args.json, args.report)
+    check_writable(args.json, args.report, args.svg)
     if args.trace is None:
         lines = made_up(args.requests, args.rate, seed=1)
     else:
@@ -262,6 +268,7 @@ def main(argv: Sequence[str]) -> int:
     title = f"{len(workload.arrivals)} requests in {workload.duration_s:,.0f} s"
     show_rows(title, rows, Console())
     write(args.json, as_json(runs))
+    write(args.svg, picture(cost_plot(runs), list(KINDS.values()), x=460, y=150))
     remark = f"{args.model} on {args.hardware}; a request is good inside {args.slo_ttft_s:g} s and "
     remark += f"{args.slo_tbt_ms:g} ms. Bounds: {args.autoscale}."
     write(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.servers import BUILD, load, machine
-from mooncake.sim.results.plots import COLOURS, Line, lines_plot
+from mooncake.sim.results.plots import Line, lines_plot, picture
 from mooncake.train.config import TrainConfig
 from mooncake.train.run import LOG_NAME, Run
 
@@ -25,7 +25,6 @@ TASKS = {
     "refusal": 2.6, "result": 0.8, "error": 0.3, "turns": 1.2,
 }  # fmt: skip
 RATES = {"muonclip": (0.004, 0.008), "adamw": (0.002, 0.004)}
-STYLE = "text{font:11px system-ui,sans-serif}.axis{stroke:#333}.grid{stroke:#e3e5e8}"
 LAST = 5
 """So many logged steps at the end are the loss of a run: one step's is noise."""
 
@@ -53,17 +52,8 @@ def drawing(runs: Mapping[str, Lines]) -> str:
     """Return an SVG of the losses by tokens."""
     first = next(iter(runs.values()))
     drawn = [Line(name=name, values=[x["loss"] for x in lines]) for name, lines in runs.items()]
-    plot, end, _ = lines_plot([x["tokens"] for x in first], drawn, "tokens", "loss").partition(
-        "</svg>"
-    )
-    names = "".join(
-        f'<text x="200" y="{24 + 16 * n}" style="fill:{COLOURS[n]}">{name}</text>'
-        for n, name in enumerate(runs)
-    )
-    opened, _, rest = plot.partition(">")
-    opened = opened.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
-    ground = f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-    return f"{opened}>{ground}{rest}{names}{end}\n"
+    plot = lines_plot([x["tokens"] for x in first], drawn, "tokens", "loss")
+    return picture(plot, list(runs), x=200, y=24)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 16, 44
+STYLE = "text{font:11px system-ui,sans-serif}.axis{stroke:#333}.grid{stroke:#e3e5e8}"
 COLOURS = ("#1f5fa8", "#d1662b", "#2f8f5b", "#7a4fa3", "#8a8a8a")
 
 
@@ -136,6 +137,19 @@ def histogram_plot(
                 f"{html.escape(name)}</text>"
             )
     return _svg(parts)
+
+
+def picture(plot: str, names: Sequence[str], *, x: int, y: int) -> str:
+    """Return a plot as a file of its own, with the names of its series from (x, y) down."""
+    drawn, end, _ = plot.partition("</svg>")
+    listed = "".join(
+        f'<text x="{x}" y="{y + 16 * n}" style="fill:{COLOURS[n]}">{html.escape(name)}</text>'
+        for n, name in enumerate(names)
+    )
+    opened, _, rest = drawn.partition(">")
+    opened = opened.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
+    ground = f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+    return f"{opened}>{ground}{rest}{listed}{end}\n"
 
 
 def _svg(parts: list[str]) -> str:

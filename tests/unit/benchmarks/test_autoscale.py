@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,8 +16,9 @@ from mooncake.sim.workload import TraceLine
 def test_the_command_writes_table_plots_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    figures, page, svg = (tmp_path / name for name in ("figures.json", "page.html", "plot.svg"))
     words = ["--requests", "40", "--sizes", "2:1", "--json", str(figures), "--report", str(page)]
+    words += ["--svg", str(svg)]
     assert autoscale.main(words) == 0
     assert "40 requests" in capsys.readouterr().out
     runs = json.loads(figures.read_text())
@@ -25,6 +27,10 @@ def test_the_command_writes_table_plots_and_figures(
     text = page.read_text()
     assert text.count("<svg") == 2
     assert "Node-hours against goodput" in text
+    drawn = ElementTree.fromstring(svg.read_text())
+    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[-3:] == ["fixed sizes", "plain HPA", "policy"]
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 3
 
 
 def test_a_swing_moves_requests_and_loses_none() -> None:
