@@ -16,6 +16,7 @@ from mooncake.launch.config.cluster_file import (
     CERTIFICATE,
     CREDENTIALS,
     KEY,
+    RAY_TOKEN,
     SAFE,
     SECRET,
     read_cluster_file,
@@ -92,7 +93,11 @@ def init(wanted: Init) -> int:
                         listens=kind is CredentialRole.GATEWAY,
                     )  # fmt: skip
                     write_private(folder / file, credential.text)
-            for stale in {SECRET, *CREDENTIALS} - {*machine.credentials}:
+            if RAY_TOKEN in machine.bundle:
+                if not (safe / RAY_TOKEN).exists():
+                    write_private(safe / RAY_TOKEN, secrets.token_hex(32))
+                write_private(folder / RAY_TOKEN, read_secret(safe / RAY_TOKEN))
+            for stale in {SECRET, RAY_TOKEN, *CREDENTIALS} - {*machine.bundle}:
                 (folder / stale).unlink(missing_ok=True)
             write_private(folder / AUTHORITY, authority.certificate)
             shutil.copyfile(cluster.path, folder / cluster.path.name)

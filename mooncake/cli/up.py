@@ -28,10 +28,17 @@ class UpSettings:
         "which machine of the file this is (default: the one with this host name, or address)")
     dry_run: bool = setting(False, truth, "cluster", "",
         "check that everything fits, print the commands, start nothing", switch=True)
+    ray_node: bool = setting(False, truth, "cluster", "",
+        "be this machine's node of Ray alone, which `mooncake up` starts as a process of its own",
+        switch=True)
     # fmt: on
 
 
 def run(wanted: UpSettings) -> int:
+    if wanted.ray_node:
+        from mooncake.launch.cluster.ray_node import run_node
+
+        return run_node(wanted.file, wanted.machine)
     from mooncake.launch.cluster.up import up
 
     def say(words: str) -> None:

@@ -17,7 +17,7 @@ from mooncake.base import ConfigError
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import private_dir
 
-START_S = 60.0
+START_S = 180.0
 """`ray start` may take this long to report that it runs."""
 STOP_S = 10.0
 POLL_S = 0.05
@@ -25,6 +25,11 @@ STARTED = "Ray runtime started"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray insists on an object store; we never put anything there."""
 SHOWN_LINES = 3
+_PROGRAM = (
+    "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG
+    "from ray.scripts.scripts import main; main()"
+)
+"""It ends with its starter, however that ends. Ray alone would go on, and keep its port."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,14 +49,14 @@ def is_here(address: str) -> bool:
 class OwnRaylet:
     """Starts the raylet of this machine for one process that joins, and ends it with that."""
 
-    def __init__(self, address: str, bind_host: str) -> None:
+    def __init__(self, address: str, bind_host: str, *, head: bool = False) -> None:
         """Start the raylet for the cluster at `address`. `bind_host` is this machine's address
-        there.
+        there. `head`: the cluster begins here, at that address.
 
         Raises:
             ConfigError: others cannot reach `bind_host`, or Ray does not start.
         """
-        if environment.is_loopback(bind_host):
+        if environment.is_loopback(bind_host) and not head:
             here = machine_facts.address_towards(address)
             raise ConfigError(
                 f"bind-host: the cluster at {address} is on another machine, which cannot reach "
@@ -60,12 +65,18 @@ class OwnRaylet:
         log = private_dir() / f"raylet-{os.getpid()}.log"
         words = [
             "start", "--block", "--disable-usage-stats", "--num-cpus=0",
-            f"--num-gpus={machine_facts.num_gpus()}", f"--address={address}",
+            f"--num-gpus={machine_facts.num_gpus()}",
             f"--node-ip-address={bind_host}", f"--object-store-memory={OBJECT_STORE_BYTES}",
         ]  # fmt: skip
+        if head:
+            port = address.rpartition(":")[2]
+            words += ["--head", f"--port={port}", "--include-dashboard=false"]
+            words += [f"--temp-dir={private_dir()}"]  # others could read its logs otherwise
+        else:
+            words.append(f"--address={address}")
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", *words],
+                [sys.executable, "-c", _PROGRAM, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -89,6 +100,10 @@ class OwnRaylet:
                     "the same version of Ray and the same token in ~/.ray/auth_token"
                 )
             time.sleep(POLL_S)
+
+    def has_ended(self) -> bool:
+        """Return whether the raylet, or another process of Ray here, has ended."""
+        return self._process.poll() is not None
 
     def close(self) -> None:
         self._process.terminate()

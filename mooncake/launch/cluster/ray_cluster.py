@@ -20,7 +20,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ AGENTS_S = 0.5
 POLL_S = 0.2
 START_POLL_S = 0.05
 """The wait in each step while workers start."""
+HOLDERS_S = 60.0
+"""A machine may take this long to start a process that says which workers run there."""
 PLACE_S = 10.0
 """Ray may take this long to reserve a worker's GPUs."""
 HERE_SHARE = 0.001
@@ -104,8 +106,13 @@ class WorkerActor:
     answer beside it.
     """
 
-    def __init__(self, worker_id: str) -> None:
+    def __init__(self, worker_id: str, *, placed: bool = False, node: str | None = None) -> None:
+        """`placed`: the cluster's file on the actor's machine says what the worker is. `node`: the
+        node of Ray on which the worker runs or is to start; None: any.
+        """
         self._worker_id = worker_id
+        self._placed = placed
+        self._node = node
         self._told = Told()
         self._handle: WorkerHandle | None = None
         self._lock = threading.Lock()
@@ -129,16 +136,22 @@ class WorkerActor:
         Raises:
             WorkerEnded: the process has ended by itself.
         """
+        if self._node is not None and self._node != ray.get_runtime_context().get_node_id():
+            # Where a node has just joined, others may not know it yet, and Ray takes another one.
+            # The worker may run there, so it must not start here: Ray tries again.
+            os._exit(1)
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
         self._is_pool = settings.role is Role.KVSTORE
         handle: WorkerHandle | None = None
         try:
-            secret, file = _secret_here(Path(secret_file))
-            begin = Begin(
-                settings=settings, secret=secret, secret_file=None if file is None else str(file),
-                advertise_host=_own_address(), fingerprint=fingerprint(settings), orphan_s=orphan_s,
-            )  # fmt: skip
-            handle = WorkerHandle(place_of(run, settings.worker_id), begin)
+            if self._placed:
+                from mooncake.launch.cluster import placed_worker
+
+                place, begin = placed_worker.begin(settings.role, settings.worker_id)
+            else:
+                place = place_of(run, settings.worker_id)
+                begin = _begin(settings, Path(secret_file), orphan_s)
+            handle = WorkerHandle(place, begin)
             with self._lock:
                 self._handle = handle
             if self._leaving is not None:
@@ -224,6 +237,15 @@ class _Entry:
     def serves(self) -> bool:
         """True if it is ready, and has not ended since."""
         return self.state is not None and self.state.ready and not self.lost
+
+
+def _begin(settings: WorkerSettings, secret_file: Path, orphan_s: float) -> Begin:
+    """Return what a worker's process on this machine is told."""
+    secret, file = _secret_here(secret_file)
+    return Begin(
+        settings=settings, secret=secret, secret_file=None if file is None else str(file),
+        advertise_host=_own_address(), fingerprint=fingerprint(settings), orphan_s=orphan_s,
+    )  # fmt: skip
 
 
 def _secret_here(file: Path) -> tuple[str, Path | None]:
@@ -329,6 +351,44 @@ def leave_dead_ray() -> None:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         os.close(descriptor)
     ray.shutdown()
+
+
+def nodes() -> dict[str, str]:
+    """Return the nodes of this Ray cluster that live, by the addresses of their machines."""
+    return {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in _living()}
+
+
+def num_gpus() -> float:
+    """Return how many GPUs the machines of this Ray cluster have in all."""
+    return sum(float(node["Resources"].get("GPU", 0.0)) for node in _living())
+
+
+def holders(worker_ids: Sequence[str]) -> dict[str, str]:
+    """Return the nodes of Ray on whose machines some of these placed workers run already.
+
+    Raises:
+        MooncakeError: a machine does not say. It may have one, which must not start twice.
+    """
+    from mooncake.launch.cluster import placed_worker
+
+    ask: Any = ray.remote(placed_worker.held)
+    calls = {}
+    for node in _living():
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asked = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        calls[asked.remote(list(worker_ids))] = node["NodeID"]
+    found: dict[str, str] = {}
+    try:
+        for call, node_id in calls.items():
+            found |= dict.fromkeys(ray.get(call, timeout=HOLDERS_S), node_id)
+    except RayError as error:
+        raise MooncakeError(f"a machine does not say which workers run there: {error}") from error
+    return found
+
+
+def _living() -> list[dict[str, Any]]:
+    known: Any = ray.nodes
+    return [node for node in known() if node["Alive"]]
 
 
 def address() -> str:
@@ -481,6 +541,8 @@ class Supervisor:
         self._facts_actor: Any = None
         """The actor that tells the facts if there is no worker."""
         self._facts_lock = threading.Lock()
+        self._nodes: Mapping[str, str] | None = None
+        """See `place`. None: the workers are of no cluster that a file describes."""
         self._entries: list[_Entry] = []
         self._daemons: list[int] = []
         """Descriptors of the processes of Ray that were started here."""
@@ -534,6 +596,13 @@ class Supervisor:
         """
         self._have_started = True
         self._launch_all(settings, here_only=here_only, secret_file=secret_file)
+
+    def place(self, settings: list[WorkerSettings], nodes: Mapping[str, str]) -> None:
+        """Have Ray place workers of a cluster that a file describes, and supervise them. `nodes`:
+        the nodes of Ray on which some of them run already or are to start.
+        """
+        self._nodes = nodes
+        self.resume(settings, here_only=False, secret_file=Path())
 
     def _launch_all(
         self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path
@@ -590,11 +659,13 @@ class Supervisor:
         """Have `stop` wait for no worker; from any thread."""
         self._hurry.set()
 
-    def watch(self, follower: LoadFollower | None = None) -> None:
-        """Watch the workers until `give_up`, or until Ray is gone. A `follower` says which workers
-        start and leave meanwhile.
+    def watch(
+        self, follower: LoadFollower | None = None, go_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Watch the workers until `give_up`, until Ray is gone, or until `go_on` returns false. A
+        `follower` says which workers start and leave meanwhile.
         """
-        while not self._stopping.is_set() and not self.ray_is_gone:
+        while not self._stopping.is_set() and not self.ray_is_gone and go_on():
             self._step()
             if follower is not None and not self._stopping.is_set() and not self.ray_is_gone:
                 self._follow(follower)
@@ -634,6 +705,18 @@ class Supervisor:
 
             self._asked = needs
             sdk.request_resources(bundles=needs)
+
+    def are_ready(self) -> bool:
+        """Return whether all workers serve."""
+        return all(entry.serves for entry in self._entries)
+
+    def let_go(self) -> None:
+        """End the actors and leave the workers, so that another supervisor adopts them."""
+        for entry in self._entries:
+            ray.kill(entry.actor, no_restart=True)
+            if entry.gpus is not None:
+                _groups.remove_placement_group(entry.gpus)
+        self.forget()
 
     def forget(self) -> list[WorkerSettings]:
         """Let go of the workers of a Ray that is gone, so that another supervisor adopts them.
@@ -691,12 +774,17 @@ class Supervisor:
         """
         strategy: Any = "SPREAD"
         gpus: PlacementGroup | None = None
-        if settings.num_gpus:
-            gpus = _set_aside(settings, here_only=here_only, wait_s=0.0 if waits else PLACE_S)
-            strategy = PlacementGroupSchedulingStrategy(gpus, placement_group_bundle_index=0)
-        elif here_only:
+        where: dict[str, Any] = {}
+        node = (self._nodes or {}).get(settings.worker_id)
+        if self._nodes is not None:
+            where = {"placed": True, "node": node}
+        if here_only:
             node = ray.get_runtime_context().get_node_id()
-            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        if settings.num_gpus:
+            gpus = _set_aside(settings, node, 0.0 if waits else PLACE_S)
+            strategy = PlacementGroupSchedulingStrategy(gpus, placement_group_bundle_index=0)
+        elif node is not None:
+            strategy = NodeAffinitySchedulingStrategy(node, soft=not here_only)
         runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
         if here_only and self._forks is not None:
             if self._own_ray:  # Ray then has our fork server fork its workers
@@ -715,7 +803,7 @@ class Supervisor:
                 scheduling_strategy=strategy,
                 runtime_env=runtime,
             )
-            .remote(settings.worker_id)
+            .remote(settings.worker_id, **where)
         )
         return _Entry(settings, actor, self._run(actor, settings), gpus=gpus)
 
@@ -845,20 +933,19 @@ class Supervisor:
             entry.pidfd = None
 
 
-def _set_aside(settings: WorkerSettings, *, here_only: bool, wait_s: float) -> PlacementGroup:
-    """Reserve the GPUs of all ranks of a worker in one bundle, so that they are on one node.
-    `wait_s`: how long Ray may take; 0: as long as it wants, and nobody waits here.
+def _set_aside(settings: WorkerSettings, node: str | None, wait_s: float) -> PlacementGroup:
+    """Reserve the GPUs of all ranks of a worker in one bundle, so that they are on one node: on
+    this one, if `node` says which. `wait_s`: how long Ray may take; 0: as long as it wants, and
+    nobody waits here.
 
     Raises:
         MooncakeError: no node has that many free GPUs.
     """
     bundle: dict[str, float] = {"GPU": settings.num_gpus}
-    known: Any = ray.nodes
-    living = [node for node in known() if node["Alive"]]
-    nodes = [node["Resources"] for node in living]
-    if here_only:
-        own = ray.get_runtime_context().get_node_id()
-        [here] = [node["Resources"] for node in living if node["NodeID"] == own]
+    living = _living()
+    nodes = [each["Resources"] for each in living]
+    if node is not None:
+        [here] = [each["Resources"] for each in living if each["NodeID"] == node]
         nodes = [here]
         names = [name for name in here if name.startswith("node:") and "internal" not in name]
         bundle[names[0]] = HERE_SHARE
@@ -866,13 +953,13 @@ def _set_aside(settings: WorkerSettings, *, here_only: bool, wait_s: float) -> P
     if not wait_s or group.wait(wait_s):
         return group
     _groups.remove_placement_group(group)
-    there = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)
+    there = ", ".join(f"{each.get('GPU', 0):g}" for each in nodes)
     resources: Any = ray.available_resources
     free = resources().get("GPU", 0.0)
     raise MooncakeError(
         f"{settings.worker_id}: its ranks need {settings.num_gpus:g} free GPUs of one node; "
-        f"{'this machine has' if here_only else 'the nodes have'} {there}, and {free:g} are free "
-        "in all"
+        f"{'the nodes have' if node is None else 'this machine has'} {there}, and {free:g} are "
+        "free in all"
     )
 
 

@@ -26,6 +26,7 @@ from mooncake.launch.cluster.workers import check_transport
 from mooncake.launch.config.cluster_file import (
     API_PORT,
     CERTIFICATE,
+    RAY,
     STAGE,
     ClusterFile,
     Machine,
@@ -104,8 +105,8 @@ def machine_credential(machine: Machine, folder: Path) -> Credential:
 
 def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, ServeConfig, ServePlan]]:
     """Return what each process of a machine will do, and check that all fit there together. Stages
-    of engines on other machines are not among them: those engines plan them. Call it in the folder
-    of the file.
+    of engines on other machines are not among them: those engines plan them; nor what Ray places,
+    of which each kind has to fit alone. Call it in the folder of the file.
 
     Raises:
         ConfigError: a setting is wrong, a file is missing, or the machine is too small.
@@ -130,17 +131,23 @@ def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, Serve
         )
     cores, planned = machine_facts.num_cores(), []
     for part in cluster.parts(machine):
-        if part.role == STAGE:
-            continue
-        try:
-            config = resolve({**part.given, "dry_run": True}, None, {})
-            if part.role != "gateway":
-                check_transport(config)
-            planned.append((part, config, make_plan(config, cores)))
-        except ConfigError as error:
-            raise ConfigError(f"{part.name} of {machine.name}: {error.message}") from error
+        if part.role not in (STAGE, RAY):
+            planned.append((part, *_planned(machine, part, cores)))
     _check_memory(machine, [(part, plan) for part, _, plan in planned])
+    for role in cluster.placed if machine.counts.get(RAY) else ():
+        _planned(machine, cluster.placed_part(machine, role), cores)
     return planned
+
+
+def _planned(machine: Machine, part: Part, cores: int) -> tuple[ServeConfig, ServePlan]:
+    """Return what a process will do. Raises ConfigError: it cannot."""
+    try:
+        config = resolve({**part.given, "dry_run": True}, None, {})
+        if part.role != "gateway":
+            check_transport(config)
+        return config, make_plan(config, cores)
+    except ConfigError as error:
+        raise ConfigError(f"{part.name} of {machine.name}: {error.message}") from error
 
 
 def _check_memory(machine: Machine, planned: Sequence[tuple[Part, ServePlan]]) -> None:
@@ -300,6 +307,8 @@ class Up:
             if own:
                 what = ", ".join(name.partition("@" if "@" in name else "-")[0] for name in own)
                 yield f"{machine.name} ({machine.address}): {what}"
+        if placed := [name for name in self._cluster.placed if name in missing]:
+            yield f"what Ray places: {', '.join(placed)}"
 
     def _end(self, limit_s: float) -> None:
         """Ask all processes to leave, and kill those that do not. A second signal hurries them."""
@@ -348,8 +357,8 @@ def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool
     os.chdir(path.resolve().parent)
     planned = plan_parts(cluster, machine)
     children = _children(machine, planned)
-    stages = [part for part in cluster.parts(machine) if part.role == STAGE]
-    children += [_Child(part, dict(environment.variables())) for part in stages]
+    others = [part for part in cluster.parts(machine) if part.role in (STAGE, RAY)]
+    children += [_Child(part, dict(environment.variables())) for part in others]
     say(f"{machine.name}: {', '.join(child.part.name for child in children)}")
     if dry_run:
         for child in children:

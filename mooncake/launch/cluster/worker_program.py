@@ -128,14 +128,17 @@ class WorkerProgram:
 
     def _greet(self, connection: socket.socket) -> Begin | None:
         """Take a new supervisor in place of the old one. If it wants another worker, this one makes
-        way. None: it says nothing.
+        way; if it wants none, this one leaves. None: it says nothing.
         """
         connection.settimeout(ANSWER_S)
         files: list[int] = []
         try:
             packet, files, _, _ = socket.recv_fds(connection, PACKET_BYTES, 2)
-            begin = msgspec.msgpack.decode(packet, type=Begin)
+            word = msgspec.msgpack.decode(packet, type=Begin | Leave)
             known = self._begin
+            begin = known if isinstance(word, Leave) else word
+            if begin is None:
+                raise OSError("it is not a worker yet")
             if known is not None and known.fingerprint != begin.fingerprint:
                 _log.warning("a `mooncake serve` with other settings takes the place of this one")
                 self._make_way()
@@ -153,6 +156,8 @@ class WorkerProgram:
                 self._worker.meet(begin.settings.gateway_address)
         if before is not None:
             before.close()
+        if isinstance(word, Leave):
+            self._leave(word)
         self._tell()
         return begin
 
@@ -166,11 +171,14 @@ class WorkerProgram:
             message = None
         if message is None:
             return False
+        self._leave(message)
+        return True
+
+    def _leave(self, message: Leave) -> None:
         with self._lock:
             self._is_leaving = True
             if self._worker is not None:
                 self._worker.leave(message.limit_s, waits=message.waits)
-        return True
 
     def _let_go(self) -> float:
         """Return for how long the worker goes on without a supervisor. It ends now if it is not

@@ -29,6 +29,17 @@ STAGE = "stage"
 it.
 """
 STAGE_PORT = 7100
+RAY = "ray"
+"""The kind of a process that makes its machine a node of Ray, which places engines over all such
+machines.
+"""
+RAY_PORT = 6379
+PLACED_ROLES = ("prefill", "decode")
+"""The roles that Ray may place. Gateways and pool nodes belong to a machine."""
+ORPHAN_S = 600
+"""How long a worker that Ray has placed serves on when Ray is lost, unless the file says
+otherwise: a machine in whose place another one has become Ray's head must find it.
+"""
 JOIN_PORT = 6400
 """The port at which others join the first gateway of a machine; a second gateway has the next
 port.
@@ -37,6 +48,8 @@ API_PORT = 8000
 JOIN_TIMEOUT_S = 24 * 3600
 CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 """Files of a machine's bundle, beside the file of the cluster."""
+RAY_TOKEN = "ray.token"
+"""The file of the token by which nodes of Ray know each other, in the bundle of each."""
 CREDENTIALS = {
     f"{kind.value}.credential": kind for kind in (CredentialRole.GATEWAY, CredentialRole.WORKER)
 }
@@ -45,8 +58,8 @@ SECRET, SAFE = "secret", "authority"
 """The cluster's secret, and the folder of what no machine may have, beside those of the machines.
 """
 
-_TOP = ("model", "machines", "settings", *ROLES)
-_MACHINE = ("address", *ROLES, STAGE)
+_TOP = ("model", "machines", RAY, "settings", *ROLES)
+_MACHINE = ("address", *ROLES, STAGE, RAY)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DECIDED = frozenset(
     {
@@ -57,6 +70,7 @@ _DECIDED = frozenset(
 ) | {name for name in options.options_of(ServeConfig) if name.startswith("ray_")}  # fmt: skip
 """Settings that follow from the rest of the file."""
 _STAGES = "pipeline_parallel_size"
+_SHARING = "data_parallel_size"
 _OF_GATEWAYS = frozenset(
     name
     for name, (option, _) in options.options_of(ServeConfig).items()
@@ -83,7 +97,8 @@ class Machine:
     @property
     def bundle(self) -> tuple[str, ...]:
         """All files that it needs besides the cluster's file."""
-        return (*self.credentials, CERTIFICATE, KEY, AUTHORITY)
+        token = (RAY_TOKEN,) if self.counts.get(RAY) else ()
+        return (*self.credentials, CERTIFICATE, KEY, AUTHORITY, *token)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,13 +107,15 @@ class Part:
     role: str
     given: Mapping[str, object]
     """Its settings, as written."""
+    command: tuple[str, ...] = ("serve",)
+    """The words before them in the command that starts it."""
 
     @property
     def words(self) -> list[str]:
         """The words of the command that starts it, which all users of the machine see."""
         given = {name: value for name, value in self.given.items() if not _option(name).secret}
-        command = "ranks" if self.role == STAGE else "serve"
-        return [command, *(word for name, value in given.items() for word in _flags(name, value))]
+        flags = (word for name, value in given.items() for word in _flags(name, value))
+        return [*self.command, *flags]
 
     @property
     def environ(self) -> dict[str, str]:
@@ -118,6 +135,20 @@ class ClusterFile:
     machines: tuple[Machine, ...]
     settings: Mapping[str, Mapping[str, object]]
     """The settings of all processes (under "settings") and of the processes of each role."""
+    placed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How many workers of each role Ray places over the machines."""
+
+    def total(self, role: str) -> int:
+        """Return how many processes of a role the cluster has."""
+        here = sum(machine.counts.get(role, 0) for machine in self.machines)
+        return here + self.placed.get(role, 0)
+
+    @property
+    def ray_hosts(self) -> list[str]:
+        """The addresses of the machines that are nodes of Ray, in the order in which they become
+        its head.
+        """
+        return [machine.address for machine in self.machines if machine.counts.get(RAY)]
 
     @property
     def seeds(self) -> str:
@@ -160,37 +191,52 @@ class ClusterFile:
         wanted: Counter[str] = Counter()
         for machine in self.machines:
             wanted += Counter(self.members(machine))
+        for role, number in self.placed.items():
+            wanted[role] = number
+            here[role] = sum(n for name, n in here.items() if name.startswith(f"{role}@"))
         return dict(wanted - here)
 
     def parts(self, machine: Machine) -> list[Part]:
         """Return the processes of a machine. Files that they name lie beside the cluster's file."""
-        tls = {"certfile": CERTIFICATE, "keyfile": KEY}
-        parts = []
-        for role in ROLES:
-            of_role = {**self.settings["settings"], **self.settings[role]}
-            if role != "gateway":
-                of_role = {n: v for n, v in of_role.items() if n not in _OF_GATEWAYS}
-            for index in range(machine.counts.get(role, 0)):
-                given: dict[str, object] = {
-                    "model": self.model, "role": role, "join": self.seeds,
-                    "bind_host": machine.address, "node_id": machine.name,
-                    "cluster_secret_file": f"{_kind(role).value}.credential",
-                    "join_timeout": JOIN_TIMEOUT_S,
-                }  # fmt: skip
-                if role == "gateway":
-                    port = int(str(of_role.get("port", API_PORT))) + index
-                    given |= {"join_port": JOIN_PORT + index, "host": machine.address}
-                    given |= {f"ssl_{name}": file for name, file in tls.items()}
-                    given |= {"prefill": sum(m.counts.get("prefill", 0) for m in self.machines)}
-                    given |= {**of_role, "port": port}
-                else:
-                    given |= {"health_host": machine.address}
-                    given |= {f"health_ssl_{name}": file for name, file in tls.items()}
-                    if self.stage_hosts and str(of_role.get(_STAGES, 1)) != "1":
-                        given |= {"stage_hosts": self.stage_hosts, "rank_backend": "gloo"}
-                    given |= of_role
-                parts.append(Part(name=f"{role}-{index}", role=role, given=given))
+        parts = [
+            self._part(machine, role, index)
+            for role in ROLES
+            for index in range(machine.counts.get(role, 0))
+        ]
+        if machine.counts.get(RAY):
+            words = ("up", self.path.name, f"--machine={machine.name}", "--ray-node")
+            parts.append(Part(name=f"{RAY}-0", role=RAY, given={}, command=words))
         return [*parts, *self._stage(machine)]
+
+    def placed_part(self, machine: Machine, role: str) -> Part:
+        """Return a worker of a role that Ray may place on a machine."""
+        part = self._part(machine, role, 0)
+        return dataclasses.replace(part, given={"orphan_timeout": ORPHAN_S, **part.given})
+
+    def _part(self, machine: Machine, role: str, index: int) -> Part:
+        tls = {"certfile": CERTIFICATE, "keyfile": KEY}
+        of_role = {**self.settings["settings"], **self.settings[role]}
+        if role != "gateway":
+            of_role = {n: v for n, v in of_role.items() if n not in _OF_GATEWAYS}
+        given: dict[str, object] = {
+            "model": self.model, "role": role, "join": self.seeds,
+            "bind_host": machine.address, "node_id": machine.name,
+            "cluster_secret_file": f"{_kind(role).value}.credential",
+            "join_timeout": JOIN_TIMEOUT_S,
+        }  # fmt: skip
+        if role == "gateway":
+            port = int(str(of_role.get("port", API_PORT))) + index
+            given |= {"join_port": JOIN_PORT + index, "host": machine.address}
+            given |= {f"ssl_{name}": file for name, file in tls.items()}
+            given |= {"prefill": self.total("prefill")}
+            given |= {**of_role, "port": port}
+        else:
+            given |= {"health_host": machine.address}
+            given |= {f"health_ssl_{name}": file for name, file in tls.items()}
+            if self.stage_hosts and str(of_role.get(_STAGES, 1)) != "1":
+                given |= {"stage_hosts": self.stage_hosts, "rank_backend": "gloo"}
+            given |= of_role
+        return Part(name=f"{role}-{index}", role=role, given=given)
 
     def _stage(self, machine: Machine) -> list[Part]:
         if not machine.counts.get(STAGE):
@@ -201,7 +247,7 @@ class ClusterFile:
         }  # fmt: skip
         if (limit_s := self.settings["settings"].get("shutdown_timeout")) is not None:
             given["shutdown_timeout"] = limit_s
-        return [Part(name=f"{STAGE}-0", role=STAGE, given=given)]
+        return [Part(name=f"{STAGE}-0", role=STAGE, given=given, command=("ranks",))]
 
 
 def read_cluster_file(path: str) -> ClusterFile:
@@ -222,10 +268,14 @@ def read_cluster_file(path: str) -> ClusterFile:
         raise ConfigError(
             f"{path}: machines: the machines are missing; list each with its address and its roles"
         )
+    placed = _placed(path, loaded.get(RAY))
     found = ClusterFile(
         path=Path(path),
         model=model,
-        machines=tuple(_machine(path, str(name), told) for name, told in machines.items()),
+        machines=tuple(
+            _machine(path, str(name), told, by_ray=bool(placed)) for name, told in machines.items()
+        ),
+        placed=placed,
         settings={
             group: _settings(path, group, loaded.get(group)) for group in ("settings", *ROLES)
         },
@@ -238,12 +288,51 @@ def _kind(role: str) -> CredentialRole:
     return CredentialRole.GATEWAY if role == "gateway" else CredentialRole.WORKER
 
 
-def _check(found: ClusterFile) -> None:
-    def total(role: str) -> int:
-        return sum(machine.counts.get(role, 0) for machine in found.machines)
+def _placed(path: str, told: object) -> dict[str, int]:
+    """Return how many workers of each role Ray is to place."""
+    if told is None:
+        return {}
+    values = _mapping(path, RAY, told, PLACED_ROLES)
+    counts = {role: _count(path, RAY, role, value) for role, value in values.items()}
+    if not any(counts.values()):
+        raise ConfigError(f"{path}: {RAY}: Ray has nothing to place; add a role, such as decode: 1")
+    return {role: number for role, number in counts.items() if number}
 
+
+def _check_placed(found: ClusterFile) -> None:
+    """Raise ConfigError if Ray cannot place what it is to place."""
+    for machine in found.machines:
+        if machine.counts.get(RAY) and not found.placed:
+            raise ConfigError(
+                f"{found.path}: machines: {machine.name}: {RAY}: Ray has nothing to place; say "
+                f"what at the top of the file, such as `{RAY}: {{decode: 1}}`"
+            )
+        for role in found.placed:
+            if machine.counts.get(role):
+                raise ConfigError(
+                    f"{found.path}: machines: {machine.name}: {role}: Ray places the workers of "
+                    f"this role; add them to its number, {RAY}: {role}"
+                )
+    if found.placed and not found.ray_hosts:
+        raise ConfigError(f"{found.path}: {RAY}: no machine takes what Ray places")
+    if found.placed and found.stage_hosts:
+        raise ConfigError(
+            f"{found.path}: {RAY}: Ray places engines whose stages are all on one machine; leave "
+            f"out `{STAGE}`, or give the engines to machines instead of Ray"
+        )
+    for role in found.placed:
+        of_role = {**found.settings["settings"], **found.settings[role]}
+        if str(of_role.get(_SHARING, 1)) != "1":
+            raise ConfigError(
+                f"{found.path}: {RAY}: {role}: Ray places each worker by itself, and with "
+                f"{flag(_SHARING)} several share their experts; leave that out"
+            )
+
+
+def _check(found: ClusterFile) -> None:
+    _check_placed(found)
     for role, why in (("gateway", "clients ask one"), ("decode", "no tokens come without")):
-        if not total(role):
+        if not found.total(role):
             raise ConfigError(
                 f"{found.path}: machines: none has the role {role}, and {why}; add `{role}: 1` to "
                 "one"
@@ -261,7 +350,7 @@ def _check(found: ClusterFile) -> None:
             )
 
 
-def _machine(path: str, name: str, told: object) -> Machine:
+def _machine(path: str, name: str, told: object, *, by_ray: bool) -> Machine:
     where = f"machines: {name}"
     if not _NAME.fullmatch(name) or name == SAFE:
         raise ConfigError(
@@ -275,8 +364,12 @@ def _machine(path: str, name: str, told: object) -> Machine:
             "machines reach this one"
         )
     counts = {
-        role: _count(path, where, role, values[role]) for role in (*ROLES, STAGE) if role in values
+        role: _count(path, where, role, values[role])
+        for role in (*ROLES, STAGE, RAY)
+        if role in values
     }
+    if by_ray:
+        counts.setdefault(RAY, 1)
     if not any(counts.values()):
         raise ConfigError(f"{path}: {where}: no role runs there; add one, such as decode: 1")
     if counts.get("kvstore", 0) > 1:
@@ -289,6 +382,8 @@ def _machine(path: str, name: str, told: object) -> Machine:
             f"{path}: {where}: {STAGE}: one process computes the stages of all engines there; give "
             "1"
         )
+    if counts.get(RAY, 0) > 1:
+        raise ConfigError(f"{path}: {where}: {RAY}: a machine is one node of Ray; give 1 or 0")
     return Machine(name=name, address=str(values["address"]), counts=counts)
 
 

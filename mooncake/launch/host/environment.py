@@ -36,6 +36,11 @@ RAY_AGENTS = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
 process.
 """
 
+RAY_WORKERS = {"RAY_worker_niceness": "0"}
+"""Ray otherwise runs its workers, and with them engines that they start, behind all other
+processes.
+"""
+
 BARE_LINES = {"RAY_DISABLE_WORKER_LOG_PREFIX": "1"}
 """Has Ray print workers' log lines unchanged, for machines to read. Set it before ray is
 imported.
@@ -75,7 +80,8 @@ def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, 
 def with_ray(bind_host: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with the variables that must be set before a process imports ray."""
     wanted = {
-        **QUIET, **OWN_SIGNALS, **RAY_AGENTS, **(LOOPBACK_RAY if is_loopback(bind_host) else {}),
+        **QUIET, **OWN_SIGNALS, **RAY_AGENTS, **RAY_WORKERS,
+        **(LOOPBACK_RAY if is_loopback(bind_host) else {}),
     }  # fmt: skip
     return {**wanted, **environ}
 

@@ -72,6 +72,25 @@ def test_what_is_made_once_stays_and_is_private(run: Run, tmp_path: Path) -> Non
     assert set(names_in((place / "here" / "cert.pem").read_text())) >= {"127.0.0.1", "here"}
 
 
+def test_machines_on_which_ray_places_workers_share_a_token(run: Run, tmp_path: Path) -> None:
+    machines: dict[str, Any] = {
+        "here": {"address": "127.0.0.1", "gateway": 1},
+    }
+    code, said = run("--dry-run", machines=machines, ray={"decode": 2})
+    assert code == 0, said
+    node = said.splitlines()[-1]
+    assert node == "mooncake up k2.yaml --machine=here --ray-node"
+    token = tmp_path / "k2" / "here" / "ray.token"
+    assert token.read_text() == (tmp_path / "k2" / "authority" / "ray.token").read_text()
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    longer = {"max-model-len": 4096}
+    code, said = run("--dry-run", machines=machines, ray={"decode": 2}, decode=longer)
+    assert code == 2
+    assert "decode-0 of here: " in said, "what Ray may place there has to fit"
+    run("--dry-run")
+    assert not token.exists(), "nothing is placed any more"
+
+
 def test_a_machine_with_another_address_gets_another_certificate(run: Run, tmp_path: Path) -> None:
     run("--dry-run")
     credential = (tmp_path / "k2" / "here" / "worker.credential").read_text()

@@ -17,7 +17,7 @@ import pytest
 
 from mooncake.base import Role
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.launch.cluster import worker_handle, worker_program
+from mooncake.launch.cluster import placed_worker, worker_handle, worker_program
 from mooncake.launch.cluster.worker_handle import (
     Begin,
     Told,
@@ -125,6 +125,29 @@ def test_a_worker_that_leaves_ends_with_its_supervisor(supervisors: Supervisors)
     handle, told = supervisors.take(supervisors.begin())
     handle.leave(LONG_S, waits=True)
     handle.close()
+    assert supervisors.ended(told.pid)
+
+
+def test_a_worker_leaves_at_the_first_word_of_one_that_takes_it_out(
+    supervisors: Supervisors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the worker of a Ray that is gone, which `mooncake up` takes out."""
+    handle, told = supervisors.take(supervisors.begin())
+    monkeypatch.setattr(placed_worker, "_place", {"here": supervisors.place}.get)
+    assert placed_worker.held(["here"]) == ["here"]
+    placed_worker.leave(["here"], WAIT_S, lambda: False)
+    assert supervisors.ended(told.pid)
+    assert placed_worker.held(["here"]) == []
+    handle.close()
+
+
+def test_a_worker_that_does_not_leave_is_killed_when_hurried(
+    supervisors: Supervisors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, told = supervisors.take(supervisors.begin())
+    monkeypatch.setattr(placed_worker, "_place", {"here": supervisors.place}.get)
+    os.kill(told.pid, signal.SIGSTOP)
+    placed_worker.leave(["here"], WAIT_S, lambda: True)
     assert supervisors.ended(told.pid)
 
 

@@ -200,6 +200,7 @@ CLASSES: dict[str, dict[str, Class]] = {
     },
     "docs/kubernetes-secrets.md": {"kubectl patch": KUBELET},
     "docs/parallelism.md": {"mooncake serve DIR --tensor-parallel-size 2": PLANNED},
+    "docs/placed-engines.md": {"# placed.yaml": Read("cluster")},
     "docs/pool.md": {
         "mooncake serve DIR --dram": PLANNED,
         "mooncake serve DIR --kv-events-config": PLANNED,

@@ -245,7 +245,7 @@ class Host:
 
 
 def _environment() -> dict[str, str]:
-    kept = ("PATH", "LANG", "PYTHONDONTWRITEBYTECODE")
+    kept = ("PATH", "LANG", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
     return {
         **{name: os.environ[name] for name in kept if name in os.environ},
         "HOME": HOME,

@@ -78,6 +78,37 @@ def test_every_worker_answers_with_the_newest_facts(monkeypatch: pytest.MonkeyPa
     assert told == [[], [b"first", b"second"], [b"first", b"second", b"second"]]
 
 
+def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray may take another node while some do not know a new one yet. Then the actor ends, and Ray
+    tries again: a second worker would load the weights again.
+    """
+    made: list[tuple[Any, dict[str, Any]]] = []
+    actor = SimpleNamespace(run=SimpleNamespace(remote=lambda *words: "running"))
+
+    def options(scheduling_strategy: Any, **_: Any) -> Any:
+        return SimpleNamespace(
+            remote=lambda worker_id, **where: made.append((scheduling_strategy, where)) or actor
+        )
+
+    monkeypatch.setattr(ray_cluster.ray, "remote", lambda _: SimpleNamespace(options=options))
+    node, other = "5e" * 28, "6f" * 28
+    Supervisor(lambda _: None).place([worker_settings()], {"decode-0": node})
+    [(strategy, where)] = made
+    assert (strategy.node_id, strategy.soft) == (node, True)
+    assert where == {"placed": True, "node": node}
+
+    class Ended(Exception):
+        pass
+
+    monkeypatch.setattr(ray_cluster.os, "_exit", fails(Ended()))
+    context = SimpleNamespace(get_node_id=lambda: other)
+    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: context)
+    with pytest.raises(Ended):
+        ray_cluster.WorkerActor("decode-0", **where).run(b"", "", "", 0.0)
+
+
 def test_where_there_is_no_worker_an_actor_answers_with_the_newest_facts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

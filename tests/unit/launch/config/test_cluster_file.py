@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Role
 from mooncake.cli.main import make_parser
 from mooncake.launch.config import options
 from mooncake.launch.config.cluster_file import ClusterFile, Part, read_cluster_file
@@ -115,6 +115,46 @@ def test_a_machine_computes_stages_of_engines_elsewhere(read: Any) -> None:
     assert configs["prefill-0"].stage_hosts == (), "it has no stages"
 
 
+BY_RAY: dict[str, Any] = {
+    "machines": {
+        "a": {"address": "10.0.0.7", "gateway": 1, "kvstore": 1, "ray": 0},
+        "b": {"address": "10.0.0.8", "gateway": 1},
+        "c": {"address": "fd00::9"},
+    },
+    "ray": {"prefill": 1, "decode": 2},
+}  # fmt: skip
+
+
+def test_ray_places_workers_over_machines(read: Any) -> None:
+    cluster = read(**BY_RAY)
+    a, b, c = cluster.machines
+    assert cluster.ray_hosts == ["10.0.0.8", "fd00::9"]
+    assert [part.name for part in cluster.parts(a)] == ["gateway-0", "kvstore-0"]
+    assert [part.name for part in cluster.parts(c)] == ["ray-0"]
+    assert config_of(cluster.parts(b)[0]).prefill == 1, "gateways know what is to come"
+    node = cluster.parts(c)[0]
+    assert node.words == ["up", "k2.yaml", "--machine=c", "--ray-node"]
+    assert make_parser("up").parse_args(node.words).ray_node
+    assert [*c.bundle] == ["worker.credential", "cert.pem", "key.pem", "ca.pem", "ray.token"]
+    assert "ray.token" not in a.bundle
+    worker = config_of(cluster.placed_part(c, "decode"))
+    assert (worker.role, worker.node_id, worker.bind_host) == ("decode", "c", "fd00::9")
+    assert (worker.orphan_timeout, worker.max_num_seqs) == (600, 8)
+    shorter = read(**BY_RAY, decode={"orphan-timeout": 5})
+    assert config_of(shorter.placed_part(c, "decode")).orphan_timeout == 5
+
+
+def test_what_ray_places_may_be_on_any_machine(read: Any) -> None:
+    cluster = read(**BY_RAY)
+    others = [
+        (Role.GATEWAY, "gateway-a-6400"), (Role.GATEWAY, "gateway-b-6400"), (Role.KVSTORE, "a"),
+    ]  # fmt: skip
+    assert cluster.missing([others]) == {"prefill": 1, "decode": 2}
+    both = [*others, (Role.PREFILL, "c"), (Role.DECODE, "c")]
+    assert cluster.missing([both]) == {"decode": 1}
+    assert cluster.missing([[*both, (Role.DECODE, "b")]]) == {}
+
+
 ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
 
 
@@ -150,6 +190,20 @@ ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
         ({"decode": {"max-num-seq": 1}}, r"decode: unknown setting max-num-seq \(did you mean"),
         ({"gateway": {"api-key": ["one", "two"]}}, "gateway: api-key: one alone can be given"),
         ({"decode": [1]}, "decode: must hold `name: value` lines"),
+        ({"ray": {"kvstore": 1}}, "ray: unknown key 'kvstore'"),
+        ({"ray": {"decode": 0}}, "ray: Ray has nothing to place"),
+        ({"machines": {"a": {**ONE, "ray": 1}}}, "a: ray: Ray has nothing to place; say what"),
+        ({"ray": {"decode": 1}}, "machines: b: decode: Ray places the workers of this role"),
+        (
+            {**BY_RAY, "machines": {"a": {"address": "10.0.0.7", "gateway": 1, "ray": 0}}},
+            "ray: no machine takes what Ray places",
+        ),
+        ({"machines": {"a": {**ONE, "ray": 2}}}, "a: ray: a machine is one node of Ray"),
+        ({**BY_RAY, "decode": {"data-parallel-size": 2}}, "ray: decode: Ray places each worker by"),
+        (
+            {**BY_RAY, "machines": {"a": {"address": "10.0.0.7", "gateway": 1, "stage": 1}}},
+            "ray: Ray places engines whose stages are all on one machine",
+        ),
     ],
 )
 def test_what_describes_no_cluster(read: Any, changes: dict[str, Any], message: str) -> None:

@@ -1,0 +1,311 @@
+"""Makes one machine of a cluster that a file describes a node of Ray: `mooncake up` runs this as a
+process of its own where the file has Ray place workers.
+
+One of these processes is Ray's head and has Ray place the workers; the others join it. Each ends
+when its Ray ends or another head counts, and `mooncake up` starts it again: it then looks anew for
+the head, or becomes it. Workers outlive all that, and whoever is the head next adopts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mooncake.base import ConfigError, MooncakeError, Role
+from mooncake.identity import Credential
+from mooncake.launch.cluster import own_raylet, placed_worker
+from mooncake.launch.cluster.facts import ClusterFacts, Seeds, read_facts
+from mooncake.launch.cluster.log_file import start_log
+from mooncake.launch.cluster.up import machine_credential, own_machine
+from mooncake.launch.config.cluster_file import (
+    AUTHORITY,
+    CERTIFICATE,
+    KEY,
+    RAY_PORT,
+    RAY_TOKEN,
+    ClusterFile,
+    Machine,
+    read_cluster_file,
+)
+from mooncake.launch.config.config import resolve
+from mooncake.launch.config.options import bracketed
+from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment
+from mooncake.launch.worker.process import WorkerSettings
+
+CONNECT_S = 1.0
+LOOK_S = 2.0
+"""Seconds between two looks at other machines."""
+TURN_S = 60.0
+"""If no machine is the head for so long, the first in the file becomes it; each further one waits
+so much longer than the one before.
+"""
+LOST_S = 10.0
+"""A head that does not answer for this long is lost."""
+AWAY_S = 30.0
+"""A new head waits this long for machines on which no gateway knows workers."""
+
+if TYPE_CHECKING:
+    from mooncake.launch.cluster.ray_cluster import Supervisor
+
+_log = logging.getLogger(__name__)
+
+
+def whom_to_join(own: int, heads: Sequence[bool], silent_s: float) -> int | None:
+    """Return the machine whose Ray counts, by its place in the file; None: wait and look again.
+
+    `own`: the place of this machine. `heads`: which machines are heads now. `silent_s`: for how
+    long none has been.
+    """
+    for place, is_head in enumerate(heads):
+        if is_head and place != own:
+            return place
+    return own if silent_s >= own * TURN_S else None
+
+
+def gives_way(own: int, heads: Sequence[bool]) -> bool:
+    """Return whether the head at this place of the file gives way to another one: both became heads
+    when they did not reach each other.
+    """
+    return any(heads[:own])
+
+
+def works_at(
+    members: Iterable[tuple[Role, str]], roles: Container[str], machines: Container[str]
+) -> bool:
+    """Return whether a member of the cluster that has one of these roles is on one of the
+    machines.
+    """
+    return any(role.value in roles and name in machines for role, name in members)
+
+
+def spread(
+    worker_ids: Sequence[str], held: Mapping[str, str], nodes: Sequence[str]
+) -> dict[str, str]:
+    """Return the node of each worker: those that `held` says where they run stay, and the others
+    are shared out evenly.
+    """
+    placed = {worker_id: held[worker_id] for worker_id in worker_ids if worker_id in held}
+    for worker_id in worker_ids:
+        if worker_id not in placed:
+            numbers = Counter(placed.values())
+            placed[worker_id] = min(nodes, key=lambda node: numbers[node])
+    return placed
+
+
+def run_node(file: str, name: str | None) -> int:
+    """Be the machine's node of Ray until a signal, or until its Ray ends; return the exit code.
+
+    Raises:
+        MooncakeError: this machine is not in the file, or has no Ray.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError('ray: Ray is not installed here; `pip install "mooncake[ray]"`')
+    path = Path(file).resolve()
+    cluster = read_cluster_file(str(path))
+    machine = own_machine(cluster, name)
+    os.chdir(path.parent)
+    environ = environment.with_ray_tls(environment.variables(), CERTIFICATE, KEY, AUTHORITY)
+    environ["RAY_AUTH_TOKEN_PATH"] = str(Path(RAY_TOKEN).absolute())
+    environ |= {placed_worker.FILE: str(path), placed_worker.MACHINE: machine.name}
+    environment.prepare_ray(machine.address, environ)
+    node = _Node(cluster, machine)
+    try:
+        node.run()
+    except MooncakeError as error:
+        _log.error("%s", error.message)
+        return 1
+    return 0
+
+
+class _Node:
+    """One life of the node."""
+
+    def __init__(self, cluster: ClusterFile, machine: Machine) -> None:
+        self._cluster = cluster
+        self._machine = machine
+        self._hosts = cluster.ray_hosts
+        self._own = self._hosts.index(machine.address)
+        self._parent = os.getppid()
+        self._num_signals = 0
+        self._looked_s = float("-inf")
+        config = self._config()
+        start_log("ray", config.log_level, config.log_format, config.log_file)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def run(self) -> None:
+        """Join the head, or be it, until that ends. After a signal the workers of this machine
+        leave; but if `mooncake up` was killed, they wait for the next one.
+        """
+        raylet: own_raylet.OwnRaylet | None = None
+        try:
+            if (head := self._await_head()) is None:
+                return
+            is_own = head == self._own
+            address = _address(self._hosts[head])
+            raylet = own_raylet.OwnRaylet(address, self._machine.address, head=is_own)
+            if is_own:
+                _log.info("this machine is the head of Ray")
+                self._be_head(address, raylet)
+            else:
+                self._be_node(self._hosts[head], raylet)
+        finally:
+            if raylet is not None:
+                raylet.close()
+            if self._num_signals and os.getppid() == self._parent:
+                names = [name for _, name in placed_worker.names_of(self._cluster)]
+                limit_s = self._config().shutdown_timeout
+                placed_worker.leave(names, limit_s, lambda: self._num_signals > 1)
+
+    def _on_signal(self, *_: object) -> None:
+        self._num_signals += 1
+
+    def _await_head(self) -> int | None:
+        """Return the machine that is the head, by its place; None: a signal came."""
+        began_s = time.monotonic()
+        while not self._num_signals:
+            heads = [_is_head(host) for host in self._hosts]
+            found = whom_to_join(self._own, heads, time.monotonic() - began_s)
+            if found is not None:
+                return found
+            time.sleep(LOOK_S)
+        return None
+
+    def _be_node(self, head: str, raylet: own_raylet.OwnRaylet) -> None:
+        seen_s = time.monotonic()
+        while not self._num_signals and not raylet.has_ended():
+            if _is_head(head):
+                seen_s = time.monotonic()
+            elif time.monotonic() > seen_s + LOST_S:
+                break
+            time.sleep(LOOK_S)
+        if not self._num_signals:
+            _log.warning("the head of Ray at %s is lost; the workers here serve on", head)
+
+    def _be_head(self, address: str, raylet: own_raylet.OwnRaylet) -> None:
+        from mooncake.launch.cluster import ray_cluster
+
+        def go_on() -> bool:
+            return self._goes_on(raylet)
+
+        ray_cluster.connect(address, self._machine.address)
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
+            signal.signal(number, self._on_signal)
+        try:
+            config = self._config()
+            while facts := self._await_others(config, go_on):
+                supervisor = ray_cluster.Supervisor(
+                    lambda _: None, own_ray=True, run="up", orphan_s=config.orphan_timeout
+                )
+                self._place(supervisor, facts, go_on)
+                if supervisor.ray_is_gone:
+                    supervisor.forget()
+                    break
+                supervisor.let_go()
+        finally:
+            ray_cluster.disconnect()
+
+    def _place(
+        self, supervisor: Supervisor, facts: ClusterFacts, go_on: Callable[[], bool]
+    ) -> None:
+        """Have Ray place the workers, and watch them until a machine is lost: what ran there is
+        then placed on others.
+        """
+        from mooncake.launch.cluster import ray_cluster
+
+        workers = [self._worker(facts, *each) for each in placed_worker.names_of(self._cluster)]
+        there = ray_cluster.nodes()
+        held = ray_cluster.holders([each.worker_id for each in workers])
+        on_cpus = [each.worker_id for each in workers if not each.num_gpus]
+        supervisor.place(workers, {**held, **spread(on_cpus, held, [*there.values()])})
+        looked_s = time.monotonic()
+        told = False
+
+        def all_stay() -> bool:
+            nonlocal looked_s, told
+            if not told and supervisor.are_ready():
+                told = True
+                _log.info("Ray looks after %s", ", ".join(each.worker_id for each in workers))
+            if time.monotonic() > looked_s + LOOK_S:
+                looked_s = time.monotonic()
+                if lost := there.keys() - ray_cluster.nodes().keys():
+                    _log.warning("lost: %s; its workers start elsewhere", ", ".join(sorted(lost)))
+                    return False
+            return go_on()
+
+        supervisor.watch(go_on=all_stay)
+
+    def _goes_on(self, raylet: own_raylet.OwnRaylet) -> bool:
+        """Return whether this machine is still the head."""
+        if self._num_signals or raylet.has_ended():
+            return False
+        if time.monotonic() > self._looked_s + LOOK_S:
+            self._looked_s = time.monotonic()
+            if gives_way(self._own, [_is_head(host) for host in self._hosts[: self._own]]):
+                _log.warning("a machine before this one in the file is a head too: it counts")
+                return False
+        return True
+
+    def _worker(self, facts: ClusterFacts, role: Role, worker_id: str) -> WorkerSettings:
+        """Return what the supervisor must know of a worker; its machine makes its settings."""
+        from mooncake.launch.cluster import ray_cluster
+
+        config = self._config(role)
+        ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+        on_gpus = config.device != "cpu" and ray_cluster.num_gpus() > 0
+        return msgspec.structs.replace(
+            facts.worker, role=role, worker_id=worker_id, num_gpus=ranks * on_gpus,
+            expert_group=None,
+        )  # fmt: skip
+
+    def _await_others(self, config: ServeConfig, go_on: Callable[[], bool]) -> ClusterFacts | None:
+        """Wait until a gateway has said how the cluster works, and until the machines are nodes of
+        Ray: those on which gateways know workers for as long as they do, the others `AWAY_S` at
+        most. Return what the gateway said; None: this is to end.
+        """
+        from mooncake.launch.cluster import ray_cluster
+
+        end_s = time.monotonic() + AWAY_S
+        credential: Credential = machine_credential(self._machine, Path())
+        with contextlib.closing(Seeds(config, credential)) as seeds:
+            while go_on():
+                answers, here = seeds.ask(), ray_cluster.nodes()
+                away = {
+                    machine.name for machine in self._cluster.machines
+                    if machine.address in self._hosts and machine.address not in here
+                }  # fmt: skip
+                if answers and (not away or time.monotonic() > end_s):
+                    members = [member for told in answers for member in told.members]
+                    if not works_at(members, self._cluster.placed, away):
+                        return read_facts(answers[0].facts)
+        return None
+
+    def _config(self, role: Role | None = None) -> ServeConfig:
+        """Return the settings of workers of a role that Ray places."""
+        name = next(iter(self._cluster.placed)) if role is None else role.value
+        return resolve(dict(self._cluster.placed_part(self._machine, name).given), None, {})
+
+
+def _address(host: str) -> str:
+    return f"{bracketed(host)}:{RAY_PORT}"
+
+
+def _is_head(host: str) -> bool:
+    """Return whether a head of Ray listens on a machine."""
+    try:
+        socket.create_connection((host, RAY_PORT), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
