@@ -34,7 +34,13 @@ def test_the_build_machine_runs_every_folder_of_tests() -> None:
 
 
 def test_the_build_machine_leaves_out_only_what_it_runs_alone() -> None:
-    """No run leaves out slow tests, and those that measure have a run of their own."""
+    """No run leaves out slow tests, and those that run alone have a run of their own."""
     runs = [shlex.split(line) for line in build_commands() if "/pytest " in line]
     markers = {words[words.index("-m") + 1] for words in runs if "-m" in words}
     assert markers == {"not alone", "alone"}
+    marked = {
+        path.relative_to(ROOT / "tests").parts[0]
+        for path in ROOT.glob("tests/**/*.py")
+        if re.search(r"^[^#\n]*mark\.alone\b", path.read_text(), re.MULTILINE)
+    }
+    assert marked == {"integration"}, "the run of those alone looks there"

@@ -703,8 +703,12 @@ class Supervisor:
         if not self._own_ray and not self._here_only and needs != self._asked:
             from ray.autoscaler import sdk  # a third of a second, and few need it
 
-            self._asked = needs
-            sdk.request_resources(bundles=needs)
+            try:
+                sdk.request_resources(bundles=needs)
+            except (RayError, RuntimeError, OSError) as error:
+                _log.warning("Ray could not be asked for nodes: %s", error)
+            else:
+                self._asked = needs
 
     def are_ready(self) -> bool:
         """Return whether all workers serve."""
@@ -945,8 +949,10 @@ def _set_aside(settings: WorkerSettings, node: str | None, wait_s: float) -> Pla
     living = _living()
     nodes = [each["Resources"] for each in living]
     if node is not None:
-        [here] = [each["Resources"] for each in living if each["NodeID"] == node]
-        nodes = [here]
+        nodes = [each["Resources"] for each in living if each["NodeID"] == node]
+        if not nodes:
+            raise MooncakeError(f"{settings.worker_id}: the machine chosen for it has just ended")
+        here = nodes[0]
         names = [name for name in here if name.startswith("node:") and "internal" not in name]
         bundle[names[0]] = HERE_SHARE
     group: PlacementGroup = _groups.placement_group([bundle], strategy="STRICT_PACK")

@@ -23,7 +23,11 @@ from tests.support.serve.server_process import nano_checkpoint
 
 NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "1"))
 """Of each kind of process: `make soak-nodes` sets more."""
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500 * NUM_KILLS)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.alone,  # Ray gives its processes 30 s to start, whatever else runs
+    pytest.mark.timeout(1500 * NUM_KILLS),
+]
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 200
