@@ -41,6 +41,7 @@ from benchmarks import (
     speculation,
     startup,
     step,
+    tracing,
     transfer,
     vllm_pool,
     weights,
@@ -85,6 +86,7 @@ BENCHMARKS = {
     "sim-vs-real": sim_vs_real.main,
     "weights": weights.main,
     "step": step.main,
+    "tracing": tracing.main,
     "startup": startup.main,
 }
 

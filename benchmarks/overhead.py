@@ -41,9 +41,14 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(model: Path, *, split: bool, step_s: float = 0.0) -> Iterator[Cluster]:
-    """Start a gateway and workers that compute nothing; end them afterwards."""
-    command = [sys.executable, "-m", "benchmarks.support.null_gateway", str(model), str(int(split))]
+def cluster(
+    model: Path, *, split: bool, step_s: float = 0.0, traces: Sequence[str] = ()
+) -> Iterator[Cluster]:
+    """Start a gateway and workers that compute nothing; end them afterwards. traces: the collector
+    of traces and the share of calls that are traced.
+    """
+    command = [sys.executable, "-m", "benchmarks.support.null_gateway"]
+    command += [str(model), str(int(split)), *traces]
     gateway = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,13 +1,15 @@
 """The gateway process of `overhead`: the real API server, gateway and Conductor; no Ray, no model.
 
-Prints one JSON line with its URL and the settings of the workers to be started, then "ready" when
-they have joined.
+Arguments: the checkpoint, 1 for 1P + 1D or 0 for decode alone, and then, to trace calls, the
+collector and the share of calls. Prints one JSON line with its URL and the settings of the workers
+to be started, then "ready" when they have joined.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import msgspec
 
@@ -27,8 +29,8 @@ from mooncake.rpc.zmq_channel import ZmqChannel
 POLL_S = 0.02
 
 
-async def _serve(model: str, *, split: bool) -> None:
-    given = {
+async def _serve(model: str, split: str, collector: str = "", share: str = "") -> None:
+    given: dict[str, Any] = {
         "model": model,
         "served_model_name": [SERVED_NAME],
         "port": 0,
@@ -38,6 +40,9 @@ async def _serve(model: str, *, split: bool) -> None:
         "max_model_len": 8192,
         "num_threads": 1,
     }
+    if collector:
+        given["otlp_traces_endpoint"] = collector
+        given["otlp_traces_sampling_ratio"] = float(share)
     config = resolve(given, None, {})
     plan = make_plan(config, machine_facts.num_cores())
     secret = SystemIds().hex(16)
@@ -62,4 +67,4 @@ async def _serve(model: str, *, split: bool) -> None:
 
 
 if __name__ == "__main__":
-    run_in_loop(_serve(sys.argv[1], split=sys.argv[2] == "1"))
+    run_in_loop(_serve(*sys.argv[1:]))
