@@ -121,7 +121,8 @@ def test_a_process_that_loads_serves_and_whose_engine_hangs(
         assert world.workers.gone() == ""
         cluster = world.workers._cluster
         assert cluster is not None
-        await asyncio.to_thread(cluster.call, "decode-0", fault)
+        done = cluster._workers["decode-0"].driver.call(fault)
+        await asyncio.to_thread(done.result, WAIT_S)
         world.gateway_process.backend.submit(request(1, [1, 2, 3]), lambda _: None)
         await world.until(lambda probes: probes["live"] != OK)
         found = await world.probes()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +25,11 @@ from tests.support.serve.plain_settings import worker_settings
 
 
 @pytest.fixture(autouse=True)
-def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with a short name, because the path of a Unix socket has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="kept-") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
 
 
 def config(**given: object) -> ServeConfig:
