@@ -135,15 +135,21 @@ class _Play:
         self._end(chunks, num_steps)
 
     def rest_s(self, asked: OpenPrompt) -> float:
-        """Return how long it takes to compute the prompts that go before `asked`, and that one."""
+        """Return how long it takes to compute the prompts that go before `asked`, and that one. It
+        cannot begin before it is ready.
+        """
         line = self._line()
         places = self._postponement(line).places
         goes_last = asked not in line or line.index(asked) in places
         kept = self.prompts if goes_last else [
             each for place, each in enumerate(line) if place not in places
         ]  # fmt: skip
+        others_s = sum(self._prefill_s(each) for each in kept if each is not asked)
+        return max(others_s, asked.ready_s - self.now) + self._prefill_s(asked)
+
+    def _prefill_s(self, prompt: OpenPrompt) -> float:
         most = self._config.max_chunk_tokens
-        return sum(self._cost.prefill_s(each.num_tokens, each.num_before, most) for each in kept)
+        return self._cost.prefill_s(prompt.num_tokens, prompt.num_before, most)
 
     def _chunks(self) -> list[tuple[OpenPrompt, int]]:
         """Return what the step computes of prompts."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mooncake.base import Role, WorkerHello
+from mooncake.base import ConfigError, Role, WorkerHello
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.outlook import OpenPrompt, OpenStream, first_token_s
 from mooncake.engine.prompt_time import Allowance
@@ -74,21 +74,24 @@ def planned_ttft_s(
 
 def planned_for(hello: WorkerHello) -> EngineConfig | None:
     """Return the limits of a worker's engine, as far as its steps are planned by them. None: it has
-    none, or it is a pipeline, whose steps are not played.
+    none, it says some with which no engine runs, or it is a pipeline, whose steps are not played.
     """
     if hello.num_stages > 1 or (hello.max_gap_s is None and hello.first_token_s is None):
         return None
-    return EngineConfig(
-        num_blocks=max(1, hello.num_blocks),
-        max_num_seqs=hello.max_num_seqs,
-        max_batched_tokens=hello.max_batched_tokens,
-        max_chunk_tokens=hello.max_batched_tokens,
-        max_model_len=1,
-        max_waiting=1,
-        max_gap_s=hello.max_gap_s,
-        max_gap_is_target=hello.max_gap_is_target,
-        first_token_s=hello.first_token_s,
-    )
+    try:
+        return EngineConfig(
+            num_blocks=max(1, hello.num_blocks),
+            max_num_seqs=hello.max_num_seqs,
+            max_batched_tokens=hello.max_batched_tokens,
+            max_chunk_tokens=hello.max_batched_tokens,
+            max_model_len=1,
+            max_waiting=1,
+            max_gap_s=hello.max_gap_s,
+            max_gap_is_target=hello.max_gap_is_target,
+            first_token_s=hello.first_token_s,
+        )
+    except ConfigError:
+        return None
 
 
 def _changes_nothing(config: EngineConfig, option: PrefillOption) -> bool:

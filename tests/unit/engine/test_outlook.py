@@ -45,6 +45,19 @@ def test_a_prompt_waits_for_what_it_fetches() -> None:
     assert at_s == pytest.approx(3.0 + cost.prefill_s(100, 0, 1000))
 
 
+@pytest.mark.parametrize("num_streams", [4, 200])
+def test_a_prompt_waits_for_what_it_fetches_beside_more_streams_than_are_played(
+    num_streams: int,
+) -> None:
+    asked = prompt(100, 1.0)
+    asked.ready_s = 61.0
+    cost = model()
+    streams = [OpenStream(num_before=100, num_tokens=9, num_left=1e6) for _ in range(num_streams)]
+    config = dataclasses.replace(LIMITED, max_num_seqs=500)
+    at_s = first_token_s(config, cost, streams, [prompt(3000)], asked, 1.0, 0.0)
+    assert at_s == pytest.approx(61.0 + cost.prefill_s(100, 0, 1000))
+
+
 def test_a_prompt_that_cannot_be_in_time_does_not_delay_one_that_can() -> None:
     cost = model()
     alone_s = cost.prefill_s(100, 0, 1000)

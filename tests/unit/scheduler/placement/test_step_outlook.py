@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
 
 from mooncake.base import Role
@@ -31,6 +35,17 @@ def test_a_worker_without_limits_or_with_stages_is_not_planned() -> None:
     assert config is not None
     assert (config.max_gap_s, config.max_gap_is_target, config.first_token_s) == (10.0, True, 20.0)
     view = InstanceView.of(replace(PLANNED, max_gap_s=None, first_token_s=None))
+    assert planned_ttft_s(option(view), (), 50.0, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    "odd", [
+        {"max_num_seqs": 0}, {"max_batched_tokens": 0}, {"max_batched_tokens": 63},
+        {"max_gap_s": 0.0}, {"max_gap_s": math.nan}, {"first_token_s": -1.0},
+    ],
+)  # fmt: skip
+def test_limits_with_which_no_engine_runs_do_not_fail_a_request(odd: dict[str, Any]) -> None:
+    view = InstanceView.of(replace(PLANNED, **odd))
     assert planned_ttft_s(option(view), (), 50.0, 1.0) is None
 
 
