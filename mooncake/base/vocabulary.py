@@ -132,7 +132,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a `tiktoken.model`: one base64 token and its rank a line."""
+    """Read a `tiktoken.model`: each line has one base64 token and its rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():

@@ -25,7 +25,7 @@ class Ramp:
         if not 0 <= self.start_rps < self.end_rps:
             raise ConfigError(
                 f"ramp-up-end-rps: {self.end_rps:g} must be more than --ramp-up-start-rps "
-                f"({self.start_rps:g}), and that at least 0"
+                f"({self.start_rps:g}), which must be at least 0"
             )
         if self.strategy == "exponential" and self.start_rps == 0:
             raise ConfigError(

@@ -83,7 +83,7 @@ class Command:
     def read(
         self, given: Mapping[str, object], file: str | None, environ: Mapping[str, str]
     ) -> Any:
-        """Return the settings. Raises a ConfigError that names the wrong one."""
+        """Return the settings. Raises a ConfigError that names the wrong setting."""
         if self.own_read is not None:
             return self.own_read(given, file, environ)
         return read_settings(self.settings, given, file, environ)

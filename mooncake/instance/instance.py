@@ -318,7 +318,7 @@ class Instance:
             self.write_through.put(self.kvstore, push, blocks, tenant, settled, head)
 
     def report_use(self, head: ChainHead) -> None:
-        """Report to this machine's pool node that a chain is used, when nothing of it is to be
+        """Tell this machine's pool node that a chain is used. Called when no block of it has to be
         written.
         """
         if head.num_counted < len(head.keys) and self.kvstore is not None:

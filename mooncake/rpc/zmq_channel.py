@@ -740,8 +740,8 @@ class _Bound:
 
     def follow(self, credential: Credential) -> float | None:
         """Use the cluster key that `credential` gives now. When the key changes, connections end
-        and come back. Return None when done. Return after how many seconds to call again if the
-        port is not free; as a rule it is free in a moment.
+        and are made again. Return None when that is done. While the port is not free, as a rule
+        for a moment only, return the seconds after which to call this again.
         """
         seed = credential.listening_seed or self._seed
         if self._endpoint:

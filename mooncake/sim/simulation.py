@@ -121,8 +121,8 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.num_decode < (self.scaling == FIXED) or self.num_prefill < 0:
             raise ConfigError(
-                "prefill, decode: a cluster needs at least 1 decode instance, and not less than 0 "
-                "of prefill"
+                "prefill, decode: a cluster needs at least 1 decode instance, and the number of "
+                "prefill instances must be at least 0"
             )
         if self.engine in COUPLED and self.num_prefill:
             raise ConfigError(

@@ -112,7 +112,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def json_line(entry: dict[str, Any]) -> str:
-    """Return an object as JSON without control characters: those that JSON keeps are spelled, too,
+    """Return an object as JSON without control characters. Those that JSON allows are escaped, too,
     because some readers take them for the end of a line or for commands.
     """
     text = msgspec.json.encode(entry).decode()

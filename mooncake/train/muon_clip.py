@@ -56,7 +56,7 @@ def orthogonalize(matrices: torch.Tensor, dtype: torch.dtype = torch.float32) ->
 
 
 class MuonClip:
-    """One optimizer for a model. `step` reads the gradients of the weights and leaves them."""
+    """One optimizer for a model. `step` reads the weights' gradients and does not clear them."""
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], rates: Rates, muon: bool = True

@@ -45,7 +45,7 @@ MAX_MODEL_CHARS = 512
 
 
 class EngineProxy(Serving):
-    """All that requests share. Everything runs in one event loop."""
+    """The state that all requests share. Everything runs in one event loop."""
 
     def __init__(
         self,

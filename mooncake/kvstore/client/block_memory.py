@@ -194,7 +194,7 @@ class MemoryTransfers:
             ended(done, now)
 
     def cancel(self, number: int) -> None:
-        """Ask a transfer to stop; its end still comes."""
+        """Ask a transfer to stop. Its end is still reported."""
         self._transfer.cancel(number)
 
     def _start(

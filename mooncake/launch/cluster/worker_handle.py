@@ -216,8 +216,8 @@ def _received(connection: socket.socket) -> Told | None:
 
 
 def _kill(connection: socket.socket) -> None:
-    """Kill the process that listens at the other end and wait for its end. One that has not got as
-    far as to listen is let be: the kernel names who started it.
+    """Kill the process that listens at the other end and wait for its end. If it does not listen
+    yet, the kernel names the process that started it instead, and nothing is killed.
     """
     pid, _ = credentials_of(connection)
     with contextlib.suppress(OSError):

@@ -404,8 +404,8 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
             )
         if config.cluster_secret is None:
             raise ConfigError(
-                f"cluster-secret: {config.join} tells only holders of a credential or the secret "
-                "how to join: --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
+                f"cluster-secret: {config.join} tells only holders of a credential or of the "
+                "secret how to join; give --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
             )
     is_joined = config.role == "gateway" or (config.role == "kvstore" and config.join is None)
     if config.join_port and not is_joined:

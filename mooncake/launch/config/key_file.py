@@ -50,8 +50,8 @@ class KeyFile:
         self._seen = self._look()
 
     def newer(self, *, asked: bool = False) -> tuple[ApiKey, ...] | None:
-        """Return the keys if the file has changed or the operator `asked`; None if it has not, or
-        cannot be used: one log line says why.
+        """Return the keys if the file has changed or the operator `asked`, otherwise None. Return
+        None also if the file cannot be used; one log line then says why.
         """
         looks = self._look()
         if looks == self._seen and not asked:

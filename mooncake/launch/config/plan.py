@@ -637,7 +637,7 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
         )
     if config.cluster_secret is None:
         raise ConfigError(
-            "stage-hosts: ranks there let in only workers that know their cluster's secret; give "
+            "stage-hosts: ranks there accept only workers that know their cluster's secret; give "
             "it here and there by --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     found = [(host.strip("[]"), int(port)) for host, _, port in (

@@ -155,10 +155,10 @@ def check_ray_tls(host: str, environ: Mapping[str, str], *, without_tls: bool) -
     """
     if ray_tls(environ) is None and not (without_tls or is_loopback(host.strip("[]"))):
         raise ConfigError(
-            f"ray-without-tls: at {host} Ray would speak without TLS, and who reads its token can "
-            "run programs on all machines: give --ray-ssl-certfile, --ray-ssl-keyfile and "
-            "--ray-ssl-ca-certs on all machines (`mooncake certificates` makes the files), or say "
-            "--ray-without-tls where the network is private"
+            f"ray-without-tls: at {host} Ray would speak without TLS, and anyone who reads its "
+            "token can run programs on all machines: give --ray-ssl-certfile, --ray-ssl-keyfile "
+            "and --ray-ssl-ca-certs on all machines (`mooncake certificates` makes the files), or "
+            "give --ray-without-tls if the network is private"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 
 
 class Place:
-    """A sequence's position: the longest end of its tokens with which a word begins."""
+    """A sequence's position: the longest end of its tokens that is the beginning of a word."""
 
     __slots__ = ("after", "completing", "ends", "shorter")
 

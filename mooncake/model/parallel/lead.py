@@ -218,8 +218,8 @@ class Lead:
             self.ranks.check_integrity(sequences)
 
     def ahead(self, tokens: torch.Tensor) -> None:
-        """Make all followers begin the decode step after the last, on `tokens` [slots] int64, which
-        that step sampled. Waits for no device.
+        """Make all followers begin the next decode step, on `tokens` [slots] int64, which the step
+        before it sampled. Does not wait for a device.
 
         Raises:
             GroupError: a rank was lost.

@@ -129,8 +129,8 @@ def replay(placement: BundledPlacement) -> tuple[str | None, str] | None:
     """
     if placement.config.policy in NOT_REPLAYED:
         raise ConfigError(
-            f"policy {placement.config.policy} chooses by more than the facts of a bundle: what it "
-            "chose cannot be replayed"
+            f"policy {placement.config.policy} also chooses by what a bundle does not hold, so its "
+            "choice cannot be replayed"
         )
     pair = _World(placement).choose()
     if pair is None:

@@ -42,7 +42,7 @@ class EndpointState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A slice that the NIC has in hand."""
+    """A slice that was posted to the NIC and has not ended."""
 
     part: Part
     last_work_id: int

@@ -1,4 +1,4 @@
-"""The questions that peers have asked over TCP and that are not over. Any thread may use it."""
+"""Holds the questions that peers ask over TCP until they end. Any thread may use it."""
 
 from __future__ import annotations
 

@@ -216,11 +216,11 @@ MISTAKES = [
     ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
     (
         "serve good --bind-host 192.0.2.1",
-        "at 192.0.2.1 Ray would speak without TLS, and who reads its token can run programs",
+        "at 192.0.2.1 Ray would speak without TLS, and anyone who reads its token can run",
     ),
     (
         "serve good --role decode --cluster-secret-file s --join 192.0.2.1:6379",
-        "or say --ray-without-tls where the network is private",
+        "or give --ray-without-tls if the network is private",
     ),
     ("serve good --ray-address 192.0.2.1:6379", "give --ray-ssl-certfile, --ray-ssl-keyfile and"),
     ("serve good --ray-ssl-ca-certs ca.pem", "used only with TLS; add --ray-ssl-certfile FILE"),
