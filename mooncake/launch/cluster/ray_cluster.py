@@ -84,6 +84,10 @@ DAEMONS = ("gcs_server", "raylet")
 """The names of Ray's processes that nothing replaces."""
 MAX_EARLY_DEATHS = 3
 """After this many deaths in a row before a worker was ready, restarts are considered useless."""
+LONGEST_WAIT_S = 30.0
+"""The longest wait before a worker that cannot start is tried again."""
+MOST_STEPS = 5
+"""The wait grows this many times; it is the longest one then."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
@@ -230,8 +234,13 @@ class _Entry:
     """True if its death was reported and it has not been heard of since."""
     early_deaths: int = 0
     retry_at_s: float | None = None
-    leaves: bool = False
-    """True if it was told to leave, and does not start again."""
+    leave_by_s: float | None = None
+    """When a worker that was told to leave ends at the latest; None: it was not told."""
+
+    @property
+    def leaves(self) -> bool:
+        """True if it was told to leave, and does not start again."""
+        return self.leave_by_s is not None
 
     @property
     def serves(self) -> bool:
@@ -354,8 +363,10 @@ def leave_dead_ray() -> None:
 
 
 def nodes() -> dict[str, str]:
-    """Return the nodes of this Ray cluster that live, by the addresses of their machines."""
-    return {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in _living()}
+    """Return the addresses of the machines of this Ray cluster, by their nodes that live. A machine
+    whose Ray was started again is another node, and for a while both live.
+    """
+    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _living()}
 
 
 def num_gpus() -> float:
@@ -570,7 +581,7 @@ class Supervisor:
         Raises:
             MooncakeError: a worker cannot start, or `give_up` was called.
         """
-        self._launch_all(settings, here_only=here_only, secret_file=secret_file)
+        self._launch_all(settings, here_only=here_only, secret_file=secret_file, waits=False)
         while not all(entry.state is not None and entry.state.ready for entry in self._entries):
             if self._stopping.is_set():
                 raise MooncakeError("stopped while the workers were starting")
@@ -592,10 +603,10 @@ class Supervisor:
 
     def resume(self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path) -> None:
         """Supervise workers that run already, as `start` does, in a Ray that was started again.
-        Those that have ended meanwhile are started; nobody waits for them.
+        Those that have ended meanwhile are started; nobody waits for them, nor for their GPUs.
         """
         self._have_started = True
-        self._launch_all(settings, here_only=here_only, secret_file=secret_file)
+        self._launch_all(settings, here_only=here_only, secret_file=secret_file, waits=True)
 
     def place(self, settings: list[WorkerSettings], nodes: Mapping[str, str]) -> None:
         """Have Ray place workers of a cluster that a file describes, and supervise them. `nodes`:
@@ -605,7 +616,7 @@ class Supervisor:
         self.resume(settings, here_only=False, secret_file=Path())
 
     def _launch_all(
-        self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path
+        self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path, waits: bool
     ) -> None:
         self._secret_file, self._here_only = str(secret_file), here_only
         if self._own_ray:
@@ -614,7 +625,8 @@ class Supervisor:
                 self._poll.register(descriptor, select.POLLIN)
         for each in settings:
             together = each.expert_group is not None  # these share a memory
-            self._entries.append(self._launch(each, here_only=here_only or together))
+            entry = self._launch(each, here_only=here_only or together, waits=waits)
+            self._entries.append(entry)
         self._answer_without_workers()
 
     def _answer_without_workers(self) -> None:
@@ -680,8 +692,8 @@ class Supervisor:
             self._entries.append(self._launch(each, here_only=self._here_only, waits=True))
         for name in leave:
             _log.info("%s leaves: fewer are wanted", name)
-            own[name].leaves = True
             if held[name]:
+                own[name].leave_by_s = time.monotonic() + follower.drain_s
                 own[name].actor.stop.remote(follower.drain_s, True)
             else:
                 self._drop(own[name])
@@ -843,10 +855,17 @@ class Supervisor:
         ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
         for run in ended:
             self._on_end(runs[run])
-        for entry in self._entries:
-            if entry.retry_at_s is not None and time.monotonic() >= entry.retry_at_s:
+        now_s = time.monotonic()
+        for entry in list(self._entries):
+            if entry.leave_by_s is not None and now_s > entry.leave_by_s + STOP_S:
+                _log.warning("%s has not left in time: it is ended", entry.settings.worker_id)
+                self._drop(entry)
+                continue
+            if entry.retry_at_s is not None and now_s >= entry.retry_at_s:
                 entry.retry_at_s = None
                 entry.run = self._run(entry.actor, entry.settings)
+                if entry.leave_by_s is not None:  # the actor before may have died untold
+                    entry.actor.stop.remote(max(0.0, entry.leave_by_s - now_s), True)
             self._ask_state(entry)
 
     def _on_end(self, entry: _Entry) -> None:
@@ -876,7 +895,8 @@ class Supervisor:
             entry.early_deaths += 1
             _log.error("%s cannot start again, and is tried later: %s", worker_id, why)
         entry.state = None
-        entry.retry_at_s = time.monotonic() + min(30.0, 0.1 * 4**entry.early_deaths)
+        wait_s = 0.1 * 4 ** min(entry.early_deaths, MOST_STEPS)
+        entry.retry_at_s = time.monotonic() + min(LONGEST_WAIT_S, wait_s)
 
     def _tell_lost(self, entry: _Entry) -> None:
         self._forget_process(entry)

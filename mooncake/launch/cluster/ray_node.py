@@ -27,7 +27,7 @@ from mooncake.identity import Credential
 from mooncake.launch.cluster import own_raylet, placed_worker
 from mooncake.launch.cluster.facts import ClusterFacts, Seeds, read_facts
 from mooncake.launch.cluster.log_file import start_log
-from mooncake.launch.cluster.up import machine_credential, own_machine
+from mooncake.launch.cluster.up import machine_credential, own_machine, placed_limit_s
 from mooncake.launch.config.cluster_file import (
     AUTHORITY,
     CERTIFICATE,
@@ -166,7 +166,7 @@ class _Node:
                 raylet.close()
             if self._num_signals and os.getppid() == self._parent:
                 names = [name for _, name in placed_worker.names_of(self._cluster)]
-                limit_s = self._config().shutdown_timeout
+                limit_s = placed_limit_s(self._cluster, self._machine)
                 placed_worker.leave(names, limit_s, lambda: self._num_signals > 1)
 
     def _on_signal(self, *_: object) -> None:
@@ -192,7 +192,8 @@ class _Node:
                 break
             time.sleep(LOOK_S)
         if not self._num_signals:
-            _log.warning("the head of Ray at %s is lost; the workers here serve on", head)
+            lost = "Ray here" if raylet.has_ended() else f"the head of Ray at {head}"
+            _log.warning("%s is lost; the workers of this machine serve on", lost)
 
     def _be_head(self, address: str, raylet: own_raylet.OwnRaylet) -> None:
         from mooncake.launch.cluster import ray_cluster
@@ -220,8 +221,8 @@ class _Node:
     def _place(
         self, supervisor: Supervisor, facts: ClusterFacts, go_on: Callable[[], bool]
     ) -> None:
-        """Have Ray place the workers, and watch them until a machine is lost: what ran there is
-        then placed on others.
+        """Have Ray place the workers, and watch them until a machine or its Ray is lost: workers
+        that run no more are then placed on others.
         """
         from mooncake.launch.cluster import ray_cluster
 
@@ -229,7 +230,7 @@ class _Node:
         there = ray_cluster.nodes()
         held = ray_cluster.holders([each.worker_id for each in workers])
         on_cpus = [each.worker_id for each in workers if not each.num_gpus]
-        supervisor.place(workers, {**held, **spread(on_cpus, held, [*there.values()])})
+        supervisor.place(workers, {**held, **spread(on_cpus, held, [*there])})
         looked_s = time.monotonic()
         told = False
 
@@ -241,7 +242,8 @@ class _Node:
             if time.monotonic() > looked_s + LOOK_S:
                 looked_s = time.monotonic()
                 if lost := there.keys() - ray_cluster.nodes().keys():
-                    _log.warning("lost: %s; its workers start elsewhere", ", ".join(sorted(lost)))
+                    names = ", ".join(sorted(there[node] for node in lost))
+                    _log.warning("lost: the Ray of %s; its workers are looked for", names)
                     return False
             return go_on()
 
@@ -281,7 +283,7 @@ class _Node:
         credential: Credential = machine_credential(self._machine, Path())
         with contextlib.closing(Seeds(config, credential)) as seeds:
             while go_on():
-                answers, here = seeds.ask(), ray_cluster.nodes()
+                answers, here = seeds.ask(), {*ray_cluster.nodes().values()}
                 away = {
                     machine.name for machine in self._cluster.machines
                     if machine.address in self._hosts and machine.address not in here

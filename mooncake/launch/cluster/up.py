@@ -103,6 +103,16 @@ def machine_credential(machine: Machine, folder: Path) -> Credential:
     return own_credential(read_secret(folder / file), kind)
 
 
+def placed_limit_s(cluster: ClusterFile, machine: Machine) -> float:
+    """Return how long what Ray has placed on a machine may take to end; 0: Ray places nothing
+    there.
+    """
+    roles = cluster.placed if machine.counts.get(RAY) else ()
+    parts = [cluster.placed_part(machine, role) for role in roles]
+    limits = [resolve(dict(part.given), None, {}).shutdown_timeout for part in parts]
+    return max(limits, default=0.0)
+
+
 def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, ServeConfig, ServePlan]]:
     """Return what each process of a machine will do, and check that all fit there together. Stages
     of engines on other machines are not among them: those engines plan them; nor what Ray places,
@@ -366,7 +376,8 @@ def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool
             say(" ".join([*secrets, "mooncake", *child.part.words]))
         return 0
     configs = [config for _, config, _ in planned] or [_asking(cluster, machine)]
-    limit_s = max(config.shutdown_timeout for config in configs)
+    limits = [config.shutdown_timeout for config in configs]
+    limit_s = max(*limits, placed_limit_s(cluster, machine))
     credential = machine_credential(machine, Path())
     with contextlib.closing(Seeds(configs[0], credential)) as seeds:
         return Up(cluster, machine, children, say).run(seeds, limit_s)

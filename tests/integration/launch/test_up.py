@@ -19,6 +19,8 @@ from mooncake.cli import main as cli
 from mooncake.identity import own_credential
 from mooncake.identity.certificates import names_in
 from mooncake.identity.credential import PREFIX, cluster_keys
+from mooncake.launch.cluster.facts import Seeds
+from mooncake.launch.cluster.up import Up
 from tests.support.model.checkpoints import write_config_only
 
 Run = Any
@@ -89,6 +91,23 @@ def test_machines_on_which_ray_places_workers_share_a_token(run: Run, tmp_path: 
     assert "decode-0 of here: " in said, "what Ray may place there has to fit"
     run("--dry-run")
     assert not token.exists(), "nothing is placed any more"
+
+
+def test_what_ray_has_placed_gets_the_time_of_its_roles_to_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def ends_at_once(up: Up, seeds: Seeds, limit_s: float) -> int:
+        limits.append(limit_s)
+        return 0
+
+    monkeypatch.setattr(Up, "run", ends_at_once)
+    code, said = run(
+        machines={"here": {"address": "127.0.0.1", "gateway": 1}},
+        ray={"prefill": 1, "decode": 1}, decode={"shutdown-timeout": 120},
+    )  # fmt: skip
+    assert (code, limits) == (0, [120.0]), said
 
 
 def test_a_machine_with_another_address_gets_another_certificate(run: Run, tmp_path: Path) -> None:

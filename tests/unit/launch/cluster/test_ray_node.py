@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mooncake.base import Role
+from mooncake.launch.cluster import placed_worker, ray_cluster, ray_node
 from mooncake.launch.cluster.ray_node import (
     LOOK_S,
     LOST_S,
@@ -58,6 +61,45 @@ def test_a_worker_on_a_machine_that_is_no_node_yet_is_waited_for() -> None:
     assert works_at(members, ("decode",), {"a"})
     assert not works_at(members, ("decode",), {"b"}), "pool nodes belong to their machines"
     assert not works_at(members, ("prefill",), {"a"})
+
+
+@pytest.mark.parametrize(
+    ("later", "goes_on"),
+    [
+        ([("5e", "10.0.0.7"), ("6f", "10.0.0.8")], True),
+        ([("5e", "10.0.0.7")], False),
+        ([("5e", "10.0.0.7"), ("6f", "10.0.0.8"), ("7a", "10.0.0.8")], True),
+        ([("5e", "10.0.0.7"), ("7a", "10.0.0.8")], False),
+    ],
+    ids=["all stay", "a machine is lost", "a new node is there too", "a new node is in its place"],
+)
+def test_a_machine_whose_ray_was_started_again_is_looked_at_anew(
+    monkeypatch: pytest.MonkeyPatch, later: list[tuple[str, str]], goes_on: bool
+) -> None:
+    """Its workers are to run at a node that is gone, where no actor would find them. Ray notices
+    that only when the new node has been there for a while.
+    """
+    told = [[("5e", "10.0.0.7"), ("6f", "10.0.0.8")], later]
+    monkeypatch.setattr(
+        ray_cluster.ray, "nodes",
+        lambda: [
+            {"NodeID": node, "NodeManagerAddress": address, "Alive": True}
+            for node, address in told.pop(0)
+        ],
+    )  # fmt: skip
+    clock = iter([0.0, LOOK_S + 1, LOOK_S + 1])
+    monkeypatch.setattr(ray_node, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(ray_cluster, "holders", lambda _: {})
+    monkeypatch.setattr(placed_worker, "names_of", lambda _: [])
+    went_on: list[bool] = []
+    supervisor: Any = SimpleNamespace(
+        place=lambda *_: None, are_ready=lambda: False,
+        watch=lambda go_on: went_on.append(go_on()),
+    )  # fmt: skip
+    node: Any = SimpleNamespace(_cluster=None)
+    nothing: Any = None
+    ray_node._Node._place(node, supervisor, nothing, lambda: True)
+    assert went_on == [goes_on]
 
 
 class Machines:

@@ -165,6 +165,9 @@ def test_a_refusal_to_start_again_costs_one_worker_and_is_tried_ever_more_seldom
         pauses.append(round(entry.retry_at_s - 100.0, 1))
     assert lost == ["decode-0"], "told once, until it is there again"
     assert pauses == [0.4, 1.6, 6.4, 25.6, 30.0]
+    entry.early_deaths, entry.retry_at_s = 10**6, None
+    supervisor._on_end(entry)
+    assert entry.retry_at_s == 130.0, "also after days"
 
 
 @pytest.mark.parametrize("orphan_s", [0.0, 60.0])
@@ -231,7 +234,7 @@ class FakeRay:
     def _remote(self, worker_class: type) -> Any:
         del worker_class
 
-        def make(worker_id: str) -> Any:
+        def make(worker_id: str, **_: Any) -> Any:
             self.started.append(worker_id)
             return SimpleNamespace(
                 name=worker_id,
@@ -302,6 +305,57 @@ def test_a_worker_that_has_left_does_not_start_again(monkeypatch: pytest.MonkeyP
     assert fake.killed == ["decode-1"]
     assert followed.look(2) == ["decode-0", "decode-1"], "its name is free"
     assert fake.started == ["decode-0", "decode-1", "decode-1"]
+
+
+@pytest.fixture
+def leaving(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeRay, Followed, list[float]]:
+    """A Ray of two workers, of which decode-1 was told to leave at second 100, and the clock. Ray
+    reports no end.
+    """
+    fake, followed, clock = FakeRay(monkeypatch), Followed(), [100.0]
+    monkeypatch.setattr(ray_cluster.ray, "wait", lambda calls, **_: ([], calls))
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    followed.look(2)
+    followed.become_ready("decode-0", "decode-1")
+    followed.look(1)
+    return fake, followed, clock
+
+
+def test_a_worker_that_does_not_leave_in_time_is_ended(
+    leaving: tuple[FakeRay, Followed, list[float]],
+) -> None:
+    fake, followed, clock = leaving
+    clock[0] += 77.0 + ray_cluster.STOP_S
+    followed.supervisor._step()
+    assert list(followed.entries) == ["decode-0", "decode-1"]
+    clock[0] += 1.0
+    followed.supervisor._step()
+    assert (list(followed.entries), followed.lost) == (["decode-0"], ["decode-1"])
+    assert fake.killed == ["decode-1"]
+
+
+def test_an_actor_that_starts_again_is_told_that_its_worker_is_to_leave(
+    leaving: tuple[FakeRay, Followed, list[float]],
+) -> None:
+    """The one before may have ended before it was told, and the worker would serve for ever."""
+    fake, followed, clock = leaving
+    followed.entries["decode-1"].retry_at_s = clock[0]
+    clock[0] += 7.0
+    followed.supervisor._step()
+    assert fake.stopped == [("decode-1", 77.0, True), ("decode-1", 70.0, True)]
+
+
+def test_nobody_waits_for_the_gpus_of_workers_that_ray_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a machine is lost, the others may have too few for its workers: those wait for a
+    machine, and all others are looked after.
+    """
+    fake = FakeRay(monkeypatch)
+    workers = [worker_settings(worker_id=f"decode-{number}", num_gpus=8.0) for number in range(2)]
+    Supervisor(lambda _: None).place(workers, {})
+    assert fake.started == ["decode-0", "decode-1"]
+    assert len(fake.groups) == 2
 
 
 def test_the_autoscaler_of_ray_is_asked_for_what_all_workers_need(
