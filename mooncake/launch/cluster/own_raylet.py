@@ -11,9 +11,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, MooncakeError
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import private_dir
 
@@ -49,12 +50,15 @@ def is_here(address: str) -> bool:
 class OwnRaylet:
     """Starts the raylet of this machine for one process that joins, and ends it with that."""
 
-    def __init__(self, address: str, bind_host: str, *, head: bool = False) -> None:
+    def __init__(
+        self, address: str, bind_host: str, stops: Callable[[], bool], *, head: bool = False
+    ) -> None:
         """Start the raylet for the cluster at `address`. `bind_host` is this machine's address
-        there. `head`: the cluster begins here, at that address.
+        there. `stops`: whether to give up. `head`: the cluster begins here, at that address.
 
         Raises:
             ConfigError: others cannot reach `bind_host`, or Ray does not start.
+            MooncakeError: `stops` has returned true.
         """
         if environment.is_loopback(bind_host) and not head:
             here = machine_facts.address_towards(address)
@@ -83,15 +87,17 @@ class OwnRaylet:
             )
         self._log = log
         try:
-            self._await_start(address)
+            self._await_start(address, stops)
         except BaseException:
             self.close()
             raise
         _log.info("Ray runs on this machine, as part of the cluster at %s", address)
 
-    def _await_start(self, address: str) -> None:
+    def _await_start(self, address: str, stops: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + START_S
         while STARTED not in (said := self._log.read_text(errors="replace")):
+            if stops():
+                raise MooncakeError("stopped while Ray was starting on this machine")
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 lines = [line.strip() for line in said.splitlines() if line.strip()]
                 raise ConfigError(

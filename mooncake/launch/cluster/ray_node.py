@@ -155,7 +155,9 @@ class _Node:
                 return
             is_own = head == self._own
             address = _address(self._hosts[head])
-            raylet = own_raylet.OwnRaylet(address, self._machine.address, head=is_own)
+            raylet = own_raylet.OwnRaylet(
+                address, self._machine.address, lambda: self._num_signals > 0, head=is_own
+            )
             if is_own:
                 _log.info("this machine is the head of Ray")
                 self._be_head(address, raylet)

@@ -304,7 +304,7 @@ def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
         address = config.join
         when_up(lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop)
         if not own_raylet.is_here(config.join):
-            raylet = own_raylet.OwnRaylet(config.join, config.bind_host)
+            raylet = own_raylet.OwnRaylet(config.join, config.bind_host, asked_to_stop.is_set)
         ray_cluster.connect(config.join, config.bind_host)
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, on_signal)
