@@ -6,6 +6,7 @@ Owns the loaded model. Several runners of one process share its weights; each ha
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.ranks.kv_moves import Opened
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
-from mooncake.model.checkpoint.files.checkpoint_files import LentFiles, LoanEnded
+from mooncake.model.checkpoint.files.checkpoint_files import LentFiles, LoanEnded, has_weights
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
@@ -187,9 +188,10 @@ class ModelSource:
                         f"{self._path} holds other weights (revision {self.revision}) than those "
                         f"that were lent ({revision}): copy those there"
                     ) from error
-                continue
-            self._give_back()
-            return model
+            else:
+                self._give_back()
+                return model
+            gc.collect()  # the error's frames refer to it, and hold what was loaded
 
     def _give_back(self, error: LoanEnded | None = None) -> None:
         """Free what lent weights take, after the last of them was read or an `error` ended that.
@@ -202,7 +204,7 @@ class ModelSource:
             lent.close()
         if error is None:
             return
-        if not any(self._path.glob("*.safetensors*")):
+        if not has_weights(self._path):
             raise CheckpointError(
                 f"{error.message}; {self._path} has no weights either: start this worker again to "
                 "read them from another engine, or copy them there"

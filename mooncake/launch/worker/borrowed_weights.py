@@ -402,24 +402,21 @@ def _loan(
     revision: str,
 ) -> WeightsLent | str:
     """Return the first usable answer of an engine, or the reason of the last that lends nothing."""
-    question = BorrowWeights(asker=own, ticket=0, revision=revision)
-    waiting = {engine.worker_id: engine.address for engine in engines}
-    for address in waiting.values():
-        channel.send(address, question)
+    waiting = {ticket: engine.address for ticket, engine in enumerate(engines)}
+    for ticket, address in waiting.items():
+        channel.send(address, BorrowWeights(asker=own, ticket=ticket, revision=revision))
     reason, end_s = "no engine answers", time.monotonic() + LEND_S
     while waiting and (left_s := end_s - time.monotonic()) > 0:
         select.select([channel], [], [], min(left_s, ASK_AGAIN_S))
         for message in channel.receive():
             if isinstance(message, PeerEnded):
-                waiting = {name: at for name, at in waiting.items() if at != message.address}
-                continue
-            if isinstance(message, Refused) and message.asker == own:
-                return f"an engine refuses: {message.reason}"
-            if not isinstance(message, WeightsLent) or message.asker != own:
-                continue
-            problem = check_lent(message, config_json, revision)
-            if not problem:
-                return message
-            waiting.pop(message.lender, None)
-            reason = f"{message.lender}: {problem}"
+                waiting = {each: at for each, at in waiting.items() if at != message.address}
+            elif isinstance(message, Refused | WeightsLent) and message.asker == own:
+                if isinstance(message, Refused):  # others may be of another release
+                    reason = f"an engine refuses: {message.reason}"
+                elif problem := check_lent(message, config_json, revision):
+                    reason = f"{message.lender}: {problem}"
+                else:
+                    return message
+                waiting.pop(message.ticket, None)
     return reason

@@ -71,6 +71,7 @@ from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.launch.worker.weights_lender import WeightsLender
+from mooncake.model.checkpoint.files.checkpoint_files import has_weights
 from mooncake.model.options import FROM_ENGINES, FROM_FILES, ExpertGroup, ModelOptions
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
@@ -740,7 +741,7 @@ def _borrowed(
     if isinstance(found, BorrowedWeights):
         _log.info("weights are read from %s, which serves them", found.lender)
         return found.files
-    if not any(Path(path).glob("*.safetensors*")):
+    if not has_weights(Path(path)):
         raise CheckpointError(
             f"{path} has no weights, and no engine lends any ({found}): start this worker again "
             "once an engine of the cluster serves, or copy the weights there"

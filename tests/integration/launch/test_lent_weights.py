@@ -33,7 +33,7 @@ def without_weights(model: Path, folder: Path) -> Path:
     """Return a directory that has what the checkpoint has, but no weights."""
     folder.mkdir()
     for file in model.iterdir():
-        if ".safetensors" not in file.suffixes and file.name != "weights-digests.json":
+        if file.suffix != ".safetensors" and file.name != "weights-digests.json":
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
 

@@ -37,7 +37,8 @@ from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile
 INDEX_NAME = "model.safetensors.index.json"
 
 _PICKLED = (".bin", ".pt", ".pth")
-_WEIGHTS = (".safetensors", SUFFIX, *_PICKLED)
+_SAFE = (".safetensors", SUFFIX)
+_WEIGHTS = (*_SAFE, *_PICKLED)
 
 Homes = dict[str, tuple[SafetensorsFile, str]]
 """Tensor name -> the file that holds it and its name there."""
@@ -185,7 +186,7 @@ class CheckpointFiles:
         """
         digests = self.stated
         if digests is None:
-            digests = file_digests(self.contents, cache_dir, progress)
+            digests = file_digests(self.plain_contents, cache_dir, progress)
             stated = stated_digests(self.path)
             if stated is not None and stated != digests:
                 names = digests.keys() | stated.keys()
@@ -197,6 +198,11 @@ class CheckpointFiles:
         return weights_revision((self.path / "config.json").read_bytes(), digests)
 
 
+def has_weights(path: Path) -> bool:
+    """Return whether the directory `path` has files of weights, and not only an index of them."""
+    return any(file.suffix in _SAFE for file in path.glob("*"))
+
+
 def state_digests(path: Path, folder: Path) -> None:
     """Write `weights-digests.json` into `folder`, with the digests of the plain weights in `path`.
     Processes that read no weights identify them by it.
@@ -204,7 +210,7 @@ def state_digests(path: Path, folder: Path) -> None:
     Raises:
         CheckpointError: there are no weights, or they cannot be read.
     """
-    stated = StatedDigests(files=file_digests(CheckpointFiles.open(path).contents))
+    stated = StatedDigests(files=file_digests(CheckpointFiles.open(path).plain_contents))
     (folder / STATED_NAME).write_bytes(msgspec.json.encode(stated))
 
 

@@ -175,7 +175,7 @@ class SealedBytes:
         self.num_bytes = manifest.files[name].num_bytes
         self._chunk_bytes = manifest.chunk_bytes
         self._chunks = file_chunks(data_key, name, self.num_bytes, self._chunk_bytes)
-        self._sealed = memoryview(mapped(self.path) or b"")
+        self._sealed = memoryview(mapped(self.path)[0] or b"")
         wanted = sealed_bytes(self.num_bytes, self._chunk_bytes)
         if len(self._sealed) != wanted:
             raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -30,15 +31,23 @@ class PlainBytes:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError when the file cannot be read."""
         self.path = path
-        self._view = memoryview(mapped(path, private=True) or b"")
+        found, stat = mapped(path, private=True)
+        self._view = memoryview(found or b"")
+        self.identity = identity_of(stat)
+        """That of the file when it was mapped. Another file may be at `path` by now."""
         self.num_bytes = len(self._view)
 
     def read(self, begin: int, end: int) -> memoryview:
         return self._view[begin:end]
 
 
-def mapped(path: Path, *, private: bool = False) -> mmap.mmap | None:
-    """Return the mapped file at `path`; None: it is empty.
+def identity_of(stat: os.stat_result) -> str:
+    """Return values that change whenever a file's content may have: ctime cannot be set back."""
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+
+
+def mapped(path: Path, *, private: bool = False) -> tuple[mmap.mmap | None, os.stat_result]:
+    """Return the mapped file at `path` (None: it is empty), and what the file system says of it.
 
     private: the memory may be written to, and the file stays unchanged.
 
@@ -48,8 +57,9 @@ def mapped(path: Path, *, private: bool = False) -> mmap.mmap | None:
     access = mmap.ACCESS_COPY if private else mmap.ACCESS_READ
     try:
         with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
             if file.seek(0, 2) == 0:
-                return None
-            return mmap.mmap(file.fileno(), 0, access=access)
+                return None, stat
+            return mmap.mmap(file.fileno(), 0, access=access), stat
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error

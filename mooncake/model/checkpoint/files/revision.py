@@ -1,7 +1,8 @@
 """The revision of a checkpoint: a name for its weights, equal only for equal bytes.
 
 Every file is hashed whole, once. The digests are kept in a cache file, under the identity that the
-file system gives each file (device, inode, size and times). Needs no tensors.
+file system gives each file (device, inode, size and times). A file that was changed or replaced
+since it was opened is hashed without the cache. Needs no tensors.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import xxhash
 
 from mooncake.base import CheckpointError
-from mooncake.model.checkpoint.files.file_bytes import FileBytes
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes, identity_of
 from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_statement
 
 STATED_NAME = "weights-digests.json"
@@ -37,6 +38,10 @@ SUM_BYTES = 16
 _SUMS = ":sums"
 """Behind a file's identity in the cache: the entry has the sums of its pieces."""
 
+_CHANGED = "changed:"
+"""Before the identity of a file that is not what was opened any more; nothing is kept for it."""
+
+FoundT = TypeVar("FoundT")
 Progress = Callable[[int, int], None]
 """Called with (bytes hashed, bytes to hash)."""
 
@@ -80,7 +85,7 @@ def weights_revision(config: bytes, digests: Mapping[str, str]) -> str:
 
 
 def file_digests(
-    files: Sequence[FileBytes], cache_dir: Path | None = None, progress: Progress | None = None
+    files: Sequence[PlainBytes], cache_dir: Path | None = None, progress: Progress | None = None
 ) -> dict[str, str]:
     """Return the digest of each file by its name: the SHA-256 of its pieces' SHA-256.
 
@@ -88,18 +93,16 @@ def file_digests(
     without one, nothing is kept. When several processes start together, one hashes and the others
     wait for its results. A cache that cannot be read or written costs time and nothing else.
     """
-    cache = _hashed(files, cache_dir, progress, _Cache.digest)
-    return {file.path.name: str(cache.digest(file.path)) for file in files}
+    return _hashed(files, cache_dir, progress, _Cache.digest)
 
 
 def piece_sums(
-    files: Sequence[FileBytes], cache_dir: Path | None = None, progress: Progress | None = None
+    files: Sequence[PlainBytes], cache_dir: Path | None = None, progress: Progress | None = None
 ) -> dict[str, bytes]:
     """Return the checksums (`sum_of`) of each file's pieces, one behind the other, by the file's
     name. They were made when the file was hashed, and are kept as its digest is.
     """
-    cache = _hashed(files, cache_dir, progress, _Cache.sums)
-    return {file.path.name: cache.sums(file.path) or b"" for file in files}
+    return _hashed(files, cache_dir, progress, _Cache.sums)
 
 
 def sum_of(piece: memoryview) -> bytes:
@@ -110,23 +113,32 @@ def sum_of(piece: memoryview) -> bytes:
 
 
 def _hashed(
-    files: Sequence[FileBytes],
+    files: Sequence[PlainBytes],
     cache_dir: Path | None,
     progress: Progress | None,
-    known: Callable[[_Cache, Path], object],
-) -> _Cache:
-    """Return a cache that knows all files, after those of which it knew nothing were hashed."""
+    known: Callable[[_Cache, str], FoundT | None],
+) -> dict[str, FoundT]:
+    """Return what the cache knows of each file by its name, after those of which it knew nothing
+    were hashed.
+    """
+    keys = {file.path: _key(file) for file in files}
     cache = _Cache(cache_dir)
-    if all(known(cache, file.path) is not None for file in files):
-        return cache
-    with _one_at_a_time(cache_dir):
-        cache = _Cache(cache_dir)  # another process may have hashed meanwhile
-        unknown = [file for file in files if known(cache, file.path) is None]
-        if unknown:
-            for file, found in zip(unknown, _hash_files(unknown, progress), strict=True):
-                cache.put(file.path, *found)
-            cache.save()
-    return cache
+    if any(known(cache, key) is None for key in keys.values()):
+        with _one_at_a_time(cache_dir):
+            cache = _Cache(cache_dir)  # another process may have hashed meanwhile
+            unknown = [file for file in files if known(cache, keys[file.path]) is None]
+            if unknown:
+                for file, hashed in zip(unknown, _hash_files(unknown, progress), strict=True):
+                    cache.put(keys[file.path], *hashed)
+                cache.save()
+    found = {path.name: known(cache, key) for path, key in keys.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _key(file: PlainBytes) -> str:
+    """Return the name of a file in the cache."""
+    is_same = identity_of(file.path.stat()) == file.identity
+    return file.identity if is_same else _CHANGED + file.identity
 
 
 @contextlib.contextmanager
@@ -155,7 +167,7 @@ def pieces_of(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[tuple[int,
     return [(begin, min(begin + piece_bytes, num_bytes)) for begin in starts]
 
 
-def _hash_files(files: Sequence[FileBytes], progress: Progress | None) -> list[tuple[str, bytes]]:
+def _hash_files(files: Sequence[PlainBytes], progress: Progress | None) -> list[tuple[str, bytes]]:
     """Return the digest of each file and the sums of its pieces; several threads hash pieces of all
     files.
     """
@@ -164,7 +176,7 @@ def _hash_files(files: Sequence[FileBytes], progress: Progress | None) -> list[t
     sums = {file.path: bytearray() for file in files}
     total, done = sum(file.num_bytes for file in files), 0
 
-    def hashed(piece: tuple[FileBytes, int, int]) -> tuple[bytes, bytes]:
+    def hashed(piece: tuple[PlainBytes, int, int]) -> tuple[bytes, bytes]:
         content = piece[0].read(*piece[1:])
         return hashlib.sha256(content).digest(), sum_of(content)
 
@@ -191,27 +203,28 @@ class _Cache:
             with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
                 self._digests = msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
 
-    def digest(self, path: Path) -> str | None:
+    def digest(self, key: str) -> str | None:
         """Return the digest of a file; None: not known."""
-        return self._digests.get(_identity(path))
+        return self._digests.get(key)
 
-    def sums(self, path: Path) -> bytes | None:
+    def sums(self, key: str) -> bytes | None:
         """Return the sums of a file's pieces; None: not known, or an earlier release hashed it."""
-        found = self._digests.get(_identity(path) + _SUMS)
+        found = self._digests.get(key + _SUMS)
         with contextlib.suppress(ValueError):
             return None if found is None else bytes.fromhex(found)
         return None
 
-    def put(self, path: Path, digest: str, sums: bytes) -> None:
+    def put(self, key: str, digest: str, sums: bytes) -> None:
         """Remember the digest of a file, and the sums of its pieces."""
-        self._digests[_identity(path)] = digest
-        self._digests[_identity(path) + _SUMS] = sums.hex()
+        self._digests[key] = digest
+        self._digests[key + _SUMS] = sums.hex()
 
     def save(self) -> None:
         """Write the cache whole or not at all."""
         if self._path is None:
             return
-        kept = dict(list(self._digests.items())[-MAX_CACHED:])
+        entries = [each for each in self._digests.items() if not each[0].startswith(_CHANGED)]
+        kept = dict(entries[-MAX_CACHED:])
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
@@ -219,9 +232,3 @@ class _Cache:
             Path(file.name).replace(self._path)
         except OSError as error:
             logger.warning("digests of weights are not kept: %s: %s", self._path, error.strerror)
-
-
-def _identity(path: Path) -> str:
-    """Return values that change whenever the file's content may have: ctime cannot be set back."""
-    found = path.stat()
-    return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"

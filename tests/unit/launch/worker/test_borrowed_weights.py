@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import msgspec
 import pytest
 
 from mooncake.base import CheckpointError, MonotonicClock, WorkerRef
-from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
+from mooncake.base.messages import BorrowWeights, LentFile, Refused, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.worker import borrowed_weights, weights_lender
-from mooncake.launch.worker.borrowed_weights import PieceReader, check_lent
+from mooncake.launch.worker.borrowed_weights import PieceReader, _loan, check_lent
 from mooncake.launch.worker.weights_lender import WeightsLender
 from mooncake.model.checkpoint.files import revision
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, LentFiles, LoanEnded
@@ -250,6 +252,42 @@ def test_a_lender_that_fails_says_so_and_lends_on(
     lender.close()
 
 
+class Engines:
+    """A channel on which engines have answered."""
+
+    def __init__(self, ready: IO[bytes], *answers: object) -> None:
+        """`ready` is a file that can always be read."""
+        self.fileno = ready.fileno
+        self.asked: list[BorrowWeights] = []
+        self._answers = [*answers]
+
+    def send(self, address: str, message: BorrowWeights) -> None:
+        del address
+        self.asked.append(message)
+
+    def receive(self) -> list[object]:
+        return [self._answers.pop(0)]
+
+
+def test_an_engine_of_an_earlier_release_does_not_keep_others_from_lending(
+    checkpoint: Path,
+) -> None:
+    lent, lender = answered(checkpoint)
+    lender.close()
+    own, config = lent.asker, (checkpoint / "config.json").read_bytes()
+    wanted = CheckpointFiles.open(checkpoint).revision()
+    old, new = (WorkerRef(name, "1", f"tcp://{name}") for name in ("old", "new"))
+    refused = Refused(asker=own, ticket=0, message="borrow_weights", reason="it has no such kind")
+    second = msgspec.structs.replace(lent, ticket=1)
+    with Path(os.devnull).open("rb") as ready:
+        channel: Any = Engines(ready, refused, second)
+        assert _loan(channel, own, [old, new], config, wanted) == second
+        assert [each.ticket for each in channel.asked] == [0, 1]
+        alone: Any = Engines(ready, refused)
+        found = _loan(alone, own, [old], config, wanted)
+    assert found == "an engine refuses: it has no such kind"
+
+
 class Breaking:
     """The bytes of a file that ends to be lent after some reads."""
 
@@ -275,7 +313,7 @@ def lent_by(path: Path, num_reads: int, end: Callable[[], None]) -> LentFiles:
 def without_weights(checkpoint: Path, folder: Path) -> Path:
     folder.mkdir()
     for file in checkpoint.iterdir():
-        if ".safetensors" not in file.suffixes:
+        if file.suffix != ".safetensors":  # their index may be there
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
 
@@ -291,6 +329,31 @@ def test_a_loan_that_ends_goes_on_with_files(checkpoint: Path, num_reads: int) -
     assert source.plain_contents, "it can lend in its turn"
     assert ended == [1]
     source.close()
+
+
+class Part:
+    """Something that a model has loaded."""
+
+
+def test_what_was_loaded_before_a_loan_ended_is_freed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error's frames hold it, and some of them refer to the error."""
+    source = source_of(checkpoint, lent_by(checkpoint, 10**6, lambda: None))
+    parts: list[weakref.ref[Part]] = []
+    model = Part()
+
+    def load(*_: object) -> Part:
+        if parts:
+            assert parts[0]() is None
+            return model
+        part, error = Part(), LoanEnded("decode-0 lends no more")
+        parts.append(weakref.ref(part))
+        raise error
+
+    monkeypatch.setattr(source._device, "load", load)
+    found: object = source._load(None, None)
+    assert found is model
 
 
 def test_a_loan_that_ends_without_files_says_what_to_do(checkpoint: Path, tmp_path: Path) -> None:

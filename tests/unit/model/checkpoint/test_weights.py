@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.files import revision
 from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME, CheckpointFiles
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
+from mooncake.model.checkpoint.files.revision import file_digests
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.quant import (
     dequantize_fp8_block,
@@ -248,6 +250,20 @@ class TestRevision:
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # times are put back, ctime is not
         assert revision() != first
         assert hashed
+
+    def test_a_file_that_was_replaced_while_it_was_open_keeps_its_digest_to_itself(
+        self, tmp_path: Path
+    ) -> None:
+        """The cache must not know the new file by what the old one held."""
+        path, cache = tmp_path / "a.safetensors", tmp_path / "cache"
+        path.write_bytes(b"old")
+        old = PlainBytes(path)
+        own = file_digests([old])
+        (tmp_path / "new").write_bytes(b"new")
+        (tmp_path / "new").replace(path)
+        assert file_digests([old], cache) == own
+        new = PlainBytes(path)
+        assert file_digests([new], cache) == file_digests([new]) != own
 
     def test_of_those_that_start_together_one_hashes(
         self, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
