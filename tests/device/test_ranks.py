@@ -6,13 +6,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from mooncake.base import InternalError, SamplingParams, Shape
 from mooncake.engine.expert_placement import EplbConfig
-from mooncake.launch.worker import rank_processes
 from mooncake.model.expert_balancing import MOVES
 from mooncake.model.memory import num_communicators
 from tests.device.served import CONFIG, Joins, prompt, served
@@ -71,7 +69,6 @@ def test_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
     shape = Shape.parse(words)
     machine = {"num_devices": shape.num_ranks, "order": order, "seed": 7}
     with (
-        mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),  # also where four share two cores
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),
@@ -111,9 +108,8 @@ def test_a_rank_that_ends_or_stands_still_in_an_exchange_ends_the_lead_too(
     machine = {"num_devices": 2}
     joins: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=60))]}
     with (
-        mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),
         emulated(**machine),
-        followers_emulated(as_references=True, **machine),
+        followers_emulated(as_references=True, silent_s=20.0, **machine),
         reference_ops(),
         served(nano, "cuda", backend, shape=Shape.parse(words)) as engine,
     ):

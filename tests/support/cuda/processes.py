@@ -20,15 +20,18 @@ _kept = ExitStack()
 
 
 @contextmanager
-def followers_emulated(*, as_references: bool = False, **machine: Any) -> Iterator[None]:
+def followers_emulated(
+    *, as_references: bool = False, silent_s: float = RANK_S, **machine: Any
+) -> Iterator[None]:
     """Have followers that are started in the block run on GPUs like those of `emulated`; with
-    Triton's ops as in `ops.reference_ops`, if wanted.
+    Triton's ops as in `ops.reference_ops`, if wanted. A follower that gives no sign of life for
+    `silent_s` ends the instance.
     """
     settings = json.dumps({"as_references": as_references, "machine": machine})
     with (
         mock.patch.dict(os.environ, {_SETTINGS: settings}),
         mock.patch.object(rank_processes, "PROGRAM", "tests.support.cuda.follower_program"),
-        mock.patch.object(rank_processes, "SILENT_S", RANK_S),
+        mock.patch.object(rank_processes, "SILENT_S", silent_s),
         mock.patch.object(rank_processes, "EXCHANGE_S", RANK_S),
     ):
         yield
