@@ -148,7 +148,7 @@ class WorkerHello(Message, frozen=True, tag="hello"):
     max_num_seqs: int = 0
     max_batched_tokens: int = 0
     max_gap_s: float | None = None
-    """For what an engine plans its steps; see `EngineConfig`, as for the two that follow."""
+    """An engine plans its steps by this and the next two; see `EngineConfig`."""
     max_gap_is_target: bool = False
     first_token_s: float | None = None
     num_stages: int = 1

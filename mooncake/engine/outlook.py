@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
 from mooncake.engine.prompt_time import (
-    NOBODY,
+    ALL_IN_TIME,
     Allowance,
     Postponement,
     Prompt,
@@ -42,7 +42,7 @@ class OpenStream:
     num_before: int
     """Its tokens so far."""
     num_tokens: int
-    """Of these, the ones that were sampled."""
+    """Tokens among these that were sampled."""
     num_left: float
     """How many more are expected."""
     allowance: Allowance = field(default_factory=Allowance)
@@ -187,7 +187,7 @@ class _Play:
 
     def _postponement(self, line: Sequence[OpenPrompt]) -> Postponement:
         if self._config.first_token_s is None or not line:
-            return NOBODY
+            return ALL_IN_TIME
         prompts = [_prompt(each) for each in line]
         return postponement(self._config, self._cost, prompts, len(self._streams), self.now)
 

@@ -103,7 +103,8 @@ class Postponement(NamedTuple):
     """Whether there are so many prompts that they are computed whatever it costs streams."""
 
 
-NOBODY = Postponement(frozenset())
+ALL_IN_TIME = Postponement(frozenset())
+"""No prompt waits for others."""
 
 
 def postponement(
@@ -120,7 +121,7 @@ def postponement(
     """
     places = postponed(config, cost, prompts, now)
     if not places:
-        return NOBODY
+        return ALL_IN_TIME
     is_crowded = len(prompts) >= max(CROWD, num_streams)
     if len(places) < len(prompts):
         return Postponement(frozenset(places), None, is_crowded)

@@ -24,8 +24,8 @@ class Window:
     While batch work waits for room, only a tenant of which nothing is asked gets a place: its one
     line takes the tenant's turns at the gateway. Otherwise each answer makes room for its line and
     one more, so that few lines are on their way when the gateway begins to let them wait. A tenant
-    has at most half of what others leave, and always room for one line. A tenant of which a line
-    was refused for now (429) gets no further place until that line is asked again.
+    has at most half of what others leave, and always room for one line. A tenant gets no
+    further place while one of its lines waits after a refusal for now (429).
     """
 
     def __init__(self, max_line_bytes: int) -> None:
@@ -60,7 +60,7 @@ class Window:
 
     @contextlib.contextmanager
     def refused(self, tenant: str) -> Iterator[None]:
-        """In this block, a line of `tenant` waits because it was refused for now."""
+        """Give `tenant` no further place in this block: a line of it waits to be asked again."""
         self._refused[tenant] += 1
         try:
             yield

@@ -57,7 +57,7 @@ OWN_CALL = "own_call"
 
 
 class OwnCall(NamedTuple):
-    """For whom this server calls itself: a line of a batch belongs to a key and a tenant."""
+    """The key and the tenant for which this server calls itself, to ask a line of a batch."""
 
     key_name: str | None
     """The name of the API key; None: it was made without one."""

@@ -89,7 +89,7 @@ class RayWorkers(Workers):
         self._own_file = Path()
         """The one that this machine's workers follow."""
         self._settings: list[WorkerSettings] = []
-        """Of all workers that there may be."""
+        """The settings of all workers that there may be."""
         self._follower: LoadFollower | None = None
         self._here_only = environment.is_loopback(config.bind_host)
         self._sealed: bytes | None = None

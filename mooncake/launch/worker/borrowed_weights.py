@@ -112,7 +112,7 @@ class PieceReader:
         self._places = [_Place(number * self._piece_bytes) for number in range(num_places)]
         self._here: dict[tuple[int, int], _Place] = {}
         self._coming: dict[int, _Place] = {}
-        """By batch."""
+        """Batch -> the place that it fills."""
         self._changed = threading.Condition()
         self._polling = False
         self._error: LoanEnded | None = None

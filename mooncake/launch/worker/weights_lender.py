@@ -26,7 +26,7 @@ from mooncake.transfer.router import RoutedTransfer
 _log = logging.getLogger(__name__)
 
 MAX_ASKERS = 64
-"""Workers that wait for an answer. More are not answered, and read their files."""
+"""Workers that wait for an answer. Others are refused, and ask another engine or read files."""
 
 
 def over_tcp(config: TransferConfig) -> TransferConfig:
@@ -69,7 +69,11 @@ class WeightsLender:
     def ask(self, question: BorrowWeights) -> None:
         """Answer a worker, at once or after the files were hashed."""
         with self._lock:
-            if self._closed or len(self._askers) >= MAX_ASKERS:
+            if self._closed:
+                return
+            if len(self._askers) >= MAX_ASKERS:
+                refusal = self._refusal(question, f"{MAX_ASKERS} others wait for its answer")
+                self._channel.send(question.asker.address, refusal)
                 return
             self._askers[question.asker.address] = question
             if self._thread is None:

@@ -21,19 +21,26 @@ FEW = 16
 """The steps of a worker with at most so many sequences are played in any case: this takes little
 time, and tells how far the present step is.
 """
+MANY = 256
+"""The steps of a worker with more sequences are never played: each placement would look at all
+of them, and few steps would be played before `outlook.MOST_WORK` ends it.
+"""
 
 
 def planned_ttft_s(
     option: PrefillOption, overtaken: Collection[str], usual_output: float, now: float
 ) -> float | None:
     """Return the predicted TTFT of a prompt that takes `option` now. None: its worker plans for no
-    limits, or it has many sequences and they change nothing.
+    limits, or it has too many sequences, or many that they do not touch.
 
     overtaken: the requests whose prompts it goes before. usual_output: the tokens of an answer.
     """
     view = option.view
     config = planned_for(view.hello)
-    if config is None or (view.num_sequences() > FEW and _changes_nothing(config, option)):
+    num_sequences = view.num_sequences()
+    if config is None or num_sequences > MANY:
+        return None
+    if num_sequences > FEW and _changes_nothing(config, option):
         return None
     usual_output = max(1.0, usual_output) if view.role is Role.DECODE else 1.0
     streams = [] if view.role is Role.PREFILL else list(view.open_streams())

@@ -252,6 +252,16 @@ def test_a_lender_that_fails_says_so_and_lends_on(
     lender.close()
 
 
+def test_who_asks_behind_too_many_others_is_refused_at_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_lender, "MAX_ASKERS", 0)
+    lent, lender = answered(checkpoint)
+    assert lent.segment is None
+    assert "others wait" in lent.error
+    lender.close()
+
+
 class Engines:
     """A channel on which engines have answered."""
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from mooncake.base import Role
-from mooncake.scheduler.placement.step_outlook import FEW, planned_for, planned_ttft_s
+from mooncake.scheduler.placement.step_outlook import FEW, MANY, planned_for, planned_ttft_s
 from mooncake.scheduler.placement.views import Assignment, InstanceView
 from mooncake.scheduler.placement.worker_choice import PrefillOption
 from tests.support.scheduler.scheduling import hello
@@ -61,6 +61,20 @@ def test_many_sequences_that_no_limit_touches_are_not_looked_at() -> None:
     assert planned_ttft_s(option(view), (), 50.0, 1.0) is None
     view.hello = replace(PLANNED, max_gap_s=0.02)
     assert planned_ttft_s(option(view), (), 50.0, 1.0) is not None
+
+
+def test_a_crowd_is_not_looked_at_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = InstanceView.of(replace(PLANNED, first_token_s=1e-6))
+    for number in range(MANY + 1):
+        assert planned_ttft_s(option(view), (), 50.0, 1.0) is not None
+        view.assign(
+            Assignment(
+                request_id=f"r{number}", placed_s=0.0, num_context_tokens=50, num_prefill_tokens=50
+            )
+        )
+    for looks in ("open_prompts", "open_streams"):
+        monkeypatch.setattr(InstanceView, looks, None)
+    assert planned_ttft_s(option(view), (), 50.0, 1.0) is None
 
 
 def test_prompts_that_a_request_overtakes_do_not_count() -> None:
