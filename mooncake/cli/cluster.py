@@ -7,6 +7,7 @@ import secrets
 import shutil
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mooncake.base import ConfigError
 from mooncake.base.rights import CredentialRole
@@ -24,6 +25,9 @@ from mooncake.launch.config.cluster_file import (
 from mooncake.launch.config.options import number, setting, text
 from mooncake.launch.host.credentials import read_secret, write_private
 
+if TYPE_CHECKING:
+    from mooncake.identity import Keys
+
 AUTHORITY_KEY = "ca-key.pem"
 DAY_S = 86_400.0
 EXAMPLES = """\
@@ -31,9 +35,9 @@ mooncake cluster init k2.yaml
 mooncake cluster init k2.yaml --out /safe/k2 --days 730
 """
 NOTES = """\
-When you change the file, run it again: it keeps what is there and makes what is missing. A machine
-gets credentials of the roles that it runs. Who has the folder `authority`, with the secret, can act
-as any machine of the cluster: do not copy it to them."""
+When you change the file or the secret, run it again: it keeps what still counts, and makes the
+rest. A machine gets credentials of the roles that it runs. Who has the folder `authority`, with
+the secret, can act as any machine of the cluster: do not copy it to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,11 +90,12 @@ def init(wanted: Init) -> int:
                 write_private(folder / CERTIFICATE, own.certificate)
                 write_private(folder / KEY, own.key)
             for file, kind in machine.credentials.items():
-                if not _counts(folder / file, secret):
+                counts, keys = _held(folder / file, secret)
+                if not counts:
                     credential = issue(
                         secret, f"{kind.value} of {machine.name}", [kind],
                         expires_s=time.time() + wanted.days * DAY_S,
-                        listens=kind is CredentialRole.GATEWAY,
+                        listens=kind is CredentialRole.GATEWAY, keys=keys,
                     )  # fmt: skip
                     write_private(folder / file, credential.text)
             if RAY_TOKEN in machine.bundle:
@@ -104,22 +109,29 @@ def init(wanted: Init) -> int:
     except OSError as error:
         raise ConfigError(f"out: cannot write {place}: {error.strerror}") from error
     print(f"copy each folder to its machine, and keep {safe} off them:")
+    there = cluster.path.stem
     for machine in cluster.machines:
-        print(f"    scp -r {place / machine.name} {machine.address}:{cluster.path.stem}")
-    print(f"then on each machine: cd {cluster.path.stem} && mooncake up {cluster.path.name}")
+        make, to = f"ssh {machine.address} mkdir -pm 700 {there}", f"{machine.address}:{there}"
+        print(f"    {make} && scp {place / machine.name}/* {to}")
+    print(f"then on each machine: cd {there} && mooncake up {cluster.path.name}")
     return 0
 
 
-def _counts(file: Path, secret: str) -> bool:
-    """Return whether a credential exists that this secret has signed and that has not expired."""
+def _held(file: Path, secret: str) -> tuple[bool, Keys | None]:
+    """Return whether the credential in a file is the one for this secret and has not expired; and
+    its keys if the secret has a line that signed it. With these keys a running process takes the
+    new credential.
+    """
     from mooncake.identity import own_credential
-    from mooncake.identity.credential import cluster_keys
+    from mooncake.identity.credential import cluster_keys, secrets_in
 
     if not file.exists():
-        return False
+        return False, None
     credential = own_credential(read_secret(file), *CredentialRole)
     is_over = 0 < credential.certificate.expires_s <= time.time()
-    return credential.cluster == cluster_keys(secret) and not is_over
+    wanted = [cluster_keys(line) for line in secrets_in(secret)]
+    counts = [*credential.clusters] == wanted and not is_over
+    return counts, credential.keys if credential.cluster in wanted else None
 
 
 COMMANDS = (

@@ -366,13 +366,14 @@ def issue(
     tenant: str | None = None,
     expires_s: float = 0.0,
     listens: bool = False,
+    keys: Keys | None = None,
     ids: IdSource | None = None,
 ) -> Credential:
-    """Return a new credential with its own keys, signed with the first line of `secret`. `listens`:
-    others can join a gateway with it at its `--join-port`. Raises ConfigError when there is no
-    secret.
+    """Return a new credential, signed with the first line of `secret`. `listens`: others can join a
+    gateway with it at its `--join-port`. `keys`: those of the credential that it replaces, so that
+    a running process takes it; None: new ones. Raises ConfigError when there is no secret.
     """
-    keys = Keys.drawn(ids)
+    keys = keys or Keys.drawn(ids)
     issued = certify(secret, name, roles, keys.public, tenant=tenant, expires_s=expires_s)
     own = _Secret(secrets_in(secret)[0])
     listening = own.channel_seed if listens else b""

@@ -71,11 +71,11 @@ class OwnRaylet:
             "start", "--block", "--disable-usage-stats", "--num-cpus=0",
             f"--num-gpus={machine_facts.num_gpus()}",
             f"--node-ip-address={bind_host}", f"--object-store-memory={OBJECT_STORE_BYTES}",
+            f"--temp-dir={private_dir()}",  # others could read its logs otherwise
         ]  # fmt: skip
         if head:
             port = address.rpartition(":")[2]
             words += ["--head", f"--port={port}", "--include-dashboard=false"]
-            words += [f"--temp-dir={private_dir()}"]  # others could read its logs otherwise
         else:
             words.append(f"--address={address}")
         with log.open("wb") as output:

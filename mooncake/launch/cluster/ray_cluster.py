@@ -548,6 +548,8 @@ class Supervisor:
         self._here_only = True
         self._asked: list[dict[str, float]] = []
         """What Ray's autoscaler was asked for last."""
+        self._trouble = ""
+        """Why Ray could not start or end workers when that was tried last."""
         self._facts = b""
         self._facts_actor: Any = None
         """The actor that tells the facts if there is no worker."""
@@ -683,7 +685,17 @@ class Supervisor:
                 self._follow(follower)
 
     def _follow(self, follower: LoadFollower) -> None:
-        """Start and end what is to start and to end."""
+        """Start and end what is to start and to end. What Ray fails to do now is tried again."""
+        try:
+            self._change(follower)
+            trouble = ""
+        except (RayError, MooncakeError, RuntimeError, OSError) as error:
+            trouble = str(error)
+            if trouble != self._trouble:
+                _log.warning("workers cannot start or leave as wanted; trying again: %s", trouble)
+        self._trouble = trouble
+
+    def _change(self, follower: LoadFollower) -> None:
         own = {entry.settings.worker_id: entry for entry in self._entries}
         held = {name: entry.serves for name, entry in own.items() if not entry.leaves}
         start, leave = follower.changes(held, own.keys() - held.keys())

@@ -38,6 +38,7 @@ from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import read_secret
+from mooncake.launch.host.secret_file import SecretFollower
 
 POLL_S = 0.2
 WELL_S = 60.0
@@ -379,5 +380,6 @@ def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool
     limits = [config.shutdown_timeout for config in configs]
     limit_s = max(*limits, placed_limit_s(cluster, machine))
     credential = machine_credential(machine, Path())
-    with contextlib.closing(Seeds(configs[0], credential)) as seeds:
+    following = SecretFollower(next(iter(machine.credentials)), credential.renew)
+    with contextlib.closing(following), contextlib.closing(Seeds(configs[0], credential)) as seeds:
         return Up(cluster, machine, children, say).run(seeds, limit_s)

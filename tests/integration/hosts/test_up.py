@@ -73,7 +73,7 @@ class Cluster(DescribedCluster):
         self.first, self.second = machines
         for each in machines:
             name = Path(init[-1]).stem
-            assert f"scp -r {name}/{each.name} {each.address}:{name}" in self.said
+            assert f"scp {name}/{each.name}/* {each.address}:{name}\n" in self.said
 
     def ask(self, host: Host, url: str) -> str:
         """Return what a gateway answers to the prompt."""

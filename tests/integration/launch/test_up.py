@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import yaml
 
 from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
-from mooncake.identity import own_credential
+from mooncake.identity import issue, listening_seed, own_credential
 from mooncake.identity.certificates import names_in
 from mooncake.identity.credential import PREFIX, cluster_keys
+from mooncake.launch.cluster import up as up_module
 from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.cluster.up import Up
 from tests.support.model.checkpoints import write_config_only
@@ -155,6 +157,65 @@ def test_a_machine_holds_credentials_of_its_own_roles_alone(
     (place / "authority" / "secret").unlink()
     assert held(a=api, b=both, c=pool)["c"] == [worker]
     assert (place / "c" / "worker.credential").read_text() != before
+
+
+def test_processes_that_run_take_the_credentials_of_a_new_secret(run: Run, tmp_path: Path) -> None:
+    """`cluster init` makes them for the same keys, and also those that have expired."""
+    run("--dry-run")
+    folder, file = tmp_path / "k2" / "here", tmp_path / "k2" / "authority" / "secret"
+    held = {
+        path: own_credential(path.read_text(), *CredentialRole)
+        for path in folder.glob("*.credential")
+    }
+    old, new = file.read_text(), "new"
+    for secrets in ((old, new), (new, old), (new,)):
+        file.write_text("\n".join(secrets))
+        run("--dry-run")
+        for path, credential in held.items():
+            credential.renew(path.read_text())
+            assert list(credential.clusters) == [cluster_keys(each) for each in secrets]
+            if path.name.startswith("gateway"):
+                assert credential.listening_seed == listening_seed(secrets[0])
+    [(path, credential), (other, _)] = held.items()
+    [role] = credential.certificate.roles
+    over = issue(new, "over", [role], expires_s=1.0, keys=credential.keys)
+    path.write_text(over.text)
+    other.unlink()
+    run("--dry-run")
+    credential.renew(path.read_text())
+    assert credential.certificate.expires_s > 1.0
+    assert own_credential(other.read_text(), *CredentialRole).keys.seed != held[other].keys.seed
+
+
+def test_up_follows_the_credential_of_its_machine(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else gateways refuse it once the old secret is gone, and it says that everything is away."""
+    followed: list[tuple[str, Callable[[str], None]]] = []
+
+    class Follower:
+        def __init__(self, file: str, use: Callable[[str], None]) -> None:
+            followed.append((file, use))
+
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Follower] = []
+
+    def rotate(up: Up, seeds: Seeds, limit_s: float) -> int:
+        [(name, use)] = followed
+        file = tmp_path / "k2" / "here" / name
+        before = own_credential(file.read_text(), *CredentialRole)
+        own = issue("another", "here", before.certificate.roles, keys=before.keys)
+        use(own.text)
+        proven.append(list(seeds._credential.clusters) == [cluster_keys("another")])
+        return 0
+
+    proven: list[bool] = []
+    monkeypatch.setattr(up_module, "SecretFollower", Follower)
+    monkeypatch.setattr(Up, "run", rotate)
+    code, said = run()
+    assert (code, proven, len(closed)) == (0, [True], 1), said
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ HOSTS = "two machines"
 KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kubernetes")
 UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
 JOIN = Elsewhere("tests/integration/hosts/test_join.py", HOSTS)
+CHANGED = Elsewhere("tests/integration/launch/test_up.py", "a cluster by its file")
 
 QUESTIONS = """\
 import json
@@ -158,6 +159,11 @@ CLASSES: dict[str, dict[str, Class]] = {
         "gateway:": Elsewhere("tests/integration/chart/test_values.py", "helm"),
     },
     "docs/benchmarks.md": {"mooncake bench serve": Asked(("Output token throughput",))},
+    "docs/changing-machines.md": {
+        "mooncake cluster init k2.yaml": CHANGED,
+        "umask 077": CHANGED,
+        "rm k2/*/key.pem": CHANGED,
+    },
     "docs/conformance.md": {
         "mooncake conformance --base-url http://127.0.0.1:8000": Elsewhere(
             "tests/integration/serve/test_serve.py", "a model in float32"

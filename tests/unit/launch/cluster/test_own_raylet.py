@@ -15,7 +15,8 @@ from mooncake.launch.host.credentials import private_dir
 class Silent:
     """Stands for a `ray start` that never says that it runs, such as one whose head hangs."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, words: list[str], **_: Any) -> None:
+        self.words = words
         self.ended = False
 
     def poll(self) -> int | None:
@@ -28,10 +29,13 @@ class Silent:
         return 0
 
 
+@pytest.mark.parametrize("head", [True, False])
 def test_a_start_that_hangs_is_given_up_at_a_signal(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head: bool
 ) -> None:
-    """Else `mooncake up` kills its process before the engines of the machine were told to leave."""
+    """Else `mooncake up` kills its process before the engines of the machine were told to leave.
+    What Ray writes is for its user alone, on the head and elsewhere.
+    """
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     started: list[Silent] = []
 
@@ -42,7 +46,8 @@ def test_a_start_that_hangs_is_given_up_at_a_signal(
     monkeypatch.setattr(own_raylet.subprocess, "Popen", start)
     signals = iter([False, True])
     with pytest.raises(MooncakeError, match=r"^stopped while Ray was starting"):
-        own_raylet.OwnRaylet("10.0.0.7:6379", "10.0.0.8", lambda: next(signals))
+        own_raylet.OwnRaylet("10.0.0.7:6379", "10.0.0.8", lambda: next(signals), head=head)
     [process] = started
     assert process.ended
+    assert f"--temp-dir={private_dir()}" in process.words
     assert [*private_dir().iterdir()] == [], "nothing is left of its log"

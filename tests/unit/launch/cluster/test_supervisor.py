@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ray.autoscaler import sdk
+from ray.exceptions import RaySystemError
 
 from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.launch.cluster import ray_cluster
@@ -305,6 +306,21 @@ def test_a_worker_that_has_left_does_not_start_again(monkeypatch: pytest.MonkeyP
     assert fake.killed == ["decode-1"]
     assert followed.look(2) == ["decode-0", "decode-1"], "its name is free"
     assert fake.started == ["decode-0", "decode-1", "decode-1"]
+
+
+def test_what_ray_cannot_start_now_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The workers that run are watched meanwhile, and the log says it once."""
+    fake, followed = FakeRay(monkeypatch), Followed()
+    assert followed.look(1) == ["decode-0"]
+    with monkeypatch.context() as away:
+        away.setattr(ray_cluster.ray, "remote", fails(RaySystemError("the GCS does not answer")))
+        assert followed.look(2) == followed.look(2) == ["decode-0"]
+    [said] = [each for each in caplog.messages if "trying again" in each]
+    assert "the GCS does not answer" in said
+    assert followed.look(2) == ["decode-0", "decode-1"]
+    assert fake.started == ["decode-0", "decode-1"]
 
 
 @pytest.fixture
