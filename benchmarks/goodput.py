@@ -13,6 +13,7 @@ tenant, interactive and premium, beside bursts of longer requests of another, in
 batch; only ours, because each tenant has a key).
 
 Early rejection is what "told" does: compare a server that is told the limits with one that is not.
+`--foretell FILE` measures nothing: the simulator plays all loads on our servers.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ from benchmarks.support.sessions import (
 )
 from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
+from mooncake.base import CostSample
 from mooncake.bench.endpoint import Output, Target, ask
 from mooncake.bench.samples import PromptSource, Sample
 from mooncake.sim.files import read_trace
@@ -242,21 +244,44 @@ def measure(args: argparse.Namespace, layout: Layout, load: str, rate: float, se
 
 def simulated(args: argparse.Namespace, trials: Sequence[Trial]) -> list[str]:
     """Return a table of what was measured and what the simulator foretells, for our servers."""
-    limits, words = _limits(args), _words(args.model)
+    limits = _limits(args)
     known, samples = layouts(args.model, limits), read_profile(args.twin)
-    pairs = []
-    for trial in trials:
-        layout = known.get(trial.server)
-        if layout is None or not layout.is_ours:
-            continue
-        alone = [
-            Session(at_s=ALONE_EVERY_S * place, turns=[turn])
-            for place, turn in enumerate(_alone_turns(words, trial.seed)[1:])
-        ]
-        sessions = load_of(args, trial.load, trial.rate, trial.seed)
-        plan = plan_of(layout)
-        pairs.append((trial, twin(plan, samples, trial, alone, sessions, limits, PATIENCE)))
+    ours = [trial for trial in trials if (one := known.get(trial.server)) and one.is_ours]
+    pairs = [(trial, _twin(args, known[trial.server], samples, trial)) for trial in ours]
     return compared(pairs, limits)
+
+
+def foretold(
+    args: argparse.Namespace, layout: Layout, measured: Sequence[Trial], load: str, rate: float,
+    seed: int,
+) -> Trial:  # fmt: skip
+    """Return a trial that only the simulator plays. An idle server takes as long as in the trials
+    of it that were measured, or as the profile says where there are none.
+    """
+    own = [trial for trial in measured if trial.server == layout.name]
+    trial = Trial(
+        load=load,
+        server=layout.name,
+        rate=rate,
+        seed=seed,
+        outcomes=[],
+        idle_ttft_s=statistics.median(one.idle_ttft_s for one in own) if own else 0.0,
+        idle_tbt_s=statistics.median(one.idle_tbt_s for one in own) if own else 0.0,
+        load_average=0.0,
+    )
+    outcomes = _twin(args, layout, read_profile(args.foretell), trial)
+    return msgspec.structs.replace(trial, outcomes=outcomes)
+
+
+def _twin(
+    args: argparse.Namespace, layout: Layout, samples: Sequence[CostSample], trial: Trial
+) -> list[Outcome]:
+    alone = [
+        Session(at_s=ALONE_EVERY_S * place, turns=[turn])
+        for place, turn in enumerate(_alone_turns(_words(args.model), trial.seed)[1:])
+    ]
+    sessions = load_of(args, trial.load, trial.rate, trial.seed)
+    return twin(plan_of(layout), samples, trial, alone, sessions, _limits(args), PATIENCE)
 
 
 # ---------------------------------------------------------------- what comes of it
@@ -307,14 +332,19 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in args.only or () if name not in known]:
         print(f"no server is called {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
-    trials = _kept(args.out)
+    kept = _kept(args.out)
+    trials = [] if args.foretell else list(kept)
     done = {(trial.load, trial.rate, trial.seed, trial.server) for trial in trials}
-    title = f"goodput of {args.model.name}, {machine()}"
+    title = f"goodput of {args.model.name}, {'simulated' if args.foretell else machine()}"
     print(title)
     seeds = range(args.seed, args.seed + args.seeds)
     turns = itertools.product(seeds, args.loads, args.rates, args.only or known)
     for seed, load, rate, name in turns:
         if (load, rate, seed, name) in done or (load == "tenants" and not known[name].is_ours):
+            continue
+        if args.foretell:
+            if known[name].is_ours:
+                trials.append(foretold(args, known[name], kept, load, rate, seed))
             continue
         trials.append(trial := measure(args, known[name], load, rate, seed))
         _keep(args.out, trial)
@@ -323,7 +353,9 @@ def main(argv: Sequence[str]) -> int:
             f"{len(trial.outcomes)}, load average {trial.load_average:.1f}",
             flush=True,
         )
-    kinds = {"absolute limits": limits, "10x and 5x of the fastest idle": relative(trials, 10, 5)}
+    kinds = {"absolute limits": limits}
+    if not args.foretell:
+        kinds["10x and 5x of the fastest idle"] = relative(trials, 10, 5)
     print("\n".join(report(trials, kinds)))
     if args.twin:
         print("\n".join(["", "measured, simulated:", "", *simulated(args, trials)]))
@@ -369,6 +401,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, metavar="PAGE", help="write tables and plots")
     parser.add_argument("--twin", type=Path, metavar="FILE",
         help="simulate our trials too, on a machine with this profile (mooncake profile --out)",
+    )  # fmt: skip
+    parser.add_argument("--foretell", type=Path, metavar="FILE",
+        help="measure nothing: simulate all, on a machine with this profile, which idle servers "
+        "make as fast as those of the trials in --out",
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.lines = None

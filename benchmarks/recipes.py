@@ -20,7 +20,6 @@ from benchmarks.support.servers import load, machine
 from mooncake.base import Shape
 from mooncake.base.request import OutputEvent, RequestOutput
 from mooncake.launch.config.shipped import figures
-from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.results.result import SimulationResult, result_of
 from mooncake.sim.simulation import START_S, Simulation, SimulationConfig
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, Arrival, TraceLine, Workload
@@ -330,7 +329,7 @@ GOAL_ASSUMED = {
     "blocks of 512 tokens that are cached after the first, and a token of their own, in place of a "
     "hand-over; tokens are counted from the last first token to the first last one",
     "instances": "prefill plays all 32, which step together; decode plays 8 of 96, each as if all "
-    "others had as many rows, since all are alike; round robin places requests",
+    "others had as many rows, since all are alike; the Conductor places requests",
     "sends": "a row goes in FP8 once to each other node that has one of its 8 experts, on from "
     "there over NVLink, and comes back in bfloat16 (DeepEP's kernels for prefill; those of low "
     "latency, which send a row to each expert, would send more)",
@@ -390,7 +389,6 @@ def play_goal(goal: Goal, sends: ExpertSends, link: float | None, num_nodes: int
             num_prefill=0,
             num_decode=1,
             engine=goal.engine,
-            scheduler=SchedulerConfig(policy="round-robin"),
             coupled_chunk_tokens=CHUNK_TOKENS,
             max_num_seqs=goal.num_each,
             ttft_slo_s=math.inf,

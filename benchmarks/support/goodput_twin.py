@@ -130,11 +130,12 @@ def twin(
     patience: float,
 ) -> list[Outcome]:
     """Return what becomes of the load in the simulator, on a machine on which the requests of
-    `alone` take as long as those that the trial sent to the idle server. patience: a client goes
-    away after so many times what the limits allow in all.
+    `alone` take as long as those that the trial sent to the idle server; where it sent none, as
+    long as the samples say. patience: a client goes away after so many times what the limits allow
+    in all.
     """
     cost = MachineCost(samples, trial.seed)
-    for _ in range(NUM_TURNS):
+    for _ in range(NUM_TURNS if trial.idle_ttft_s > 0 else 0):
         lone = _played(plan, cost, alone, limits, patience)
         ttft_s = statistics.median(one.ttft_s for one in lone)
         tbt_s = statistics.median(one.tbt_s for one in lone)

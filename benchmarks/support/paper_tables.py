@@ -128,7 +128,7 @@ def fig1_plays() -> dict[str, Play]:
     for engine in BASELINES:
         plays[engine] = Play(
             num_prefill=0, num_decode=16, limit=SHORT, more=(("engine", engine),),
-            scheduler=(("policy", "load-balance"), ("fetch_remote", False)),
+            scheduler=(("policy", "local-cache-aware"),),
         )  # fmt: skip
     return plays
 

@@ -46,9 +46,10 @@ LAYER_GROUPS = 4
 EXCHANGE_S = 30.0
 """The time limit of an exchange between ranks, as in `launch.worker.rank_processes`."""
 REPORT_INTERVAL_S = 1.0
-COUPLED = ("coupled", "coupled-prefix", "coupled-chunked")
-"""Baselines in which every node is one engine that computes prompts and decodes (Mooncake, FAST'25,
-5.1): plain, with a prefix cache in its own HBM, or with prompts in chunks between decode steps.
+COUPLED = ("coupled", "coupled-prefix", "coupled-chunked", "coupled-chunked-prefix")
+"""Baselines in which every node is one engine that computes prompts and decodes: plain, with a
+prefix cache in its own HBM, with prompts in chunks beside decode (Mooncake, FAST'25, 5.1, has these
+three), or with both, as engines are today.
 """
 ENGINES = ("mooncake", *COUPLED)
 
@@ -363,12 +364,12 @@ class Simulation:
         chunk = config.prefill_chunk_tokens
         prefill = make(max_num_seqs=8, max_batched_tokens=chunk, max_chunk_tokens=chunk)
         whole = self._max_model_len
-        if config.engine == "coupled-chunked":
+        if config.engine in ("coupled-chunked", "coupled-chunked-prefix"):
             whole = config.coupled_chunk_tokens
         decode = make(
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=max(whole, config.max_num_seqs),
             max_chunk_tokens=whole,
-            enable_prefix_caching=config.engine in ("mooncake", "coupled-prefix"),
+            enable_prefix_caching=config.engine not in ("coupled", "coupled-chunked"),
         )
         return {Role.PREFILL: prefill, Role.DECODE: decode}

@@ -81,7 +81,7 @@ class PairChoice:
         request runs whole on decode. None when the request is too large for all workers.
         """
         if not len(self._prefills):
-            return self._choose_whole(query)
+            return self._choose_alone(query)
         decode = self._choose_decode(query)
         prefill = self._choose_prefill(query)
         if decode is None or prefill is None:
@@ -111,14 +111,29 @@ class PairChoice:
         own = query.own_matches.in_fleet(fleet)
         return self._search.choose(query, fleet, usable & fits, own, query.prefix_match)
 
+    def _choose_alone(self, query: PairQuery) -> Pair | None:
+        """Return the decode worker for a whole request where there are no prefill workers. A policy
+        that does not look for the least time to the first token chooses in its own way here, too.
+        """
+        if isinstance(self._policy, LeastTtft):
+            return self._choose_whole(query)
+        option = self._policy.choose(query, self._able_decodes(query))
+        return None if option is None else (option, evaluate(query, option.view))
+
+    def _able_decodes(self, query: PairQuery) -> list[InstanceView]:
+        return [
+            view
+            for view in usable_views(self._decodes, query.wanted.exclude)
+            if view.hello.num_blocks >= query.wanted.num_blocks_now
+        ]
+
     def _choose_whole(self, query: PairQuery) -> Pair | None:
         """Return the decode worker that finishes the whole request first; workers with room come
         first.
         """
         pairs = [
             (self._search.option(query, view), evaluate(query, view))
-            for view in usable_views(self._decodes, query.wanted.exclude)
-            if view.hello.num_blocks >= query.wanted.num_blocks_now
+            for view in self._able_decodes(query)
         ]
         return min(
             pairs,

@@ -113,6 +113,8 @@ class HardwareFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The latency of a small exchange between ranks on several nodes."""
     dram_bytes: float | None = None
     """The DRAM of a node, where experts may lie; None: not given."""
+    gpu_hour_dollars: float | None = None
+    """What one of its GPUs costs for an hour, its part of the node included; None: not given."""
     sources: dict[str, str] = {}
     fitted: dict[str, str] = {}
     """Figures that were fitted, not measured or published -> what they were fitted to. A simulation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.goodput import foretold
 from benchmarks.support.goodput_figures import Limits, Outcome, Trial, by_party
 from benchmarks.support.goodput_twin import BUSY, MachineCost, compared, plan_of, read_profile, twin
-from benchmarks.support.servers import ours
+from benchmarks.support.servers import Layout, ours
 from benchmarks.support.sessions import PARTIES, Session, Turn, tenants
 from mooncake.base import ConfigError, CostSample
 from mooncake.launch.config.plan import ServePlan
@@ -113,6 +115,28 @@ def test_the_requests_of_a_small_tenant_stay_good_beside_a_flood(model: Path) ->
     assert good["small"] > good["flood"]
     rows = by_party([trial(outcomes=msgspec.to_builtins(outcomes))], LIMITS)[2:]
     assert [row.split(" | ")[3] for row in rows] == sorted(PARTIES)
+
+
+def test_a_trial_is_foretold_from_a_profile_and_the_idle_servers_of_measured_ones(
+    model: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "profile.json"
+    steps = {"samples": [msgspec.structs.asdict(each) for each in STEPS]}
+    profile.write_text(json.dumps({"prefill": steps, "decode": steps}))
+    args = argparse.Namespace(
+        model=model, foretell=profile, requests=12, ttft_s=2.0, tbt_ms=100.0, lines=None
+    )
+    told = ours("ours", model, "--colocated", "--slo-ttft-s", "2", "--slo-tbt-ms", "100")
+    open_to_all = ours("ours", model, "--colocated")
+
+    def ends(layout: Layout, measured: list[Trial], rate: float) -> list[str]:
+        found = foretold(args, layout, measured, "chats", rate, 1)
+        return [one.end for one in found.outcomes]
+
+    assert ends(told, [], 0.1) == ["whole"] * 12
+    slow = [trial(idle_ttft_s=5.0, idle_tbt_s=0.09), trial(server="another")]
+    assert "refused" in ends(told, slow, 5.0)
+    assert "refused" not in ends(open_to_all, slow, 5.0)
 
 
 def test_a_chunk_beside_streams_takes_as_long_as_both() -> None:

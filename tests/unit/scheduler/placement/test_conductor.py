@@ -74,6 +74,20 @@ def test_without_prefill_workers_the_decode_worker_does_it_all() -> None:
     assert placement.decode == D0.worker
 
 
+def test_policies_choose_among_workers_that_do_it_all() -> None:
+    workers = [hello(f"d{number}", Role.DECODE) for number in range(3)]
+    long = request("long", 401)
+    chosen = {}
+    for policy in ("round-robin", "load-balance", "kvcache-centric"):
+        made = conductor(workers, policy=policy)
+        made.on_blocks(snapshot(workers[1].worker, keys_of(long)))
+        requests = [replace(long, request_id=f"r{turn}") for turn in range(3)]
+        chosen[policy] = [place(made, each).decode.worker_id for each in requests]
+    assert chosen["round-robin"] == ["d0", "d1", "d2"]
+    assert sorted(chosen["load-balance"]) == ["d0", "d1", "d2"]
+    assert chosen["kvcache-centric"] == ["d1", "d1", "d1"]
+
+
 def test_prompts_go_to_prefill_and_on_to_decode() -> None:
     placement = place(conductor([D0, P0]), request())
     assert (placement.prefill, placement.decode) == (P0.worker, D0.worker)

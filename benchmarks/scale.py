@@ -1,0 +1,336 @@
+"""Kimi-K2 on sixteen nodes, simulated: `python -m benchmarks scale --trace FILE`.
+
+The highest rate at which 90 % of a published trace's requests keep their limits: of engines that
+compute prompts beside decode (`coupled-chunked-prefix`: chunks, a prefix cache in each engine), of
+prefill and decode apart, and of both with the pool. Each system is played with several settings
+(tokens of a step, or how many engines prefill); the best ones are played slower and faster until
+they keep limits and miss them, and the best one counts. Nothing is refused. `--out` keeps runs, and
+a later call goes on behind them; `--only` plays a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.support.goodput_figures import Highest, Limits, Outcome, Trial, highest_rate
+from mooncake.base import Shape
+from mooncake.launch.config.shipped import figures
+from mooncake.scheduler.config import SchedulerConfig
+from mooncake.sim.console import GC_EVERY
+from mooncake.sim.files import read_trace
+from mooncake.sim.results.plots import points_plot
+from mooncake.sim.results.report import comparison_page
+from mooncake.sim.simulation import Simulation, SimulationConfig
+from mooncake.sim.workload import TraceLine, Workload
+from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
+
+MODEL = "kimi-k2-thinking"
+NUM_NODES = 16
+WANTED = 0.9
+FASTER = 1.3
+"""From one rate to the next."""
+ALIKE = 0.02
+"""Settings whose shares of good requests differ by less all go on to the next rate."""
+MOST_STEPS = 6
+"""So many rates above and below the first are played at most."""
+POOL_TOKENS = 12_000_000
+"""Of a node: 0.84 TB of DRAM (Mooncake, FAST'25: about 1 TB)."""
+SHAPES = {"h200x8": Shape(tp=8, dcp=8), "h800x8": Shape(tp=8, pp=2, dcp=8)}
+"""Hardware -> the shape of an engine. Eight H800 have no room for the model."""
+SPLITS = {16: (8, 10, 12), 8: (4, 5, 6)}
+"""Engines in all -> how many of them prefill."""
+CHUNKS = (512, 1024, 2048)
+"""Tokens of a step of engines that do both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to run sixteen nodes."""
+
+    system: str
+    name: str
+    num_prefill: int = 0
+    more: tuple[tuple[str, Any], ...] = ()
+    """Further fields of `SimulationConfig`."""
+
+
+class Run(Trial, frozen=True, kw_only=True):
+    """One simulation; `load` names the hardware, `server` the setting."""
+
+    system: str
+    hit_rate: float
+    """The share of prompt tokens that were found in a cache."""
+
+
+def settings(num_engines: int) -> list[Setting]:
+    """Return all settings that are tried with so many engines."""
+    own = SchedulerConfig(policy="local-cache-aware", fetch_remote=False)
+    turns = SchedulerConfig(policy="round-robin", fetch_remote=False)
+    found = []
+    for system, scheduler, pool in (
+        ("both in one engine, round robin", turns, False),
+        ("both in one engine, cache-aware", own, False),
+        ("both in one engine, with the pool", SchedulerConfig(), True),
+    ):
+        for chunk in CHUNKS:
+            fields = {
+                "engine": "coupled-chunked-prefix", "coupled_chunk_tokens": chunk,
+                "scheduler": scheduler, "decode_pools": pool,
+            }  # fmt: skip
+            name = f"steps of {chunk:,}"
+            found.append(Setting(system=system, name=name, more=tuple(fields.items())))
+    for system, scheduler, pool in (
+        ("apart", own, False),
+        ("apart, with the pool", SchedulerConfig(), True),
+    ):
+        for split in SPLITS[num_engines]:
+            fields = {"scheduler": scheduler} | ({} if pool else {"pool_tokens": 0})
+            name = f"{split}P{num_engines - split}D"
+            found.append(
+                Setting(system=system, name=name, num_prefill=split, more=tuple(fields.items()))
+            )
+    return found
+
+
+def engines_on(hardware: str) -> int:
+    """Return how many engines sixteen nodes are."""
+    shape = SHAPES[hardware]
+    return NUM_NODES * figures(hardware, HardwareFigures).num_gpus // (shape.tp * shape.pp)
+
+
+def play(hardware: str, setting: Setting, lines: Sequence[TraceLine], speed: float) -> Run:
+    """Simulate one setting under the trace, `speed` times as fast as recorded."""
+    gc.set_threshold(GC_EVERY)
+    shape, num_engines = SHAPES[hardware], engines_on(hardware)
+    fields = {"pool_tokens": POOL_TOKENS * NUM_NODES // num_engines} | dict(setting.more)
+    workload = Workload.replay(lines, speed=speed)
+    config = SimulationConfig(
+        model=figures(MODEL, ModelFigures),
+        hardware=figures(hardware, HardwareFigures),
+        shape=shape,
+        num_prefill=setting.num_prefill,
+        num_decode=num_engines - setting.num_prefill,
+        **fields,
+    )
+    simulation = Simulation(config, workload)
+    simulation.run()
+    measures = simulation.measures
+    return Run(
+        load=hardware,
+        server=setting.name,
+        system=setting.system,
+        rate=rate_of(workload),
+        seed=config.seed,
+        outcomes=[
+            Outcome(
+                end="whole" if one.completed else "failed",
+                ttft_s=one.ttft_s or 0.0,
+                tbt_s=one.slow_gap_s,
+            )
+            for one in measures.requests
+        ],
+        idle_ttft_s=0.0,
+        idle_tbt_s=0.0,
+        load_average=0.0,
+        hit_rate=measures.hit_tokens / max(1, measures.prompt_tokens),
+    )
+
+
+def search(
+    args: argparse.Namespace, hardware: str, lines: Sequence[TraceLine], limits: Sequence[Limits]
+) -> Iterator[Run]:
+    """Yield the runs of each system: from the rate on at which all its settings are played, slower
+    until the strictest limits, the first ones, are kept, and faster until the loosest are missed.
+    Settings go on that are among the best by any limits.
+    """
+    known = {(run.load, run.system, run.server, round(run.rate, 6)): run for run in _kept(args.out)}
+    systems: dict[str, list[Setting]] = {}
+    for setting in settings(engines_on(hardware)):
+        if not args.only or any(part in setting.system for part in args.only):
+            systems.setdefault(setting.system, []).append(setting)
+
+    def played(setting: Setting, speed: float) -> Run:
+        rate = rate_of(Workload.replay(lines, speed=speed))
+        run = known.get((hardware, setting.system, setting.name, round(rate, 6)))
+        if run is None:
+            run = play(hardware, setting, lines, speed)
+            _keep(args.out, run)
+        return run
+
+    for tried in systems.values():
+        first = [played(setting, args.speed) for setting in tried]
+        yield from first
+        for factor, wanted in ((1 / FASTER, limits[:1]), (FASTER, limits[-1:])):
+            left, runs, speed = tried, first, args.speed
+            for _ in range(MOST_STEPS):
+                left = _going_on(left, runs, limits)
+                keeps = any(run.share(each) >= WANTED for run in runs for each in wanted)
+                if keeps is (factor < 1):
+                    break
+                speed *= factor
+                runs = [played(setting, speed) for setting in left]
+                yield from runs
+
+
+def _going_on(
+    left: Sequence[Setting], runs: Sequence[Run], limits: Sequence[Limits]
+) -> list[Setting]:
+    """Return the settings that are among the best by any limits."""
+    least = [max(run.share(each) for run in runs) - ALIKE for each in limits]
+    return [
+        setting
+        for setting, run in zip(left, runs, strict=True)
+        if any(run.share(each) >= some for each, some in zip(limits, least, strict=True))
+    ]
+
+
+def rate_of(workload: Workload) -> float:
+    """Return the requests a second."""
+    return len(workload.arrivals) / workload.duration_s
+
+
+# ---------------------------------------------------------------- what comes of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The setting of a system that keeps limits at the highest rate."""
+
+    system: str
+    setting: str
+    highest: Highest
+    runs: Sequence[Run]
+    """Of that setting, by rate."""
+
+    @property
+    def near(self) -> Run:
+        """Return the run of the highest rate that kept the limits, or else of the lowest."""
+        return max((run for run in self.runs if run.rate <= self.highest.rate),
+                   key=lambda run: run.rate, default=self.runs[0])  # fmt: skip
+
+
+def best_of(runs: Sequence[Run], limits: Limits) -> list[Best]:
+    """Return the best setting of each system, in the order in which systems were played."""
+    found: dict[str, Best] = {}
+    for system, name in dict.fromkeys((run.system, run.server) for run in runs):
+        own = sorted(
+            (run for run in runs if (run.system, run.server) == (system, name)),
+            key=lambda run: run.rate,
+        )
+        highest = highest_rate([(run.rate, run.share(limits)) for run in own], WANTED)
+        one = Best(system=system, setting=name, highest=highest, runs=own)
+        if system not in found or _order(one, limits) > _order(found[system], limits):
+            found[system] = one
+    return list(found.values())
+
+
+def _order(one: Best, limits: Limits) -> tuple[bool, float, float]:
+    """Return what a better setting has more of."""
+    kept = one.highest.bound != "<"
+    return kept, one.highest.rate, one.runs[0].share(limits)
+
+
+def rows_of(runs: Sequence[Run], hardware: str, limits: Limits) -> list[list[str]]:
+    """Return the table of one kind of hardware and limits, the header first."""
+    known = figures(hardware, HardwareFigures)
+    gpus = NUM_NODES * known.num_gpus
+    rows = [
+        [
+            "system", "best setting", "requests/s at 90 % good", "per GPU", "per dollar",
+            "prompt tokens cached", "median TTFT", "median TBT",
+        ]
+    ]  # fmt: skip
+    for best in best_of(runs, limits):
+        rate, near, dollars = best.highest.rate, best.near, known.gpu_hour_dollars
+        kept = best.highest.bound != "<"
+        per_dollar = f"{3600 * rate / gpus / dollars:,.0f}" if dollars and kept else ""
+        rows.append(
+            [
+                best.system, best.setting, str(best.highest),
+                f"{rate / gpus:.3f}" if kept else "", per_dollar, f"{near.hit_rate:.0%}",
+                f"{near.median('ttft_s') or 0.0:.2f} s",
+                f"{1e3 * (near.median('tbt_s') or 0.0):.0f} ms",
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def figure_of(runs: Sequence[Run], limits: Limits) -> str:
+    """Return the plot of the share of good requests by rate, of the best setting of each system."""
+    lines = {
+        f"{best.system}, {best.setting}": [(run.rate, run.share(limits)) for run in best.runs]
+        for best in best_of(runs, limits)
+    }
+    return points_plot(lines, "requests a second", "share of good requests")
+
+
+def constants(hardware: str) -> list[str]:
+    """Return each figure of a kind of hardware, and of the model, with where it comes from."""
+    known, model = figures(hardware, HardwareFigures), figures(MODEL, ModelFigures)
+    lines = [f"{each.name}, {what}: {source}" for each in (known, model)
+             for what, source in each.sources.items()]  # fmt: skip
+    return [*lines, known.remark]
+
+
+def _kept(path: Path | None) -> list[Run]:
+    if path is None or not path.exists():
+        return []
+    return msgspec.json.Decoder(Run).decode_lines(path.read_bytes())
+
+
+def _keep(path: Path | None, run: Run) -> None:
+    if path is not None:
+        with path.open("ab") as out:
+            out.write(msgspec.json.encode(run) + b"\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what is missing and print every table; returns the exit code."""
+    args = _arguments(argv)
+    lines = read_trace(args.trace)[: args.requests]
+    limits = [Limits(ttft_s=args.ttft_s, tbt_s=tbt_ms / 1e3) for tbt_ms in sorted(args.tbt_ms)]
+    tables, plots = [], []
+    for hardware in args.hardware:
+        runs = []
+        for run in search(args, hardware, lines, limits):
+            runs.append(run)
+            shares = ", ".join(f"{run.share(each):.0%}" for each in limits)
+            print(f"{hardware} {run.system}, {run.server}: {run.rate:.1f}/s {shares}", flush=True)
+        for each in limits:
+            head = (
+                f"{MODEL} on {NUM_NODES} x {hardware}, engines of {SHAPES[hardware]}, TTFT <= "
+                f"{each.ttft_s:g} s, TBT <= {1e3 * each.tbt_s:g} ms"
+            )
+            rows = rows_of(runs, hardware, each)
+            tables.append((head, rows, figures(hardware, HardwareFigures).remark))
+            plots.append((head, figure_of(runs, each)))
+            print(f"\n{head}\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+            print("\n".join(f"| {' | '.join(row)} |" for row in rows[1:]))
+        print("\n" + "\n".join(f"- {line}" for line in constants(hardware)))
+    if args.report:
+        args.report.write_text(comparison_page("Kimi-K2 on sixteen nodes", tables, plots))
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks scale", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--trace", required=True)
+    parser.add_argument("--requests", type=int, help="the trace's first ones, instead of all")
+    parser.add_argument("--hardware", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--only", nargs="+", metavar="PART", help="of a system's name")
+    parser.add_argument("--speed", type=float, default=8.0, help="of the trace, at first (8)")
+    parser.add_argument("--ttft-s", type=float, default=5.0, help="limit of the first token (5)")
+    parser.add_argument("--tbt-ms", type=float, nargs="+", default=[50.0, 100.0])
+    parser.add_argument("--out", type=Path, help="file of runs, to which missing ones are added")
+    parser.add_argument("--report", type=Path, help="page of tables and plots")
+    return parser.parse_args(argv)

@@ -1,0 +1,94 @@
+"""Sixteen nodes under a trace: what is tried, how far, and what the tables make of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scale
+from benchmarks.scale import Run, Setting, best_of, constants, play, rows_of, search, settings
+from benchmarks.support.goodput_figures import Limits, Outcome
+from mooncake.sim.workload import TraceLine, Workload
+from tests.support.sim.traces import sessions
+
+LIMITS = Limits(ttft_s=5.0, tbt_s=0.05)
+GOOD = Outcome(end="whole", ttft_s=1.0, tbt_s=0.02)
+SLOW = Outcome(end="whole", ttft_s=1.0, tbt_s=0.08)
+
+
+def run(system: str, setting: str, rate: float, good: int) -> Run:
+    return Run(
+        load="h200x8", server=setting, system=system, rate=rate, seed=0, hit_rate=0.25,
+        outcomes=[GOOD] * good + [SLOW] * (10 - good), idle_ttft_s=0.0, idle_tbt_s=0.0,
+        load_average=0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("hardware", scale.SHAPES)
+def test_every_setting_takes_all_nodes_and_serves_all_requests(hardware: str) -> None:
+    """One of each system is played."""
+    num_engines = scale.engines_on(hardware)
+    found = settings(num_engines)
+    assert len({(one.system, one.name) for one in found}) == len(found)
+    hits = {}
+    for one in {each.system: each for each in found}.values():
+        assert 0 <= one.num_prefill < num_engines
+        played = play(hardware, one, sessions(40, every_ms=2000.0), 4.0)
+        assert all(outcome.end == "whole" for outcome in played.outcomes), one
+        assert all(outcome.ttft_s > 0 for outcome in played.outcomes)
+        hits[one.system] = played.hit_rate
+    assert hits["both in one engine, round robin"] < hits["both in one engine, cache-aware"]
+
+
+def test_the_best_setting_of_a_system_is_the_one_that_keeps_limits_at_the_highest_rate() -> None:
+    runs = [
+        run("both", "small steps", 10.0, 10), run("both", "small steps", 20.0, 8),
+        run("both", "large steps", 10.0, 10), run("both", "large steps", 20.0, 4),
+        run("apart", "8P8D", 10.0, 10), run("apart", "8P8D", 20.0, 10),
+        run("slow", "any", 10.0, 3),
+    ]  # fmt: skip
+    assert [(one.system, one.setting, str(one.highest)) for one in best_of(runs, LIMITS)] == [
+        ("both", "small steps", "15.00"), ("apart", "8P8D", ">= 20.00"), ("slow", "any", "< 10.00"),
+    ]  # fmt: skip
+    _, both, apart, slow = rows_of(runs, "h200x8", LIMITS)
+    assert both[2:5] == ["15.00", f"{15 / 128:.3f}", f"{15 * 3600 / 128 / 4:,.0f}"]
+    assert apart[5:] == ["25%", "1.00 s", "20 ms"]
+    assert slow[3:5] == ["", ""]
+
+
+def test_the_best_settings_are_played_until_they_miss_limits_and_never_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = []
+
+    def once(hardware: str, setting: Setting, lines: list[TraceLine], speed: float) -> Run:
+        played.append((setting.name, speed))
+        good = {"steps of 512": 9, "steps of 1,024": 10, "steps of 2,048": 4}[setting.name]
+        rate = scale.rate_of(Workload.replay(lines, speed=speed))
+        return run(setting.system, setting.name, rate, good - (5 if speed >= 2 else 0))
+
+    monkeypatch.setattr(scale, "play", once)
+    args = argparse.Namespace(only=["round robin"], speed=1.0, out=tmp_path / "runs")
+    lines = sessions(11, every_ms=1000.0)
+    first = list(search(args, "h200x8", lines, [LIMITS]))
+    names = [f"steps of {chunk:,}" for chunk in scale.CHUNKS]
+    assert played[:3] == [(name, 1.0) for name in names]
+    assert {name for name, _ in played[3:]} == {"steps of 1,024"}
+    assert played[-1][1] >= 2 > played[-2][1]
+    num = len(played)
+    assert list(search(args, "h200x8", lines, [LIMITS])) == first
+    assert len(played) == num
+    args.speed = 4.0
+    list(search(args, "h200x8", lines, [LIMITS]))
+    slower = [speed for _, speed in played[num + 3 :]]
+    assert slower == sorted(slower, reverse=True)
+    assert slower[-1] < 2 <= slower[-2]
+
+
+def test_every_constant_has_a_source_or_is_marked_as_fitted() -> None:
+    for hardware in scale.SHAPES:
+        lines = constants(hardware)
+        assert any("gpu_hour_dollars" in line for line in lines)
+        assert "fitted" in lines[-1].lower()
