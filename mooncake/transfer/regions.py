@@ -67,6 +67,8 @@ class _Region:
         self.alive = True
         self.guarded = False
         """True if peers write to it by grants only."""
+        self.read_only = False
+        """True if no peer writes to it."""
 
     @property
     def withdrawn(self) -> str | None:
@@ -233,13 +235,13 @@ class RegionTable:
         memory, fd = allocate_shared(num_bytes, label)
         return self._add(_memory_view(memory, num_bytes), label, fd)
 
-    def register(self, buffer: memoryview, label: str) -> HostRegion:
-        """Register memory of the caller. Raises TransferError unless it is writable and in one
-        piece.
+    def register(self, buffer: memoryview, label: str, *, read_only: bool = False) -> HostRegion:
+        """Register memory of the caller. Peers that want to write to it are refused if it is
+        `read_only`. Raises TransferError unless it is writable and in one piece.
         """
         if buffer.readonly or not buffer.c_contiguous or buffer.nbytes == 0:
             raise TransferError(f"{label}: only writable, contiguous memory can be registered")
-        return self._add(buffer.cast("B"), label, None)
+        return self._add(buffer.cast("B"), label, None, read_only=read_only)
 
     def register_device(self, memory: DeviceMemory, label: str) -> DeviceRegion:
         """Register memory of a device. Raises TransferError."""
@@ -247,9 +249,12 @@ class RegionTable:
         self._admit(region)
         return region
 
-    def _add(self, buffer: memoryview, label: str, fd: int | None) -> HostRegion:
+    def _add(
+        self, buffer: memoryview, label: str, fd: int | None, *, read_only: bool = False
+    ) -> HostRegion:
         try:
             region = HostRegion(self._new_id(label), label, buffer, fd)
+            region.read_only = read_only
         except TransferError:
             if fd is not None:
                 os.close(fd)
@@ -339,8 +344,13 @@ class RegionTable:
 
     def permits(self, regions: Iterable[AnyRegion], grant: int) -> list[Permit]:
         """Return what a peer's WRITE to `regions` must hold besides the regions. Raises
-        RangeRefused when the grant was revoked, or when one is needed and none is given.
+        RangeRefused when one of them is read only, when the grant was revoked, or when one is
+        needed and none is given.
         """
+        regions = list(regions)
+        for region in regions:
+            if region.read_only:
+                raise RangeRefused(f"region {region.region_id} ({region.label}) is only read")
         if grant:
             permit = self.grants.permit(grant)
             if permit.withdrawn is not None:

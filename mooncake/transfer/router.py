@@ -134,12 +134,15 @@ class RoutedTransfer:
         """
         return self._regions.allocate(num_bytes, label)
 
-    def register(self, buffer: memoryview, label: str) -> HostRegion:
+    def register(self, buffer: memoryview, label: str, *, read_only: bool = False) -> HostRegion:
         """Register existing memory (not served by shared memory, which peers cannot map).
+
+        read_only: refuse peers that want to write to it. Only an engine without RDMA can: a NIC
+        asks nobody.
 
         Raises TransferError unless it is writable and contiguous.
         """
-        return self._regions.register(buffer, label)
+        return self._regions.register(buffer, label, read_only=read_only)
 
     def register_device(self, memory: DeviceMemory, label: str) -> DeviceRegion:
         """Register memory the host cannot address.

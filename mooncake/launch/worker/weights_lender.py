@@ -126,7 +126,9 @@ class WeightsLender:
                     LentFile(
                         content.path.name,
                         content.num_bytes,
-                        transfer.register(content.read(0, content.num_bytes), "weights").region_id,
+                        transfer.register(
+                            content.read(0, content.num_bytes), "weights", read_only=True
+                        ).region_id,
                         digests[content.path.name],
                         sums[content.path.name],
                     )

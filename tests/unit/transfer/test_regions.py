@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from mooncake.base.errors import TransferError
+from mooncake.transfer.grants import NUM_SLOTS
 from mooncake.transfer.memory import PAGE_BYTES, allocate_shared, map_shared
 from mooncake.transfer.regions import Gates, RangeRefused, RegionTable
 
@@ -39,6 +40,15 @@ def test_registered_memory_is_the_callers_own(table: RegionTable) -> None:
     assert region.fd is None
     region.buffer[4] = 9
     assert memory[4] == 9
+
+
+def test_memory_that_is_only_read_permits_no_write(table: RegionTable) -> None:
+    """Not even by a grant: a number that was never issued here is valid."""
+    region = table.register(memoryview(bytearray(10)), "weights", read_only=True)
+    for grant in (0, NUM_SLOTS + 5):
+        with pytest.raises(RangeRefused, match=r"\(weights\) is only read"):
+            table.permits([region], grant)
+    assert table.find(region.region_id, 0, 10) is region
 
 
 @pytest.mark.parametrize(
