@@ -163,6 +163,7 @@ class Instance:
                         error=moved.error,
                         num_bytes=moved.num_bytes,
                         seconds=moved.seconds,
+                        nics=moved.nics,
                     ),
                     now,
                     rank,

@@ -62,6 +62,7 @@ class JobTrace:
                 "mooncake.blocks": reuse.num_fetched,
                 "mooncake.bytes": reuse.num_bytes,
                 "mooncake.path": reuse.protocol,
+                "mooncake.nic": ",".join(sorted(reuse.nics)),
                 "mooncake.from": ",".join(reuse.sources_asked),
             }
             self._add("fetch", self.since_s, now, facts)
@@ -93,6 +94,7 @@ class JobTrace:
                 "mooncake.blocks": len(destination.wanted),
                 "mooncake.bytes": destination.num_bytes,
                 "mooncake.path": destination.protocol,
+                "mooncake.nic": ",".join(sorted(destination.nics)),
             }
             self._add("transfer", destination.begun_s, now, facts)
 

@@ -198,6 +198,7 @@ class _Moving:
     num_bytes: int = 0
     seconds: float = 0.0
     protocol: str = ""
+    nics: set[str] = field(default_factory=set)
 
 
 class SliceMover:
@@ -320,6 +321,7 @@ class SliceMover:
         moving.num_bytes += done.num_bytes
         moving.seconds = max(moving.seconds, done.seconds)
         moving.protocol = done.protocol or moving.protocol
+        moving.nics.update(done.nics)
         if done.error is not None and moving.error is None:
             moving.error = done.error
             self.cancel(move_id)
@@ -331,6 +333,7 @@ class SliceMover:
                 num_bytes=moving.num_bytes if moving.error is None else 0,
                 seconds=moving.seconds,
                 protocol=moving.protocol,
+                nics=tuple(sorted(moving.nics)),
             )
             moving.ended(whole, now)
 

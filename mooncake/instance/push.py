@@ -52,6 +52,8 @@ class Destination:
         self.num_bytes = 0
         """Bytes that have arrived, and the protocol of the last of them."""
         self.protocol = ""
+        self.nics: set[str] = set()
+        """See `TransferDone.nics`."""
         self.progress = progress
         self.moves: set[int] = set()
         self.in_flight_of: dict[int, int] = {}
@@ -196,6 +198,7 @@ class Push:
         destination.moves.discard(done.batch_id)
         destination.num_bytes += done.num_bytes
         destination.protocol = done.protocol or destination.protocol
+        destination.nics.update(done.nics)
         whole: list[int] = []
         for index in moved:
             destination.in_flight_of[index] -= 1

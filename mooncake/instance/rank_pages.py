@@ -185,7 +185,7 @@ class FollowerMoves:
 
     def _on_done(self, done: TransferDone) -> None:
         word = self._moves.pop(done.batch_id)
-        moved = Moved(word.number, done.error, done.num_bytes, done.seconds, [])
+        moved = Moved(word.number, done.error, done.num_bytes, done.seconds, [], done.nics)
         if word.verify and done.error is None:
             self._hashes[self._pages.hash(word.move.pages)] = (word.number, moved)
         else:

@@ -65,6 +65,8 @@ class PrefixReuse:
         self.num_bytes = 0
         """Bytes of these blocks, and the protocol of the last."""
         self.protocol = ""
+        self.nics: set[str] = set()
+        """See `TransferDone.nics`."""
         self.sources_asked: list[str] = []
         """The workers that were asked for blocks."""
         self._reported: dict[WorkerRef, int] = {}
@@ -145,6 +147,7 @@ class PrefixReuse:
         self._pages.extend(pages[:num_blocks])
         self.num_bytes += result.num_bytes
         self.protocol = result.protocol or self.protocol
+        self.nics.update(result.nics)
         if num_blocks < len(pages):
             self._pool.release(pages[num_blocks:])
             if source.others:

@@ -159,6 +159,8 @@ class Job:
         self.num_bytes = 0
         self.protocol = ""
         """The protocol that moves it; if several were tried, the last."""
+        self.nics: set[str] = set()
+        """See `TransferDone.nics`."""
         self.num_tried = 0
         """Backends the router has tried; only the thread that has the job now touches it."""
         self.error: str | None = None
@@ -203,9 +205,9 @@ class Job:
             self._num_in_hand += 1
             return True
 
-    def finish(self, error: str | None = None) -> None:
-        """End a part in hand; `error` fails the job."""
-        self._put_down(1, error)
+    def finish(self, error: str | None = None, nics: Iterable[str] = ()) -> None:
+        """End a part in hand, which `nics` carried; `error` fails the job."""
+        self._put_down(1, error, nics)
 
     def give_back(self) -> None:
         """Release a part in hand that is not done. The part begins again later, unless the job is
@@ -213,8 +215,9 @@ class Job:
         """
         self._put_down(0, None)
 
-    def _put_down(self, num_done: int, error: str | None) -> None:
+    def _put_down(self, num_done: int, error: str | None, nics: Iterable[str] = ()) -> None:
         with self._lock:
+            self.nics.update(nics)
             self._num_in_hand -= 1
             if error is None:
                 self._num_left -= num_done
@@ -322,6 +325,7 @@ class BatchTable:
             num_bytes=job.num_bytes if job.error is None else 0,
             seconds=self._clock.now() - job.started_s,
             protocol=job.protocol,
+            nics=tuple(sorted(job.nics)),
             answer=job.answer if job.error is None else b"",
         )
         with self._lock:

@@ -77,6 +77,10 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
     """The protocol that moved it: "shm", "rdma", "tcp", "inproc", or "stage" if it went through
     slots of host memory; empty if not known.
     """
+    nics: tuple[str, ...] = ()
+    """This process's ends of the links that carried it, sorted: devices of RDMA, IP addresses of
+    TCP. Empty where bytes were copied from memory to memory.
+    """
     answer: bytes = b""
     """The owner's answer to the batch's question. `num_bytes` came behind it, into the first
     ops.

@@ -73,7 +73,8 @@ def test_one_batch_goes_by_both_nics(open_rdma: Open) -> None:
     ours.buffer[:] = random.Random(1).randbytes(MIB) * 32
     before = {name: num_packets(name) for name in ("rxe0", "rxe1")}
     whole = [TransferOp(ours.region_id, 0, theirs.region_id, 0, 32 * MIB)]
-    assert move(us, Op.WRITE, owner.segment, whole).error is None
+    done = move(us, Op.WRITE, owner.segment, whole)
+    assert (done.error, done.protocol, done.nics) == (None, "rdma", ("rxe0", "rxe1"))
     assert theirs.buffer == ours.buffer
     for name, count in before.items():  # a packet carries 1 KiB at most
         assert num_packets(name) - count > 4096, name

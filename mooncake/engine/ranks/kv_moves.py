@@ -76,6 +76,8 @@ class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
     """The part of each block's checksum from this rank's layers, in the order of its pages. Empty
     unless checksums were wanted.
     """
+    nics: tuple[str, ...] = ()
+    """See `TransferDone.nics`."""
 
 
 class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):

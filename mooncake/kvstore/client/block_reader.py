@@ -64,6 +64,8 @@ class ReadResult:
     """How many of the blocks the node had to bring up from its disks."""
     protocol: str = ""
     """The protocol of the last transfer."""
+    nics: tuple[str, ...] = ()
+    """See `TransferDone.nics`."""
 
 
 ReadDone = Callable[[TransferDone, float], None]
@@ -161,6 +163,7 @@ class _Read:
     piece_bytes: int = 0
     seconds: float = 0.0
     protocol: str = ""
+    nics: set[str] = field(default_factory=set)
 
     def advance(self) -> None:
         """Go on to the next piece: all of this one has arrived."""
@@ -303,6 +306,7 @@ class BlockReader:
         read.piece_bytes = done.num_bytes
         read.seconds += done.seconds
         read.protocol = done.protocol
+        read.nics.update(done.nics)
         if self._verify and any(read.promised):
             read.stage = _Stage.VERIFYING
             self._verifying.append(ticket)
@@ -436,7 +440,7 @@ class BlockReader:
             return
         result = ReadResult(
             len(read.arrived), read.arrived, error, read.num_bytes, read.seconds,
-            read.num_from_ssd, read.protocol,
+            read.num_from_ssd, read.protocol, tuple(sorted(read.nics)),
         )  # fmt: skip
         read.ended(result, now)
 

@@ -353,7 +353,7 @@ class RdmaPeer:
             self._hub.stats.arrived(
                 endpoint.path.local, self.engine_id, part.slice.num_bytes, posted.posted_s, now
             )
-            part.job.finish()
+            part.job.finish(nics=(endpoint.path.local,))
 
     def fail(self, endpoint: Endpoint, reason: str, *, blame: bool = True) -> None:
         """Close a path that broke. With `blame` it rests before it is tried again. Call `pump`

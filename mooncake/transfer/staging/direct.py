@@ -164,6 +164,7 @@ class DirectMoves:
         self, flow: Flow, ours: Sequence[DeviceRegion], theirs: Sequence[int], inner: Job
     ) -> None:
         job, flow.direct = flow.job, None
+        job.nics |= inner.nics
         if job.stopped:
             self._end(flow, None)
         elif inner.error is not None:

@@ -317,6 +317,7 @@ class StagingEngine:
     def _on_carried(self, transfer: SliceTransfer, inner: Job) -> None:
         peer = transfer.flow.peer
         transfer.inner = None
+        transfer.flow.job.nics |= inner.nics
         if inner.error is not None or transfer.flow.job.stopped:
             self._leave(transfer, inner.error)
         elif not transfer.is_write:

@@ -503,7 +503,7 @@ class Connection:
                 job = request.part.job
                 num_bytes = job.num_bytes if job.question else request.part.slice.num_bytes
                 self._owner.arrived(self, num_bytes, request.posted_s, self._progress_s)
-            request.part.job.finish(error)
+            request.part.job.finish(error, (self.nic,))
         # A caller that waits for the job wakes now: with nothing to send, get out of its way.
         if self.state is ConnectionState.READY and (self._unsent or self._owner.has_work):
             self._pump()

@@ -81,6 +81,7 @@ def test_one_tree_has_what_gateway_prefill_and_decode_did(
     assert facts["prefill"]["mooncake.worker"] == "prefill-0"
     assert facts["decode"]["mooncake.worker"] == "decode-0"
     assert facts["transfer"]["mooncake.path"] == "shm"
+    assert "mooncake.nic" not in facts["transfer"], "no NIC carries shared memory"
     assert int(facts["transfer"]["mooncake.bytes"]) > 0
     assert [event.name for event in by_name["prefill"].events] == ["chunk"] * 3
     assert facts["api"]["gen_ai.usage.input_tokens"] == len(PROMPT)

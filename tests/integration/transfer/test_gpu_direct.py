@@ -182,7 +182,10 @@ def test_where_one_end_is_out_of_reach_bytes_are_staged(
 ) -> None:
     us, owner = pair
     ours, theirs = us.device(makes[0](SIZE), 1), owner.device(makes[1](SIZE), 2)
-    assert move(us.transfer, op, owner.transfer.segment, odd(ours, theirs)).error is None
+    done = move(us.transfer, op, owner.transfer.segment, odd(ours, theirs))
+    assert (done.error, done.protocol) == (None, "stage")
+    assert done.nics, "of what carried the staged slices"
+    assert set(done.nics) <= {nic.address.name for nic in us.nics}
     assert same(us.memories[0], owner.memories[0])
     assert us.staged_bytes == 40_000
 

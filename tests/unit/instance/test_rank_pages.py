@@ -103,11 +103,14 @@ class TestLead:
             [part(0, 1, 2)], {0: 5, 1: 6, 2: 7}, LAYERS, 9.0, lambda done, _: ended.append(done)
         )
         assert [memory.moves[0].pages for memory in memories] == [[5, 7], [6]]
-        mover.on_done(TransferDone(batch_id=0, num_bytes=10, seconds=1.0), 0.0)
+        first = TransferDone(batch_id=0, num_bytes=10, seconds=1.0, nics=("mlx5_1",))
+        mover.on_done(first, 0.0)
         assert not ended
         mover.check_integrity()
-        mover.on_done(TransferDone(batch_id=0, num_bytes=20, seconds=3.0), 0.0, 1)
-        assert ended == [TransferDone(batch_id=move, num_bytes=30, seconds=3.0)]
+        second = TransferDone(batch_id=0, num_bytes=20, seconds=3.0, nics=("mlx5_0",))
+        mover.on_done(second, 0.0, 1)
+        nics = ("mlx5_0", "mlx5_1")
+        assert ended == [TransferDone(batch_id=move, num_bytes=30, seconds=3.0, nics=nics)]
         assert mover.num_in_flight == 0
         mover.check_integrity()
 
@@ -269,12 +272,13 @@ class TestFollower:
         for word in (start(4), start(5, verify=True), HashPages(6, [2], (0, 0))):
             rank.handle(word)
         rank.handle(Hashed(0, [9]))
-        rank.handle(TransferDone(batch_id=1, num_bytes=8, seconds=2.0))
+        nics = ("mlx5_0",)
+        rank.handle(TransferDone(batch_id=1, num_bytes=8, seconds=2.0, nics=nics))
         rank.handle(TransferDone(batch_id=0, error="gone"))
         assert rank.answers == [Hashed(6, [9]), Moved(4, "gone", 0, 0.0, [])]
         assert rank.memory.hashes == [[2], [5]], "what was read is hashed"
         rank.handle(Hashed(1, [77]))
-        assert rank.answers[2:] == [Moved(5, None, 8, 2.0, [77])]
+        assert rank.answers[2:] == [Moved(5, None, 8, 2.0, [77], nics)]
         assert rank.machine.quiet
 
     def test_a_grant_that_was_revoked_is_answered_for_when_nothing_is_open(self) -> None:

@@ -60,6 +60,14 @@ def test_a_job_ends_when_all_parts_are_done(book: BatchTable, clock: ManualClock
     assert book.num_open == 0
 
 
+def test_the_end_names_each_nic_that_carried_a_part_once(book: BatchTable) -> None:
+    job = open_job(book, 3)
+    for nics in (("mlx5_1",), ("mlx5_0",), ("mlx5_1",)):
+        assert job.begin()
+        job.finish(nics=nics)
+    assert [done.nics for done in book.poll()] == [("mlx5_0", "mlx5_1")]
+
+
 def test_a_failed_part_fails_the_job_once_the_others_are_back(book: BatchTable) -> None:
     job = open_job(book, 3)
     assert job.begin()
