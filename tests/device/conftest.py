@@ -14,6 +14,12 @@ import torch
 
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.cuda.install import Emulated, Real, one_gpu, why_not
+from tests.support.followers import forked_followers
+
+IMPORTED = (
+    "tests.support.cuda.processes", "tests.support.cuda.install", "tests.support.cuda.ops",
+    "torch.distributed.tensor", "torch._dynamo",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +53,10 @@ def gpu() -> Iterator[Real | Emulated]:
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of k2-nano."""
     return init_checkpoint("k2-nano", 0, tmp_path_factory.mktemp("nano") / "nano", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Followers are forked. They find imported what torch imports at a device's first op, too."""
+    with forked_followers(tmp_path_factory.mktemp("forks"), *IMPORTED):
+        yield

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mooncake.launch.host.fork_server import Origin
+
 FOUND_S = 600.0
 """A process may take this long until its next value: on two cores, beside other tests."""
 Work = Callable[..., Iterator[Any]]
@@ -24,7 +26,7 @@ class Processes:
     def __init__(self, work: Work, arguments: Sequence[tuple[Any, ...]]) -> None:
         pipes = [_forking.Pipe() for _ in arguments]
         self.each = [
-            _forking.Process(target=_run, args=(theirs, work, its), daemon=True)
+            _forking.Process(target=_run, args=(theirs, work, its, Origin.path), daemon=True)
             for its, (_, theirs) in zip(arguments, pipes, strict=True)
         ]
         self._pipes = [ours for ours, _ in pipes]
@@ -53,7 +55,8 @@ class Processes:
             process.join(60.0)
 
 
-def _run(pipe: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
+def _run(pipe: Connection, work: Work, arguments: tuple[Any, ...], forks: str | None) -> None:
+    Origin.path = forks  # followers of this process are forked, too
     try:
         for found in work(*arguments):
             pipe.send(found)

@@ -21,6 +21,7 @@ from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import followers_emulated
 from tests.support.cuda.streams import RANDOM
 
+pytestmark = pytest.mark.usefixtures("forked")
 JOINS: Joins = {
     0: [
         (prompt(5, 0), SamplingParams(temperature=0, max_tokens=24)),

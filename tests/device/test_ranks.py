@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,9 @@ from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import followers_emulated
 from tests.support.cuda.streams import LATE, RANDOM
-from tests.support.followers import followers, forked_followers
+from tests.support.followers import followers
 
-IMPORTED = (
-    "tests.support.cuda.processes", "tests.support.cuda.install", "tests.support.cuda.ops",
-    "torch.distributed.tensor", "torch._dynamo",
-)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("forked")
 JOINS: Joins = {
     0: [
         (prompt(5, 0), SamplingParams(temperature=0, max_tokens=13, num_logprobs=1)),
@@ -31,13 +27,6 @@ JOINS: Joins = {
     ],
     2: [(prompt(14, 2), SamplingParams(top_k=5, seed=4, frequency_penalty=0.4, max_tokens=6))],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Followers find imported what torch imports at a device's first op, too."""
-    with forked_followers(tmp_path_factory.mktemp("forks"), *IMPORTED):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import RANK_S, followers_emulated
 from tests.support.cuda.streams import LATE, RANDOM
 
+pytestmark = pytest.mark.usefixtures("forked")
 SECRET = "0123456789abcdef" * 2
 PARTS: list[Joins] = [{0: JOINS[0][:1], 2: JOINS[2]}, {0: JOINS[0][1:]}]
 """What each of two engines computes: sequences 0 and 2, and 1."""

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -18,15 +19,37 @@ from mooncake.launch.host import environment, fork_server
 
 @contextlib.contextmanager
 def forked_followers(folder: Path, *modules: str) -> Iterator[None]:
-    """Have followers that this process starts in the block forked from a process that has imported
-    what they need, and `modules`.
-    """
+    """Have followers that this process starts in the block forked: see `forks` and `forked_by`."""
+    with forks(folder, *modules) as path, forked_by(path):
+        yield
+
+
+@contextlib.contextmanager
+def forks(folder: Path, *modules: str) -> Iterator[Path]:
+    """Yield where a process forks that has imported what followers need, and `modules`."""
     path = os.pathsep.join(each for each in sys.path if each)
-    environ = {**os.environ, **environment.COMPUTE, "PYTHONPATH": path}
+    # Those that followers get, too: the server refuses some whose variables differ from its own.
+    environ = {**environment.QUIET, **environment.COMPUTE, **os.environ, "PYTHONPATH": path}
     early = ("mooncake.launch.worker.rank_processes", *modules)
+    with fork_server.ForkServer(folder / "forks", early, (), environ):
+        yield folder / "forks"
+
+
+@contextlib.contextmanager
+def forked_by(path: Path) -> Iterator[None]:
+    """Have followers that this process starts in the block forked there. One that cannot be forked
+    is an error: tests would pass all the same, and take three times as long.
+    """
+
+    def fork(*arguments: Any, **settings: Any) -> fork_server.Fork:
+        forked = fork_server.fork(*arguments, **settings)
+        assert forked is not None, "the fork server has refused a follower, or has ended"
+        return forked
+
     with (
-        fork_server.ForkServer(folder / "forks", early, (), environ),
-        mock.patch.object(fork_server.Origin, "path", str(folder / "forks")),
+        mock.patch.object(fork_server.Origin, "path", str(path)),
+        mock.patch.object(fork_server, "CLIENT_S", 600.0),  # its imports may be under way
+        mock.patch("mooncake.launch.worker.rank_processes.fork", fork),
     ):
         yield
 
