@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -105,13 +106,26 @@ def test_wrong_values_are_refused(path: str, value: object) -> None:
 def rendered(*settings: str, release: str = "one") -> list[dict[str, Any]]:
     """Return the documents that helm makes of the chart."""
     words = [word for setting in settings for word in ("--set", setting)]
+    return documents_of(
+        of_helm("template", release, str(CHART), "--kube-version", "1.28.0", *words)
+    )
+
+
+@functools.cache
+def of_helm(*words: str, given: str = "") -> str:
+    """Return what helm prints of these words and this standard input; tests ask for much of it
+    again. ValueError: it fails.
+    """
     done = subprocess.run(
-        ["helm", "template", release, str(CHART), "--kube-version", "1.28.0", *words],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        ["helm", *words], input=given, capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode:
         raise ValueError(done.stderr)
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return done.stdout
+
+
+def documents_of(text: str) -> list[dict[str, Any]]:
+    return [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]
 
 
 def is_signer(document: dict[str, Any]) -> bool:
@@ -670,8 +684,14 @@ def test_secrets_stay_over_upgrades_and_a_secret_of_ones_own_renders_the_same() 
         helm(api, "upgrade", *needed)
         assert api.objects["secrets", "one-mooncake-signer"]["data"] == {"cluster-secret": "b2xk"}
     both = (*SETTINGS, "tls.authority=our-ca")
-    assert rendered(*both) == rendered(*both)
-    assert rendered(*needed) != rendered(*needed), "nothing says what was drawn before"
+    assert anew(*both) == anew(*both)
+    assert anew(*needed) != anew(*needed), "nothing says what was drawn before"
+
+
+def anew(*settings: str) -> list[dict[str, Any]]:
+    """Return the documents of a new run of helm."""
+    of_helm.cache_clear()
+    return rendered(*settings)
 
 
 def helm(api: kube_api.KubeApi, verb: str, *settings: str) -> None:

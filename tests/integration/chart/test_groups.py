@@ -147,14 +147,14 @@ def test_names_of_pods_of_long_releases_fit_into_labels() -> None:
     assert len(f"{found['metadata']['name']}-99-0123456789") <= 63
 
 
-def test_all_else_of_a_pod_is_that_of_an_engine_in_one_pod(tmp_path: Path) -> None:
+def test_all_else_of_a_pod_is_that_of_an_engine_in_one_pod() -> None:
     [file] = [each for each in CI if each.stem == "stages-values"]
     apart = yaml.safe_load(file.read_text())
     together = json.loads(json.dumps(apart))
     for role in ("prefill", "decode"):
         del together[role]["shape"]["podPerStage"]
-    whole = {role: document for role, (document, _) in pods(from_file(together, tmp_path)).items()}
-    for name, template in templates_of_groups(from_file(apart, tmp_path)).items():
+    whole = {role: document for role, (document, _) in pods(from_file(together)).items()}
+    for name, template in templates_of_groups(from_file(apart)).items():
         expected = whole[name.removesuffix("-ranks")]["spec"]["template"]
         assert template["metadata"] == expected["metadata"]
         [own], [other] = template["spec"].pop("containers"), expected["spec"]["containers"]

@@ -83,14 +83,12 @@ def violations(spec: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
-def test_pods_are_restricted_and_small_unless_a_value_says_otherwise(
-    file: Path, tmp_path: Path
-) -> None:
+def test_pods_are_restricted_and_small_unless_a_value_says_otherwise(file: Path) -> None:
     values = yaml.safe_load(file.read_text())
     if "hostPath" in values["model"].get("volume", {}):
         values["model"]["volume"] = CLAIM
     values.get("pods", {}).pop("rdma", None)
-    found = all_pods(from_file(values, tmp_path))
+    found = all_pods(from_file(values))
     assert len(found) >= 5
     for name, spec in found.items():
         assert violations(spec) == [], name
@@ -150,18 +148,18 @@ def signing(documents: list[dict[str, Any]]) -> dict[str, set[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
-def test_no_pod_but_the_signer_sees_what_signs_for_others(file: Path, tmp_path: Path) -> None:
+def test_no_pod_but_the_signer_sees_what_signs_for_others(file: Path) -> None:
     """Init containers, groups, KubeRay's pods and helm's test, too, by any kind of source."""
-    found = signing(from_file(file, tmp_path))
+    found = signing(from_file(file))
     assert {name.rpartition("-")[2] for name in found} == {"signer"}
     [seen] = found.values()
     assert {key for _, key in seen} == {"cluster-secret", "tls.crt", "tls.key"}
 
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
-def test_no_pod_but_the_signer_names_the_secret_of_the_cluster(file: Path, tmp_path: Path) -> None:
+def test_no_pod_but_the_signer_names_the_secret_of_the_cluster(file: Path) -> None:
     """Root of a node can read a Secret whole of which a pod there sees one key."""
-    specs = all_pods(from_file(file, tmp_path))
+    specs = all_pods(from_file(file))
     signs = [name for name, spec in specs.items() if "cluster-secret" in json.dumps(spec)]
     [signer] = [name for name in specs if name.endswith("-signer")]
     assert signs == [signer]
@@ -184,8 +182,8 @@ def test_no_pod_but_the_signer_names_the_secret_of_the_cluster(file: Path, tmp_p
         }}]},
     ],
 )  # fmt: skip
-def test_a_pod_that_sees_more_is_noticed(leak: dict[str, Any], tmp_path: Path) -> None:
-    assert "one-mooncake-decode" in signing(from_file({**NEEDED, "decode": leak}, tmp_path))
+def test_a_pod_that_sees_more_is_noticed(leak: dict[str, Any]) -> None:
+    assert "one-mooncake-decode" in signing(from_file({**NEEDED, "decode": leak}))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +209,7 @@ def policies(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_pods_send_to_this_release_and_to_names_unless_more_is_said(tmp_path: Path) -> None:
+def test_pods_send_to_this_release_and_to_names_unless_more_is_said() -> None:
     own = {"app.kubernetes.io/name": "mooncake", "app.kubernetes.io/instance": "one"}
     inside = {"to": [{"podSelector": {"matchLabels": own}}]}
     found = policies(rendered(*SETTINGS))
@@ -229,17 +227,17 @@ def test_pods_send_to_this_release_and_to_names_unless_more_is_said(tmp_path: Pa
     assert not policies(rendered(*SETTINGS, "networkPolicy.enabled=false"))
     collector = {"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}], "ports": [{"port": 4317}]}
     asks = {**NEEDED, "networkPolicy": {"egress": [collector], "dns": []}}
-    found = policies(from_file(asks, tmp_path))
+    found = policies(from_file(asks))
     assert found.pop("signer")["egress"] == []
     for spec in found.values():
         assert spec["egress"] == [inside, collector]
 
 
-def test_only_pods_that_download_may_send_to_the_hub(tmp_path: Path) -> None:
+def test_only_pods_that_download_may_send_to_the_hub() -> None:
     def hub(values: dict[str, Any]) -> list[Any]:
         return [
             rule["to"]
-            for spec in policies(from_file(values, tmp_path)).values()
+            for spec in policies(from_file(values)).values()
             for rule in spec["egress"]
             if {"port": 443, "protocol": "TCP"} in rule.get("ports", [])
         ]
@@ -252,15 +250,13 @@ def test_only_pods_that_download_may_send_to_the_hub(tmp_path: Path) -> None:
     assert hub({**values, "networkPolicy": {"downloads": peers}}) == [peers] * 4
 
 
-def test_prometheus_reaches_the_gateways_beside_their_clients(tmp_path: Path) -> None:
+def test_prometheus_reaches_the_gateways_beside_their_clients() -> None:
     clients, metrics = (
         [{"ipBlock": {"cidr": "10.1.0.0/16"}}],
         [{"ipBlock": {"cidr": "10.2.0.0/16"}}],
     )
     values = {**NEEDED, "networkPolicy": {"clients": clients, "metrics": metrics}}
-    [gateway] = [
-        s for role, s in policies(from_file(values, tmp_path)).items() if role == "gateway"
-    ]
+    [gateway] = [s for role, s in policies(from_file(values)).items() if role == "gateway"]
     asked = [
         rule["from"] for rule in gateway["ingress"] if rule.get("ports", [{}])[0]["port"] == 8000
     ]
@@ -389,11 +385,11 @@ def test_what_gateways_desire_is_found_in_their_metrics(role: Role) -> None:
     ],
 )
 def test_downloads_that_may_change_or_fill_a_disk_are_refused(
-    download: dict[str, str], problem: str, tmp_path: Path
+    download: dict[str, str], problem: str
 ) -> None:
     values = {**NEEDED, "model": {"download": {"size": "9Gi", **download}}}
     with pytest.raises(AssertionError, match=problem):
-        from_file(values, tmp_path)
+        from_file(values)
 
 
 def run_downloads(
@@ -409,7 +405,7 @@ def run_downloads(
     place = folder / "model"
     fetched = {"source": source, "revision": HUB, "digests": "list", "size": "9Gi"}
     values = {**NEEDED, "model": {"path": str(place), "download": fetched}}
-    rendered_roles = workloads(from_file(values, folder))
+    rendered_roles = workloads(from_file(values))
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     writes = {

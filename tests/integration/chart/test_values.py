@@ -19,8 +19,10 @@ from tests.integration.chart.test_chart import (
     CHART,
     ROLES,
     SETTINGS,
+    documents_of,
     is_signer,
     needs_helm,
+    of_helm,
     pods,
     rendered,
     served,
@@ -37,18 +39,13 @@ SCHEMAS = Path(__file__).parents[2] / "support" / "chart" / "custom_resources.ya
 """Of custom resources, which do not come with Kubernetes."""
 
 
-def from_file(values: Path | dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+def from_file(values: Path | dict[str, Any]) -> list[dict[str, Any]]:
     """Return what helm makes of the chart with a file of values."""
-    if isinstance(values, dict):
-        file = tmp_path / "values.yaml"
-        file.write_text(yaml.safe_dump(values))
-        values = file
-    done = subprocess.run(
-        ["helm", "template", "one", os.fspath(CHART), "--values", os.fspath(values)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    text = values.read_text() if isinstance(values, Path) else yaml.safe_dump(values)
+    try:
+        return documents_of(of_helm("template", "one", str(CHART), "--values", "-", given=text))
+    except ValueError as error:
+        raise AssertionError(error) from error
 
 
 def custom_resources() -> dict[str, dict[str, Any]]:
@@ -91,10 +88,10 @@ def workloads(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
-def test_values_for_ci_are_what_kubernetes_takes(file: Path, tmp_path: Path) -> None:
+def test_values_for_ci_are_what_kubernetes_takes(file: Path) -> None:
     import kubernetes_validate
 
-    documents = from_file(file, tmp_path)
+    documents = from_file(file)
     assert {"Deployment", "StatefulSet"} <= {each["kind"] for each in documents}
     schemas = custom_resources()
     documents += [
@@ -133,12 +130,12 @@ def component(document: dict[str, Any]) -> str:
     return str(document["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
-def test_kuberay_starts_the_same_pods_with_ray_beside_them(tmp_path: Path) -> None:
+def test_kuberay_starts_the_same_pods_with_ray_beside_them() -> None:
     """Ray's head is nobody's but KubeRay's: what the pods do for Mooncake names none."""
     [file] = [each for each in CI if each.stem == "kuberay-values"]
     with_it = yaml.safe_load(file.read_text())
-    own = workloads(from_file({**with_it, "kubeRay": {}}, tmp_path))
-    documents = from_file(with_it, tmp_path)
+    own = workloads(from_file({**with_it, "kubeRay": {}}))
+    documents = from_file(with_it)
     templates = templates_of_kuberay(documents)
     assert set(templates) == {"head", "prefill", "decode"}
     assert set(workloads(documents)) == {"gateway", "kvstore"}
@@ -213,7 +210,7 @@ def test_what_kuberay_has_not_is_refused(setting: str) -> None:
 
 
 def test_all_values_of_ci_together_use_every_kind() -> None:
-    kinds = {d["kind"] for file in CI for d in from_file(file, file.parent)}
+    kinds = {d["kind"] for file in CI for d in from_file(file)}
     assert kinds >= {
         "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy", "Ingress", "HTTPRoute",
         "InferencePool", "RayCluster", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Secret",
@@ -234,7 +231,7 @@ def test_lint_has_no_complaint(file: Path) -> None:
     assert not {"ERROR", "WARNING"} & set(done.stdout.replace("[", " ").replace("]", " ").split())
 
 
-def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
+def test_what_a_role_adds_reaches_its_pods_alone() -> None:
     added: dict[str, Any] = {
         "podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}, "podLabels": {"team": "x"},
         "nodeSelector": {"gpu": "h200"}, "tolerations": [{"operator": "Exists"}],
@@ -250,7 +247,7 @@ def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
     }  # fmt: skip
     for role in ROLES:
         values = {**NEEDED, role: {**NEEDED.get(role, {}), **added}}
-        for other, workload in workloads(from_file(values, tmp_path)).items():
+        for other, workload in workloads(from_file(values)).items():
             template = workload["spec"]["template"]
             text, spec = yaml.safe_dump(template), template["spec"]
             if other != role:
@@ -277,12 +274,12 @@ def test_what_a_role_adds_reaches_its_pods_alone(tmp_path: Path) -> None:
             assert selected == workload["spec"]["selector"]["matchLabels"]
 
 
-def test_gateways_share_a_directory_of_batches_as_their_page_says(tmp_path: Path) -> None:
+def test_gateways_share_a_directory_of_batches_as_their_page_says() -> None:
     [block] = [each for each in BLOCKS if each.place.startswith("docs/batches.md") and
                each.text.startswith("gateway:")]  # fmt: skip
     [asked] = yaml.safe_load(block.text).values()
     values = {**NEEDED, "gateway": {**NEEDED.get("gateway", {}), **asked}}
-    for role, workload in workloads(from_file(values, tmp_path)).items():
+    for role, workload in workloads(from_file(values)).items():
         spec = workload["spec"]["template"]["spec"]
         [container] = spec["containers"]
         is_gateway = role == "gateway"
@@ -291,7 +288,7 @@ def test_gateways_share_a_directory_of_batches_as_their_page_says(tmp_path: Path
         assert (asked["extraVolumeMounts"][0] in container["volumeMounts"]) is is_gateway
 
 
-def test_each_worker_has_its_shape_and_each_rank_a_gpu(tmp_path: Path) -> None:
+def test_each_worker_has_its_shape_and_each_rank_a_gpu() -> None:
     shapes = {
         "prefill": {
             "shape": {"tensorParallelSize": 4, "pipelineParallelSize": 2, "gpu": "nvidia.com/gpu"},
@@ -303,7 +300,7 @@ def test_each_worker_has_its_shape_and_each_rank_a_gpu(tmp_path: Path) -> None:
             "resources": {"limits": {"memory": "9Gi", "amd.com/gpu": 8}, "requests": {"cpu": 3}},
         },
     }  # fmt: skip
-    documents = from_file({**NEEDED, **shapes}, tmp_path)
+    documents = from_file({**NEEDED, **shapes})
     config = {role: served(container) for role, (_, container) in pods(documents).items()}
     prefill = config["prefill"]
     assert (prefill.tensor_parallel_size, prefill.pipeline_parallel_size) == (4, 2)
@@ -485,10 +482,10 @@ def test_ways_in_lead_to_the_gateways_service() -> None:
 
 
 @pytest.mark.parametrize(("source", "tool"), [("hf://a/b", "hf download"), ("s3://a/b", "aws s3")])
-def test_models_are_brought_where_they_are_read(source: str, tool: str, tmp_path: Path) -> None:
+def test_models_are_brought_where_they_are_read(source: str, tool: str) -> None:
     fetched = {"source": source, "revision": "0" * 40, "digests": "list", "size": "9Gi"}
     values = {**NEEDED, "model": {"path": "/models/b", "download": fetched}}
-    for role, workload in workloads(from_file(values, tmp_path)).items():
+    for role, workload in workloads(from_file(values)).items():
         spec = workload["spec"]["template"]["spec"]
         [brings] = [each for each in spec["initContainers"] if each["name"] == "model"]
         assert tool in brings["args"][0]
@@ -501,22 +498,22 @@ def test_models_are_brought_where_they_are_read(source: str, tool: str, tmp_path
     assert done.returncode == 0, done.stderr
 
 
-def test_a_small_volume_is_for_those_who_read_no_weights(tmp_path: Path) -> None:
+def test_a_small_volume_is_for_those_who_read_no_weights() -> None:
     small = {"configMap": {"name": "config"}}
     values = {**NEEDED, "model": {**NEEDED["model"], "smallVolume": small}}
-    for role, workload in workloads(from_file(values, tmp_path)).items():
+    for role, workload in workloads(from_file(values)).items():
         [model, *_] = workload["spec"]["template"]["spec"]["volumes"]
         assert ("configMap" in model) == (role not in ("prefill", "decode"))
 
 
-def test_ways_in_know_that_gateways_speak_https(tmp_path: Path) -> None:
+def test_ways_in_know_that_gateways_speak_https() -> None:
     known = {"hostname": "b.example", "wellKnownCACertificates": "System"}
     values = {
         **NEEDED, "gateway": {"allowKeyless": True, "tlsSecret": "c"},
         "ingress": {"hosts": ["a.example"]},
         "route": {"parentRefs": [{"name": "edge"}], "backendTls": known},
     }  # fmt: skip
-    documents = from_file(values, tmp_path)
+    documents = from_file(values)
     [ingress] = [d for d in documents if d["kind"] == "Ingress"]
     assert set(ingress["metadata"]["annotations"].values()) == {"HTTPS"}
     [service] = [
@@ -535,18 +532,18 @@ def test_ways_in_know_that_gateways_speak_https(tmp_path: Path) -> None:
     ):
         asked = {**values, "route": {"parentRefs": [{"name": "edge"}], **route}}
         with pytest.raises(AssertionError, match=problem):
-            from_file(asked, tmp_path)
+            from_file(asked)
     plain = {**values, "gateway": {"allowKeyless": True}, "route": {}}
-    text = yaml.safe_dump(from_file(plain, tmp_path))
+    text = yaml.safe_dump(from_file(plain))
     assert "appProtocol" not in text
     assert "backend-protocol" not in text
 
 
-def test_a_claim_that_is_read_only_takes_no_download(tmp_path: Path) -> None:
+def test_a_claim_that_is_read_only_takes_no_download() -> None:
     claim = {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}}
     fetched = {"source": "s3://a/b", "digests": "list"}
     with pytest.raises(AssertionError, match=r"model\.download\.source: nothing can be fetched"):
-        from_file({**NEEDED, "model": {"volume": claim, "download": fetched}}, tmp_path)
+        from_file({**NEEDED, "model": {"volume": claim, "download": fetched}})
 
 
 def test_helm_test_asks_the_service() -> None:
