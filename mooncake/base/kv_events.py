@@ -52,7 +52,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The tokens of all blocks, `block_size` each."""
     block_size: int
     medium: str
-    """GPU (an engine's memory), CPU (a pool node's memory) or STORAGE (a pool node's SSD)."""
+    """GPU (an engine's memory), CPU, STORAGE or OBJECT (a pool node's memory, SSD or bucket)."""
     lora_id: None = None
     lora_name: None = None
 

@@ -50,6 +50,13 @@ class Tier(str, Enum):
     HBM = "hbm"
     DRAM = "dram"
     SSD = "ssd"
+    OBJECT = "object"
+    """A bucket of an object store, which several nodes may share."""
+
+    @property
+    def is_below_dram(self) -> bool:
+        """True if a pool node has to load blocks from here before they are read."""
+        return self in (Tier.SSD, Tier.OBJECT)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -636,9 +643,13 @@ class PinGranted(Answer, frozen=True, tag="pin_granted"):
     checksums: list[int] = []
     """The checksum of each block, 0 where it is not known. Empty: none is known."""
     more: bool = False
-    """The blocks after these are on this node's disk. Unpin these, then ask for the others."""
+    """The blocks after these are on this node's disk or in its bucket. Unpin these, then ask for
+    the others.
+    """
     num_from_ssd: int = 0
     """How many of the blocks were loaded from this node's disk and have not been read since."""
+    num_from_object: int = 0
+    """The same count for its bucket."""
 
 
 # ---------------------------------------------------------------- to kvstore

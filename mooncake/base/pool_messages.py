@@ -251,6 +251,8 @@ class PoolState(Answer, frozen=True, tag="pool_state"):
     block_bytes: int
     num_ssd_blocks: int = 0
     num_ssd_stored: int = 0
+    num_objects_known: int = 0
+    """Blocks of the bucket that the node knows of and may read."""
     num_pinned: int = 0
     """Blocks in DRAM that readers have pinned."""
     num_quarantined: int = 0

@@ -300,6 +300,8 @@ class CacheHits(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of the pool node of this worker's machine."""
     ssd: int = 0
     """The disks of that node; the block has not been read from them since it went there."""
+    object: int = 0
+    """The bucket of an object store, likewise."""
     peer: int = 0
     """The pool node of another machine, or an engine that leaves."""
 

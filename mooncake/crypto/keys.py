@@ -95,6 +95,11 @@ class KeyRing:
             raise ConfigError(f"{where}: word {number} is not a key; give {HOW}")
         return cls(found)
 
+    @property
+    def ids(self) -> list[bytes]:
+        """The ids of all keys; the first encrypts."""
+        return list(self._by_id)
+
     def get(self, key_id: bytes) -> Key | None:
         """Return the key with this id, or None."""
         return self._by_id.get(key_id)

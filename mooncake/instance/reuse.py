@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import BlockSource, ChainHead, WorkerRef
 from mooncake.base.request import CacheHits
@@ -60,8 +62,8 @@ class PrefixReuse:
         self._gathered = gathered
         self._head_of = head_of
         self._pages: list[int] = []
-        self._fetched: dict[WorkerRef, tuple[int, int]] = {}
-        """Pool node -> (blocks that came from it, how many of these came from its disks)."""
+        self._fetched: dict[WorkerRef, CacheHits] = {}
+        """Pool node -> the blocks that came from it, by the tier in which it had them."""
         self.num_bytes = 0
         """Bytes of these blocks, and the protocol of the last."""
         self.protocol = ""
@@ -83,7 +85,7 @@ class PrefixReuse:
     @property
     def num_fetched(self) -> int:
         """Number of blocks that came from other workers."""
-        return sum(num_blocks for num_blocks, _ in self._fetched.values())
+        return sum(map(_num_blocks, self._fetched.values()))
 
     def num_counted(self, store: WorkerRef | None) -> int:
         """Return how many leading blocks the node has counted as used by this request."""
@@ -93,9 +95,8 @@ class PrefixReuse:
         """Return how many blocks were fetched; `store` is this machine's node."""
         if not self._fetched:
             return None
-        num_local, num_ssd = self._fetched.get(store, (0, 0)) if store is not None else (0, 0)
-        num_all = sum(number for number, _ in self._fetched.values())
-        return CacheHits(dram=num_local - num_ssd, ssd=num_ssd, peer=num_all - num_local)
+        local = self._fetched.get(store, CacheHits()) if store is not None else CacheHits()
+        return msgspec.structs.replace(local, peer=self.num_fetched - _num_blocks(local))
 
     def cancel(self, now: float) -> None:
         """Fetch no more. `gathered` is called as soon as nothing writes to the pages."""
@@ -140,8 +141,13 @@ class PrefixReuse:
         num_blocks = result.num_blocks
         if num_blocks:
             self._reported[source.store] = have + num_blocks
-            before = self._fetched.get(source.store, (0, 0))
-            self._fetched[source.store] = (before[0] + num_blocks, before[1] + result.num_from_ssd)
+            before = self._fetched.get(source.store, CacheHits())
+            below = result.num_from_ssd + result.num_from_object
+            self._fetched[source.store] = CacheHits(
+                dram=before.dram + num_blocks - below,
+                ssd=before.ssd + result.num_from_ssd,
+                object=before.object + result.num_from_object,
+            )
         for offset in range(num_blocks):
             self._pool.publish(self._keys[have + offset], pages[offset])
         self._pages.extend(pages[:num_blocks])
@@ -153,6 +159,10 @@ class PrefixReuse:
             if source.others:
                 self._sources.insert(0, _next_replica(source))
         self._next(now)
+
+
+def _num_blocks(of_one_node: CacheHits) -> int:
+    return of_one_node.dram + of_one_node.ssd + of_one_node.object
 
 
 def _next_replica(source: BlockSource) -> BlockSource:

@@ -18,6 +18,9 @@ SHARES = {
 MAX_KEEP_S = 3600.0
 """A block is kept for so long at most after the last request that asks for it."""
 
+MAX_PREFIX_BYTES = 256
+"""The names of objects have 1,024 bytes at most, and the names of tenants are in them."""
+
 LEAST_CLIENT_BLOCKS = 16
 """Blocks that one transfer of a client carries. A client's bounds are never smaller, however small
 the pool.
@@ -36,6 +39,30 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"kvstore.ssd: {self.num_bytes} bytes in {self.directory!r} is not a directory "
                 "with a size above 0"
+            )
+
+
+MAX_OBJECTS = 1 << 18
+"""Blocks of a bucket that one node uses at most: it remembers where each is."""
+
+
+class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A bucket of an object store that speaks S3. Nodes of several clusters may share it."""
+
+    bucket: str
+    num_bytes: int
+    """Bytes of the blocks that a node uses. Nothing is erased to keep to it."""
+    prefix: str = ""
+    """The names of all objects begin with it."""
+    endpoint: str | None = None
+    """URL of the server; None: what the settings of AWS say."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket or self.num_bytes <= 0 or len(self.prefix.encode()) > MAX_PREFIX_BYTES:
+            raise ConfigError(
+                f"kvstore.object_store: {self.num_bytes} bytes in {self.bucket!r}, "
+                f"{self.prefix!r}: give a bucket, a size above 0, and a prefix of "
+                f"{MAX_PREFIX_BYTES} bytes at most"
             )
 
 
@@ -96,6 +123,16 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that may be written to disks at a time, and as many that may be read."""
     ssd_threads: int = 4
     """Operations under way at once on each disk."""
+    object_store: ObjectStoreConfig | None = None
+    """The tier below SSD; None: there is none. What is said of disks holds for it too, except that
+    blocks are written to it at once.
+    """
+    object_min_uses: int = 2
+    """Blocks asked for this often are written to it; 1: all blocks."""
+    object_list_s: float = 300.0
+    """Seconds between two listings, which show the blocks that other clusters have written."""
+    object_threads: int = 8
+    """Operations under way at once on it."""
     replicate_timeout_s: float = 10.0
     """The copy of another node's blocks is given up if it has not come by then."""
     replica_idle_s: float = 300.0
@@ -126,6 +163,7 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             "dram_bytes", "put_timeout_s", "report_interval_s", "doubt_interval_s",
             "max_tickets_per_worker", "max_tickets_per_client", "max_keys_per_client",
             "ssd_min_uses", "ssd_load_timeout_s", "ssd_queue_bytes", "ssd_threads",
+            "object_min_uses", "object_list_s", "object_threads",
             "replicate_timeout_s", "replica_idle_s", "drain_queue_bytes", "drain_bytes_per_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:

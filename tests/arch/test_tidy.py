@@ -29,6 +29,8 @@ PORTS_TO_THE_SYSTEM = {
     "mooncake/base/mailbox.py": {"threading"},
     "mooncake/base/vital_thread.py": {"threading"},
     "mooncake/kvstore/storage/disk_files.py": {"threading", "time"},
+    "mooncake/kvstore/storage/disk_threads.py": {"threading"},
+    "mooncake/kvstore/storage/s3.py": {"time"},
     "mooncake/kvstore/storage/segment_files.py": {"threading"},
 }
 """The adapters that live beside their port, and the modules each may use."""

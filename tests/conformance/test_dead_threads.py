@@ -79,7 +79,7 @@ THREADS = {
     "base/deep_stack.py:start_deep_thread": TOLD,
     "integrations/vllm/lookups.py:Thread": OWN,
     "integrations/vllm/mover.py:Thread": OWN,
-    "kvstore/storage/disk_files.py:VitalThread": VITAL,
+    "kvstore/storage/disk_threads.py:VitalThread": VITAL,
     "launch/cluster/lone_worker.py:Thread": NOTHING,
     "launch/cluster/pool.py:Thread": OWN,
     "launch/cluster/ray_workers.py:Thread": ENDS,
@@ -146,7 +146,7 @@ SHOWN_BY = {
     "integrations/vllm/mover.py:Thread": (
         "tests/unit/integrations/vllm/test_mover.py::test_a_pool_that_fails_is_a_miss"
     ),
-    "kvstore/storage/disk_files.py:VitalThread": "test_disks",
+    "kvstore/storage/disk_threads.py:VitalThread": "test_disks",
     "launch/cluster/pool.py:Thread": "test_the_registry_of_a_pool",
     "launch/cluster/ray_workers.py:Thread": "test_what_looks_after_the_workers",
     "launch/cluster/worker_program.py:VitalThread": "test_what_answers_supervisors",

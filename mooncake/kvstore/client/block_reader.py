@@ -66,6 +66,8 @@ class ReadResult:
     """The protocol of the last transfer."""
     nics: tuple[str, ...] = ()
     """See `TransferDone.nics`."""
+    num_from_object: int = 0
+    """How many of the blocks came from the node's bucket."""
 
 
 ReadDone = Callable[[TransferDone, float], None]
@@ -152,8 +154,11 @@ class _Read:
     """True if the node has blocks behind this piece."""
     piece_from_ssd: int = 0
     """Blocks of this piece that came up from a disk."""
+    piece_from_object: int = 0
+    """Blocks of this piece that came from a bucket."""
     num_from_ssd: int = 0
-    """The same count for the blocks that have arrived."""
+    num_from_object: int = 0
+    """The same counts for the blocks that have arrived."""
     promised: list[int] = field(default_factory=list)
     """Checksum of each block of this piece; 0: none."""
     num_verified: int = 0
@@ -256,6 +261,7 @@ class BlockReader:
         count = read.num_blocks = min(message.num_blocks, len(read.keys))
         read.more = message.more and count < len(read.keys)
         read.piece_from_ssd = message.num_from_ssd
+        read.piece_from_object = message.num_from_object
         read.promised = [*message.checksums[:count], *[0] * (count - len(message.checksums))]
         if not count:
             self._end(message.ticket, 0, now)
@@ -432,7 +438,9 @@ class BlockReader:
         if corrupt or not read.block_bytes:  # the node unpins by itself what was asked for
             self._unpin(read.store, ticket, corrupt)
         read.arrived += read.promised[:num_blocks]
-        read.num_from_ssd += min(read.piece_from_ssd, num_blocks)
+        from_ssd = min(read.piece_from_ssd, num_blocks)
+        read.num_from_ssd += from_ssd
+        read.num_from_object += min(read.piece_from_object, num_blocks - from_ssd)
         whole = num_blocks and num_blocks == read.num_blocks
         if whole and read.more and now < read.deadline_s:
             read.advance()
@@ -440,7 +448,7 @@ class BlockReader:
             return
         result = ReadResult(
             len(read.arrived), read.arrived, error, read.num_bytes, read.seconds,
-            read.num_from_ssd, read.protocol, tuple(sorted(read.nics)),
+            read.num_from_ssd, read.protocol, tuple(sorted(read.nics)), read.num_from_object,
         )  # fmt: skip
         read.ended(result, now)
 

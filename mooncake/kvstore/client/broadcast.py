@@ -214,7 +214,7 @@ def _runs_to_pin(
     keys: Sequence[BlockKey], found: Sequence[tuple[WorkerRef, BlocksFound | MooncakeError]]
 ) -> list[_PinRun]:
     """Return which blocks each node has to pin: all nodes that have a block in DRAM, otherwise the
-    first that has it on SSD.
+    first that has it below DRAM.
     """
     tiers = [
         (store, dict(zip(keys, answer.tiers, strict=True)))
@@ -225,10 +225,14 @@ def _runs_to_pin(
     runs = []
     for store, here in tiers:
         runs.append(_PinRun(store, [key for key in keys if here[key] is Tier.DRAM]))
-        below = [key for key in keys if here[key] is Tier.SSD and key not in in_dram]
+        below = [key for key in keys if _is_below(here[key]) and key not in in_dram]
         in_dram.update(below)
         runs.append(_PinRun(store, below, lift=True))
     return [run for run in runs if run.keys]
+
+
+def _is_below(tier: Tier | None) -> bool:
+    return tier is not None and tier.is_below_dram
 
 
 def _chosen(keys: Sequence[BlockKey], flags: Sequence[bool]) -> list[BlockKey]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mooncake.base import BlockKey, BlockPlaces, KvLayout, Tier, WorkerRef, packed_places
+from mooncake.base import BlockKey, BlockPlaces, KvLayout, WorkerRef, packed_places
 from mooncake.base.rights import client_key
 from mooncake.kvstore.config import MAX_KEEP_S, KvStoreConfig
 from mooncake.kvstore.eviction import Keys
@@ -138,13 +138,24 @@ COUNTERS = {
     "ssd_blocks_no_room": "blocks not written because the file system was full",
     "ssd_read_errors": "blocks that a disk failed to read",
     "ssd_write_errors": "blocks that a disk failed to write",
+    "object_blocks_found": "blocks that listings of the bucket showed",
+    "object_blocks_written": "blocks written to the bucket",
+    "object_blocks_read": "blocks read from the bucket",
+    "object_blocks_evicted": "blocks in the bucket that this node uses no more; others may",
+    "object_blocks_too_late": "blocks evicted from DRAM before their turn to be written to the "
+    "bucket",
+    "object_blocks_corrupt": "blocks read from the bucket with other contents than were written",
+    "object_blocks_gone": "blocks that the bucket did not hold any more",
+    "object_read_errors": "blocks that the bucket did not return in time",
+    "object_write_errors": "blocks that the bucket did not take in time",
+    "object_list_errors": "listings of the bucket that failed or ended early",
     "blocks_replicated": "blocks copied from other nodes",
     "replicas_refused": "orders to copy that were refused: no room, too many other orders, or a "
     "node that no gateway names",
     "replicas_failed": "copies that did not arrive",
     "replicas_dropped": "copies dropped because they were not read",
     "blocks_taken_over": "blocks copied from nodes that drained",
-    "blocks_prefetched": "blocks read from a disk before their reader came",
+    "blocks_prefetched": "blocks read from a disk or the bucket before their reader came",
     "blocks_removed": "blocks removed on request",
     "blocks_reported_corrupt": "blocks that arrived at a reader with a wrong checksum",
     "blocks_damaged": "blocks whose contents in DRAM have changed since they were written",
@@ -196,8 +207,9 @@ class NodeBlocks:
         self.migration = DrainMigration(
             ports, self.tiering, lambda: peers.num_puts > 0 or not self.replicator.quiet
         )
-        if disks.num_slots:
-            self._membership.add_tier(Tier.SSD, self.tiering.ssd.stored_keys)
+        for tier in self.tiering.lower:
+            if tier.places.num_slots:
+                self._membership.add_tier(tier.rules.tier, tier.places.stored_keys)
         disks.attach(ports.region)
         self._max_lent = config.client_blocks(dram.num_blocks)
         self._num_lent: Counter[str] = Counter()

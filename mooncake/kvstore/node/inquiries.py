@@ -88,6 +88,9 @@ class Inquiries:
             block_bytes=self._dram.block_bytes,
             num_ssd_blocks=ssd.num_slots,
             num_ssd_stored=ssd.num_stored,
+            num_objects_known=sum(
+                tier.places.num_stored for tier in self._tiering.lower if tier.is_shared
+            ),
             num_pinned=self._dram.num_pinned,
             num_quarantined=self._dram.num_quarantined,
             num_hard_pinned=self._dram.num_lasting(LastingPin.HARD),
@@ -116,7 +119,7 @@ class Inquiries:
     def _tier_of(self, key: BlockKey) -> Tier | None:
         if self._dram.has(key):
             return Tier.DRAM
-        return Tier.SSD if self._tiering.stores(key) else None
+        return next(iter(self._tiering.stored_in(key)), None)
 
     def _on_describe(self, message: DescribeBlocks, _now: float) -> None:
         copies = [self._copies(key) for key in message.keys]
@@ -131,8 +134,7 @@ class Inquiries:
         if dram.has(key):
             block = dram.block(key)
             copies.append(BlockCopy(Tier.DRAM, size, block.lasting_pin, block.pins))
-        if self._tiering.stores(key):
-            copies.append(BlockCopy(Tier.SSD, size))
+        copies += [BlockCopy(tier, size) for tier in self._tiering.stored_in(key)]
         return copies
 
     def _set_pins(self, message: SetPins, num_missing: int, now: float) -> None:

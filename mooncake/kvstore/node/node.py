@@ -217,7 +217,7 @@ class KvNode:
             PinGranted: replicator.on_pin_granted,
             TransferDone: replicator.on_transfer_done,
             DiskDone: self._on_disk_done,
-            DiskScanned: lambda event, _: removals.on_scanned(blocks.tiering.on_scanned(event)),
+            DiskScanned: lambda e, now: removals.on_scanned(blocks.tiering.on_scanned(e, now)),
             RemoveBlocks: removals.on_remove,
             **self._inquiries.handlers,
         }

@@ -89,12 +89,12 @@ class Removals:
 
     def settle(self) -> None:
         """Answer the requests that wait for no disk. A disk that is not scanned yet may hold any
-        block.
+        block. Out of a bucket a block is erased whether it was listed or not.
         """
         for removal in self._removals:
             for key in [key for key in removal.fading if not self._tiering.is_fading(key)]:
                 removal.fading.discard(key)
-                if self._tiering.traces.is_stuck(key):
+                if self._tiering.is_stuck(key):
                     removal.left.add(key)
         if not self._tiering.ssd.num_closed:
             over = [removal for removal in self._removals if not removal.fading]

@@ -21,6 +21,7 @@ from mooncake.base import (
     PutEnd,
     PutGranted,
     PutStart,
+    Tier,
     TransferError,
     Unpin,
     WorkerRef,
@@ -64,7 +65,7 @@ class PutSessions:
 
     def _grant(self, message: PutStart, now: float) -> Grant | None:
         dram, tiering = self._blocks.dram, self._blocks.tiering
-        wanted = [key for key in message.keys if not tiering.can_load(key)]
+        wanted = [key for key in message.keys if not tiering.is_near(key)]
         head = message.head
         try:
             number = self._ports.transfer.grant()
@@ -79,7 +80,7 @@ class PutSessions:
         self._blocks.keep(grant.kept, head.keep_s, now)
         self._counters["puts"] += 1
         self._counters["blocks_granted"] += len(granted)
-        refused = sum(not (dram.is_known(key) or tiering.ssd.has(key)) for key in message.keys)
+        refused = sum(not (dram.is_known(key) or tiering.stored_in(key)) for key in message.keys)
         self._counters["blocks_refused"] += refused
         if not granted:
             if number:
@@ -319,7 +320,8 @@ class PinSessions:
             places=self._blocks.places(run),
             checksums=self._blocks.hashing.known(run),
             more=more,
-            num_from_ssd=self._blocks.dram.num_from_ssd(run),
+            num_from_ssd=self._blocks.dram.num_from(Tier.SSD, run),
+            num_from_object=self._blocks.dram.num_from(Tier.OBJECT, run),
         )
 
     def on_unpin(self, message: Unpin, now: float) -> None:

@@ -1,1 +1,1 @@
-"""The tiers of one node: blocks in DRAM and on SSD, and their moves between the two."""
+"""The tiers of one node: blocks in DRAM, on SSD and in a bucket, and their moves between these."""

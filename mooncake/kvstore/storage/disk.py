@@ -1,9 +1,10 @@
 """The disk port of a pool node: it moves whole blocks between the arena and slots of some disks, by
-key.
+key. A bucket of an object store is a disk too; it finds blocks by key, and has no slots.
 
 A disk has a byte limit and is cut into slots of one block. Every operation ends later, with exactly
 one event that the driver brings to the node. A disk returns a block with the bytes that were
-written, or not at all. `disk_files` implements the port with files, `sim.world.disk` with a model.
+written, or not at all. `disk_files` implements the port with files, `bucket` its part of a bucket,
+and `sim.world.disk` all of it with a model.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import msgspec
 from mooncake.base import BlockKey, InternalError
 from mooncake.transfer.engine import Region
 
+NO_SLOT = -1
+"""The slot of a block that a bucket has and this node does not know of."""
+
 
 class Outcome(str, Enum):
     """The result of an operation for one block."""
@@ -28,6 +32,10 @@ class Outcome(str, Enum):
     """The file system has no room, although the byte limit is not reached."""
     FAILED = "failed"
     """The device or file system refused."""
+    ABSENT = "absent"
+    """The bucket does not hold the block, or not any more."""
+    LATER = "later"
+    """The bucket did not answer in time, or refused: it may still hold the block."""
 
 
 class DiskBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +55,8 @@ class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
     key: BlockKey
     slot: int
     tenant: str
-    checksum: int
+    checksum: int | None
+    """None: only the block itself has it."""
 
 
 class DiskScanned(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +68,10 @@ class DiskScanned(msgspec.Struct, frozen=True, kw_only=True):
     found: list[FoundBlock]
     num_dropped: int = 0
     """Slots with contents that are torn, damaged, outdated, or of another model."""
+    more: bool = False
+    """True if another event about the same listing of a bucket follows."""
+    failed: bool = False
+    """True if a bucket could not be listed as a whole: it may hold more."""
 
 
 class DiskDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,9 +96,12 @@ class Disks(Protocol):
         """True if `checksum` works here."""
 
     def attach(self, arena: Region) -> None:
-        """Start: blocks lie in this region. One `DiskScanned` follows for each disk; before it the
-        disk may not be used.
+        """Start: blocks lie in this region. `DiskScanned` follows for each disk; before it the disk
+        may not be used.
         """
+
+    def scan(self, disk: int) -> None:
+        """List a bucket once more. `DiskScanned` follows, in several pieces if there is much."""
 
     def write(self, disk: int, blocks: list[DiskBlock]) -> int:
         """Copy blocks from the arena to slots of one disk; return the operation's id."""
@@ -123,6 +139,9 @@ class NoDisks:
 
     def attach(self, arena: Region) -> None:
         """Do nothing: there is nothing to scan."""
+
+    def scan(self, disk: int) -> None:
+        raise InternalError(f"no disk {disk} to scan")
 
     def write(self, disk: int, blocks: list[DiskBlock]) -> int:
         raise InternalError(f"no disk {disk} to write {len(blocks)} blocks to")

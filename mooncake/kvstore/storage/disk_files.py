@@ -16,16 +16,13 @@ import mmap
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.base.mailbox import Mailbox
-from mooncake.base.vital_thread import VitalThread
 from mooncake.crypto.keys import KeyRing
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import SsdConfig
@@ -38,7 +35,9 @@ from mooncake.kvstore.storage.block_record import (
     pack_block_header,
     unpack_block_header,
 )
+from mooncake.kvstore.storage.bucket import Bucket
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
+from mooncake.kvstore.storage.disk_threads import DiskThreads
 from mooncake.kvstore.storage.record_cipher import (
     EXTRA_BYTES,
     Opener,
@@ -78,8 +77,11 @@ class FileDisks:
         num_threads: int = 4,
         direct: bool = True,
         keys: KeyRing | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
         """Lock and open the directories. Raises ConfigError when one cannot be used.
+
+        bucket: the last disk.
 
         keys: blocks are encrypted with the first, and decrypted with any; None: they are not
         encrypted.
@@ -88,20 +90,22 @@ class FileDisks:
         self._layout = layout
         self._events: Mailbox[DiskDone | DiskScanned] = Mailbox()
         self._last_op = 0
-        self._disks: list[_FileDisk] = []
-        self._hasher = _Threads(1, "kv-hash")
+        self._disks: list[_FileDisk | Bucket] = []
+        self._hasher = DiskThreads(1, "kv-hash")
         self._arena: memoryview = memoryview(b"")
         try:
             for number, config in enumerate(configs):
-                threads = _Threads(num_threads, f"kv-disk{number}")
+                threads = DiskThreads(num_threads, f"kv-disk{number}")
                 self._disks.append(_FileDisk(config, layout, threads, cipher, direct=direct))
         except BaseException:
             self.close()
             raise
+        if bucket is not None:
+            self._disks.append(bucket)
 
     @property
     def num_slots(self) -> Sequence[int]:
-        return [disk.files.num_slots for disk in self._disks]
+        return [disk.num_slots for disk in self._disks]
 
     @property
     def can_hash(self) -> bool:
@@ -110,14 +114,24 @@ class FileDisks:
     @property
     def is_direct(self) -> bool:
         """True if all directories that were written to allow direct I/O."""
-        return all(disk.files.is_direct for disk in self._disks)
+        files = [disk.files for disk in self._disks if isinstance(disk, _FileDisk)]
+        return all(each.is_direct for each in files)
 
     def attach(self, arena: Region) -> None:
         """Start to scan every disk."""
         self._arena = arena.buffer
         for number, disk in enumerate(self._disks):
             disk.attach(arena.buffer)
-            disk.threads.put(partial(self._scan, number, disk))
+            self.scan(number)
+
+    def scan(self, disk: int) -> None:
+        owner = self._disks[disk]
+
+        def scanned() -> None:
+            for event in owner.scan(disk):
+                self._events.put(event)
+
+        owner.threads.put(scanned)
 
     def write(self, disk: int, blocks: list[DiskBlock]) -> int:
         owner = self._disks[disk]
@@ -162,12 +176,9 @@ class FileDisks:
         self._arena = memoryview(b"")
         self._events.close()
 
-    def _scan(self, number: int, disk: _FileDisk) -> None:
-        self._events.put(disk.scan(number))
-
     def _start(
         self,
-        threads: _Threads,
+        threads: DiskThreads,
         blocks: list[DiskBlock],
         work: Callable[[list[DiskBlock]], Ended],
         *,
@@ -191,47 +202,6 @@ class FileDisks:
         return op_id
 
 
-class _Threads:
-    """Threads that run the jobs of one disk, urgent ones first."""
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._ready = threading.Condition()
-        self._jobs: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
-        self._closed = False
-        self._threads = [VitalThread(self._run, f"{name}-{n}") for n in range(num_threads)]
-        self._started = False
-
-    def put(self, job: Callable[[], None], *, urgent: bool = False) -> None:
-        with self._ready:
-            self._jobs[0 if urgent else 1].append(job)
-            if not self._started:
-                self._started = True
-                for thread in self._threads:
-                    thread.start()
-            self._ready.notify()
-
-    def close(self) -> None:
-        with self._ready:
-            self._closed = True
-            for jobs in self._jobs:
-                jobs.clear()
-            self._ready.notify_all()
-            started = self._started
-        if started:
-            for thread in self._threads:
-                thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._ready:
-                while not self._closed and not any(self._jobs):
-                    self._ready.wait()
-                if self._closed:
-                    return
-                job = (self._jobs[0] or self._jobs[1]).popleft()
-            job()
-
-
 class _FileDisk:
     """One directory: it moves blocks to and from its segment files."""
 
@@ -239,7 +209,7 @@ class _FileDisk:
         self,
         config: SsdConfig,
         layout: KvLayout,
-        threads: _Threads,
+        threads: DiskThreads,
         cipher: RecordCipher | None,
         *,
         direct: bool,
@@ -286,6 +256,10 @@ class _FileDisk:
                 f"({format_bytes(self.files.slot_bytes)}); give more"
             )
 
+    @property
+    def num_slots(self) -> int:
+        return self.files.num_slots
+
     def attach(self, arena: memoryview) -> None:
         """Move blocks directly between this arena and the files if both are page-aligned. Encrypted
         blocks are read directly too, and decrypted in place.
@@ -305,8 +279,8 @@ class _FileDisk:
 
     # ------------------------------------------------------------------ operations (in threads)
 
-    def scan(self, number: int) -> DiskScanned:
-        """Read the header of every slot of every file."""
+    def scan(self, number: int) -> Iterator[DiskScanned]:
+        """Read the header of every slot of every file. There is one event."""
         seen: list[tuple[int, int, BlockHeader]] = []
         num_dropped, num_closed = self.files.num_foreign, 0
         for slot, page in self._existing_headers():
@@ -332,7 +306,7 @@ class _FileDisk:
         self._sequence_no = order[-1][0] if order else 0
         found = [FoundBlock(h.key, slot, h.tenant, h.checksum) for _, slot, h in order]
         self._tell_unusable(num_closed)
-        return DiskScanned(disk=number, found=found, num_dropped=num_dropped)
+        yield DiskScanned(disk=number, found=found, num_dropped=num_dropped)
 
     def _tell_unusable(self, num_closed: int) -> None:
         """Log what an operator may not have intended. It only costs computing blocks again."""

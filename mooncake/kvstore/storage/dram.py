@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from mooncake.base import BlockKey, InternalError
+from mooncake.base import BlockKey, InternalError, Tier
 from mooncake.base.pool_messages import LastingPin
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import NONE, POLICIES, Keys
@@ -64,7 +64,7 @@ class DramBlock:
     """
 
     __slots__ = (
-        "checksum", "condemned", "expected", "from_ssd", "kept", "lasting_pin", "offset", "pins",
+        "checksum", "condemned", "expected", "kept", "lasting_pin", "offset", "pins", "source",
         "tenant", "uses", "whole",
     )  # fmt: skip
 
@@ -81,8 +81,8 @@ class DramBlock:
         """Requests that wrote or asked for it while it was stored here."""
         self.expected = False
         """True if `Tiering` loaded it ahead of its readers, none of which has come yet."""
-        self.from_ssd = False
-        """True if it came from a disk, and no reader has ended its read of it since."""
+        self.source: Tier | None = None
+        """The tier it was loaded from, if no reader has ended its read of it since."""
 
     @property
     def loose(self) -> bool:
@@ -212,13 +212,15 @@ class DramTier:
         self._eviction.release([key for key in here if self._blocks[key].loose])
         return granted, evicted
 
-    def commit(self, keys: Sequence[BlockKey], *, from_ssd: bool = False) -> None:
-        """Make blocks readable that were being written. The head of the chain comes first."""
+    def commit(self, keys: Sequence[BlockKey], *, source: Tier | None = None) -> None:
+        """Make blocks readable that were being written. The head of the chain comes first.
+        `source`: the tier that they were loaded from.
+        """
         for key in keys:
             block = self._blocks[key]
             if block.whole:
                 raise InternalError(f"block {key.hex()} was committed twice")
-            block.whole, block.from_ssd = True, from_ssd
+            block.whole, block.source = True, source
         self._num_writing -= len(keys)
         self._num_lasting[LastingPin.NONE] += len(keys)
         self._eviction.release(keys)
@@ -308,14 +310,14 @@ class DramTier:
                     loose.append(key)
         self._eviction.release(loose)
 
-    def num_from_ssd(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many stored blocks were loaded from a disk and have not been read since."""
-        return sum(self._blocks[key].from_ssd for key in keys)
+    def num_from(self, tier: Tier, keys: Sequence[BlockKey]) -> int:
+        """Return how many stored blocks were loaded from a tier and have not been read since."""
+        return sum(self._blocks[key].source is tier for key in keys)
 
     def end_read(self, keys: Sequence[BlockKey]) -> None:
         """Note that a reader has read these blocks, which it has pinned."""
         for key in keys:
-            self._blocks[key].from_ssd = False
+            self._blocks[key].source = None
 
     def set_lasting_pin(self, key: BlockKey, pin: LastingPin) -> bool:
         """Set or clear the lasting pin of a stored block. Return False when it is not stored, or

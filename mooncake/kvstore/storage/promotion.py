@@ -156,14 +156,14 @@ class Promotions:
         keep up. The run ends before a block for which DRAM has no room: its reader first gives back
         what it got. A reader that would get nothing waits for what others give back.
         """
-        wanted = [key for key in wait.missing if not self._tiering.is_loading(key)]
+        wanted = self._wanted(wait)
         loadable = next(
             (n for n, key in enumerate(wanted) if not self._tiering.can_load(key)), len(wanted)
         )
-        room = self._room(wait)
-        coming, evicted = self._tiering.load(wanted[: min(loadable, room)], gently=wait.gently)
+        room = self._room(wait, wanted[:loadable])
+        coming, evicted = self._tiering.load(wanted[:room], gently=wait.gently)
         self._evicted(evicted)
-        if len(coming) < min(loadable, room):
+        if len(coming) < room:
             length = wait.run.index(wanted[len(coming)])
             if length or wait.gently:
                 self._cut(name, wait, length)
@@ -198,18 +198,24 @@ class Promotions:
         """Give waiting runs their turn, readers first. Return the names of those that had one."""
         asked: dict[Hashable, None] = {}
         for name in sorted(self._queue, key=lambda name: self._waits[name].gently):
-            if not self._room(self._waits[name]):
-                break
-            self._load(name, self._waits[name])
+            wait = self._waits[name]
+            wanted = self._wanted(wait)[:1]
+            if all(map(self._tiering.can_load, wanted)) and not self._room(wait, wanted):
+                continue  # another run may wait for another tier
+            self._load(name, wait)
             asked[name] = None
         return asked
 
-    def _room(self, wait: _Wait) -> int:
-        """Return how many blocks of a run may be loaded now. A `gently` loaded run gets none while
-        readers wait.
+    def _wanted(self, wait: _Wait) -> list[BlockKey]:
+        """Return the missing blocks of a run that nothing loads yet."""
+        return [key for key in wait.missing if not self._tiering.is_loading(key)]
+
+    def _room(self, wait: _Wait, keys: Sequence[BlockKey]) -> int:
+        """Return how many of these blocks of a run may be loaded now. A `gently` loaded run gets
+        none while readers wait.
         """
         gives_way = wait.gently and any(not other.gently for other in self._waits.values())
-        return 0 if gives_way else self._tiering.num_loadable
+        return 0 if gives_way else self._tiering.num_loadable(keys)
 
     def _go_ahead(self, keys: Sequence[BlockKey]) -> None:
         """Begin to load the next piece while the reader takes the one before. It is not pinned."""
@@ -265,7 +271,8 @@ class Promotions:
         """Raise AssertionError when a reader waits for what will not come."""
         for name in self._queue:
             wait = self._waits[name]
-            assert not (wait.pinned and self._room(wait)), "waits though it is its turn"
+            first = [key for key in self._wanted(wait)[:1] if self._tiering.can_load(key)]
+            assert not (wait.pinned and self._room(wait, first)), "waits though it is its turn"
         for name, wait in self._waits.items():
             assert wait.missing, "nothing is missing and no answer was given"
             assert sorted([*wait.pinned, *wait.missing]) == sorted(wait.run)

@@ -1,121 +1,31 @@
-"""Moves blocks between DRAM and SSD: it decides what is written to disks and when, what is loaded,
-and what is lost.
+"""The tiers of one node together: DRAM, its SSD, and a bucket that it may share with other nodes.
 
-Pure; owned by the node. It decides, and keeps both tiers' records in step; the `Disks` port moves
-the bytes. `promotion` knows which readers wait for a block that is being loaded.
-
-The state of a block (one table of legal moves, `TRANSITIONS`):
-
-    IDLE ──► DUE ──► WRITING ──► IDLE (stored) or DUE (refused: tried again)
-      │                 └──────► WRITING_REMOVED ──► IDLE
-      └────► LOADING ──► IDLE (in DRAM, or lost)
-                └──────► LOADING_REMOVED ──► IDLE
+Pure; owned by the node. Each tier below DRAM is a `LowerTier`, the fastest first: a block is loaded
+from the first that has it, and each is written to by its own rules. `promotion` knows which readers
+wait for a block that is being loaded.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from mooncake.base import BlockKey, InternalError, Tier
+from mooncake.base import BlockKey, Tier
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import NONE, POLICIES, Keys
-from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, Disks, DiskScanned, Outcome
+from mooncake.kvstore.storage.block_record import MAX_TENANT_BYTES
+from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned
+from mooncake.kvstore.storage.disk_tier import DiskTier
 from mooncake.kvstore.storage.dram import DramTier
-from mooncake.kvstore.storage.ssd import SsdTier
-from mooncake.kvstore.storage.traces import DiskTraces, Tombstones
-
-MAX_OP_BYTES = 16 << 20
-"""Largest size of an operation, which moves blocks that lie together on a disk."""
-
-MAX_REFUSALS = 16
-"""Groups of blocks without room on any disk that one call of `start_writes` skips."""
+from mooncake.kvstore.storage.lower_tier import Loaded, LowerTier, Report, TierRules
+from mooncake.kvstore.storage.traces import Tombstones
 
 REUSED = 2
 """Number of uses, including the writer's, from which on a block counts as used again."""
 
-MAX_TENANT_CHARACTERS = 256
-"""Blocks of tenants with longer names stay in DRAM."""
-
-Report = Callable[[list[BlockKey], list[BlockKey], Tier], None]
-"""(stored, removed, tier)"""
-Loaded = Callable[[list[BlockKey], list[BlockKey], float], None]
-"""(blocks that are in DRAM now, blocks that could not be loaded, now)"""
-
-
-class State(Enum):
-    """What is being done to move a block between the tiers."""
-
-    IDLE = "idle"
-    """Nothing is being done, wherever it is: such a block has no record here."""
-    DUE = "due"
-    """It is in DRAM, and waits for its turn to be written to a disk."""
-    WRITING = "writing"
-    LOADING = "loading"
-    WRITING_REMOVED = "writing_removed"
-    """Removed from the pool while it is being written: erased when the write ends."""
-    LOADING_REMOVED = "loading_removed"
-    """Removed from the pool while it is being loaded: erased when the read ends."""
-
-
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.IDLE: frozenset({State.DUE, State.LOADING}),
-    State.DUE: frozenset({State.IDLE, State.WRITING}),
-    State.WRITING: frozenset({State.IDLE, State.DUE, State.WRITING_REMOVED}),
-    State.LOADING: frozenset({State.IDLE, State.LOADING_REMOVED}),
-    State.WRITING_REMOVED: frozenset({State.IDLE}),
-    State.LOADING_REMOVED: frozenset({State.IDLE}),
-}
-"""Legal moves of a block."""
-
-
-class _Record:
-    """A block that is due or being moved."""
-
-    __slots__ = ("run", "state")
-
-    def __init__(self) -> None:
-        self.state = State.IDLE
-        self.run: Sequence[BlockKey] = ()
-        """Set for the last block of a run that is due: the run, all of which is stored once this
-        block is.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Blocks being written, which DRAM keeps meanwhile, and the blocks that they replace."""
-
-    disk: int
-    keys: list[BlockKey]
-    overwritten: list[BlockKey]
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Blocks being loaded, which their disk keeps meanwhile."""
-
-    keys: list[BlockKey]
-
-
-@dataclass(frozen=True, slots=True)
-class _Erase:
-    disk: int
-    slot: int
-    key: BlockKey
-
 
 class Tiering:
-    """Moves blocks of one node between its two tiers.
-
-    Blocks used at least `ssd_min_uses` times are written to a disk, those used longest ago first,
-    once the share of DRAM in use exceeds `ssd_write_at`. Evicting them then loses nothing. A block
-    that is evicted before its turn is lost. Blocks are loaded when a reader asks for them. A block
-    that a disk returns damaged or not at all is forgotten, and its slot is erased.
-    """
+    """Moves blocks of one node between its tiers; see `LowerTier`."""
 
     def __init__(
         self,
@@ -126,96 +36,60 @@ class Tiering:
         loaded: Loaded,
         counters: Counter[str],
     ) -> None:
+        """If `config` names a bucket, it is the last of the disks."""
         self._config = config
         self.dram = dram
-        self._disks = disks
-        self._report = report
-        self._loaded = loaded
-        self._counters = counters
-        quotas = {t: size // dram.block_bytes for t, size in config.tenant_ssd_quota_bytes.items()}
-        self.ssd = SsdTier(
-            disks.num_slots, POLICIES[config.ssd_eviction], quotas, config.client_quota
-        )
         self.tombstones = Tombstones()
-        self.traces = DiskTraces()
-        self._unwanted = {tenant for tenant, quota in quotas.items() if not quota}
-        self._records: dict[BlockKey, _Record] = {}
-        self._due: OrderedDict[BlockKey, None] = OrderedDict()
-        """The blocks that are DUE, used longest ago first."""
-        self._moves: dict[int, _Write | _Load | _Erase] = {}
-        """The operations under way, by their ids."""
-        self._num_writing = 0
-        self._num_loading = 0
-        self._num_refused = 0
-        """Number of due blocks in a row for which no disk had room."""
-        self._write_above = math.floor(dram.num_blocks * config.ssd_write_at)
-        queue_blocks = config.ssd_queue_bytes // dram.block_bytes
-        self._max_writing = max(1, min(queue_blocks, dram.num_blocks // 8))
-        self.max_loading = max(1, queue_blocks)
-        """Number of blocks that may be loading at a time."""
-        self._op_blocks = max(1, MAX_OP_BYTES // dram.block_bytes)
+        quotas = {t: size // dram.block_bytes for t, size in config.tenant_ssd_quota_bytes.items()}
+        unwanted = frozenset(tenant for tenant, quota in quotas.items() if not quota)
+        policy, num_slots = POLICIES[config.ssd_eviction], list(disks.num_slots)
+        bucket_slots = [num_slots.pop()] if config.object_store is not None else []
 
-    # ------------------------------------------------------------------ states
+        def lower(rules: TierRules, places: DiskTier) -> LowerTier:
+            return LowerTier(
+                rules, places, config, dram, disks, self.tombstones, report, loaded, counters
+            )
 
-    def state(self, key: BlockKey) -> State:
-        """Return what is being done to move a block."""
-        record = self._records.get(key)
-        return State.IDLE if record is None else record.state
+        self.ssd = DiskTier(num_slots, policy, quotas, config.client_quota)
+        rules = TierRules(
+            Tier.SSD, 0, config.ssd_min_uses, config.ssd_write_at, MAX_TENANT_BYTES, unwanted
+        )
+        self.lower = [lower(rules, self.ssd)]
+        """The tiers below DRAM, the fastest first."""
+        if config.object_store is not None:
+            rules = TierRules(
+                Tier.OBJECT, len(num_slots), config.object_min_uses, 0.0,
+                MAX_TENANT_BYTES // 2, unwanted, config.object_list_s,
+            )  # fmt: skip
+            places = DiskTier(bucket_slots, policy, client_quota=config.client_quota)
+            self.lower.append(lower(rules, places))
+        self.max_loading = self.lower[0].max_loading
+        """Number of blocks that may be loading from each tier at a time."""
 
-    def _move(self, key: BlockKey, state: State) -> _Record:
-        """Put a block into another state and return its record (the last one if the state is IDLE).
-
-        Raises:
-            InternalError: the move is not one of `TRANSITIONS`.
-        """
-        record = self._records.get(key)
-        if record is None:
-            record = self._records[key] = _Record()
-        old = record.state
-        if state not in TRANSITIONS[old]:
-            raise InternalError(f"block {key.hex()} cannot go from {old.value} to {state.value}")
-        record.state = state
-        if old is State.DUE:
-            del self._due[key]
-        if state is State.DUE:
-            self._due[key] = None
-        elif state is State.IDLE:
-            del self._records[key]
-        return record
-
-    # ------------------------------------------------------------------ what happens in DRAM
+    # ------------------------------------------------------------------ uses
 
     def used(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
         """Count a request that wrote or asked for this run, for its blocks in DRAM, unless its use
         of them was `counted` before.
         """
-        self._write_later(self.dram.count_uses(keys, counted), keys)
-        if self.ssd.num_slots:
-            self.ssd.touch(keys, counted)
+        uses = self.dram.count_uses(keys, counted)
+        for tier in self.lower:
+            tier.used(uses, keys)
+            if tier.places.num_slots:
+                tier.places.touch(keys, counted)
 
     def adopt(self, keys: Sequence[BlockKey]) -> None:
         """Count blocks in DRAM as used often enough to be written: they were, on another node."""
-        least = max(self._config.ssd_min_uses, REUSED)
-        self._write_later(self.dram.count_at_least(keys, least), keys)
-
-    def _write_later(self, uses: Mapping[BlockKey, int], run: Sequence[BlockKey]) -> None:
-        """Mark the blocks just used that have been used often enough as due to be written."""
-        if not self.ssd.num_slots:
-            return
-        least, last = self._config.ssd_min_uses, None
-        for key, number in uses.items():
-            if number >= least and not self.ssd.is_known(key):
-                last = self._records.get(key)
-                if last is None:
-                    last = self._move(key, State.DUE)
-                self._due.move_to_end(key)
-        if last is not None:
-            last.run = run
+        uses = self.dram.count_at_least(keys, max(self._config.ssd_min_uses, REUSED))
+        for tier in self.lower:
+            tier.used(uses, keys)
 
     def is_reused(self, key: BlockKey) -> bool:
         """Return whether a block is known to have been asked for again after it was written."""
         block = self.dram.find(key)
-        written_for_it = self._config.ssd_min_uses >= REUSED and self.ssd.has(key)
+        written_for_it = any(
+            tier.rules.min_uses >= REUSED and tier.places.has(key) for tier in self.lower
+        )
         return written_for_it or (block is not None and block.uses >= REUSED)
 
     def is_one_off(self, key: BlockKey) -> bool:
@@ -225,126 +99,62 @@ class Tiering:
         block = self.dram.find(key)
         return not self.is_reused(key) and not (block is not None and block.expected)
 
+    # ------------------------------------------------------------------ down
+
     def evicted(self, keys: Iterable[BlockKey]) -> None:
         """Forget blocks that DRAM has given up. A write that has begun goes on until `remove`."""
-        for key in keys:
-            if key in self._due:
-                self._counters["ssd_blocks_too_late"] += 1
-                self._move(key, State.IDLE)
-
-    # ------------------------------------------------------------------ down
+        keys = list(keys)
+        for tier in self.lower:
+            tier.evicted(keys)
 
     def drain(self) -> None:
         """Write all blocks that are due, however much room DRAM has, because the node will end
         soon.
         """
-        self._write_above = -1
+        for tier in self.lower:
+            tier.drain()
 
     @property
     def drained(self) -> bool:
         """True if nothing is under way, and every block that was due has been written, or cannot
         be.
         """
-        return self.quiet and self._num_refused >= len(self._due)
+        return all(tier.drained for tier in self.lower)
 
     def start_writes(self, now: float) -> None:
         """Begin to write what is due, as far as the disks keep up."""
-        dram, num_refusals = self.dram, 0
-        while (
-            self._due
-            and num_refusals < MAX_REFUSALS
-            and self._num_writing < self._max_writing
-            and dram.num_blocks - dram.num_free > self._write_above
-        ):
-            room = min(self._op_blocks, self._max_writing - self._num_writing)
-            due = [key for key, _ in zip(self._due, range(room), strict=False)]
-            due = [key for key in due if not self._is_stale(key)]
-            if not due:
-                continue
-            blocks = [(key, dram.block(key).tenant, dram.block(key).checksum) for key in due]
-            keys, gone = self.ssd.reserve(blocks, now)
-            self._counters["ssd_blocks_evicted"] += len(gone)
-            self._report([], gone, Tier.SSD)
-            if not keys and not self.ssd.may_take(now):
-                self._num_refused = len(self._due)
-                return
-            for key in keys:
-                self._move(key, State.WRITING)
-            for key in due:
-                if key in self._due:
-                    self._due.move_to_end(key)  # its tenant has no room: try others first
-            self._num_refused = 0 if keys else self._num_refused + len(due)
-            if not keys:
-                num_refusals += 1
-                continue
-            dram.pin(keys)
-            self._num_writing += len(keys)
-            disk = self.ssd.block(keys[0]).disk
-            self.traces.add(gone)
-            self._moves[self._disks.write(disk, self._blocks(keys))] = _Write(disk, keys, gone)
-
-    def _is_stale(self, key: BlockKey) -> bool:
-        """Return whether a due block must not be written, and forget that it was due. A disk that
-        was scanned late holds it, or its tenant may have nothing there, or the tenant's name is too
-        long for a header.
-        """
-        tenant = self.dram.block(key).tenant
-        unwanted = tenant in self._unwanted or len(tenant) > MAX_TENANT_CHARACTERS
-        if unwanted or self.ssd.is_known(key):
-            self._move(key, State.IDLE)
-            return True
-        return False
-
-    def _write_ended(self, write: _Write, done: DiskDone, now: float) -> None:
-        self._num_writing -= len(write.keys)
-        self.dram.unpin(write.keys)
-        stored: list[BlockKey] = []
-        runs: list[Sequence[BlockKey]] = []
-        retry_s = now + self._config.ssd_retry_s
-        for key, outcome, checksum in zip(write.keys, done.outcomes, done.checksums, strict=True):
-            if self.state(key) is State.WRITING_REMOVED:
-                self.ssd.commit(key, checksum)  # it got this far
-                self._erase(key)
-                self._move(key, State.IDLE)
-            elif outcome is Outcome.OK:
-                self.ssd.commit(key, checksum)
-                self.dram.learn_checksum(key, checksum)
-                runs.append(self._move(key, State.IDLE).run)
-                stored.append(key)
-            else:
-                self._move(key, State.DUE)
-                if outcome is Outcome.FULL:
-                    self._counters["ssd_blocks_no_room"] += 1
-                    self.ssd.no_room(key, retry_s)
-                else:
-                    self.traces.add_stuck(key)
-                    self._counters["ssd_write_errors"] += 1
-                    self.ssd.abandon(key)
-                    self.ssd.pause(write.disk, retry_s)
-        for run in runs:
-            # The disk's policy is told of the run as a whole: its tail goes before its head.
-            self.ssd.touch(run)
-        self._counters["ssd_blocks_written"] += len(stored)
-        self._report(stored, [], Tier.SSD)
-        well = all(outcome is Outcome.OK for outcome in done.outcomes)
-        for key in write.overwritten:
-            self.traces.end(key, well=well)
+        for tier in self.lower:
+            tier.start_writes(now)
 
     # ------------------------------------------------------------------ up
 
     def is_loading(self, key: BlockKey) -> bool:
         """Return whether a block is being loaded."""
-        state = self.state(key)
-        return state is State.LOADING or state is State.LOADING_REMOVED
+        return any(tier.is_loading(key) for tier in self.lower)
 
-    @property
-    def num_loadable(self) -> int:
-        """Number of further blocks that may be loading at a time."""
-        return max(0, self.max_loading - self._num_loading)
+    def num_loadable(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading blocks of these, which `can_load`, may begin to load now."""
+        room = {tier.rules.tier: tier.num_loadable for tier in self.lower}
+        for index, key in enumerate(keys):
+            tier = self._source(key).rules.tier
+            if not room[tier]:
+                return index
+            room[tier] -= 1
+        return len(keys)
 
     def can_load(self, key: BlockKey) -> bool:
-        """Return whether a block can be loaded: a disk holds it, and DRAM does not know it."""
-        return self.ssd.has(key) and not self.dram.is_known(key)
+        """Return whether a block can be loaded: a tier holds it, and DRAM does not know it."""
+        return not self.dram.is_known(key) and any(tier.can_load(key) for tier in self.lower)
+
+    def is_near(self, key: BlockKey) -> bool:
+        """Return whether a disk of this node has a block that DRAM does not know. A block that is
+        only in a bucket is taken into DRAM when a worker has it.
+        """
+        return not self.dram.is_known(key) and self.lower[0].can_load(key)
+
+    def _source(self, key: BlockKey) -> LowerTier:
+        """Return the tier that a block is loaded from, which is the fastest that can."""
+        return next(tier for tier in self.lower if tier.can_load(key))
 
     def load(
         self, keys: Sequence[BlockKey], *, gently: bool = False
@@ -355,177 +165,65 @@ class Tiering:
         With `gently`, only room that is free or held by one-off blocks is used. Returns (blocks
         that are loading now, from the first on; keys evicted for them).
         """
-        keys = keys[: self.num_loadable]
+        keys = keys[: self.num_loadable(keys)]
         if not keys:
             return [], []
-        tenant, may_evict = self.ssd.block(keys[0]).tenant, self.is_one_off if gently else None
-        granted, evicted = self.dram.reserve(keys, tenant, may_evict)
-        for group in self._neighbours(list(granted)):
-            for key in group:
-                self.ssd.hold(key)
-                self._move(key, State.LOADING)
-            if gently:
-                self.dram.expect(group)
-            self._num_loading += len(group)
-            disk = self.ssd.block(group[0]).disk
-            self._moves[self._disks.read(disk, self._blocks(group))] = _Load(group)
+        tenant = self._source(keys[0]).places.block(keys[0]).tenant
+        granted, evicted = self.dram.reserve(keys, tenant, self.is_one_off if gently else None)
+        sources = {key: self._source(key) for key in granted}
+        for tier in self.lower:
+            tier.load([key for key, source in sources.items() if source is tier])
+        if gently:
+            self.dram.expect(list(granted))
         return list(granted), evicted
-
-    def _load_ended(self, load: _Load, done: DiskDone, now: float) -> None:
-        self._num_loading -= len(load.keys)
-        self.ssd.release(load.keys)
-        whole: list[BlockKey] = []
-        lost: list[BlockKey] = []
-        for key, outcome, checksum in zip(load.keys, done.outcomes, done.checksums, strict=True):
-            is_removed = self.state(key) is State.LOADING_REMOVED
-            self._move(key, State.IDLE)
-            if outcome is Outcome.OK and not is_removed:
-                self.dram.learn_checksum(key, checksum)
-                whole.append(key)
-                continue
-            self.dram.abandon(key)
-            lost.append(key)
-            if not is_removed:
-                corrupt = outcome is Outcome.CORRUPT
-                self._counters["ssd_blocks_corrupt" if corrupt else "ssd_read_errors"] += 1
-            self._drop(key)
-        self.dram.commit(whole, from_ssd=True)
-        self._counters["ssd_blocks_read"] += len(whole)
-        self._report(whole, [], Tier.DRAM)
-        self._loaded(whole, lost, now)
-
-    def _neighbours(self, keys: list[BlockKey]) -> Iterator[list[BlockKey]]:
-        """Cut a run into pieces whose blocks lie one after another on one disk."""
-        piece: list[BlockKey] = []
-        for key in keys:
-            if piece and len(piece) < self._op_blocks:
-                last, block = self.ssd.block(piece[-1]), self.ssd.block(key)
-                if (block.disk, block.slot) == (last.disk, last.slot + 1):
-                    piece.append(key)
-                    continue
-            if piece:
-                yield piece
-            piece = [key]
-        if piece:
-            yield piece
 
     # ------------------------------------------------------------------ disks
 
-    def on_scanned(self, event: DiskScanned) -> list[BlockKey]:
-        """Record what an earlier boot left on a disk. Blocks that may not stay are erased, so that
-        the next boot does not find them either. Return those that were removed from the pool.
-        """
-        found, stale = self.ssd.open_disk(event.disk, event.found)
-        for key, slot in stale:
-            self._erase_slot(event.disk, slot, key)
-        removed = [key for key in found if key in self.tombstones]
-        for key in removed:
-            self._erase(key)
-        kept = [key for key in found if key not in self.tombstones]
-        self._counters["ssd_blocks_found"] += len(kept)
-        self._counters["ssd_blocks_torn"] += event.num_dropped
-        self._report(kept, [], Tier.SSD)
-        return removed
+    def on_scanned(self, event: DiskScanned, now: float) -> list[BlockKey]:
+        """Record what lies on a disk. Return the blocks of it that were removed from the pool."""
+        tier = next(t for t in reversed(self.lower) if event.disk >= t.rules.first_disk)
+        return tier.on_scanned(event, now)
 
     def on_done(self, event: DiskDone, now: float) -> None:
         """Finish an operation. Events of other parts' operations are ignored."""
-        match self._moves.pop(event.op_id, None):
-            case _Write() as write:
-                self._write_ended(write, event, now)
-            case _Load() as load:
-                self._load_ended(load, event, now)
-            case _Erase(disk, slot, key):
-                well = event.outcomes == [Outcome.OK]
-                self.ssd.erased(disk, slot, well=well)
-                self.traces.end(key, well=well)
+        for tier in self.lower:
+            tier.on_done(event, now)
 
-    def stores(self, key: BlockKey) -> bool:
-        """Return whether readers can have a block from a disk."""
-        return self.ssd.has(key) and self.state(key) is not State.LOADING_REMOVED
+    def stored_in(self, key: BlockKey) -> list[Tier]:
+        """Return the tiers below DRAM from which readers can have a block, the fastest first."""
+        return [tier.rules.tier for tier in self.lower if tier.stores(key)]
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block from its disk for good. A block that is being moved is removed when the
-        move has ended. Return whether a disk holds it, or would have. Until `is_fading` is false,
-        another boot may find the block.
-        """
-        if self._drop(key):
-            return True
-        if not self.ssd.is_known(key):
-            return False
-        if self.state(key) is State.WRITING:
-            self._move(key, State.WRITING_REMOVED)
-        elif self.state(key) is State.LOADING:
-            self._move(key, State.LOADING_REMOVED)
-        return True
+        """Remove a block from all tiers below DRAM for good, as `LowerTier.remove` does."""
+        were_here = [tier.remove(key) for tier in self.lower]
+        return any(were_here)
 
     def is_fading(self, key: BlockKey) -> bool:
-        """Return whether a disk still has a trace of a block that was given up, and will erase
+        """Return whether a tier still has a trace of a block that was given up, and will erase
         it.
         """
-        removed = self.state(key) in (State.WRITING_REMOVED, State.LOADING_REMOVED)
-        return removed or self.traces.is_going(key)
+        return any(tier.is_fading(key) for tier in self.lower)
 
-    def _drop(self, key: BlockKey) -> bool:
-        """Forget a block on a disk and erase it. Return False while it is not on a disk, or in
-        use.
-        """
-        if not self.ssd.has(key) or self.is_loading(key):
-            return False
-        self._erase(key)
-        self._report([], [key], Tier.SSD)
-        return True
-
-    def _erase(self, key: BlockKey) -> None:
-        disk, slot = self.ssd.condemn(key)
-        self._erase_slot(disk, slot, key)
-
-    def _erase_slot(self, disk: int, slot: int, key: BlockKey) -> None:
-        self.traces.add([key])
-        op_id = self._disks.erase(disk, [DiskBlock(key, slot, 0)])
-        self._moves[op_id] = _Erase(disk, slot, key)
-
-    def _blocks(self, keys: Sequence[BlockKey]) -> list[DiskBlock]:
-        offsets = self.dram.offsets(keys)
-        blocks = [self.ssd.block(key) for key in keys]
-        return [
-            DiskBlock(key, block.slot, offset, block.tenant, block.checksum)
-            for key, block, offset in zip(keys, blocks, offsets, strict=True)
-        ]
+    def is_stuck(self, key: BlockKey) -> bool:
+        """Return whether a tier failed to erase a block, so that it may be found again."""
+        return any(tier.traces.is_stuck(key) for tier in self.lower)
 
     # ------------------------------------------------------------------ checks
 
     @property
     def quiet(self) -> bool:
         """True if no operation is under way."""
-        return not self._moves
+        return all(tier.quiet for tier in self.lower)
 
     def pins(self) -> Counter[BlockKey]:
         """Return the blocks that are pinned in DRAM while they are written (for checks)."""
-        return Counter(key for key in self._moving(_Write))
+        return sum((tier.pins() for tier in self.lower), Counter[BlockKey]())
 
     def loading(self) -> set[BlockKey]:
         """Return the blocks that are being filled in DRAM (for checks)."""
-        return set(self._moving(_Load))
-
-    def _moving(self, kind: type[_Write | _Load]) -> list[BlockKey]:
-        moves = [move for move in self._moves.values() if isinstance(move, kind)]
-        return [key for move in moves for key in move.keys]
+        return set[BlockKey]().union(*(tier.loading() for tier in self.lower))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a block's state contradicts tiers and operations."""
-        self.ssd.check_integrity()
-        writing, loading = self._moving(_Write), self._moving(_Load)
-        assert (len(writing), len(loading)) == (self._num_writing, self._num_loading)
-        states = {key: record.state for key, record in self._records.items()}
-        for keys, some in (
-            (self._due, {State.DUE}),
-            (writing, {State.WRITING, State.WRITING_REMOVED}),
-            (loading, {State.LOADING, State.LOADING_REMOVED}),
-        ):
-            assert sorted(keys) == sorted(key for key, state in states.items() if state in some)
-        in_dram = {State.DUE, State.WRITING}
-        assert all(self.dram.has(key) == (state in in_dram) for key, state in states.items())
-        going = Counter(move.key for move in self._moves.values() if isinstance(move, _Erase))
-        for move in self._moves.values():
-            going.update(move.overwritten if isinstance(move, _Write) else ())
-        assert going == self.traces.going()
+        for tier in self.lower:
+            tier.check_integrity()

@@ -36,6 +36,11 @@ class Tombstones:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._removed_at_s
 
+    def is_since(self, key: BlockKey, at_s: float) -> bool:
+        """Return whether a block was removed at `at_s` or later."""
+        removed_at_s = self._removed_at_s.get(key)
+        return removed_at_s is not None and removed_at_s >= at_s
+
     def is_fresh(self, key: BlockKey, now: float) -> bool:
         """Return whether other nodes may not have heard of a block's removal yet."""
         removed_at_s = self._removed_at_s.get(key)
@@ -66,6 +71,10 @@ class DiskTraces:
     def add_stuck(self, key: BlockKey) -> None:
         """Note a block that a refused write may have left on a disk."""
         self._stuck.add(key)
+
+    def end_stuck(self, key: BlockKey) -> None:
+        """Note that no trace is left of a block that was stuck."""
+        self._stuck.discard(key)
 
     def is_going(self, key: BlockKey) -> bool:
         """Return whether some disk has yet to erase or overwrite a trace of the block."""

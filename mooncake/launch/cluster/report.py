@@ -77,6 +77,8 @@ def holdings(plan: ServePlan, role: Role) -> str:
         disks = "".join(
             f", {format_bytes(disk.num_bytes)} in {disk.directory}" for disk in plan.kvstore.ssd
         )
+        if plan.kvstore.object_store is not None:
+            disks += f", and the bucket {plan.kvstore.object_store.bucket}"
         return f"pool of {format_bytes(plan.kvstore.dram_bytes)} DRAM, {blocks} blocks{disks}"
     memory = plan.ranks[role]
     shape = memory.shape

@@ -232,8 +232,14 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
     for name in ("ssd_key_file", "ssd_key_command"):
         if name in written and not config.ssd_encryption:
             raise ConfigError(f"{flag(name)}: the key is used only with --ssd-encryption; add it")
-    if config.ssd_encryption and not config.ssd:
-        raise ConfigError("ssd-encryption: there are no disks to encrypt; add --ssd DIR:SIZE")
+    if config.ssd_encryption and not (config.ssd or config.object_store):
+        raise ConfigError(
+            "ssd-encryption: there are no disks to encrypt; add --ssd DIR:SIZE or --object-store "
+            "s3://BUCKET"
+        )
+    for name in ("object_endpoint", "object_size", "object_min_uses"):
+        if name in written and config.object_store is None:
+            raise ConfigError(f"{flag(name)}: there is no bucket; add --object-store s3://BUCKET")
     if "otlp_traces_sampling_ratio" in written and config.otlp_traces_endpoint is None:
         raise ConfigError(
             "otlp-traces-sampling-ratio: nothing is traced; add --otlp-traces-endpoint URL"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from mooncake.base.parallel import DCP_FLAG, DP_FLAG, EP_FLAG, PP_FLAG, TP_FLAG,
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EAGLE3, MTP, EngineConfig
 from mooncake.engine.expert_placement import EplbConfig, check_slots
-from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, ObjectStoreConfig, SsdConfig
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.rank_plan import (
     STEP_TOKENS,
@@ -318,15 +319,17 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             ranks[role] = instance_memory(needs, shape, num_pages)
     kvstore = KvStoreConfig(
         ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
+        object_store=_object_store(config),
         tenant_quota_bytes=dict(config.tenant_quota),
         tenant_ssd_quota_bytes=dict(config.tenant_ssd_quota),
         **values_of(config, KvStoreConfig),
     )
     if num_kvstores:
         kvstore.num_blocks(layout)
-    elif config.ssd:
+    elif config.ssd or config.object_store:
         cure = "leave it out" if config.role is not None else "add --kvstore 1"
-        raise ConfigError(f"ssd: no kvstore worker would use it; {cure}")
+        name = "ssd" if config.ssd else "object-store"
+        raise ConfigError(f"{name}: no kvstore worker would use it; {cure}")
     return ServePlan(
         model=model,
         engine=EngineConfig(
@@ -360,6 +363,27 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         ranks=ranks,
         gpu_node=gpu_node,
         stage_hosts=_stage_hosts(config, shapes),
+    )
+
+
+def _object_store(config: ServeConfig) -> ObjectStoreConfig | None:
+    """Return the bucket that `config` names. Raises ConfigError when it is written wrongly."""
+    if config.object_store is None:
+        return None
+    scheme, _, rest = config.object_store.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3" or not bucket or "?" in rest or "@" in rest:
+        raise ConfigError(
+            f"object-store: {config.object_store!r} is not s3://BUCKET or s3://BUCKET/PREFIX"
+        )
+    endpoint = config.object_endpoint
+    if endpoint is not None and not re.fullmatch(r"https?://[^@]+", endpoint):
+        raise ConfigError("object-endpoint: give https://HOST or http://HOST:PORT, no credentials")
+    return ObjectStoreConfig(
+        bucket=bucket,
+        prefix=prefix,
+        num_bytes=config.object_size,
+        endpoint=endpoint,
     )
 
 

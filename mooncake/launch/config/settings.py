@@ -137,8 +137,22 @@ class ServeConfig:
         "blocks that were asked for this often are written to SSD; 1: all blocks")
     ssd_write_at: float = owned(KvStoreConfig, "ssd_write_at", part, POOL, "SHARE",
         "share of DRAM in use above which blocks are written to SSD; 0: at once")
+    ssd_load_timeout_s: float = owned(KvStoreConfig, "ssd_load_timeout_s", positive, POOL,
+        "SECONDS",
+        "a reader waits so long for blocks on SSD or in --object-store, and goes on with those "
+        "that have come")
+    object_store: str | None = setting(None, text, POOL, "s3://BUCKET/PREFIX",
+        "bucket for blocks that outlive the cluster; clusters with the same model may share it")
+    object_endpoint: str | None = setting(None, text, POOL, "URL",
+        "server of --object-store, e.g. http://10.0.0.9:9000; without it, what the AWS settings of "
+        "the machine say")
+    object_size: int = setting(1 << 40, size(1), POOL, "SIZE",
+        "bytes of blocks in --object-store that a kvstore worker uses; none is deleted to keep to "
+        "it")
+    object_min_uses: int = owned(KvStoreConfig, "object_min_uses", count(1), POOL, "N",
+        "blocks that were asked for this often are written to --object-store; 1: all blocks")
     ssd_encryption: bool = setting(False, truth, POOL, "",
-        "encrypt blocks on SSD; needs a key", switch=True)
+        "encrypt blocks on SSD and in --object-store; needs a key", switch=True)
     ssd_key_file: str | None = setting(None, text, POOL, "FILE",
         "file with the key for --ssd-encryption; the variable MOONCAKE_SSD_KEY may hold the key "
         "itself",

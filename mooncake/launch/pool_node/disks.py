@@ -7,11 +7,13 @@ fewer blocks.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.crypto.keys import HOW, KeyRing, KeySource
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.storage.bucket import Bucket
 from mooncake.kvstore.storage.disk_files import FileDisks
 from mooncake.launch.host.key_source import needed_keys
 
@@ -24,26 +26,38 @@ def open_disks(
     key_source: where the keys for blocks are; None: blocks are not encrypted.
 
     Raises:
-        ConfigError: a directory is missing, not writable, too small, or in use; or there is no key.
+        ConfigError: a directory is missing, not writable, too small, or in use; or there is no key,
+            or no client for the bucket.
     """
     check_disks(config, make=True)
     keys = _keys(config, key_source)
-    return FileDisks(config.ssd, layout, num_threads=config.ssd_threads, keys=keys)
+    bucket = None
+    if config.object_store is not None:
+        from mooncake.kvstore.storage.s3 import S3Store
+
+        num_threads = config.object_threads
+        store = S3Store(config.object_store, num_threads, config.ssd_load_timeout_s)
+        bucket = Bucket(config.object_store, layout, store, keys, num_threads)
+    return FileDisks(config.ssd, layout, num_threads=config.ssd_threads, keys=keys, bucket=bucket)
 
 
 def check_disks(
     config: KvStoreConfig, key_source: KeySource | None = None, *, make: bool = False
 ) -> None:
-    """Raise ConfigError if a directory of `config.ssd` cannot be used, or if the key of its blocks
-    is missing. With `make`, missing directories are made.
+    """Raise ConfigError if a directory of `config.ssd` cannot be used, or if the key of its blocks,
+    or the client of a bucket, is missing. With `make`, missing directories are made.
     """
     for disk in config.ssd:
         _check(disk, make=make)
+    if config.object_store is not None and find_spec("botocore") is None:
+        raise ConfigError(
+            "object-store: the client for S3 is not installed: pip install 'mooncake-serve[s3]'"
+        )
     _keys(config, key_source)
 
 
 def _keys(config: KvStoreConfig, key_source: KeySource | None) -> KeyRing | None:
-    if key_source is None or not config.ssd:
+    if key_source is None or not (config.ssd or config.object_store):
         return None
     return needed_keys(key_source, f"--ssd-encryption takes {HOW}")
 

@@ -21,7 +21,7 @@ MAX_BLOCKS = 262_144
 """Blocks whose tokens are kept; the ones not used for longest are reported as removed."""
 DOUBTS_A_TICK = 2048
 """Blocks in doubt that are checked at a time; requests wait meanwhile."""
-MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.SSD: "STORAGE"}
+MEDIA = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.SSD: "STORAGE", Tier.OBJECT: "OBJECT"}
 _Place = tuple[BlockKey, Tier]
 
 

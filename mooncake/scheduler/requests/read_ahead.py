@@ -1,4 +1,5 @@
-"""Read-ahead: loads the prefixes of pending requests from SSD into DRAM before they are placed.
+"""Read-ahead: loads the prefixes of pending requests into DRAM, from SSD or a bucket, before they
+are placed.
 
 Owned by the pending queue. Only the first requests of the queue are served, head of the prefix
 first, with a bounded number of bytes in flight. Pool nodes load a block only where that evicts
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from mooncake.base import BlockKey, Tier, WorkerRef
+from mooncake.base import BlockKey, WorkerRef
 from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.config import SchedulerConfig
@@ -118,13 +119,13 @@ class ReadAhead:
         return known
 
     def _find(self, keys: Sequence[BlockKey]) -> Iterator[_Chunk]:
-        """Yield the blocks of the prefix that the pools hold on SSD only, in chunks."""
+        """Yield the blocks of the prefix that the pools hold below DRAM only, in chunks."""
         chunk: _Chunk | None = None
         for key in keys:
             replicas = self._conductor.replicas(key)
             if not replicas:
                 break
-            if any(replica.tier is not Tier.SSD for replica in replicas):
+            if not all(replica.tier.is_below_dram for replica in replicas):
                 continue
             stores = [replica.worker for replica in replicas]
             store = chunk.store if chunk is not None and chunk.store in stores else stores[0]
@@ -143,7 +144,7 @@ class ReadAhead:
 
     def _is_up(self, chunk: _Chunk) -> bool:
         replicas = self._conductor.replicas(chunk.keys[-1])
-        return any(replica.tier is not Tier.SSD for replica in replicas)
+        return not all(replica.tier.is_below_dram for replica in replicas)
 
     def check_integrity(self, waiting: Iterable[str]) -> None:
         """Raise AssertionError when a request is served that does not wait, or on overflow."""

@@ -132,3 +132,5 @@ def check_index(world: World) -> None:
             assert not missing, f"{where}: {missing} blocks are there that it does not know of"
             on_ssd = len(gateway_host.conductor.held_by(view.worker_id, Tier.SSD))
             assert on_ssd == state.num_ssd_stored, f"{where}: {on_ssd} blocks believed on SSD"
+            known = len(gateway_host.conductor.held_by(view.worker_id, Tier.OBJECT))
+            assert known == state.num_objects_known, f"{where}: {known} believed in the bucket"

@@ -105,8 +105,8 @@ class Injector:
                 ranked.lose_step(rank)
 
     def _disks(self, fault: Fault) -> None:
-        """Return the node's disks. Their faults outlive the process that uses them."""
-        media = self._world.workers[fault.target].media
+        """Trouble the node's disks, and the bucket. This outlives the process that uses them."""
+        media = [*self._world.workers[fault.target].media, self._world.bucket]
         refuses = fault.kind == "disk_error"
         for medium in media:
             medium.slowdown = fault.amount or 1.0

@@ -29,7 +29,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.engine.ranks.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
-from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, ObjectStoreConfig, SsdConfig
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.sim.faults.checkers import (
     SETTLED_S,
@@ -355,6 +355,8 @@ class Trial:
                 ssd_min_uses=random.choice([1, 2]),
                 ssd_write_at=random.choice([0.0, 0.7]),
                 ssd_retry_s=1.0,
+                object_store=self._bucket(),
+                object_list_s=5.0,
             ),
             instance=InstanceConfig(
                 quarantine_s=6.0, push_timeout_s=5.0, hold_s=random.choice([0.02, 0.3, 10.0])
@@ -374,6 +376,11 @@ class Trial:
             max_skew_s=random.choice([0.0, 1000.0]),
             seed=self.seed,
         )
+
+    def _bucket(self) -> ObjectStoreConfig | None:
+        num_blocks = Random(f"bucket {self.seed}").choice([0, 0, 20, 1000])  # as in `_engine`
+        num_bytes = num_blocks * LAYOUT.block_bytes
+        return ObjectStoreConfig(bucket="b", num_bytes=num_bytes) if num_blocks else None
 
     def _engine(self) -> EngineConfig:
         limits = Random(f"limits {self.seed}")  # of its own: other draws stay as they were

@@ -1,4 +1,5 @@
-"""Simulated disks: slots that survive their process, durations of operations, and faults.
+"""Simulated disks and buckets: blocks that survive their process, durations of operations, and
+faults.
 
 A write that the death of its process cuts off leaves a torn block. In a world with real bytes,
 faults damage them.
@@ -15,7 +16,14 @@ import xxhash
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import KvLayout
 from mooncake.kvstore.block_checksum import checksum_of
-from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
+from mooncake.kvstore.storage.disk import (
+    NO_SLOT,
+    DiskBlock,
+    DiskDone,
+    DiskScanned,
+    FoundBlock,
+    Outcome,
+)
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import SimRegion
 from mooncake.transfer.engine import Region
@@ -43,8 +51,13 @@ class Kept:
 class SimMedium:
     """The state of one disk, which survives the process that uses it."""
 
+    refused_read = Outcome.FAILED
+    """The outcome of a read that is refused."""
+    missing = Outcome.CORRUPT
+    """The outcome of a read of what is not there."""
+
     def __init__(self) -> None:
-        self.slots: dict[int, Kept] = {}
+        self.slots: dict[int | BlockKey, Kept] = {}
         """The slots; the one written last comes last."""
         self.refuses_reads = False
         self.refuses_writes = False
@@ -55,12 +68,67 @@ class SimMedium:
         self.slowdown = 1.0
         """How many times as long every operation takes."""
 
-    def damage(self, slot: int) -> None:
+    def place(self, block: DiskBlock) -> int | BlockKey:
+        """Return by what the medium finds a block."""
+        return block.slot
+
+    def begin(self, block: DiskBlock, kept: Kept) -> None:
+        """Store what is there while a block is being written."""
+        self.slots.pop(block.slot, None)
+        self.slots[block.slot] = kept
+
+    def end(self, block: DiskBlock, kept: Kept) -> None:
+        """Take note that a block was written."""
+
+    def found(self, num_slots: int) -> tuple[list[FoundBlock], int]:
+        """Return what a scan finds, and how much it drops."""
+        newest = {kept.key: slot for slot, kept in self.slots.items()}
+        outdated = [slot for slot, kept in self.slots.items() if newest[kept.key] != slot]
+        found = [
+            FoundBlock(kept.key, slot, kept.tenant, kept.checksum)
+            for slot, kept in self.slots.items()
+            if isinstance(slot, int) and newest[kept.key] == slot and slot < num_slots
+        ]
+        dropped = len(self.slots) - len(found)
+        for slot in outdated:
+            del self.slots[slot]
+        return found, dropped
+
+    def damage(self, slot: int | BlockKey) -> None:
         """Flip one bit of the stored block."""
         kept = self.slots[slot]
         kept.whole = False
         if kept.data is not None:
             kept.data = bytes([kept.data[0] ^ 1]) + kept.data[1:]
+
+
+class SimBucket(SimMedium):
+    """A bucket, which any number of nodes may share, each as its last disk. A write replaces an
+    object whole or not at all.
+    """
+
+    refused_read = Outcome.LATER
+    missing = Outcome.ABSENT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[FoundBlock] | None = None
+        """What listings show instead of what is there; None: they show what is there."""
+        self.num_listings = 0
+
+    def place(self, block: DiskBlock) -> int | BlockKey:
+        return block.key
+
+    def begin(self, block: DiskBlock, kept: Kept) -> None:
+        pass
+
+    def end(self, block: DiskBlock, kept: Kept) -> None:
+        self.slots[block.key] = kept
+
+    def found(self, num_slots: int) -> tuple[list[FoundBlock], int]:
+        self.num_listings += 1
+        there = [FoundBlock(k.key, NO_SLOT, k.tenant, None) for k in self.slots.values()]
+        return (there if self.late is None else self.late)[:num_slots], 0
 
 
 class SimDisks:
@@ -97,7 +165,12 @@ class SimDisks:
         assert isinstance(arena, SimRegion)
         self._arena = arena if arena.has_bytes else None
         for disk in range(len(self._media)):
-            self._heap.after(self._config.scan_s, partial(self._scan, disk))
+            self.scan(disk)
+
+    def scan(self, disk: int) -> None:
+        medium = self._media[disk]
+        seconds = medium.slowdown * self._config.scan_s
+        self._heap.after(seconds, partial(self._scan, disk))
 
     def kill(self) -> None:
         """Drop all operations under way, as when the process dies."""
@@ -121,8 +194,7 @@ class SimDisks:
                 if one.data is not None:
                     half = len(one.data) // 2
                     one.data = one.data[:half] + bytes(len(one.data) - half)
-                medium.slots.pop(block.slot, None)
-                medium.slots[block.slot] = one
+                medium.begin(block, one)
         outcome = Outcome.FAILED if medium.refuses_writes else Outcome.FULL
 
         def end() -> tuple[list[Outcome], list[int]]:
@@ -134,6 +206,7 @@ class SimDisks:
                     half = len(data) // 2
                     one.data = one.data[:half] + data[half:]
                 one.whole = True
+                medium.end(block, one)
             return [Outcome.OK] * len(blocks), [one.checksum for one in kept]
 
         return self._start(disk, blocks, end)
@@ -148,7 +221,7 @@ class SimDisks:
         def end() -> tuple[list[Outcome], list[int]]:
             outcomes = [self._read_one(medium, block) for block in blocks]
             checksums = [
-                medium.slots[block.slot].checksum if outcome is Outcome.OK else 0
+                medium.slots[medium.place(block)].checksum if outcome is Outcome.OK else 0
                 for block, outcome in zip(blocks, outcomes, strict=True)
             ]
             return outcomes, checksums
@@ -162,7 +235,7 @@ class SimDisks:
             if medium.refuses_writes:
                 return [Outcome.FAILED] * len(blocks), [0] * len(blocks)
             for block in blocks:
-                medium.slots.pop(block.slot, None)
+                medium.slots.pop(medium.place(block), None)
             return [Outcome.OK] * len(blocks), [0] * len(blocks)
 
         return self._start(disk, blocks, end)
@@ -182,11 +255,11 @@ class SimDisks:
         return op_id
 
     def _read_one(self, medium: SimMedium, block: DiskBlock) -> Outcome:
-        kept = medium.slots.get(block.slot)
+        kept = medium.slots.get(medium.place(block))
         if medium.refuses_reads:
-            return Outcome.FAILED
+            return medium.refused_read
         if kept is None or kept.key != block.key:
-            return Outcome.CORRUPT
+            return medium.missing
         if kept.data is None:
             return Outcome.OK if kept.whole else Outcome.CORRUPT
         self._fill(block, kept.data)
@@ -201,9 +274,9 @@ class SimDisks:
     ) -> int:
         self._last_op += 1
         op_id = self._last_op
-        slots = {(disk, block.slot) for block in blocks}
+        slots = {(disk, block.slot) for block in blocks if block.slot != NO_SLOT}
         assert self._busy.isdisjoint(slots), "two operations on one slot"
-        assert all(0 <= block.slot < self.num_slots[disk] for block in blocks)
+        assert all(NO_SLOT <= block.slot < self.num_slots[disk] for block in blocks)
         self._busy |= slots
         slowdown = self._media[disk].slowdown
         seconds = slowdown * len(blocks) * self._block_bytes / self._config.bytes_per_s
@@ -220,17 +293,10 @@ class SimDisks:
         return op_id
 
     def _scan(self, disk: int) -> None:
-        newest = {kept.key: slot for slot, kept in self._media[disk].slots.items()}
-        outdated = [s for s, kept in self._media[disk].slots.items() if newest[kept.key] != s]
-        found = [
-            FoundBlock(kept.key, slot, kept.tenant, kept.checksum)
-            for slot, kept in self._media[disk].slots.items()
-            if newest[kept.key] == slot and slot < self.num_slots[disk]
-        ]
-        dropped = len(self._media[disk].slots) - len(found)
-        for slot in outdated:
-            del self._media[disk].slots[slot]
-        self._finish(DiskScanned(disk=disk, found=found, num_dropped=dropped))
+        medium = self._media[disk]
+        failed = isinstance(medium, SimBucket) and medium.refuses_reads
+        found, dropped = medium.found(self.num_slots[disk]) if not failed else ([], 0)
+        self._finish(DiskScanned(disk=disk, found=found, num_dropped=dropped, failed=failed))
 
     def _finish(self, event: DiskDone | DiskScanned) -> None:
         if self._alive:

@@ -32,7 +32,7 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.sim.world.clock import EventHeap
-from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
+from mooncake.sim.world.disk import SimBucket, SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.expert_group import ExpertGroup
 from mooncake.sim.world.network import (
     Endpoint,
@@ -148,8 +148,11 @@ class World:
         make_runner: RunnerFactory,
         recorder: Recorder,
         after_event: AfterEvent | None = None,
+        bucket: SimBucket | None = None,
     ) -> None:
+        """`bucket`: what the pool nodes share if their settings name one; None: an empty one."""
         self.config = config
+        self.bucket = bucket or SimBucket()
         self.heap = EventHeap()
         self.random = Random(config.seed)
         self.network = Network(self.heap, config.network, Random(config.seed + 1))
@@ -504,9 +507,11 @@ class World:
         ssd, layout = self.config.kvstore.ssd, self.config.layout
         worker.media = worker.media or [SimMedium() for _ in ssd]
         num_slots = [one.num_bytes // layout.block_bytes for one in ssd]
-        return SimDisks(
-            self.heap, self.config.disk, worker.media, num_slots, layout, process.deliver
-        )
+        media, bucket = worker.media, self.config.kvstore.object_store
+        if bucket is not None:
+            media = [*media, self.bucket]
+            num_slots.append(bucket.num_bytes // layout.block_bytes)
+        return SimDisks(self.heap, self.config.disk, media, num_slots, layout, process.deliver)
 
     def _make_instance(
         self,

@@ -1,5 +1,5 @@
-"""A node with disks under any interleaving of use, crash, damage and refusal: what is served is
-right, what is held stays, nothing is lost of memory or slots.
+"""A node with disks, and perhaps a bucket, under any interleaving of use, crash, damage and
+refusal: what is served is right, what is held stays, nothing is lost of memory or slots.
 
 Bytes are real and follow from the key, so a reader knows what it must see, whichever boot wrote it.
 """
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mooncake.base import PeerLost, PinBlocks, PinGranted, PutGranted, Unpin
 from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
 from mooncake.kvstore.eviction import POLICIES
-from mooncake.sim.world.disk import SimMedium
+from mooncake.sim.world.disk import SimBucket, SimMedium
 from tests.support.examples import examples
 from tests.support.kvstore.node_world import GATEWAY, NodeWorld, key, worker
 
@@ -41,6 +41,7 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         write_at=st.sampled_from([0.0, 0.0, 0.4]),
         checksums=st.booleans(),
         small_blocks=st.sampled_from([0, 1, 3]),
+        bucket_blocks=st.sampled_from([0, 0, 2, 20]),
     )
     def begin(
         self,
@@ -52,7 +53,9 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         write_at: float,
         checksums: bool,
         small_blocks: int,
+        bucket_blocks: int,
     ) -> None:
+        bucket = SimBucket() if bucket_blocks else None
         self.num_blocks = num_blocks
         self.world = NodeWorld(
             num_blocks, media=[SimMedium() for _ in range(num_disks)], ssd_blocks=ssd_blocks,
@@ -60,7 +63,9 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
             quarantine_s=QUARANTINE_S, ssd_retry_s=0.5, ssd_load_timeout_s=0.05,
             tenant_quota_bytes={"small": 2 * 64}, checksums=checksums,
             tenant_ssd_quota_bytes={"small": small_blocks * 64},
+            bucket=bucket, bucket_blocks=bucket_blocks, object_min_uses=min_uses, object_list_s=2.0,
         )  # fmt: skip
+        self.media = [*self.world.media, *([] if bucket is None else [bucket])]
         self.epochs = dict.fromkeys(NAMES, 1)
         self.ever_put: set[bytes] = set()
         self.pins: dict[int, tuple[str, list[bytes], PinGranted]] = {}
@@ -219,21 +224,21 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
         self.num_seen = 0
         self.pins, self.asked, self.grants = {}, {}, {}
 
-    @precondition(lambda self: any(medium.slots for medium in self.world.media))
-    @rule(data=st.data(), disk=st.integers(0, 1))
+    @precondition(lambda self: any(medium.slots for medium in self.media))
+    @rule(data=st.data(), disk=st.integers(0, 2))
     def damage(self, data: st.DataObject, disk: int) -> None:
-        media = self.world.media
+        media = self.media
         slots = sorted(media[disk % len(media)].slots)
         if slots:
             media[disk % len(media)].damage(data.draw(st.sampled_from(slots)))
 
     @rule(
-        disk=st.integers(0, 1),
+        disk=st.integers(0, 2),
         fault=st.sampled_from(["refuses_reads", "refuses_writes", "is_full"]),
         on=st.sampled_from([False, False, True]),
     )
     def trouble(self, disk: int, fault: str, on: bool) -> None:
-        setattr(self.world.media[disk % len(self.world.media)], fault, on)
+        setattr(self.media[disk % len(self.media)], fault, on)
 
     @rule(disk=st.integers(0, 1), room=st.sampled_from([None, 0, 2]))
     def less_room(self, disk: int, room: int | None) -> None:
@@ -253,14 +258,14 @@ class DisksAgainstCrashes(RuleBasedStateMachine):
             for block, checksum in zip(run, granted.checksums, strict=False):
                 assert checksum in (0, self.world.checksum(block)), "a wrong promise"
         assert self.world.inventory <= self.ever_put
-        found = self.gone & (self.world.inventory | self.world.on_ssd)
+        found = self.gone & (self.world.inventory | self.world.on_ssd | self.world.in_bucket)
         assert not found, "removed for good, and back"
 
     def teardown(self) -> None:
         """When everybody has gone and disks work again, all memory is there and nothing moves."""
         if not hasattr(self, "world"):
             return
-        for medium in self.world.media:
+        for medium in self.media:
             medium.refuses_reads = medium.refuses_writes = medium.is_full = False
             medium.num_slots_with_room = None
         for name in NAMES:

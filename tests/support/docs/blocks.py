@@ -211,6 +211,11 @@ CLASSES: dict[str, dict[str, Class]] = {
         "mooncake serve DIR --dram": PLANNED,
         "mooncake serve DIR --kv-events-config": PLANNED,
     },
+    "docs/object-store.md": {
+        "pip install": Elsewhere(
+            "tests/integration/serve/test_warm_server.py", "a server that speaks S3"
+        ),
+    },
     "docs/pool-alone.md": {
         "export MOONCAKE_CLUSTER_SECRET": Typed(),
         "mooncake pool put": OfPool(("three lines",)),

@@ -29,10 +29,10 @@ from mooncake.base import (
 )
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.block_checksum import checksum_of
-from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.config import ObjectStoreConfig, SsdConfig
 from mooncake.rpc.codec import decode
 from mooncake.sim.world.clock import EventHeap
-from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
+from mooncake.sim.world.disk import SimBucket, SimDiskConfig, SimDisks, SimMedium
 from mooncake.sim.world.network import SimRegion
 from mooncake.transfer.engine import Pieces, Region, TransferBatch
 from mooncake.transfer.grants import Fence, Grants
@@ -155,8 +155,8 @@ class LocalTransfer:
 class NodeWorld:
     """One node of `num_blocks` blocks, welcomed by a gateway, and peers that talk to it.
 
-    With `media` it has disks of `ssd_blocks` slots each; `restart` keeps them. Disks work while
-    `tick` lets time pass.
+    With `media` it has disks of `ssd_blocks` slots each; `restart` keeps them. `bucket` may be that
+    of other worlds too. Disks and buckets work while `tick` lets time pass.
     """
 
     def __init__(
@@ -166,9 +166,12 @@ class NodeWorld:
         welcomed: bool = True,
         media: list[SimMedium] | None = None,
         ssd_blocks: int = 8,
+        bucket: SimBucket | None = None,
+        bucket_blocks: int = 64,
         **settings,
     ) -> None:
         self.media = media or []
+        self.bucket = bucket
         settings.setdefault("checksums", False)
         self.config = KvStoreConfig(
             dram_bytes=num_blocks * BLOCK + BLOCK // 2,
@@ -176,6 +179,9 @@ class NodeWorld:
                 SsdConfig(directory=f"/{n}", num_bytes=ssd_blocks * BLOCK)
                 for n in range(len(self.media))
             ],
+            object_store=None
+            if bucket is None
+            else ObjectStoreConfig(bucket="blocks", num_bytes=bucket_blocks * BLOCK),
             **settings,
         )
         self.heap = EventHeap()
@@ -200,12 +206,15 @@ class NodeWorld:
         )  # fmt: skip
         self.channel = RecordingChannel()
         self.transfer = LocalTransfer()
-        self.inventories: dict[Tier, set[bytes]] = {Tier.DRAM: set(), Tier.SSD: set()}
-        self._last_events = {Tier.DRAM: 0, Tier.SSD: 0}
-        self.disks = SimDisks(
-            self.heap, SimDiskConfig(), self.media,
-            [ssd.num_bytes // BLOCK for ssd in self.config.ssd], LAYOUT, self._on_disk,
-        )  # fmt: skip
+        tiers = (Tier.DRAM, Tier.SSD, Tier.OBJECT)
+        self.inventories: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}
+        self._last_events = dict.fromkeys(tiers, 0)
+        num_slots = [ssd.num_bytes // BLOCK for ssd in self.config.ssd]
+        media = list(self.media)
+        if self.bucket is not None and self.config.object_store is not None:
+            media.append(self.bucket)
+            num_slots.append(self.config.object_store.num_bytes // BLOCK)
+        self.disks = SimDisks(self.heap, SimDiskConfig(), media, num_slots, LAYOUT, self._on_disk)
         self.node = KvNode(
             self.config, hello, LAYOUT, self.channel, self.transfer, GATEWAY.address, self.disks
         )
@@ -222,11 +231,16 @@ class NodeWorld:
         """What the gateway believes to lie on SSD."""
         return self.inventories[Tier.SSD]
 
+    @property
+    def in_bucket(self) -> set[bytes]:
+        """What the gateway believes that this node can read from the bucket."""
+        return self.inventories[Tier.OBJECT]
+
     def handle(self, message: msgspec.Struct) -> list[tuple[str, AnyMessage]]:
         """Bring a message; return what was sent because of it."""
         before = len(self.channel.sent)
         self.node.handle(message, self.now)
-        if self.media:
+        if self.media or self.bucket is not None:
             self.node.tick(self.now)
         return self._after(before)
 

@@ -252,10 +252,12 @@ class TestAnotherReplica:
         ticket: int,
         blocks: list[int],
         num_from_ssd: int = 0,
+        num_from_object: int = 0,
     ) -> None:
         message = PinGranted(
             asker=HERE, ticket=ticket, store=store, num_blocks=len(blocks),
             places=scene.engine_pair.places(blocks), num_from_ssd=num_from_ssd,
+            num_from_object=num_from_object,
         )  # fmt: skip
         scene.reader.on_granted(message, scene.engine_pair.heap.now())
 
@@ -270,13 +272,13 @@ class TestAnotherReplica:
         expected = [scene.engine_pair.fill_pool(n, 10 + n) for n in range(3)]
         self.grant(scene, STORE, 1, [0])
         assert self.asked(scene) == [(1, KEYS[:3]), (2, KEYS[1:3])]
-        self.grant(scene, OTHER, 2, [1, 2], num_from_ssd=1)
+        self.grant(scene, OTHER, 2, [1, 2], num_from_ssd=1, num_from_object=1)
         scene.engine_pair.run()
         (pages,) = reuse.gathered
         assert [scene.engine_pair.page_bytes(page) for page in pages] == expected
         assert scene.engine_pair.pool.match(KEYS) == pages
         assert reuse.reuse.fetched(STORE) == CacheHits(dram=1, peer=2)
-        assert reuse.reuse.fetched(OTHER) == CacheHits(dram=1, ssd=1, peer=1)
+        assert reuse.reuse.fetched(OTHER) == CacheHits(ssd=1, object=1, peer=1)
         assert reuse.reuse.fetched(None) == CacheHits(peer=3)
 
     def test_a_pool_lost_in_mid_read(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mooncake.base import Tier
 from mooncake.base.pool_messages import TenantUse
 from mooncake.kvstore.eviction import LruPolicy
-from mooncake.kvstore.storage.ssd import SsdTier
+from mooncake.kvstore.storage.disk_tier import DiskTier
 from mooncake.sim.world.disk import SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, keys, worker
 
@@ -89,7 +89,7 @@ def test_a_restart_with_a_smaller_quota_keeps_the_newest() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 300))
 def test_a_quota_is_shared_out_whole(num_slots: list[int], quota: int) -> None:
-    tier = SsdTier(num_slots, LruPolicy, {"t": quota})
+    tier = DiskTier(num_slots, LruPolicy, {"t": quota})
     for disk in range(len(num_slots)):
         tier.open_disk(disk, [])
     held = 0

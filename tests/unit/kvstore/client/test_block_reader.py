@@ -38,13 +38,19 @@ class Scene:
         )  # fmt: skip
 
     def grant(
-        self, ticket: int, blocks: Sequence[int], *, more: bool = False, from_ssd: int = 0
+        self,
+        ticket: int,
+        blocks: Sequence[int],
+        *,
+        more: bool = False,
+        from_ssd: int = 0,
+        from_object: int = 0,
     ) -> None:
         checksums = [checksum_of(self.blocks[block], LAYOUT) for block in blocks]
         message = PinGranted(
             asker=HERE, ticket=ticket, store=NODE, num_blocks=len(blocks),
             places=self.pair.places(list(blocks)), checksums=checksums, more=more,
-            num_from_ssd=from_ssd,
+            num_from_ssd=from_ssd, num_from_object=from_object,
         )  # fmt: skip
         self.reader.on_granted(message, self.pair.heap.now())
         self.run()
@@ -62,10 +68,10 @@ class Scene:
 
 def test_a_result_has_the_checksums_of_all_pieces_and_what_moved() -> None:
     scene = Scene()
-    scene.grant(1, [0, 1, 2], more=True, from_ssd=1)
+    scene.grant(1, [0, 1, 2], more=True, from_ssd=1, from_object=2)
     scene.grant(2, [3], from_ssd=1)
     [result] = scene.ended
-    assert result.num_from_ssd == 2
+    assert (result.num_from_ssd, result.num_from_object) == (2, 2)
     assert result.checksums == [checksum_of(block, LAYOUT) for block in scene.blocks]
     assert (result.num_blocks, result.error) == (4, None)
     assert result.num_bytes == 4 * LAYOUT.block_bytes

@@ -11,7 +11,8 @@ from mooncake.base import BlockKey, InternalError, Tier, WorkerRef
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, FoundBlock, Outcome
 from mooncake.kvstore.storage.dram import DramTier
-from mooncake.kvstore.storage.tiering import TRANSITIONS, State, Tiering
+from mooncake.kvstore.storage.lower_tier import TRANSITIONS, State
+from mooncake.kvstore.storage.tiering import Tiering
 from mooncake.transfer.engine import Region
 from tests.support.kvstore.node_world import key, keys
 
@@ -30,6 +31,9 @@ class ManualDisks:
         self._ids = count(1)
 
     def attach(self, arena: Region) -> None:
+        raise NotImplementedError
+
+    def scan(self, disk: int) -> None:
         raise NotImplementedError
 
     def write(self, disk: int, blocks: list[DiskBlock]) -> int:
@@ -70,7 +74,7 @@ class Tiers:
         self.reported[tier] = (self.reported[tier] | set(stored)) - set(removed)
 
     def scan(self, *found: FoundBlock) -> None:
-        self.tiering.on_scanned(DiskScanned(disk=0, found=list(found)))
+        self.tiering.on_scanned(DiskScanned(disk=0, found=list(found)), 0.0)
         self.tiering.check_integrity()
 
     def put(self, *run: BlockKey, now: float = 0.0) -> None:
@@ -110,7 +114,7 @@ class Tiers:
         return [block.key for block in blocks]
 
     def state(self, block: BlockKey = A) -> State:
-        return self.tiering.state(block)
+        return self.tiering.lower[0].state(block)
 
     def on_disk_only(self, *run: BlockKey) -> None:
         """Write a run to the disk and evict it from DRAM."""
@@ -131,11 +135,11 @@ def test_every_state_can_end_and_each_move_is_checked() -> None:
         path[State.WRITING_REMOVED] = [*path[State.WRITING], State.WRITING_REMOVED]
         path[State.LOADING_REMOVED] = [State.LOADING, State.LOADING_REMOVED]
         for step in path.get(old, []):
-            tiers.tiering._move(A, step)
+            tiers.tiering.lower[0]._move(A, step)
         assert tiers.state() is old
         for new in set(State) - TRANSITIONS[old]:
             with pytest.raises(InternalError, match=f"from {old.value} to {new.value}"):
-                tiers.tiering._move(A, new)
+                tiers.tiering.lower[0]._move(A, new)
 
 
 def test_down_and_up_again() -> None:
@@ -143,7 +147,7 @@ def test_down_and_up_again() -> None:
     tiers.scan()
     tiers.put(A, B)
     assert tiers.state() is State.WRITING
-    assert not tiers.tiering.stores(A)
+    assert not tiers.tiering.stored_in(A)
     assert tiers.end("write") == [A, B]
     assert tiers.state() is State.IDLE
     assert tiers.reported[Tier.SSD] == {A, B}
@@ -180,7 +184,7 @@ def test_a_refused_write_is_tried_again(outcome: Outcome) -> None:
     tiers.put(A)
     tiers.end("write", outcome)
     assert tiers.state() is State.DUE
-    assert tiers.tiering.traces.is_stuck(A) is (outcome is Outcome.FAILED)
+    assert tiers.tiering.is_stuck(A) is (outcome is Outcome.FAILED)
     tiers.start(now=10.0)
     assert tiers.end("write") == [A]
     assert tiers.reported[Tier.SSD] == {A}
@@ -211,7 +215,7 @@ def test_a_block_on_a_disk_is_removed_once_it_is_erased(well: bool) -> None:
     assert tiers.tiering.is_fading(A)
     tiers.end("erase", Outcome.OK if well else Outcome.FAILED)
     assert not tiers.tiering.is_fading(A)
-    assert tiers.tiering.traces.is_stuck(A) is not well
+    assert tiers.tiering.is_stuck(A) is not well
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.FAILED])
@@ -239,7 +243,7 @@ def test_a_block_removed_on_its_way_up_is_lost_and_erased(outcome: Outcome) -> N
     assert tiers.remove(A)
     assert tiers.state() is State.LOADING_REMOVED
     assert tiers.tiering.is_loading(A), "readers wait for it until then"
-    assert not tiers.tiering.stores(A)
+    assert not tiers.tiering.stored_in(A)
     tiers.end("read", outcome)
     assert tiers.loaded == [([], [A])]
     assert tiers.dram.num_free == 8
@@ -264,7 +268,7 @@ def test_what_is_overwritten_leaves_no_trace_unless_the_write_is_refused(well: b
     assert tiers.tiering.is_fading(A)
     tiers.end("write", Outcome.OK if well else Outcome.FAILED)
     assert not tiers.tiering.is_fading(A)
-    assert tiers.tiering.traces.is_stuck(A) is not well
+    assert tiers.tiering.is_stuck(A) is not well
 
 
 def test_loading_gently_evicts_only_what_no_one_asked_for_again() -> None:
@@ -285,10 +289,10 @@ def test_how_much_may_be_on_its_way_is_bounded() -> None:
     run = keys(1, 2, 3, 4)
     tiers.scan(*(FoundBlock(block, slot, "", 7) for slot, block in enumerate(run)))
     assert tiers.tiering.load(run) == (run[:2], [])
-    assert tiers.tiering.num_loadable == 0
+    assert tiers.tiering.num_loadable(run[2:]) == 0
     assert tiers.tiering.load(run[2:]) == ([], [])
     tiers.end("read")
-    assert tiers.tiering.num_loadable == 2
+    assert tiers.tiering.num_loadable(run[2:]) == 2
     tiers.put(*keys(11, 12))
     [(_, written)] = tiers.disks.ops.values()
     assert len(written) == 1, "an eighth of the DRAM"

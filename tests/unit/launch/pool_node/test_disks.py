@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from mooncake.base import ConfigError, KvLayout
-from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, ObjectStoreConfig, SsdConfig
 from mooncake.launch.pool_node.disks import open_disks
 
 LAYOUT = KvLayout(num_layers=2, block_tokens=16, kv_width=64, dtype="float32", fingerprint="t")
@@ -70,3 +71,12 @@ def test_a_directory_of_another_process_is_named_and_the_others_are_given_free(
         open_disks(config(free, taken), LAYOUT)
     open_disks(config(free), LAYOUT).close()
     first.close()
+
+
+def test_a_bucket_needs_its_client_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    monkeypatch.setattr("mooncake.launch.pool_node.disks.find_spec", lambda name: None)
+    open_disks(KvStoreConfig(), LAYOUT).close()
+    bucket = ObjectStoreConfig(bucket="b", num_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"pip install 'mooncake-serve\[s3\]'"):
+        open_disks(KvStoreConfig(object_store=bucket), LAYOUT)

@@ -114,10 +114,12 @@ def test_each_kind_of_memory_is_told_apart(world: World) -> None:
     world.learn(KEYS[:2], TOKENS[:8])
     world.report("k0", Tier.DRAM, stored=(0, 1))
     world.report("k0", Tier.SSD, stored=(0,))
+    world.report("k0", Tier.OBJECT, stored=(0,))
     world.report("k0", Tier.DRAM, removed=(0,))
     assert world.said() == [
         stored(0, 2, "CPU"),
         stored(0, 1, "STORAGE"),
+        stored(0, 1, "OBJECT"),
         BlockRemoved(block_hashes=NUMBERS[:1], medium="CPU"),
     ]
 

@@ -24,7 +24,7 @@ class Waiting(Pair):
         super().__init__(**config)
         self.store = self.join("kv", Role.KVSTORE)
         self.submit(request("busy", 1000, max_tokens=1))
-        self._numbers = {Tier.DRAM: 1, Tier.SSD: 1}
+        self._numbers = {Tier.DRAM: 1, Tier.SSD: 1, Tier.OBJECT: 1}
         for tier in self._numbers:
             self.gateway.handle(snapshot(self.store, [], tier), self.now)
 
@@ -48,14 +48,15 @@ class Waiting(Pair):
         return [message.keys for message in self.channel.of(Prefetch, self.store.address)]
 
 
-def test_what_lies_on_ssd_only_is_asked_for_at_once_and_once() -> None:
+def test_what_lies_below_dram_only_is_asked_for_at_once_and_once() -> None:
     harness = Waiting()
     waiting = request("b", 40, 1, priority=Priority.BATCH)
     keys = keys_of(waiting)
     harness.stored(Tier.DRAM, keys[:2])
+    harness.stored(Tier.OBJECT, keys[:7])
     harness.gateway.handle(snapshot(harness.p0, keys[3:4]), harness.now)
     assert harness.wait("b", on_ssd=6) == keys
-    assert harness.asked() == [[keys[2], keys[4], keys[5]]]
+    assert harness.asked() == [[keys[2], *keys[4:7]]]
     harness.tick(GIVE_UP_S / 2)
     assert len(harness.asked()) == 1
 

@@ -1,5 +1,5 @@
-"""The SSD tier of one node: which block lies in which slot of which disk, and which is evicted
-first.
+"""A tier of one node on disks, or in a bucket: which block lies in which slot of which disk, and
+which is evicted first. A bucket is one disk, whose slots only count the blocks that the node uses.
 
 Pure bookkeeping; owned by the node's `Tiering`. It does no I/O and knows no arena.
 """
@@ -16,7 +16,7 @@ from mooncake.kvstore.storage.disk import FoundBlock
 from mooncake.kvstore.storage.tenants import TenantEviction
 
 
-class SsdBlock:
+class DiskPlace:
     """A block that is on a disk, or on its way there."""
 
     __slots__ = ("checksum", "disk", "is_fresh", "is_stored", "readers", "slot", "tenant")
@@ -65,8 +65,8 @@ class _Disk:
         return len(self.free) / self.num_slots
 
 
-class SsdTier:
-    """Keeps blocks by key in the slots of a disk. Every slot is free, writing, stored, being erased
+class DiskTier:
+    """Keeps blocks by key in the slots of disks. Every slot is free, writing, stored, being erased
     or retired.
     """
 
@@ -85,7 +85,7 @@ class SsdTier:
             _Disk(number, TenantEviction(make_policy, share, client_quota and client_quota(number)))
             for number, share in zip(num_slots, _shares(num_slots, quotas), strict=True)
         ]
-        self._blocks: dict[BlockKey, SsdBlock] = {}
+        self._blocks: dict[BlockKey, DiskPlace] = {}
         self._num_stored = 0
 
     @property
@@ -118,7 +118,7 @@ class SsdTier:
         """Return whether the block is on a disk or on its way there."""
         return key in self._blocks
 
-    def block(self, key: BlockKey) -> SsdBlock:
+    def block(self, key: BlockKey) -> DiskPlace:
         """Return where a known block lies."""
         return self._blocks[key]
 
@@ -157,16 +157,38 @@ class SsdTier:
                     continue
                 stale.append((loser, self._blocks.pop(loser).slot))
                 del kept[loser]
-            disk.policy.charge(one.key, one.tenant)
-            disk.policy.release([one.key])
-            block = SsdBlock(number, one.slot, one.tenant, one.checksum)
-            block.is_stored = True
-            self._blocks[one.key] = block
+            self._add(number, one, one.slot)
             kept[one.key] = None
         disk.free = [slot for slot in range(disk.num_slots) if slot not in taken]
         disk.num_erasing += len(stale)
         self._num_stored += len(kept)
         return list(kept), stale
+
+    def adopt(self, number: int, found: Iterable[FoundBlock]) -> list[BlockKey]:
+        """Use blocks that were found in a bucket, as far as it has free slots and tenants may have
+        them. Returns those that were not known here.
+        """
+        disk = self._disks[number]
+        if not disk.is_open:
+            disk.is_open, disk.free = True, list(range(disk.num_slots))
+        kept: list[BlockKey] = []
+        for one in found:
+            if not disk.free:
+                break
+            if one.key in self._blocks or disk.policy.is_full(one.key, one.tenant):
+                continue
+            self._add(number, one, heapq.heappop(disk.free))
+            kept.append(one.key)
+        self._num_stored += len(kept)
+        return kept
+
+    def _add(self, number: int, one: FoundBlock, slot: int) -> None:
+        policy = self._disks[number].policy
+        policy.charge(one.key, one.tenant)
+        policy.release([one.key])
+        block = DiskPlace(number, slot, one.tenant, one.checksum)
+        block.is_stored = True
+        self._blocks[one.key] = block
 
     def pause(self, disk: int, until_s: float) -> None:
         """Write nothing to a disk that failed, or is full, until this time."""
@@ -201,7 +223,7 @@ class SsdTier:
                 self._num_stored -= 1
                 evicted.append(loser)
             disk.policy.charge(key, tenant)
-            block = SsdBlock(number, slot, tenant, checksum)
+            block = DiskPlace(number, slot, tenant, checksum)
             block.is_fresh = is_fresh
             self._blocks[key] = block
             reserved.append(key)
