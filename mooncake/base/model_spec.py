@@ -89,10 +89,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def softmax_scale(self) -> float:
         """The attention scale: 1/sqrt(qk_head_dim), times YaRN's mscale squared (DeepSeek-V3)."""
-        scale = 1.0 / math.sqrt(self.qk_head_dim)
-        if self.yarn is not None and self.yarn.mscale_all_dim:
-            scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
-        return scale
+        return softmax_scale(self.qk_head_dim, self.yarn)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -111,7 +108,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"this engine serves {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
         _refuse_unsupported(config)
-        rope = _rope_settings(config)
+        rope = rope_settings(config)
         fields: dict[str, Any] = {name: config[name] for name in _COPIED if name in config}
         missing = [name for name in _COPIED if name not in config]
         if missing:
@@ -124,7 +121,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             "topk_group": config.get("topk_group") or 1,
             "rope_theta": rope["rope_theta"],
             "rope_interleave": config.get("rope_interleave", True),
-            "yarn": _yarn(rope, config),
+            "yarn": yarn_settings(rope, config),
             "tie_word_embeddings": config.get("tie_word_embeddings", False),
             "attention_bias": config.get("attention_bias", False),
             "num_nextn_predict_layers": config.get("num_nextn_predict_layers") or 0,
@@ -139,6 +136,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"config.json: {error}") from error
         _check_ranges(spec)
         return spec
+
+
+def softmax_scale(qk_head_dim: int, yarn: YarnScaling | None) -> float:
+    """Return the scale of MLA's scores: 1/sqrt(qk_head_dim), times YaRN's mscale squared."""
+    scale = 1.0 / math.sqrt(qk_head_dim)
+    if yarn is not None and yarn.mscale_all_dim:
+        scale *= yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2
+    return scale
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -183,7 +188,12 @@ def _as_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope settings of a parsed `config.json`, in whichever form it has them.
+
+    Raises:
+        CheckpointError: `rope_theta` is missing.
+    """
     rope = {**_as_object(config, "rope_scaling"), **_as_object(config, "rope_parameters")}
     rope.setdefault("rope_theta", config.get("rope_theta"))
     if rope["rope_theta"] is None:
@@ -194,8 +204,12 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of a `YarnScaling`, not yet checked."""
+def yarn_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a `YarnScaling`, not yet checked; None: positions are not scaled.
+
+    Raises:
+        CheckpointError: it is another scaling than YaRN, or has no factor.
+    """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None

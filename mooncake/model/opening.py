@@ -23,7 +23,6 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.ranks.kv_moves import Opened
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
-from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.files.checkpoint_files import LentFiles, LoanEnded, has_weights
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.signature import Signature
@@ -32,9 +31,8 @@ from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.device.prefill_graphs import MOST_TOKENS
-from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
-from mooncake.model.drafts.model_drafts import DraftLayer
-from mooncake.model.drafts.mtp import MtpRows
+from mooncake.model.drafts.eagle3 import Eagle3Head
+from mooncake.model.drafts.layers import draft_layer, load_head
 from mooncake.model.grammars.following import Grammars
 from mooncake.model.grammars.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
@@ -159,9 +157,7 @@ class ModelSource:
                 model = self._load(group, progress)
                 if self.lead is not None:
                     self.lead.wait_until_loaded()
-                if self._options.draft_model is not None:
-                    files = Eagle3Files.open(Path(self._options.draft_model), model.spec)
-                    self._head = Eagle3Head(files, model, self._device.backends)
+                self._head = load_head(self._options.draft_model, model, self._device.backends)
                 self._model = model
 
     def _opened(self) -> Checkpoint:
@@ -323,12 +319,13 @@ class ModelSource:
             kv = self._device.allocate(held)
         else:
             kv = KvTensors.view(held, pages)
+        drafted = 0 if config.speculation is None else config.max_num_seqs
         if self.lead is not None:
             own = self._options.own_memories
             if descriptor is None and not own:
                 raise InternalError("several ranks need pages that other processes can map")
             sizes = self._captured(config)
-            pages_of_all = UsePages(array, num_threads, sizes, own, transfer)
+            pages_of_all = UsePages(array, num_threads, sizes, own, transfer, drafted)
             self.memories = self.lead.use_pages(pages_of_all, None if own else descriptor)
         self._grammars.read_vocabulary()
         copies = self._device.open_copies()
@@ -344,7 +341,7 @@ class ModelSource:
             copies=copies,
             lead=self.lead,
             peers=self._peers,
-            draft_layer=self._draft_layer(model, kv, config, copies or HostCopies()),
+            draft_layer=draft_layer(model, self._head, kv, drafted, copies or HostCopies()),
         )
         if self._peers is not None:
             self._peers.wait_until_ready()
@@ -358,14 +355,6 @@ class ModelSource:
             copies=copies,
             ops=sampling_ops(self._device.backends),
         )
-
-    def _draft_layer(
-        self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies
-    ) -> DraftLayer | None:
-        """Return the layer that makes drafts over these pages, if there is one."""
-        if self._head is not None and config.speculation is not None:
-            return Eagle3Rows(self._head, config.max_num_seqs, copies)
-        return None if model.mtp is None else MtpRows(model, kv, copies)
 
     def _join_peers(self) -> ExpertRanks | None:
         """Join the ranks of all instances that share experts with this one, if any do."""

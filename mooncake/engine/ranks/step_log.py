@@ -62,6 +62,8 @@ class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
     """How to open the transfer engine that moves the pages, for the code that wires it. Empty:
     peers cannot reach them.
     """
+    num_drafted: int = 0
+    """The most sequences for which a head of its own KV drafts; 0: none does."""
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):

@@ -424,12 +424,7 @@ def _draft_bytes(config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Sh
         _check_mtp(model, shapes)
     if (head := _draft_model(config)) is None:
         return 0
-    several = [str(shape) for shape in shapes.values() if shape.num_ranks > 1 or shape.dp > 1]
-    if several:
-        raise ConfigError(
-            f"speculative-config: eagle3 is for engines of one rank, not {several[0]}; the methods "
-            "mtp and ngram work with ranks"
-        )
+    _check_draft_ranks(EAGLE3, shapes)
     files = Eagle3Files.open(Path(head), model.spec)
     return files.num_bytes + files.spec.window_bytes(config.max_num_seqs, DTYPE_BYTES[model.dtype])
 
@@ -449,10 +444,14 @@ def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
             f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
             "the method ngram needs none"
         )
+    _check_draft_ranks(MTP, shapes)
+
+
+def _check_draft_ranks(method: str, shapes: Mapping[Role, Shape]) -> None:
     others = [str(shape) for shape in shapes.values() if shape.pp > 1 or shape.ep > 1]
     if others:
         raise ConfigError(
-            f"speculative-config: mtp is not for stages or shared experts ({others[0]}); the "
+            f"speculative-config: {method} is not for stages or shared experts ({others[0]}); the "
             "method ngram works with both"
         )
 

@@ -1,13 +1,14 @@
 """The checkpoint of an EAGLE-3 head: what its `config.json` says, and which tensors it has.
 
-The format is that of published heads (`LlamaForCausalLMEagle3`; arXiv 2503.01840). A head is one
-decoder layer, whose input is a token's embedding beside a state made of several of the model's
-states, and an output over a part of the vocabulary. Pure: reads headers only, no tensors.
+The format is that of published heads (arXiv 2503.01840): `LlamaForCausalLMEagle3`, or with MLA
+`Eagle3DeepseekV2ForCausalLM`. A head is one decoder layer, whose input is a token's embedding
+beside a state made of several of the model's states, and an output over a part of the vocabulary.
+Pure: reads headers only, no tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,21 @@ from typing import Any
 import msgspec
 
 from mooncake.base import CheckpointError, ModelSpec
-from mooncake.base.model_spec import Count, Factor, Size
+from mooncake.base.model_spec import (
+    Count,
+    Factor,
+    Size,
+    YarnScaling,
+    rope_settings,
+    softmax_scale,
+    yarn_settings,
+)
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes
 from mooncake.model.checkpoint.files.safetensors_file import StoredTensor
 from mooncake.model.checkpoint.tensor_shapes import Shapes
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+GROUPED = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LATENT = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TO_TARGET, IS_DRAFTED = "d2t", "t2d"
 """The offset from each drafted token's number to the model's; and whether each of the model's
@@ -28,12 +38,87 @@ tokens is drafted.
 """
 WINDOW = 512
 """A row sees at least this many rows before it; at most twice as many are kept. A head with keys of
-all heads has half the KV of its model.
+all heads has half the KV of its model, one with MLA a sixtieth.
 """
 
 _FLOATS = ("BF16", "F16", "F32")
 _FALSE = ("attention_bias", "mlp_bias", "bias")
 _SAME = ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "vocab_size")
+
+
+class GroupedHeads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Attention whose heads share keys and values in groups, as Llama's."""
+
+    num_key_value_heads: Size
+    head_dim: Size
+    rope_theta: Factor
+    rope_interleave: bool = False
+    yarn: None = None
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers cached per token: keys and values of all key-value heads."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    def shapes(self, hidden: int, heads: int) -> Shapes:
+        """Return the tensors of `self_attn`."""
+        queries, keys = heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        return {
+            "q_proj": (queries, 2 * hidden),
+            "k_proj": (keys, 2 * hidden),
+            "v_proj": (keys, 2 * hidden),
+            "o_proj": (hidden, queries),
+        }
+
+
+class LatentHeads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """MLA, as the model's (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
+
+    q_lora_rank: Size | None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    rope_theta: Factor
+    rope_interleave: bool
+    yarn: YarnScaling | None
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers cached per token: the normed latent, then the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return softmax_scale(self.qk_head_dim, self.yarn)
+
+    def shapes(self, hidden: int, heads: int) -> Shapes:
+        """Return the tensors of `self_attn`."""
+        queries, read = heads * self.qk_head_dim, 2 * hidden
+        rank = self.q_lora_rank
+        return {
+            **(
+                {"q_proj": (queries, read)}
+                if rank is None
+                else {
+                    "q_a_proj": (rank, read),
+                    "q_a_layernorm": (rank,),
+                    "q_b_proj": (queries, rank),
+                }
+            ),
+            "kv_a_proj_with_mqa": (self.kv_width, read),
+            "kv_a_layernorm": (self.kv_lora_rank,),
+            "kv_b_proj": (heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank),
+            "o_proj": (hidden, heads * self.v_head_dim),
+        }
 
 
 class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +129,8 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
     """The size of the model's states."""
     intermediate_size: Size
     num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Size
+    attention: GroupedHeads | LatentHeads
     rms_norm_eps: Factor
-    rope_theta: Factor
     vocab_size: Size
     draft_vocab_size: Size
     layers: tuple[Count, ...]
@@ -60,16 +143,11 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
     fc_norm: bool = False
     """Whether each state is normed before the states are joined."""
 
-    @property
-    def kv_width(self) -> int:
-        """Numbers cached per token: keys and values of all key-value heads."""
-        return 2 * self.num_key_value_heads * self.head_dim
-
     def window_bytes(self, num_sequences: int, item_bytes: int) -> int:
         """Return the bytes of the KV of `num_sequences` sequences, with numbers of `item_bytes`
         each.
         """
-        return num_sequences * 2 * WINDOW * self.kv_width * item_bytes
+        return num_sequences * 2 * WINDOW * self.attention.kv_width * item_bytes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: ModelSpec) -> Eagle3Spec:
@@ -83,16 +161,12 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
         missing = [key for key in _SAME if config.get(key) is None]
         if missing:
             raise CheckpointError(f"config.json: missing {', '.join(missing)}")
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
         try:
             spec = msgspec.convert(
                 {key: config[key] for key in _SAME}
                 | {
-                    "target_hidden_size": config.get("target_hidden_size") or hidden,
-                    "num_key_value_heads": config.get("num_key_value_heads") or heads,
-                    "head_dim": config.get("head_dim") or hidden // heads,
-                    "rope_theta": config.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+                    "target_hidden_size": config.get("target_hidden_size") or config["hidden_size"],
+                    "attention": _attention(config),
                     "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
                     "layers": _layers(config, model.num_hidden_layers),
                     "norm_before_residual": config.get("norm_before_residual") or False,
@@ -107,12 +181,37 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
         return spec
 
 
+def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Eagle3Spec.attention`, not yet checked."""
+    rope = rope_settings({**config, "rope_theta": config.get("rope_theta") or 10000.0})
+    known = {"rope_theta": rope["rope_theta"]}
+    if not _is_one_of(config, LATENT):
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        sizes = {
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads,
+        }
+        return {"type": GroupedHeads.__name__, **sizes, **known}
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if missing := [name for name in names if config.get(name) is None]:
+        raise CheckpointError(f"config.json: missing {', '.join(missing)}")
+    known |= {name: config[name] for name in names} | {
+        "q_lora_rank": config.get("q_lora_rank"),
+        "rope_interleave": config.get("rope_interleave", True),
+        "yarn": yarn_settings(rope, config),
+    }
+    return {"type": LatentHeads.__name__, **known}
+
+
+def _is_one_of(config: Mapping[str, Any], names: Sequence[str]) -> bool:
+    return any(name in names for name in config.get("architectures") or [])
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    architectures = config.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in architectures):
+    if not _is_one_of(config, GROUPED + LATENT):
         raise CheckpointError(
-            f"config.json: architectures {architectures!r:.80} is no EAGLE-3 head that can be "
-            f"served; {' and '.join(ARCHITECTURES)} are"
+            f"config.json: architectures {config.get('architectures')!r:.80} is no EAGLE-3 head "
+            f"that can be served; {', '.join(GROUPED + LATENT)} are"
         )
     wanted = {"num_hidden_layers": 1, "hidden_act": "silu", "quantization_config": None}
     for key, value in {**wanted, **dict.fromkeys(_FALSE, False)}.items():
@@ -120,7 +219,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {key}={found!r:.80} is not supported")
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
+    if kind != "default" and not _is_one_of(config, LATENT):
         raise CheckpointError(f"config.json: rope type {kind!r:.80} is not supported in a head")
     if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise CheckpointError("config.json: use_aux_hidden_state=False is not supported")
@@ -150,12 +249,14 @@ def _check_model(spec: Eagle3Spec, model: ModelSpec) -> None:
                 f"config.json: {key}={own} is not the model's ({theirs}): this is the head of "
                 "another model"
             )
-    rules = {
-        "num_key_value_heads divides num_attention_heads": spec.num_attention_heads
-        % spec.num_key_value_heads == 0,
-        "head_dim is even": spec.head_dim % 2 == 0,
-        "draft_vocab_size <= vocab_size": spec.draft_vocab_size <= spec.vocab_size,
-    }  # fmt: skip
+    attention = spec.attention
+    rules = {"draft_vocab_size <= vocab_size": spec.draft_vocab_size <= spec.vocab_size}
+    if isinstance(attention, GroupedHeads):
+        groups = spec.num_attention_heads % attention.num_key_value_heads
+        rules["num_key_value_heads divides num_attention_heads"] = groups == 0
+        rules["head_dim is even"] = attention.head_dim % 2 == 0
+    else:
+        rules["qk_rope_head_dim is even"] = attention.qk_rope_head_dim % 2 == 0
     for rule, holds in rules.items():
         if not holds:
             raise CheckpointError(f"config.json: {rule} does not hold")
@@ -164,16 +265,13 @@ def _check_model(spec: Eagle3Spec, model: ModelSpec) -> None:
 def eagle3_shapes(spec: Eagle3Spec) -> Shapes:
     """Return the tensors that every head has. Weights are [out, in]."""
     hidden, inner, read = spec.hidden_size, spec.intermediate_size, len(spec.layers)
-    queries = spec.num_attention_heads * spec.head_dim
-    keys = spec.num_key_value_heads * spec.head_dim
     shapes: Shapes = {"fc.weight": (hidden, read * spec.target_hidden_size)}
     if spec.fc_norm:
         shapes |= {f"fc_norm.{at}.weight": (spec.target_hidden_size,) for at in range(read)}
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         shapes[f"midlayer.{name}.weight"] = (hidden,)
-    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        shapes[f"midlayer.self_attn.{name}.weight"] = (rows, 2 * hidden)
-    shapes["midlayer.self_attn.o_proj.weight"] = (hidden, queries)
+    for name, shape in spec.attention.shapes(hidden, spec.num_attention_heads).items():
+        shapes[f"midlayer.self_attn.{name}.weight"] = shape
     for name in ("gate_proj", "up_proj"):
         shapes[f"midlayer.mlp.{name}.weight"] = (inner, hidden)
     shapes["midlayer.mlp.down_proj.weight"] = (hidden, inner)

@@ -4,7 +4,7 @@ last rows of each running sequence, in memory that is neither passed on nor pool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,15 @@ from mooncake.model.checkpoint.eagle3 import (
     WINDOW,
     Eagle3Files,
     Eagle3Spec,
+    LatentHeads,
 )
 from mooncake.model.checkpoint.weights import view_tensor
 from mooncake.model.copies import Copies
+from mooncake.model.drafts.eagle3_attention import (
+    GroupedAttention,
+    HeadAttention,
+    LatentAttention,
+)
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.linear import GatedMlp, Linear
 from mooncake.model.layers.rows import RmsNorm
@@ -116,27 +122,22 @@ class Eagle3Head:
         self._model = model
         layer = "midlayer."
         self._fc_norms = [
-            self._norm(f"fc_norm.{at}") for at in range(len(self.spec.layers) * self.spec.fc_norm)
+            self.norm(f"fc_norm.{at}") for at in range(len(self.spec.layers) * self.spec.fc_norm)
         ]
-        self._fc = self._linear("fc")
-        self._token_norm = self._norm(layer + "input_layernorm")
-        self._state_norm = self._norm(layer + "hidden_norm")
-        self._query = self._linear(layer + "self_attn.q_proj")
-        self._key_value = self._linear(layer + "self_attn.k_proj", layer + "self_attn.v_proj")
-        self._output = self._linear(layer + "self_attn.o_proj")
-        self._mlp_norm = self._norm(layer + "post_attention_layernorm")
+        self._fc = self.linear("fc")
+        self._token_norm = self.norm(layer + "input_layernorm")
+        self._state_norm = self.norm(layer + "hidden_norm")
+        self.attention = self._attention(layer + "self_attn.")
+        self._mlp_norm = self.norm(layer + "post_attention_layernorm")
         self._mlp = GatedMlp(
-            self._linear(layer + "mlp.gate_proj", layer + "mlp.up_proj"),
-            self._linear(layer + "mlp.down_proj"),
+            self.linear(layer + "mlp.gate_proj", layer + "mlp.up_proj"),
+            self.linear(layer + "mlp.down_proj"),
             backends.op("gated"),
         )
-        self._norm_out = self._norm("norm")
-        self._embedding = self._tensor(EMBEDDING) if EMBEDDING in files.homes else None
-        self._head = self._linear(HEAD.removesuffix(".weight")) if HEAD in files.homes else None
+        self._norm_out = self.norm("norm")
+        self._embedding = self.tensor(EMBEDDING) if EMBEDDING in files.homes else None
+        self._head = self.linear(HEAD.removesuffix(".weight")) if HEAD in files.homes else None
         self._targets = self._target_tokens()
-        half = torch.arange(0, self.spec.head_dim, 2, dtype=torch.float32)
-        self._frequencies = (self.spec.rope_theta ** (-half / self.spec.head_dim)).to(self.device)
-        self._rotate: Callable[..., torch.Tensor] = backends.op("rotate")
 
     def states(self, read: torch.Tensor) -> torch.Tensor:
         """Return the states that the layer takes, [rows, hidden], from the model's states, which
@@ -158,12 +159,6 @@ class Eagle3Head:
         )
         return torch.cat((self._token_norm(embedded), self._state_norm(states)), dim=-1)
 
-    def keys_values(self, joined: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Return the keys and values of the rows of `joined` for later rows, [rows, kv_width]."""
-        made = self._key_value(joined).view(len(joined), 2, -1, self.spec.head_dim)
-        keys = self._rotate(made[:, 0], rotation, False)
-        return torch.stack((keys, made[:, 1]), dim=1).flatten(1)
-
     def attend(
         self,
         joined: torch.Tensor,
@@ -176,15 +171,8 @@ class Eagle3Head:
         seen: for each row what it attends to, including itself, [count, kv_width].
         """
         spec = self.spec
-        queries = self._query(joined).view(len(joined), spec.num_attention_heads, spec.head_dim)
-        queries = self._rotate(queries, rotation, False)
-        found = []
-        for query, rows in zip(queries, seen, strict=True):
-            keys, values = rows.view(len(rows), 2, -1, spec.head_dim).permute(1, 2, 0, 3)
-            grouped = query.view(keys.shape[0], -1, spec.head_dim)
-            found.append(functional.scaled_dot_product_attention(grouped, keys, values).flatten())
         residual = self._state_norm(states) if spec.norm_before_residual else states
-        x = residual + self._output(torch.stack(found))
+        x = residual + self.attention.attended(joined, rotation, seen)
         x = self._mlp.add(self._mlp_norm(x), x)
         return self._norm_out(x) if spec.norm_output else x
 
@@ -196,23 +184,27 @@ class Eagle3Head:
         best = self._head.wide(normed).argmax(dim=-1)
         return best if self._targets is None else self._targets[best]
 
-    def rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return [rows, head_dim / 2] complex64 for `positions` [rows] int64."""
-        angles = positions.float()[:, None] * self._frequencies
-        return torch.polar(torch.ones_like(angles), angles)
+    def _attention(self, prefix: str) -> HeadAttention:
+        named, spec = _Named(self, prefix), self.spec.attention
+        if isinstance(spec, LatentHeads):
+            heads = self.spec.num_attention_heads
+            return LatentAttention(spec, heads, named, self._backends, self.device)
+        return GroupedAttention(spec, named, self._backends, self.device)
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the head, in its dtype and on its device."""
         stored = view_tensor(*self._files.homes[name])
         return stored.to(device=self.device, dtype=self.dtype, copy=True)
 
-    def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._tensor(name + ".weight"), self.spec.rms_norm_eps, self._backends)
+    def norm(self, name: str) -> RmsNorm:
+        """Return a norm of the head, by the name of its module."""
+        return RmsNorm(self.tensor(name + ".weight"), self.spec.rms_norm_eps, self._backends)
 
-    def _linear(self, *names: str) -> Linear:
+    def linear(self, *names: str) -> Linear:
         """Return one of several products with the same input. Their outputs are in the
         given order.
         """
-        weights = [self._tensor(name + ".weight") for name in names]
+        weights = [self.tensor(name + ".weight") for name in names]
         return Linear(
             weights[0] if len(weights) == 1 else torch.cat(weights),
             multiply=self._backends.linear,
@@ -238,6 +230,22 @@ class Eagle3Head:
         return targets.to(self.device)
 
 
+class _Named:
+    """Implements `eagle3_attention.Weights`: the head's tensors below a prefix."""
+
+    def __init__(self, head: Eagle3Head, prefix: str) -> None:
+        self._head, self._prefix = head, prefix
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._head.tensor(f"{self._prefix}{name}.weight")
+
+    def norm(self, name: str) -> RmsNorm:
+        return self._head.norm(self._prefix + name)
+
+    def linear(self, *names: str) -> Linear:
+        return self._head.linear(*(self._prefix + name for name in names))
+
+
 class Eagle3Rows:
     """Computes rows of a head over windows of KV."""
 
@@ -247,7 +255,9 @@ class Eagle3Rows:
         """`num_sequences`: the most sequences that may be known at a time."""
         self._head = head
         self._copies = copies
-        self.windows = KvWindows(num_sequences, WINDOW, head.spec.kv_width, head.dtype, head.device)
+        self.windows = KvWindows(
+            num_sequences, WINDOW, head.spec.attention.kv_width, head.dtype, head.device
+        )
         self.reads = head.spec.layers
         self.window = WINDOW
         self.states = head.states
@@ -262,9 +272,9 @@ class Eagle3Rows:
         places = [at for slot in slots for at in range(slot.start, slot.start + len(slot.tokens))]
         positions = self._copies.send(torch.tensor(places)) - 1
         tokens = self._copies.send(torch.tensor([t for slot in slots for t in slot.tokens]))
-        every, rotation = torch.cat(list(states)), head.rotation(positions)
+        every, rotation = torch.cat(list(states)), head.attention.rope.rotation(positions)
         joined = head.joined(tokens, every)
-        made = torch.split(head.keys_values(joined, rotation), counts)
+        made = torch.split(head.attention.keys_values(joined, rotation), counts)
         for slot, rows in zip(slots, made, strict=True):
             self.windows.write(slot.sequence_id, slot.start, rows)
         ends = torch.tensor(counts).cumsum(0) - 1

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from mooncake.base import ModelSpec, YarnScaling, yarn_mscale
+from mooncake.base import YarnScaling, yarn_mscale
 from mooncake.model.backends import Backends
 from mooncake.model.layers.linear import Linear
 from mooncake.model.parallel.group import Group, Solo
@@ -102,11 +103,27 @@ class RmsNorm:
 _SINGULARITY = 0.001
 
 
+class RopeSpec(Protocol):
+    """What says how far a rope turns: a `ModelSpec`, or the attention of a head that drafts."""
+
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_interleave(self) -> bool: ...
+
+    @property
+    def yarn(self) -> YarnScaling | None: ...
+
+
 class Rope:
     """Rotates the rope part of queries and keys, and keeps the order of the numbers."""
 
     def __init__(
-        self, spec: ModelSpec, device: torch.device, backends: Backends | None = None
+        self, spec: RopeSpec, device: torch.device, backends: Backends | None = None
     ) -> None:
         self._interleaved = spec.rope_interleave
         self._frequencies = rope_frequencies(spec).to(device)
@@ -124,7 +141,7 @@ class Rope:
         return rotated
 
 
-def rope_frequencies(spec: ModelSpec) -> torch.Tensor:
+def rope_frequencies(spec: RopeSpec) -> torch.Tensor:
     """Return the angle that each pair turns per position, [rope width / 2] float32.
 
     With YaRN, fast pairs keep their frequency, slow ones turn `factor` times slower, and a ramp

@@ -53,8 +53,9 @@ from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies, LayerReports, Mark
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
 from mooncake.model.device.pages import PageMemory
+from mooncake.model.drafts.eagle3 import Eagle3Head
+from mooncake.model.drafts.layers import draft_layer, load_head
 from mooncake.model.drafts.model_drafts import ModelDrafts
-from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.measuring import MemoryMeter, measure_memory
@@ -183,6 +184,7 @@ class Follower:
         device_pages: Callable[[PageArray], PageMemory] | None = None,
         answer: Callable[[RankAnswer], None] = lambda _: None,
         guesses: Guesses | None = None,
+        head: Eagle3Head | None = None,
     ) -> None:
         """open_graphs: makes the port that captures decode steps over some pages. meter: measures
         memory. Both run on all ranks at once. None: neither this rank nor the lead can. moves:
@@ -190,7 +192,7 @@ class Follower:
         back; None: the device is the host. device_pages: makes pages in the device's own memory;
         None: they are in the host's. answer: tells the lead which layers are written, from one
         thread at a time. guesses: the guesses of which the thread that listens to the lead has
-        heard.
+        heard. head: drafts, beside the same head of all ranks; None: there is none.
         """
         self._model = model
         self._guesses = guesses or Guesses()
@@ -213,16 +215,17 @@ class Follower:
         self.rank = group.rank
         self._reader = StepReader()
         self._forward: ForwardPass | None = None
+        self._head = head
         self._drafts: ModelDrafts | None = None
 
-    def use(self, kv: KvTensors, sizes: CapturedSizes) -> None:
+    def use(self, kv: KvTensors, sizes: CapturedSizes, num_drafted: int = 0) -> None:
         """Compute over these pages. No sequence is known any more. Steps of `sizes` are captured
-        together with the lead's.
+        together with the lead's. num_drafted: see `UsePages`.
         """
         self._reader = StepReader()
         self._num_steps = 0
-        if self._model.mtp is not None:
-            layer = MtpRows(self._model, kv, self._copier)
+        layer = draft_layer(self._model, self._head, kv, num_drafted, self._copier)
+        if layer is not None:
             num_layers = self._model.spec.num_hidden_layers
             self._drafts = ModelDrafts(layer, num_layers, self._copier, self._group)
         self._group.meet()
@@ -324,7 +327,7 @@ class Follower:
                 self.measure(message)
             elif isinstance(message, UsePages):
                 kv = self._pages(message, descriptor)
-                self.use(kv, message.captured)
+                self.use(kv, message.captured, message.num_drafted)
                 if message.num_threads is not None:
                     torch.set_num_threads(message.num_threads)
 
@@ -409,6 +412,7 @@ def run(
         device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.rank)
         checkpoint = Checkpoint.open(Path(settings.model), keys(options))
         model = device.load(checkpoint, group, sharing)
+        head = load_head(options.draft_model, model, device.backends)
     except MooncakeError as error:
         say(msgspec.msgpack.encode(Loaded(error.message)))
         return
@@ -425,6 +429,7 @@ def run(
         device.pages if device.owns_pages else None,
         lambda answer: say(encode_answer(answer)),
         guesses,
+        head,
     )
     try:
         follower.follow(iter(words.get, None))

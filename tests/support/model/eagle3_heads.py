@@ -57,6 +57,25 @@ def config_of(model: ModelSpec, **changes: Any) -> dict[str, Any]:
     }
 
 
+def mla_config_of(model: ModelSpec, **changes: Any) -> dict[str, Any]:
+    """Return the `config.json` of a head with MLA, as published ones have it, smaller."""
+    return (
+        config_of(
+            model,
+            architectures=["Eagle3DeepseekV2ForCausalLM"],
+            model_type="deepseek_v3",
+            head_dim=None,
+            num_key_value_heads=4,
+            q_lora_rank=24,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+        )
+        | changes
+    )
+
+
 def random_tensors(config: dict[str, Any], model: ModelSpec, seed: int = 0) -> Tensors:
     """Return a random head of all tensors that one may have; it drafts three tokens of four."""
     spec = Eagle3Spec.from_config(config, model)

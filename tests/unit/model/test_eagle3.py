@@ -1,4 +1,6 @@
-"""An EAGLE-3 head against transformers' Llama layer; its files; what it keeps of sequences."""
+"""An EAGLE-3 head against transformers' Llama and DeepSeek-V3 layers; its files; what it keeps of
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
@@ -28,6 +34,7 @@ from mooncake.model.kimi_k2 import KimiK2
 from tests.support.model.eagle3_heads import (
     Tensors,
     config_of,
+    mla_config_of,
     random_tensors,
     states_of,
     write_head,
@@ -49,6 +56,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "3.1": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "MLA": {"is_mla": True},
+    "MLA, YaRN, whole queries": {
+        "is_mla": True,
+        "q_lora_rank": None,
+        "fc_norm": True,
+        "norm_output": True,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 128,
+    },
 }
 LENGTH = 60
 PAGES = {1: [0, 5, 2, 9], 2: [3, 7, 8, 4]}
@@ -65,18 +89,35 @@ class Reference:
     def __init__(self, config: dict[str, Any], tensors: Tensors, model: KimiK2) -> None:
         self.config, self.tensors, self.model = config, tensors, model
         known = {key: config[key] for key in config if key not in ("architectures", "rope_scaling")}
-        llama = LlamaConfig(**known, attn_implementation="eager")
-        with torch.no_grad():
+        llama = LlamaConfig(
+            **{key: known[key] for key in known if known[key] is not None},
+            attn_implementation="eager",
+        )
+        self.attention: LlamaAttention | DeepseekV3Attention
+        self.rotary: LlamaRotaryEmbedding | DeepseekV3RotaryEmbedding
+        if "kv_lora_rank" in config:
+            latent = {key: known[key] for key in known if key != "head_dim"}
+            deepseek = DeepseekV3Config(
+                **latent, rope_scaling=config["rope_scaling"], attn_implementation="eager"
+            )
+            self.attention = DeepseekV3Attention(deepseek, 0)
+            self.rotary = DeepseekV3RotaryEmbedding(deepseek)
+        else:
             self.attention = LlamaAttention(llama, 0)
-            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                weight = tensors[f"midlayer.self_attn.{name}.weight"]
+            self.rotary = LlamaRotaryEmbedding(llama)
+        prefix = "midlayer.self_attn."
+        with torch.no_grad():
+            for name in [name for name in tensors if name.startswith(prefix)]:
+                module, weight = name.removeprefix(prefix).removesuffix(".weight"), tensors[name]
+                if weight.dim() == 1:
+                    getattr(self.attention, module).weight.copy_(weight)
+                    continue
                 linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
                 linear.weight.copy_(weight)
-                setattr(self.attention, name, linear)
+                setattr(self.attention, module, linear)
             self.mlp = LlamaMLP(llama)
             for name in ("gate_proj", "up_proj", "down_proj"):
                 getattr(self.mlp, name).weight.copy_(tensors[f"midlayer.mlp.{name}.weight"])
-        self.rotary = LlamaRotaryEmbedding(llama)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight = self.tensors[f"{name}.weight"]
@@ -131,7 +172,8 @@ def head_of(
     model: KimiK2, out: Path, seed: int = 1, **changes: Any
 ) -> tuple[Eagle3Head, Reference]:
     shared = "draft_vocab_size" in changes
-    config = config_of(model.spec, **changes)
+    named = mla_config_of if changes.pop("is_mla", False) else config_of
+    config = named(model.spec, **changes)
     tensors = random_tensors(config, model.spec, seed)
     if shared:  # neither an embedding nor words of its own
         for name in (EMBEDDING, HEAD, TO_TARGET, IS_DRAFTED):
@@ -240,7 +282,10 @@ def test_windows_keep_the_last_rows() -> None:
 
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "other kind": ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head that can be"),
-    "MLA": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "is no EAGLE-3 head that can be"),
+    "MLA": (
+        {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        "missing kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim",
+    ),
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not supported"),
     "quantized": ({"quantization_config": {"a": 1}}, "quantization_config=.* is not supported"),

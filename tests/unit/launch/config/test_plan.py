@@ -360,8 +360,9 @@ def test_a_head_has_weights_and_kv_of_its_own(tmp_path: Path, model: Path) -> No
     rows = 2 * 512 * plan.engine.max_num_seqs
     more = rank_of(plan).weights - rank_of(plain).weights - rows * 2 * 2 * 16 * 2
     assert 0 < more <= (head / "model.safetensors").stat().st_size
-    with pytest.raises(ConfigError, match=r"eagle3 is for engines of one rank, not tp2; the"):
-        plan_for(model, speculative_config=eagle3, tensor_parallel_size=2)
+    assert plan_for(model, speculative_config=eagle3, tensor_parallel_size=2).options.draft_model
+    with pytest.raises(ConfigError, match=r"eagle3 is not for stages or shared experts .tp1-pp2"):
+        plan_for(model, speculative_config=eagle3, pipeline_parallel_size=2)
     other = write_config_only(tmp_path / "other", hidden_size=128)
     with pytest.raises(CheckpointError, match=r"target_hidden_size=.* is not the model's .128."):
         plan_for(other, speculative_config=eagle3)

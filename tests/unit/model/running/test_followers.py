@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,8 +44,12 @@ from mooncake.engine.ranks.step_log import (
     decode,
     encode,
 )
+from mooncake.model.backends import Backends
 from mooncake.model.copies import HostCopies
+from mooncake.model.drafts.eagle3 import Eagle3Head
+from mooncake.model.drafts.layers import draft_layer, load_head
 from mooncake.model.drafts.mtp import MtpRows
+from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
@@ -58,6 +63,12 @@ from mooncake.model.running.follower import Follower, Guesses, heard
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
 from mooncake.transfer.net.blocking import receive, send
+from tests.support.model.eagle3_heads import (
+    config_of,
+    mla_config_of,
+    random_tensors,
+    write_head,
+)
 from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
     CPU,
@@ -117,8 +128,14 @@ class Instance:
     """A runner with followers in threads."""
 
     def __init__(
-        self, source: DictSource, shape: Shape, captured: bool, with_mtp: bool = False
+        self,
+        source: DictSource,
+        shape: Shape,
+        captured: bool,
+        with_mtp: bool = False,
+        head: Callable[[KimiK2], Eagle3Head | None] = lambda _: None,
     ) -> None:
+        """head: makes the head that drafts for a rank's model."""
         num_ranks, num_homes = shape.num_ranks, shape.dcp
         memory = mmap.mmap(-1, shared_bytes(num_ranks))
         groups = [SharedGroup(rank, num_ranks, memory, 30.0) for rank in range(num_ranks)]
@@ -128,6 +145,7 @@ class Instance:
             )
             for group in groups
         ]
+        heads = [head(model) for model in models]
         pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
         self.links = [theirs for _, theirs in pairs]
         self.answers: queue.SimpleQueue[tuple[socket.socket, bytes]] = queue.SimpleQueue()
@@ -150,6 +168,7 @@ class Instance:
                 answer=lambda answer, rank=rank: send(  # type: ignore[misc]
                     self.links[rank - 1], encode_answer(answer)
                 ),
+                head=heads[rank],
             )
             for rank in range(1, num_ranks)
         ]
@@ -164,7 +183,7 @@ class Instance:
         pages, descriptor = allocate_shared(array.num_bytes, "pages")
         tokens = 32 if num_homes == shape.pp == 1 else 0
         sizes = CapturedSizes(4, 8, tokens) if captured else CapturedSizes()
-        self.lead.use_pages(UsePages(array, None, sizes), descriptor)
+        self.lead.use_pages(UsePages(array, None, sizes, num_drafted=2), descriptor)
         os.close(descriptor)
         kv = self.kv = KvTensors.view(array, memoryview(pages))
         steps = None
@@ -173,7 +192,7 @@ class Instance:
         sampler = self.sampler = Gated(source.spec.vocab_size)
         self.runner = ModelRunner(
             models[0], kv, sampler, captured=steps, lead=self.lead,
-            draft_layer=MtpRows(models[0], kv, HostCopies()) if with_mtp else None,
+            draft_layer=draft_layer(models[0], heads[0], kv, 2, HostCopies()),
         )  # fmt: skip
 
     def _run(self, link: socket.socket, follower: Follower, group: SharedGroup) -> None:
@@ -368,6 +387,54 @@ def test_drafts_are_made_by_all_ranks(words: str) -> None:
             torch.testing.assert_close(made.kv.pages, kv.pages, rtol=1e-4, atol=1e-4)
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("words", ["tp2", "tp4", "tp2-dcp2"])
+@pytest.mark.parametrize("named", [config_of, mla_config_of])
+def test_a_head_drafts_the_same_on_all_ranks(
+    source: DictSource, tmp_path: Path, words: str, named: Callable[..., dict[str, Any]]
+) -> None:
+    """Those that it drafts for one rank. It uses the embedding and the words of the model, which
+    ranks share out, and its own KV, of which each rank has all.
+    """
+    config = named(source.spec, draft_vocab_size=None)
+    own = random_tensors(config, source.spec, seed=3)
+    write_head(tmp_path, config, {name: own[name] for name in own if "midlayer" in name
+                                  or name in ("fc.weight", "norm.weight")})  # fmt: skip
+    made: list[list[list[int]]] = []
+
+    def head(model: KimiK2) -> Eagle3Head:
+        found = load_head(str(tmp_path), model, Backends())
+        assert found is not None
+        drafts: list[list[int]] = []
+        made.append(drafts)
+        of_head = found.likeliest
+
+        def likeliest(states: torch.Tensor) -> torch.Tensor:
+            tokens = of_head(states)
+            drafts.append(tokens.tolist())
+            return tokens
+
+        found.likeliest = likeliest  # type: ignore[method-assign]
+        return found
+
+    with torch.inference_mode():
+        model = load_model(source, dtype=torch.float32, device=CPU)
+        kv = KvTensors.allocate(layout_for(source.spec), NUM_PAGES, CPU)
+        layer = draft_layer(model, head(model), kv, 2, HostCopies())
+    alone = ModelRunner(model, kv, Sampler(source.spec.vocab_size), draft_layer=layer)
+    expected = drafted(lambda each: run(alone, each))
+    alone.close()
+    [wanted] = made
+    assert len(wanted) > 15
+    made.clear()
+    ranks = Instance(source, Shape.parse(words), captured=False, head=head)
+    try:
+        assert drafted(ranks.run) == expected
+        ranks.runner.check_integrity()
+    finally:
+        ranks.close()
+    assert made == [wanted] * len(made)
 
 
 @pytest.mark.parametrize("words", ["tp2", "tp4-dcp2", "tp2-pp2"])
