@@ -156,3 +156,15 @@ def test_deterministic_answers_are_equal_in_bfloat16_too(
             found.append(answers(cluster, model))
             assert (cluster.counter(ACCEPTED_TOKENS) > 0) == (speculation is not None)
     assert found == found[:1] * 4
+
+
+def test_a_head_drafts_for_two_ranks(
+    model: Path, truth: list[list[int]], methods: dict[str, SpeculativeConfig]
+) -> None:
+    """Two processes, each with the whole head."""
+    speculation = methods["eagle3"]
+    with model_cluster(
+        model, 0, 1, kvstore=0, speculative_config=speculation, tensor_parallel_size=2, **SETTINGS
+    ) as cluster:
+        assert answers(cluster, model) == truth
+        assert cluster.counter(ACCEPTED_TOKENS) > 0
