@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 from mooncake_kernels.native import build
 
+from tests.support.kernels.interpreter import looking_once
+
+__all__ = ["isa", "looking_once"]
+
 
 @pytest.fixture(params=[build.AVX512, build.AVX2], ids=lambda isa: isa.name)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> build.Isa:
