@@ -14,12 +14,12 @@ import torch
 from mooncake_kernels import dispatch
 from mooncake_kernels.dispatch import REFERENCE, TRITON
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.support.cuda.accesses import Access, merged
 from tests.support.cuda.memory import Block
 from tests.support.cuda.streams import the_machine
 from tests.support.cuda.tensors import BY_ROW, DeviceTensor, empty_strided, is_view, written_by
+from tests.support.cuda.trees import leaves, mapped
 
 _shapes: dict[Any, Any] = {}
 
@@ -80,11 +80,11 @@ def queue(
     if key not in _shapes:
         with torch.inference_mode():
             out = reference(*_zeros(inner_args), **_zeros(inner_kwargs))
-        _shapes[key] = tree_map(
+        _shapes[key] = mapped(
             lambda x: (x.size(), x.dtype) if isinstance(x, torch.Tensor) else x, out,
         )  # fmt: skip
     outs = _allocated(_shapes[key], device)
-    into = [each for each in tree_flatten(outs)[0] if isinstance(each, DeviceTensor)]
+    into = [each for each in leaves(outs) if isinstance(each, DeviceTensor)]
     there = [each.inner for each in into]
     blocks = {each.hold.block.address: each.hold.block for each in (*given, *held)}
     results = [each.access(True) for each in into]
@@ -92,7 +92,7 @@ def queue(
     def compute() -> list[Access]:
         with Watch(blocks) as watch:
             found = reference(*inner_args, **inner_kwargs)
-        values = [each for each in tree_flatten(found)[0] if isinstance(each, torch.Tensor)]
+        values = [each for each in leaves(found) if isinstance(each, torch.Tensor)]
         for place, value in zip(there, values, strict=True):
             place.copy_(value)
         return watch.accesses
@@ -115,7 +115,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not is_view(func):
             changed = written_by(func, args, kwargs, torch.Tensor)
-            for each in tree_flatten((args, kwargs))[0]:
+            for each in leaves((args, kwargs)):
                 if isinstance(each, torch.Tensor):
                     self._note(func, args, each, any(each is other for other in changed))
         return func(*args, **kwargs)

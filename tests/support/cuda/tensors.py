@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.support.cuda.accesses import Access, merged
 from tests.support.cuda.memory import Hold, the_memory
 from tests.support.cuda.streams import Forbidden, Stream, the_machine
+from tests.support.cuda.trees import leaves, mapped
 
 aten = torch.ops.aten
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -134,7 +134,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = func.decompose(*args, **kwargs)
         if made is not NotImplemented:
             return made
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+    tensors = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     mine = [each for each in tensors if isinstance(each, DeviceTensor)]
     device = mine[0].device
     if any(each.device != device for each in mine):
@@ -143,11 +143,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if others and name not in _INDEXED:
         raise RuntimeError(f"{name}: tensors are on {device} and on {others[0].device}")
     if name in _EMPTY:
-        like = func(*tree_map(_as_meta, args), **_on(kwargs, _META))
+        like = func(*mapped(_as_meta, args), **_on(kwargs, _META))
         return empty_strided(like.shape, like.stride(), like.dtype, device)
     if is_view(func):
-        out = func(*tree_map(_as_inner, args), **kwargs)
-        return tree_map(
+        out = func(*mapped(_as_inner, args), **kwargs)
+        return mapped(
             lambda x: DeviceTensor(x, mine[0].hold) if isinstance(x, torch.Tensor) else x, out
         )
     stream = the_machine().current(device)
@@ -160,7 +160,7 @@ def _compute(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stream: Stream, mine: list[Any]
 ) -> Any:
     name = func._schema.name.removeprefix("aten::")
-    given, named = tree_map(_as_inner, args), _on(tree_map(_as_inner, kwargs), _CPU)
+    given, named = mapped(_as_inner, args), _on(mapped(_as_inner, kwargs), _CPU)
     by_row, touched = _rows(func, args)
     known = [each for each in mine if each is not by_row]
     written = written_by(func, args, kwargs)
@@ -180,17 +180,17 @@ def _compute(
     looks = _look(func, args, kwargs)
     if looks is NotImplemented:
         return _read(func, args, kwargs, stream, mine)
-    outs = tree_map(
+    outs = mapped(
         lambda x: (
             empty_strided(*x.args, stream.device, poisoned=False) if isinstance(x, _Look) else x
         ),
         looks,
     )
-    made = [each for each in tree_flatten(outs)[0] if isinstance(each, DeviceTensor)]
+    made = [each for each in leaves(outs) if isinstance(each, DeviceTensor)]
     into = [each.inner for each in made]
 
     def compute() -> Any:
-        found = tree_flatten(func(*given, **named))[0]
+        found = leaves(func(*given, **named))
         values = [each for each in found if isinstance(each, torch.Tensor)]
         for there, value in zip(into, values, strict=True):
             if there is into[0] or name not in _SIDE_RESULTS:
@@ -208,7 +208,7 @@ def _read(
     machine, name = the_machine(), func._schema.name
     machine.refuse_in_capture(f"{name}, which brings numbers to the host,")
     written = written_by(func, args, kwargs)
-    given, named = tree_map(_as_inner, args), _on(tree_map(_as_inner, kwargs), _CPU)
+    given, named = mapped(_as_inner, args), _on(mapped(_as_inner, kwargs), _CPU)
     found: list[Any] = []
     _queue(
         stream, name.removeprefix("aten::"), lambda: found.append(func(*given, **named)), mine,
@@ -219,7 +219,7 @@ def _read(
         return written[0]
     if name in ("aten::_local_scalar_dense", "aten::equal"):
         return found[0]
-    return tree_map(
+    return mapped(
         lambda x: of_host(x, stream.device) if isinstance(x, torch.Tensor) else x, found[0]
     )
 
@@ -302,23 +302,30 @@ class _Look:
 
 def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what results look like; NotImplemented: torch cannot say it without the numbers."""
-    flat, tree = tree_flatten((args, kwargs))
-    key = func, str(tree), tuple(
-        (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x)
-        for x in flat
-    )  # fmt: skip
+    key = func, _seen(args), _seen(kwargs)
     if key not in _shapes:
         try:
             if func._schema.name == "aten::_grouped_mm":  # its meta kernel takes bfloat16 only
                 rows, weights = args[:2]
                 out = torch.empty(rows.shape[0], weights.shape[2], dtype=rows.dtype, device=_META)
             else:
-                out = func(*tree_map(_as_meta, args), **_on(tree_map(_as_meta, kwargs), _META))
+                out = func(*mapped(_as_meta, args), **_on(mapped(_as_meta, kwargs), _META))
         except NotImplementedError:
             _shapes[key] = NotImplemented
         else:
-            _shapes[key] = tree_map(lambda x: _Look(x) if isinstance(x, torch.Tensor) else x, out)
+            _shapes[key] = mapped(lambda x: _Look(x) if isinstance(x, torch.Tensor) else x, out)
     return _shapes[key]
+
+
+def _seen(value: Any) -> Any:
+    """Return what tells arguments apart whose results look otherwise."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return type(value), *map(_seen, value)
+    if isinstance(value, dict):
+        return tuple((key, _seen(each)) for key, each in value.items())
+    return type(value), value
 
 
 def _as_inner(x: Any) -> Any:
@@ -352,7 +359,7 @@ def written_by(
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[number] if number < len(args) else kwargs.get(argument.name)
-        found += [each for each in tree_flatten(value)[0] if isinstance(each, kind)]
+        found += [each for each in leaves(value) if isinstance(each, kind)]
     return found
 
 
