@@ -122,7 +122,7 @@ def test_what_waits_for_room_on_a_decode_worker_ends_once(bound: dict[str, int])
         cluster.world.submit(request(f"r{index}", PROMPT[:20], max_tokens=4, seed=index))
         for index in range(300)
     ]
-    cluster.run(200)
+    cluster.settle(200)
     cluster.check_quiet()
     cluster.check_streams()
     assert [len(stream.finals) for stream in streams] == [1] * 300

@@ -69,6 +69,6 @@ def test_no_byte_is_wrong_when_any_worker_is_cut_off(seed: int) -> None:
         if random.random() < 0.4:
             disturb(random, cluster)
         cluster.check_integrity()
-    cluster.run(200)
+    cluster.settle(200)
     cluster.check_streams(may_refuse=True)
     cluster.check_quiet()

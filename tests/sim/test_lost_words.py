@@ -70,7 +70,7 @@ def test_a_lost_word_holds_nothing_for_ever(word: type[msgspec.Struct], count: i
         cluster.run(0.008 if index % 3 == 0 else 0.1)
         if index % 3 == 0:
             cluster.world.abort(f"r{index}")
-    cluster.run(120)
+    cluster.settle(120)
     assert lost, "this run never said it"
     cluster.check_streams()
     cluster.check_quiet()
@@ -89,7 +89,7 @@ def test_settings_that_were_lost_with_a_task_are_sent_again(word: type[msgspec.S
             request(f"r{index}", prompt, max_tokens=20, seed=index, stop_token_ids=stops)
         )
         cluster.run(0.05)
-    cluster.run(120)
+    cluster.settle(120)
     assert len(lost) == 3
     assert cluster.counter("tasks_without_settings") > 0, "no task came without its settings"
     cluster.check_streams()

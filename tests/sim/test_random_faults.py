@@ -64,6 +64,6 @@ def test_nothing_is_lost_whatever_dies(seed: int) -> None:
         if random.random() < 0.15:
             cluster.world.kill(random.choice(sorted(cluster.world.workers)))
         cluster.check_integrity()
-    cluster.run(300)
+    cluster.settle(300)
     cluster.check_streams(may_refuse=True)
     cluster.check_quiet()

@@ -24,7 +24,7 @@ from mooncake.instance import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.kvstore.node.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.sim.faults.checkers import check_write
+from mooncake.sim.faults.checkers import check_write, is_quiet
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import NetworkConfig
 from mooncake.sim.world.world import SupervisorConfig, WorkerSpec, World, WorldConfig
@@ -35,6 +35,8 @@ from tests.support.engine.fake_runner import FakeRunner, expected_output, small_
 LAYOUT = small_layout(num_layers=3)
 MAX_MODEL_LEN = 200
 STEP_S = 0.003
+REST_S = 30.0
+"""What has ended must stay so for as long: more than transfers, quarantines and holds take here."""
 
 
 class HeapRunner:
@@ -163,6 +165,15 @@ class Cluster:
     def run(self, seconds: float) -> None:
         """Let simulated time pass."""
         self.world.heap.run_until(self.world.heap.now() + seconds)
+
+    def settle(self, most_s: float) -> None:
+        """Let simulated time pass until nobody has work left, and `REST_S` more: `most_s` in all at
+        most. Minutes of heartbeats show nothing else.
+        """
+        last_s = self.world.heap.now() + most_s
+        while self.world.heap.now() < last_s and not is_quiet(self.world):
+            self.run(5.0)
+        self.world.heap.run_until(min(last_s, self.world.heap.now() + REST_S))
 
     def counter(self, name: str, worker_prefix: str = "") -> float:
         """Return the sum of a counter over living workers whose id starts so."""
