@@ -39,6 +39,7 @@ SUMMARIES = {
     "trace": "look at a trace",
     "profile": "time an engine's steps here and fit the cost model",
     "tune": "measure kernel configurations on this GPU",
+    "compile": "compile kernels ahead, for GPUs that are not here or for CPUs",
     "completion": "print a script that completes commands in bash or zsh",
     "version": "print the version",
 }

@@ -345,6 +345,7 @@ class ModelSource:
         )
         if self._peers is not None:
             self._peers.wait_until_ready()
+        self._device.log_kernels()
         return runner
 
     def _sampler(self, copies: Copies | None) -> Sampler:

@@ -76,6 +76,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The directory of an EAGLE-3 head, which makes drafts; None: no head makes any."""
     graphs: bool = True
     """Whether decode steps on a GPU are captured once and replayed."""
+    compile_cache: str | None = None
+    """A directory that `mooncake compile` wrote; None: code is compiled here."""
 
     @property
     def group_kind(self) -> str:

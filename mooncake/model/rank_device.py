@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from mooncake_kernels.dispatch import TRITON
+from mooncake_kernels.native import build
 
 from mooncake.base import ConfigError, PageArray, format_bytes
 from mooncake.base.kv_layout import ALL_PAGES, Home
@@ -42,6 +47,8 @@ class RankDevice:
         if self.device.type == "cuda" and options.shape.num_ranks > 1:
             torch.cuda.set_device(self.device)
         apart = options.experts_apart
+        if apart or not self.is_gpu:
+            build.look_in(options.compile_cache)
         self.backends = settle(
             options.attention_backend,
             "auto" if apart else options.moe_backend,
@@ -51,6 +58,7 @@ class RankDevice:
         )
         if self.is_gpu and not apart:
             self.backends = dataclasses.replace(self.backends, side=CudaSide(self.device))
+        self._shipped: Any = self._shipped_kernels()
         self.expert_backends = None
         if apart:
             if options.deterministic:
@@ -66,6 +74,23 @@ class RankDevice:
     def owns_pages(self) -> bool:
         """Whether KV pages are in the device's own memory, which the host cannot address."""
         return self.device.type != "cpu"
+
+    def _shipped_kernels(self) -> Any:
+        """Return the module that reads kernels from the compile cache, if that has some for this
+        GPU.
+        """
+        folder = self._options.compile_cache
+        uses_triton = TRITON in (self.backends.attention, self.backends.moe)
+        if folder is None or not (uses_triton and self.is_gpu):
+            return None
+        shipped = importlib.import_module("mooncake_kernels.triton.shipped")
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return shipped if shipped.use(Path(folder), 10 * major + minor) else None
+
+    def log_kernels(self) -> None:
+        """Log how many compiled kernels a start has read and compiled."""
+        if self._shipped is not None:
+            self._shipped.log_use()
 
     def load(
         self,

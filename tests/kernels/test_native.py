@@ -480,6 +480,48 @@ def test_code_that_is_shipped_is_loaded_where_it_fits_and_else_the_reason_names_
     assert build.used().startswith("none, and libraries compute instead: there is no C++ compiler")
 
 
+def test_code_is_looked_for_in_the_compile_cache_unless_others_can_write_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "COMPILED", tmp_path / "none shipped")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    try:
+        build.look_in(str(cache))
+        assert not build.is_made()
+        file = build._kept(cache, build.isa())
+        file.write_bytes(b"")
+        assert build.is_made()
+        file.chmod(0o666)
+        build.look_in(str(cache))
+        assert not build.is_made()
+        assert f"{cache} is not used: others may write to {file}" in caplog.text
+        file.chmod(0o644)
+        build.look_in(str(cache))
+        assert build.is_made()
+    finally:
+        build.look_in(None)
+    assert not build.is_made()
+
+
+def test_code_of_the_compile_cache_that_cannot_be_loaded_is_compiled_here(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "COMPILED", tmp_path / "none shipped")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    file = build._kept(cache, build.isa())
+    file.write_bytes(b"no code")
+    try:
+        build.look_in(str(cache))
+        with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler"):
+            build.code()
+    finally:
+        build.look_in(None)
+    assert f"{file} cannot be loaded, so it is compiled here" in caplog.text
+
+
 def test_a_folder_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -23,6 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from mooncake_kernels import trusted
+
+_log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _HEADERS = ("lanes.h", "rows.h", "tiles.h")
 _SOURCES = ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp", "sampling.cpp")
@@ -101,7 +105,7 @@ def is_made(kept_in: Path | None = None) -> bool:
     """Return whether code for this CPU is shipped or lies in `kept_in`. Raises CannotBuild when no
     code supports this CPU.
     """
-    places = (COMPILED, kept_in) if kept_in is not None else (COMPILED,)
+    places = [COMPILED, *_others, *([] if kept_in is None else [kept_in])]
     return any(_kept(place, isa()).exists() for place in places)
 
 
@@ -127,6 +131,21 @@ def limit_to(onednn_isa: str | None) -> None:
 def _usable_flags() -> frozenset[str]:
     limit = _LIMITS.get(_limit[0]) if _limit else None
     return cpu_flags() if limit is None else cpu_flags() & limit
+
+
+_others: list[Path] = []
+"""Folders of code that was compiled elsewhere, besides `COMPILED`."""
+
+
+def look_in(folder: str | None) -> None:
+    """Load code from this folder too, if `compile_all` has left some there for this CPU and these
+    sources; None: from no further folder. A folder that others can write to is not used, and the
+    log says so.
+    """
+    if folder is not None and (reason := trusted.why_not(Path(folder))):
+        _log.warning("the compile cache %s is not used: %s", folder, reason)
+        folder = None
+    _others[:] = [] if folder is None else [Path(folder)]
 
 
 _kept_in: list[Path] = []
@@ -178,8 +197,12 @@ def _tried(wanted: Isa) -> tuple[ctypes.CDLL, str] | CannotBuild:
 def _loaded(wanted: Isa) -> tuple[ctypes.CDLL, str]:
     """Return the code and its origin."""
     try:
-        if (shipped := _kept(COMPILED, wanted)).exists():
-            return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
+        for shipped in (_kept(folder, wanted) for folder in (COMPILED, *_others)):
+            if shipped.exists():
+                try:
+                    return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
+                except OSError as error:  # made for another C library, perhaps
+                    _log.warning("%s cannot be loaded, so it is compiled here: %s", shipped, error)
         with tempfile.TemporaryDirectory() as passing:
             kept = _kept(_checked(_kept_in[0]) if _kept_in else Path(passing), wanted)
             with _alone(kept.parent):

@@ -10,6 +10,7 @@ anyway.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,6 +27,25 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 _INTERPRETED_PROGRAMS = 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU, as far as it decides which kernels are launched."""
+
+    name: str
+    """Its name as torch gives it, for tuned tables."""
+    multiprocessors: int
+    arch: int
+    """Its compute capability, 90 for 9.0."""
+
+
+_stands_for: list[Gpu] = []
+
+
+def stand_for(gpu: Gpu | None) -> None:
+    """Choose kernels for tensors without a device as for those on `gpu`; None: no longer."""
+    _stands_for[:] = [] if gpu is None else [gpu]
 
 
 @triton.jit
@@ -75,7 +95,7 @@ def _multiprocessors(index: int) -> int:
 def num_programs(device: torch.device) -> int:
     """Return how many one-per-multiprocessor programs fill `device`."""
     if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
+        return _stands_for[0].multiprocessors if _stands_for else _INTERPRETED_PROGRAMS
     return _multiprocessors(device.index or 0)
 
 
@@ -86,6 +106,8 @@ def _target(index: int) -> Target:
 
 def target(device: torch.device) -> Target | None:
     """Return the key for tuned tables; None in the interpreter."""
+    if _stands_for:
+        return Target(_stands_for[0].name, triton.__version__)
     return _target(device.index or 0) if device.type == "cuda" else None
 
 

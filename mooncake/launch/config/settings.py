@@ -416,6 +416,10 @@ class ServeConfig:
         "make results independent of the rest of the batch and, on CPUs, of the number of ranks; "
         "slower",
         switch=True)
+    compile_cache: str | None = owned(ModelOptions, "compile_cache", text, ENGINE, "DIR",
+        "read compiled kernels from this directory, which `mooncake compile` wrote; others must "
+        "not be able to write to it",
+        env="MOONCAKE_COMPILE_CACHE")
     enforce_eager: bool = setting(False, truth, ENGINE, "",
         "do not capture CUDA graphs of decode steps and short prompts", switch=True)
     num_threads: int | None = setting(None, count(1, 1024), ENGINE, "N",

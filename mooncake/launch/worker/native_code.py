@@ -46,6 +46,7 @@ def compiled_meanwhile(options: ModelOptions, dtype: str) -> Iterator[None]:
         return
     folder = Path(options.cache_dir)
     build.limit_to(options.cpu_isa)
+    build.look_in(options.compile_cache)
     if build.unlikely(folder) is not None or build.is_made(folder):
         yield
         return

@@ -120,6 +120,7 @@ Class = Typed | Asked | Conversed | Beginning | Read | Target | Shown | Elsewher
 PLANNED = Typed(quick=True)
 NEW_WEIGHTS = Elsewhere("tests/integration/serve/test_new_weights.py", "two checkpoints")
 LENT_WEIGHTS = Elsewhere("tests/integration/launch/test_lent_weights.py", "a running cluster")
+COMPILED = Elsewhere("tests/kernels/test_ahead.py", "a compiler for minutes")
 HOSTS = "two machines"
 KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kubernetes")
 UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
@@ -163,6 +164,24 @@ CLASSES: dict[str, dict[str, Class]] = {
         "mooncake cluster init k2.yaml": CHANGED,
         "umask 077": CHANGED,
         "rm k2/*/key.pem": CHANGED,
+    },
+    "docs/compile-cache.md": {
+        "mooncake compile kimi-k2-thinking": COMPILED,
+        "mooncake serve /models/k2 --tensor": Left("it needs a GPU"),
+        "compiled kernels are read from": Shown(
+            "kernels/mooncake_kernels/triton/shipped.py",
+            (
+                "compiled kernels are read from",
+                "kernels were read from the compile cache",
+                "were not in it and were compiled, or",
+            ),
+        ),
+        "mooncake compile /models/k2 --config": COMPILED,
+        "the compile cache /cache is not used": Shown(
+            "kernels/mooncake_kernels/triton/shipped.py",
+            ("is not used", "it has no", "kernels are compiled now"),
+        ),
+        "mooncake compile --output": COMPILED,
     },
     "docs/conformance.md": {
         "mooncake conformance --base-url http://127.0.0.1:8000": Elsewhere(
