@@ -56,6 +56,7 @@ from mooncake.launch.host.descendants import Descendants, has_ended
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.worker.process import WorkerSettings
+from mooncake.scheduler.scaling.config import ROLES
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ START_POLL_S = 0.05
 HOLDERS_S = 60.0
 """A machine may take this long to start a process that says which workers run there."""
 PLACE_S = 10.0
-"""Ray may take this long to reserve a worker's GPUs."""
+"""Ray may take this long to reserve what a worker needs."""
 HERE_SHARE = 0.001
 """Share of the resource that stands for one machine: a bundle that asks for it is placed there."""
 STOP_S = 10.0
@@ -225,8 +226,8 @@ class _Entry:
     actor: Any
     run: Any
     """The Ray call that lasts as long as the worker."""
-    gpus: PlacementGroup | None = None
-    """The GPUs reserved for all its ranks; they stay reserved while it starts again."""
+    aside: PlacementGroup | None = None
+    """What is reserved for all its ranks; it stays reserved while it starts again."""
     state_call: Any = None
     state: State | None = None
     pidfd: int | None = None
@@ -529,25 +530,26 @@ class Supervisor:
         waits: bool = False,
         forks: ForkServer | None = None,
         own_ray: bool = False,
+        cpus_aside: bool = False,
         run: str = "",
         orphan_s: float = 0.0,
     ) -> None:
         """`drain_s`: how long engines may finish their requests at the end; those that `wait` serve
         until others have taken their place. `forks` starts the processes of this machine.
-        `own_ray`: `connect` starts Ray here. `run`: the name under which a later supervisor finds
-        these workers; empty: none does. `orphan_s`: how long they wait for one.
+        `own_ray`: `connect` starts Ray here. `cpus_aside`: engines without GPUs have a CPU of Ray
+        for each of their threads. `run`: the name under which a later supervisor finds these
+        workers; empty: none does. `orphan_s`: how long they wait for one.
         """
         self._run_name = run or SystemIds().hex(8)
         self._orphan_s = orphan_s if run else 0.0
         self._forks = forks
         self._own_ray = own_ray
+        self._cpus_aside = cpus_aside
         self._lost = lost
         self._drain_s = drain_s
         self._waits = waits
         self._secret_file = ""
         self._here_only = True
-        self._asked: list[dict[str, float]] = []
-        """What Ray's autoscaler was asked for last."""
         self._trouble = ""
         """Why Ray could not start or end workers when that was tried last."""
         self._facts = b""
@@ -709,30 +711,12 @@ class Supervisor:
                 own[name].actor.stop.remote(follower.drain_s, True)
             else:
                 self._drop(own[name])
-        if start:
-            self._ask_autoscaler()
 
     def _drop(self, entry: _Entry) -> None:
         """Forget a worker that was told to leave."""
         self._tell_lost(entry)
         self._end([entry])
         self._answer_without_workers()
-        self._ask_autoscaler()
-
-    def _ask_autoscaler(self) -> None:
-        """Have the autoscaler of a Ray that runs elsewhere add nodes for all workers that there are
-        to be, or remove those that it added and that they no longer need.
-        """
-        needs = [{"GPU": entry.settings.num_gpus} for entry in self._entries if entry.gpus]
-        if not self._own_ray and not self._here_only and needs != self._asked:
-            from ray.autoscaler import sdk  # a third of a second, and few need it
-
-            try:
-                sdk.request_resources(bundles=needs)
-            except (RayError, RuntimeError, OSError) as error:
-                _log.warning("Ray could not be asked for nodes: %s", error)
-            else:
-                self._asked = needs
 
     def are_ready(self) -> bool:
         """Return whether all workers serve."""
@@ -742,8 +726,8 @@ class Supervisor:
         """End the actors and leave the workers, so that another supervisor adopts them."""
         for entry in self._entries:
             ray.kill(entry.actor, no_restart=True)
-            if entry.gpus is not None:
-                _groups.remove_placement_group(entry.gpus)
+            if entry.aside is not None:
+                _groups.remove_placement_group(entry.aside)
         self.forget()
 
     def forget(self) -> list[WorkerSettings]:
@@ -776,7 +760,6 @@ class Supervisor:
         while runs and time.monotonic() < end_s and not self._hurry.is_set():
             _, runs = ray.wait(runs, num_returns=len(runs), timeout=POLL_S)
         self._end(list(self._entries))
-        self._ask_autoscaler()
         if self._facts_actor is not None:
             ray.kill(self._facts_actor, no_restart=True)
         self.forget()
@@ -789,8 +772,8 @@ class Supervisor:
         ray.wait(last, num_returns=len(last), timeout=POLL_S) if last else None
         for entry in entries:
             ray.kill(entry.actor, no_restart=True)
-            if entry.gpus is not None:
-                _groups.remove_placement_group(entry.gpus)
+            if entry.aside is not None:
+                _groups.remove_placement_group(entry.aside)
             self._kill_process(entry)
             self._forget_process(entry)
             self._entries.remove(entry)
@@ -798,19 +781,19 @@ class Supervisor:
     def _launch(self, settings: WorkerSettings, *, here_only: bool, waits: bool = False) -> _Entry:
         """Start a worker as one actor, whose process starts that of each further rank. Ray restarts
         this actor after a death, so no rank comes back without the others. One that `waits` starts
-        once there are GPUs for it.
+        once there is room for it; meanwhile an autoscaler of Ray adds a node.
         """
         strategy: Any = "SPREAD"
-        gpus: PlacementGroup | None = None
+        aside: PlacementGroup | None = None
         where: dict[str, Any] = {}
         node = (self._nodes or {}).get(settings.worker_id)
         if self._nodes is not None:
             where = {"placed": True, "node": node}
         if here_only:
             node = ray.get_runtime_context().get_node_id()
-        if settings.num_gpus:
-            gpus = _set_aside(settings, node, 0.0 if waits else PLACE_S)
-            strategy = PlacementGroupSchedulingStrategy(gpus, placement_group_bundle_index=0)
+        if needs := self._needs(settings):
+            aside = _set_aside(settings.worker_id, needs, node, 0.0 if waits else PLACE_S)
+            strategy = PlacementGroupSchedulingStrategy(aside, placement_group_bundle_index=0)
         elif node is not None:
             strategy = NodeAffinitySchedulingStrategy(node, soft=not here_only)
         runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
@@ -833,7 +816,15 @@ class Supervisor:
             )
             .remote(settings.worker_id, **where)
         )
-        return _Entry(settings, actor, self._run(actor, settings), gpus=gpus)
+        return _Entry(settings, actor, self._run(actor, settings), aside=aside)
+
+    def _needs(self, settings: WorkerSettings) -> dict[str, float]:
+        """Return what Ray is to set aside for all ranks of a worker."""
+        if settings.num_gpus:
+            return {"GPU": settings.num_gpus}
+        if self._cpus_aside and settings.role in ROLES:
+            return {"CPU": float(settings.num_threads * settings.options.shape.num_ranks)}
+        return {}
 
     @staticmethod
     def _name(settings: WorkerSettings) -> str:
@@ -969,21 +960,23 @@ class Supervisor:
             entry.pidfd = None
 
 
-def _set_aside(settings: WorkerSettings, node: str | None, wait_s: float) -> PlacementGroup:
-    """Reserve the GPUs of all ranks of a worker in one bundle, so that they are on one node: on
-    this one, if `node` says which. `wait_s`: how long Ray may take; 0: as long as it wants, and
-    nobody waits here.
+def _set_aside(
+    worker_id: str, needs: Mapping[str, float], node: str | None, wait_s: float
+) -> PlacementGroup:
+    """Reserve what all ranks of a worker need in one bundle, so that it is on one node: on this
+    one, if `node` says which. `wait_s`: how long Ray may take; 0: as long as it wants, and nobody
+    waits here.
 
     Raises:
-        MooncakeError: no node has that many free GPUs.
+        MooncakeError: no node has that much free.
     """
-    bundle: dict[str, float] = {"GPU": settings.num_gpus}
+    bundle = dict(needs)
     living = _living()
     nodes = [each["Resources"] for each in living]
     if node is not None:
         nodes = [each["Resources"] for each in living if each["NodeID"] == node]
         if not nodes:
-            raise MooncakeError(f"{settings.worker_id}: the machine chosen for it has just ended")
+            raise MooncakeError(f"{worker_id}: the machine chosen for it has just ended")
         here = nodes[0]
         names = [name for name in here if name.startswith("node:") and "internal" not in name]
         bundle[names[0]] = HERE_SHARE
@@ -991,11 +984,12 @@ def _set_aside(settings: WorkerSettings, node: str | None, wait_s: float) -> Pla
     if not wait_s or group.wait(wait_s):
         return group
     _groups.remove_placement_group(group)
-    there = ", ".join(f"{each.get('GPU', 0):g}" for each in nodes)
+    [(kind, number)] = needs.items()
+    there = ", ".join(f"{each.get(kind, 0):g}" for each in nodes)
     resources: Any = ray.available_resources
-    free = resources().get("GPU", 0.0)
+    free = resources().get(kind, 0.0)
     raise MooncakeError(
-        f"{settings.worker_id}: its ranks need {settings.num_gpus:g} free GPUs of one node; "
+        f"{worker_id}: its ranks need {number:g} free {kind}s of one node; "
         f"{'the nodes have' if node is None else 'this machine has'} {there}, and {free:g} are "
         "free in all"
     )

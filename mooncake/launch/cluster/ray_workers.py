@@ -156,6 +156,7 @@ class RayWorkers(Workers):
             waits=config.headless,
             forks=self._forks,
             own_ray=config.ray_address is None,
+            cpus_aside=config.follows_load and not (self._here_only or config.ray_address is None),
             run="" if kept is None else kept.name,
             orphan_s=config.orphan_timeout,
         )

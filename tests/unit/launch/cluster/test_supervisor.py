@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.autoscaler import sdk
 from ray.exceptions import RaySystemError
 
 from mooncake.base import ConfigError, MooncakeError, Role
+from mooncake.base.parallel import Shape
 from mooncake.launch.cluster import ray_cluster
 from mooncake.launch.cluster.followed_load import LoadFollower
 from mooncake.launch.cluster.ray_cluster import State, Supervisor
+from mooncake.model.options import ModelOptions
 from mooncake.scheduler.scaling.policy import RoleAdvice
 from tests.support.serve.placed_workers import Shown
 from tests.support.serve.plain_settings import worker_settings
@@ -211,7 +212,6 @@ class FakeRay:
         self.stopped: list[tuple[str, float, bool]] = []
         self.killed: list[str] = []
         self.groups: list[str] = []
-        self.asked: list[list[dict[str, float]]] = []
         context = SimpleNamespace(get_node_id=lambda: "5e" * 28)
         for name, stub in (
             ("remote", self._remote),
@@ -220,7 +220,6 @@ class FakeRay:
             ("wait", lambda calls, **_: (calls, [])),
         ):
             monkeypatch.setattr(ray_cluster.ray, name, stub)
-        monkeypatch.setattr(sdk, "request_resources", lambda *, bundles: self.asked.append(bundles))
         group = SimpleNamespace(wait=fails(AssertionError("nobody waits for the GPUs")))
         monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: "it")
         monkeypatch.setattr(
@@ -251,9 +250,9 @@ class FakeRay:
 class Followed:
     """A supervisor of up to three decode workers, and the advice that it follows."""
 
-    def __init__(self, *, own_ray: bool = False, num_gpus: float = 0.0) -> None:
+    def __init__(self, *, cpus_aside: bool = False, num_gpus: float = 0.0) -> None:
         self.lost: list[str] = []
-        self.supervisor = Supervisor(self.lost.append, own_ray=own_ray)
+        self.supervisor = Supervisor(self.lost.append, cpus_aside=cpus_aside)
         self.supervisor._here_only = False
         self._wanted = 0
         settings = [
@@ -374,31 +373,35 @@ def test_nobody_waits_for_the_gpus_of_workers_that_ray_places(
     assert len(fake.groups) == 2
 
 
-def test_the_autoscaler_of_ray_is_asked_for_what_all_workers_need(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        ({"num_gpus": 8.0}, {"GPU": 8.0}),
+        ({"num_gpus": 8.0, "cpus_aside": True}, {"GPU": 8.0}),
+        ({"cpus_aside": True}, {"CPU": 1.0}),
+        ({}, None),
+    ],
+)
+def test_what_a_worker_needs_is_set_aside_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], needs: dict[str, float] | None
 ) -> None:
-    """They wait for a node that it adds, and nobody waits for them."""
-    fake, followed = FakeRay(monkeypatch), Followed(num_gpus=8.0)
-    one = {"GPU": 8.0}
+    """Nobody waits for it: the autoscaler of Ray may have to add a node."""
+    fake, followed = FakeRay(monkeypatch), Followed(**words)
+    group = [f"[{needs}] STRICT_PACK"] if needs else []
     followed.look(1)
     followed.look(3)
-    assert fake.groups == [f"[{one}] STRICT_PACK"] * 3
-    assert fake.asked == [[one], [one, one, one]]
+    assert fake.groups == group * 3
     followed.become_ready("decode-0", "decode-1")
     followed.look(1)
-    assert fake.asked[2:] == [[one, one]], "one still finishes its requests"
+    assert fake.groups == group * 2, "one still finishes its requests"
     followed.supervisor._on_end(followed.entries["decode-1"])
-    assert fake.asked[3:] == [[one]]
+    assert fake.groups == group
     followed.supervisor.stop()
-    assert fake.asked[4:] == [[]]
     assert fake.groups == []
 
 
-@pytest.mark.parametrize("words", [{"own_ray": True, "num_gpus": 8.0}, {}])
-def test_a_ray_without_autoscaler_or_need_is_not_asked(
-    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
-) -> None:
-    fake, followed = FakeRay(monkeypatch), Followed(**words)
-    followed.look(3)
-    followed.supervisor.stop()
-    assert fake.asked == []
+def test_a_pool_node_needs_no_cpu_of_ray() -> None:
+    supervisor = Supervisor(lambda _: None, cpus_aside=True)
+    assert supervisor._needs(worker_settings(role=Role.KVSTORE)) == {}
+    two = worker_settings(num_threads=3, options=ModelOptions(shape=Shape(tp=2)))
+    assert supervisor._needs(two) == {"CPU": 6.0}
