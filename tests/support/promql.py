@@ -30,12 +30,12 @@ class Recording:
 
     samples: dict[str, dict[Labels, list[tuple[float, float]]]] = field(default_factory=dict)
 
-    def add(self, text: str, at_s: float) -> None:
-        """Add what /metrics said at a time."""
+    def add(self, text: str, at_s: float, **of_target: str) -> None:
+        """Add what /metrics said at a time. `of_target`: labels that Prometheus adds."""
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 series = self.samples.setdefault(sample.name, {})
-                labels = frozenset(sample.labels.items())
+                labels = frozenset((sample.labels | of_target).items())
                 series.setdefault(labels, []).append((at_s, sample.value))
 
 

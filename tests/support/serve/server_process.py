@@ -66,10 +66,14 @@ class ServerProcess:
         """Wait for the line that names the address."""
         self.url = self.wait_for(r"on (http://\S+)/v1").group(1)
 
+    def text(self, path: str) -> str:
+        """Return what is at `path`."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return str(response.read().decode())
+
     def get(self, path: str) -> Any:
         """Return the JSON document at `path`."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return json.load(response)
+        return json.loads(self.text(path))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Post `body` and return the JSON that comes back."""
