@@ -247,8 +247,11 @@ def simulated(args: argparse.Namespace, trials: Sequence[Trial]) -> list[str]:
     limits = _limits(args)
     known, samples = layouts(args.model, limits), read_profile(args.twin)
     ours = [trial for trial in trials if (one := known.get(trial.server)) and one.is_ours]
-    pairs = [(trial, _twin(args, known[trial.server], samples, trial)) for trial in ours]
-    return compared(pairs, limits)
+    twins = []
+    for trial in ours:
+        once, again = (_twin(args, known[trial.server], samples, trial, turn) for turn in (0, 1))
+        twins.append((trial, once, again))
+    return compared(twins, limits)
 
 
 def foretold(
@@ -274,14 +277,17 @@ def foretold(
 
 
 def _twin(
-    args: argparse.Namespace, layout: Layout, samples: Sequence[CostSample], trial: Trial
-) -> list[Outcome]:
+    args: argparse.Namespace, layout: Layout, samples: Sequence[CostSample], trial: Trial,
+    turn: int = 0,
+) -> list[Outcome]:  # fmt: skip
     alone = [
         Session(at_s=ALONE_EVERY_S * place, turns=[turn])
         for place, turn in enumerate(_alone_turns(_words(args.model), trial.seed)[1:])
     ]
     sessions = load_of(args, trial.load, trial.rate, trial.seed)
-    return twin(plan_of(layout), samples, trial, alone, sessions, _limits(args), PATIENCE)
+    return twin(
+        plan_of(layout), samples, trial, alone, sessions, _limits(args), PATIENCE, 1000 * turn
+    )
 
 
 # ---------------------------------------------------------------- what comes of it

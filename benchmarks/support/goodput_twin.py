@@ -128,13 +128,14 @@ def twin(
     sessions: Sequence[Session],
     limits: Limits,
     patience: float,
+    scatter: int = 0,
 ) -> list[Outcome]:
     """Return what becomes of the load in the simulator, on a machine on which the requests of
     `alone` take as long as those that the trial sent to the idle server; where it sent none, as
     long as the samples say. patience: a client goes away after so many times what the limits allow
-    in all.
+    in all. scatter: with another number equal steps take other times.
     """
-    cost = MachineCost(samples, trial.seed)
+    cost = MachineCost(samples, trial.seed + scatter)
     for _ in range(NUM_TURNS if trial.idle_ttft_s > 0 else 0):
         lone = _played(plan, cost, alone, limits, patience)
         ttft_s = statistics.median(one.ttft_s for one in lone)
@@ -275,15 +276,21 @@ def _world(plan: ServePlan, cost: MachineCost) -> World:
     return World(config, specs, runner, EventList())
 
 
-def compared(pairs: Sequence[tuple[Trial, Sequence[Outcome]]], limits: Limits) -> list[str]:
-    """Return a table in Markdown: what was measured in each trial, and what its twin foretold."""
+Twins = tuple[Trial, Sequence[Outcome], Sequence[Outcome]]
+"""A measured trial, and two simulations of it whose steps scatter differently."""
+
+
+def compared(twins: Sequence[Twins], limits: Limits) -> list[str]:
+    """Return a table in Markdown: what was measured in each trial, and what its twin foretold; and
+    how much single requests differ, measured from simulated and simulated from simulated.
+    """
     lines = [
         "| load | requests/s | seed | server | good: measured, simulated | refused "
         "| median TTFT s | median TBT ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
     errors = []
-    for trial, outcomes in pairs:
+    for trial, outcomes, _ in twins:
         other = msgspec.structs.replace(trial, outcomes=list(outcomes))
         figures = zip(_figures(trial, limits), _figures(other, limits), strict=True)
         cells = " | ".join(f"{measured}, {simulated}" for measured, simulated in figures)
@@ -292,7 +299,31 @@ def compared(pairs: Sequence[tuple[Trial, Sequence[Outcome]]], limits: Limits) -
     if errors:
         mean = statistics.mean(errors)
         lines += ["", f"Mean difference of the share of good requests: {mean:.0%}."]
+        life = [(trial.outcomes, outcomes) for trial, outcomes, _ in twins]
+        scatter = [(outcomes, again) for _, outcomes, again in twins]
+        lines += [
+            f"Median difference of single requests: {_differences(life)}; of two simulations whose "
+            f"steps scatter differently: {_differences(scatter)}."
+        ]
     return lines
+
+
+def _differences(pairs: Sequence[tuple[Sequence[Outcome], Sequence[Outcome]]]) -> str:
+    """Return the median relative difference of first tokens and of gaps, of requests that ended
+    whole in both.
+    """
+    both = [
+        (one, other)
+        for left, right in pairs
+        for one, other in zip(left, right, strict=True)
+        if one.end == other.end == "whole"
+    ]
+    ttfts = [abs(other.ttft_s / one.ttft_s - 1) for one, other in both if one.ttft_s]
+    tbts = [abs(other.tbt_s / one.tbt_s - 1) for one, other in both if one.tbt_s]
+    return " and ".join(
+        f"{name} {statistics.median(values):.0%}" if values else f"{name} -"
+        for name, values in (("TTFT", ttfts), ("TBT", tbts))
+    )
 
 
 def _figures(trial: Trial, limits: Limits) -> list[str]:

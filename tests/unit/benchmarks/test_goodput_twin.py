@@ -149,9 +149,14 @@ def test_a_chunk_beside_streams_takes_as_long_as_both() -> None:
 def test_a_table_shows_what_was_measured_beside_what_was_simulated() -> None:
     good = Outcome(end="whole", ttft_s=1.0, tbt_s=0.02)
     measured = trial(outcomes=[{"end": "whole", "ttft_s": 1.5, "tbt_s": 0.03}, {"end": "refused"}])
-    lines = compared([(measured, [good, good])], LIMITS)
+    slower = msgspec.structs.replace(good, ttft_s=1.1)
+    lines = compared([(measured, [good, good], [slower, slower])], LIMITS)
     assert lines[2] == "| chats | 1 | 1 | ours | 50%, 100% | 50%, 0% | 1.50, 1.00 | 30, 20 |"
-    assert lines[-1] == "Mean difference of the share of good requests: 50%."
+    assert lines[-2] == "Mean difference of the share of good requests: 50%."
+    assert lines[-1] == (
+        "Median difference of single requests: TTFT 33% and TBT 33%; of two simulations whose "
+        "steps scatter differently: TTFT 10% and TBT 0%."
+    )
 
 
 def test_a_profile_is_read_and_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
