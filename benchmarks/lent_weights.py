@@ -27,7 +27,7 @@ from mooncake.base.clock import MonotonicClock
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.memory import format_bytes, parse_bytes
 from mooncake.base.messages import LentFile
-from mooncake.launch.worker.borrowed_weights import NUM_AHEAD, PieceReader
+from mooncake.launch.worker.piece_reader import NUM_AHEAD, PieceReader
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import (
     PIECE_BYTES,

@@ -425,6 +425,10 @@ class CheckWeights(Message, frozen=True, tag="check_weights"):
     asker: WorkerRef
     ticket: int
     model: str
+    revision: str = ""
+    """The revision that others have found there."""
+    lenders: list[WorkerRef] = []
+    """Engines that lend these weights to one without files; empty: only files are looked for."""
 
 
 class WeightsChecked(Answer, frozen=True, tag="weights_checked"):
@@ -436,10 +440,14 @@ class WeightsChecked(Answer, frozen=True, tag="weights_checked"):
     """The fingerprint of the KV layout under these weights."""
     error: str = ""
     """Why it cannot serve them; empty: it can."""
+    borrows: bool = False
+    """It has no files of them, and can read those of another engine."""
 
 
 class BorrowWeights(Message, frozen=True, tag="borrow_weights"):
-    """Ask an engine to let us read the files of the weights that it serves."""
+    """Ask an engine to let us read the files of the weights that it serves, or has checked to serve
+    them next.
+    """
 
     asker: WorkerRef
     ticket: int

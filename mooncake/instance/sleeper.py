@@ -1,5 +1,5 @@
 """The machine of an engine that sleeps. It says so to the gateways, has weights checked for them,
-and ends when it is told how to come back.
+lends them to others, and ends when it is told how to come back.
 
 Pure: the check itself is a port, because it reads files for minutes. It holds no pages and computes
 nothing.
@@ -13,6 +13,7 @@ import msgspec
 
 from mooncake.base.messages import (
     Asleep,
+    BorrowWeights,
     CheckWeights,
     NextLife,
     PeerLost,
@@ -33,18 +34,20 @@ class Sleeper:
         channel: Channel,
         gateways: Sequence[str],
         seeds: Sequence[str],
-        check: Callable[[str], None],
+        check: Callable[[CheckWeights], None],
         interval_s: float,
+        lend: Callable[[BorrowWeights], None] | None = None,
     ) -> None:
         """`gateways` and `seeds` are addresses; `seeds` is read at each use, because it may change.
-        `check` begins to check the checkpoint in a directory, and `checked` is called with what it
-        finds, between two events.
+        `check` begins to check a checkpoint, and `checked` is called with what it finds, between
+        two events. `lend` answers workers that want to read weights.
         """
         self._asleep = asleep
         self._channel = channel
         self._gateways = dict.fromkeys(gateways)
         self._seeds = seeds
         self._check = check
+        self._lend = lend
         self._interval_s = interval_s
         self._next_s = float("-inf")
         self._asked: CheckWeights | None = None
@@ -69,6 +72,8 @@ class Sleeper:
                 self.next_life = NextLife(mode=event.mode)
             case CheckWeights():
                 self._on_question(event)
+            case BorrowWeights() if self._lend is not None:
+                self._lend(event)
             case Welcome():
                 self.joined = True
                 for gateway in (event.gateway, *event.gateways):
@@ -78,7 +83,9 @@ class Sleeper:
             case PeerLost():
                 self._gateways.pop(event.worker.address, None)
 
-    def checked(self, revision: str, fingerprint: str, error: str) -> None:
+    def checked(
+        self, revision: str, fingerprint: str, error: str, *, borrows: bool = False
+    ) -> None:
         """Take the result of the check that was begun last. If another one was asked for meanwhile,
         begin that.
         """
@@ -91,7 +98,7 @@ class Sleeper:
             self._begin(self._asked)
             return
         self._answer = msgspec.structs.replace(
-            answer, revision=revision, fingerprint=fingerprint, error=error
+            answer, revision=revision, fingerprint=fingerprint, error=error, borrows=borrows
         )
         self._channel.send(self._asked.asker.address, self._answer)
 
@@ -121,4 +128,4 @@ class Sleeper:
         self._answer = WeightsChecked(
             asker=question.asker, ticket=question.ticket, worker=self._asleep.worker
         )
-        self._check(question.model)
+        self._check(question)

@@ -6,7 +6,6 @@ Owns the loaded model. Several runners of one process share its weights; each ha
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import threading
 import time
@@ -23,8 +22,7 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.ranks.kv_moves import Opened
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
-from mooncake.model.checkpoint.files.checkpoint_files import LentFiles, LoanEnded, has_weights
-from mooncake.model.checkpoint.files.file_bytes import PlainBytes
+from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
 from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
@@ -42,7 +40,6 @@ from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory, pages_that_fit
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.exchange import ExpertRanks
-from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.rank_device import RankDevice
@@ -55,15 +52,17 @@ from mooncake.transfer.device import DeviceMemory
 _log = logging.getLogger(__name__)
 
 
-def read_weights(path: Path, keys: KeyRing | None, cache_dir: str | None) -> tuple[Signature, str]:
-    """Return the signature and the revision of the checkpoint at `path`. Files that are not in
-    `cache_dir` are hashed.
+def read_weights(
+    path: Path, keys: KeyRing | None, cache_dir: str | None, lent: LentFiles | None = None
+) -> tuple[Signature, str]:
+    """Return the signature and the revision of the checkpoint at `path`, of which weights may be
+    `lent`. Files that are not in `cache_dir` are hashed.
 
     Raises:
         CheckpointError: it cannot be read.
         ConfigError: these are not its keys.
     """
-    checkpoint = Checkpoint.open(path, keys)
+    checkpoint = Checkpoint.open(path, keys, lent)
     checkpoint.check_names(tensor_shapes(checkpoint.spec))
     return checkpoint.signature, checkpoint.revision(None if cache_dir is None else Path(cache_dir))
 
@@ -96,10 +95,8 @@ class ModelSource:
                 checkpoint's keys.
             CheckpointError: it cannot be read, or the model cannot compute in `dtype`.
         """
-        self._path = path
-        self._keys = keys
         self._lent = lent
-        self._checkpoint = self._opened()
+        self._checkpoint = Checkpoint.open(path, keys, lent)
         if dtype not in SPEC_DTYPES:
             raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(SPEC_DTYPES)}")
         self._dtype = SPEC_DTYPES[dtype]
@@ -154,63 +151,19 @@ class ModelSource:
                         self._options.num_threads
                     )  # what is measured depends on it
                 group = None if self.lead is None else self.lead.group
-                model = self._load(group, progress)
+                peers = self._join_peers()
+                model = self._device.load(self._checkpoint, group, peers, progress)
+                self._give_back()
                 if self.lead is not None:
                     self.lead.wait_until_loaded()
                 self._head = load_head(self._options.draft_model, model, self._device.backends)
                 self._model = model
 
-    def _opened(self) -> Checkpoint:
-        """Return the checkpoint with lent weights, or with those of the files if none are lent."""
-        if self._lent is not None:
-            try:
-                return Checkpoint.open(self._path, self._keys, self._lent)
-            except LoanEnded as error:
-                self._give_back(error)
-        return Checkpoint.open(self._path, self._keys)
-
-    def _load(self, group: Group | None, progress: Callable[[int, int], None] | None) -> KimiK2:
-        """Return the loaded model. If lent weights end meanwhile, it begins again from files."""
-        while True:
-            try:
-                model = self._device.load(self._checkpoint, group, self._join_peers(), progress)
-            except LoanEnded as error:
-                revision = self.revision
-                self._give_back(error)
-                self._checkpoint = self._opened()
-                del self.revision  # it was that of the lent weights
-                if self.revision != revision:
-                    raise CheckpointError(
-                        f"{self._path} holds other weights (revision {self.revision}) than those "
-                        f"that were lent ({revision}): copy those there"
-                    ) from error
-            else:
-                self._give_back()
-                return model
-            gc.collect()  # the error's frames refer to it, and hold what was loaded
-
-    def _give_back(self, error: LoanEnded | None = None) -> None:
-        """Free what lent weights take, after the last of them was read or an `error` ended that.
-
-        Raises:
-            CheckpointError: it was an error, and there are no files.
-        """
+    def _give_back(self) -> None:
+        """Free what lent weights take."""
         lent, self._lent = self._lent, None
         if lent is not None:
             lent.close()
-        if error is None:
-            return
-        if not has_weights(self._path):
-            raise CheckpointError(
-                f"{error.message}; {self._path} has no weights either: start this worker again to "
-                "read them from another engine, or copy them there"
-            ) from error
-        _log.warning("%s; the weights are read from %s", error.message, self._path)
-
-    @property
-    def plain_contents(self) -> list[PlainBytes]:
-        """The files of the weights, if they are plain files of this machine; else none."""
-        return self._checkpoint.plain_contents
 
     def warm_up(
         self, config: EngineConfig, progress: Callable[[int, int], None] | None = None

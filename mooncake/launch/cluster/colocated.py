@@ -213,7 +213,7 @@ class ColocatedWorkers(Workers):
         dtype, options = plan.model.dtype, plan.options
         self._model = HeldModel(
             lambda path, _: open_model(path, dtype, options),
-            lambda path: read_weights(path, options),
+            lambda question: read_weights(question.model, options),
         )
         settings = cluster_workers(
             self._config,

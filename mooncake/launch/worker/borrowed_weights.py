@@ -1,9 +1,8 @@
 """Reads the weights of a running engine instead of files: the other side of `weights_lender`.
 
-The digests of the lender's files must make the revision that is wanted. A file is read in the
-pieces by which it was hashed, into a few places in memory, some pieces ahead of who reads. A piece
-is given away only if its checksum is the one that was made when the lender's file was hashed. Owns
-a transfer engine and these places until `close`.
+The digests of the lender's files must make the revision that is wanted. If a loan ends while it is
+read, the same bytes are read on from another engine, and where none lends them from the files of
+this machine. Whoever reads notices nothing of that.
 """
 
 from __future__ import annotations
@@ -13,15 +12,19 @@ import logging
 import select
 import threading
 import time
-import weakref
-from collections.abc import Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
+import msgspec
 
-from mooncake.base import MonotonicClock, MooncakeError, SystemIds, WorkerRef, format_bytes
-from mooncake.base.kv_layout import SegmentRef
+from mooncake.base import (
+    CheckpointError,
+    MonotonicClock,
+    MooncakeError,
+    SystemIds,
+    WorkerRef,
+    format_bytes,
+)
 from mooncake.base.messages import (
     AskCluster,
     BorrowWeights,
@@ -31,288 +34,286 @@ from mooncake.base.messages import (
     WeightsLent,
 )
 from mooncake.base.rights import client_id
+from mooncake.crypto.keys import KeyRing
 from mooncake.identity import Credential
+from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
+from mooncake.launch.worker.rank_moves import credential_of, on_this_machine
 from mooncake.launch.worker.weights_lender import over_tcp
-from mooncake.model.checkpoint.files.checkpoint_files import LentFiles, LoanEnded
-from mooncake.model.checkpoint.files.revision import (
-    PIECE_BYTES,
-    SUM_BYTES,
-    sum_of,
-    weights_revision,
+from mooncake.model.checkpoint.files.checkpoint_files import (
+    CheckpointFiles,
+    LentFiles,
+    has_weights,
 )
+from mooncake.model.checkpoint.files.encryption import SUFFIX
+from mooncake.model.checkpoint.files.file_bytes import FileBytes
+from mooncake.model.checkpoint.files.revision import PIECE_BYTES, SUM_BYTES, weights_revision
 from mooncake.model.checkpoint.files.statements import FILE_NAME
+from mooncake.model.options import ModelOptions
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.zmq_channel import ZmqChannel
-from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
-from mooncake.transfer.router import RoutedTransfer
 
 _log = logging.getLogger(__name__)
 
-NUM_PLACES = 12
-"""Pieces in memory. Those who read go through a few parts of a file side by side: tensors of one
-layer, the words and the factors of one weight.
-"""
-NUM_AHEAD = 2
-"""Pieces of a file that are read ahead: one comes while the one before is checked."""
 ASK_AGAIN_S = 0.5
 ANSWER_S = 5.0
 """A gateway tells by then which engines there are."""
 LEND_S = 120.0
 """An engine that was asked lends by then: it may have to hash its files first."""
-PIECE_S = 60.0
-"""A piece comes within this time, or its lender is taken for lost."""
-_POLL_S = 0.5
 
 
-class _State(Enum):
-    COMING = auto()
-    HERE = auto()
-    """It is not checked yet."""
-    CHECKING = auto()
-    CHECKED = auto()
+MAX_KNOWN = 2
+"""Weights whose lender a process remembers: those that it serves, and those that come next."""
 
 
-class _Place:
-    """Memory for one piece."""
+class Loan(msgspec.Struct, frozen=True):
+    """What an engine lends, and all that is needed to find another lender of the same weights. The
+    lead of an engine gives it to its other ranks.
+    """
 
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
-        self.key: tuple[int, int] | None = None
-        """The number of the file, and of the piece in it."""
-        self.state = _State.CHECKED
-        self.num_readers = 0
-        self.used = 0
-
-
-class PieceReader:
-    """Reads files of a lender in checked pieces. Any number of threads may read at once."""
-
-    def __init__(
-        self,
-        transfer: RoutedTransfer,
-        segment: SegmentRef,
-        files: Sequence[LentFile],
-        lender: str,
-        num_places: int = NUM_PLACES,
-    ) -> None:
-        """`lender` is how messages name it."""
-        self.num_bytes = 0
-        """The bytes that have come."""
-        self._transfer = transfer
-        self._segment = segment
-        self._files = files
-        self._lender = lender
-        self._clock = MonotonicClock()
-        counts = [-(-file.num_bytes // PIECE_BYTES) for file in files]
-        self._piece_bytes = min(PIECE_BYTES, max(file.num_bytes for file in files))
-        num_places = min(num_places, sum(counts))
-        self._region = transfer.allocate(num_places * self._piece_bytes, "borrowed weights")
-        self._memory = np.frombuffer(self._region.buffer, dtype=np.uint8)
-        self._places = [_Place(number * self._piece_bytes) for number in range(num_places)]
-        self._here: dict[tuple[int, int], _Place] = {}
-        self._coming: dict[int, _Place] = {}
-        """Batch -> the place that it fills."""
-        self._changed = threading.Condition()
-        self._polling = False
-        self._error: LoanEnded | None = None
-        self._count = 0
-
-    def read(self, file: int, begin: int, end: int) -> memoryview:
-        """Return bytes [begin, end) of a file. A place is kept for as long as somebody holds bytes
-        of it; when many are kept so, copies are returned.
-
-        Raises:
-            LoanEnded: they do not come, or are not what the revision stands for.
-        """
-        first, within = divmod(begin, PIECE_BYTES)
-        if begin < end <= (first + 1) * PIECE_BYTES:
-            return self._view(self._hold((file, first)), within, end - begin)
-        out = np.empty(end - begin, dtype=np.uint8)
-        at = begin
-        while at < end:
-            piece, within = divmod(at, PIECE_BYTES)
-            stop = min(end, (piece + 1) * PIECE_BYTES)
-            place = self._hold((file, piece))
-            source = place.offset + within
-            out[at - begin : stop - begin] = self._memory[source : source + stop - at]
-            self._release(place)
-            at = stop
-        return out.data
-
-    def _view(self, place: _Place, within: int, length: int) -> memoryview:
-        """Return bytes of a place that is held."""
-        begin = place.offset + within
-        view = self._memory[begin : begin + length]
-        with self._changed:
-            num_kept = sum(each.num_readers > 0 for each in self._places)
-        if num_kept > len(self._places) // 2:
-            view = view.copy()
-            self._release(place)
-        else:
-            weakref.finalize(view, self._release, place).atexit = False
-        return view.data
-
-    def _release(self, place: _Place) -> None:
-        """Stop holding a place. From any thread."""
-        with self._changed:
-            place.num_readers -= 1
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Free the memory. Nobody may read any more."""
-        with self._changed:
-            self._error = LoanEnded(f"what {self._lender} lent was given back")
-            self._memory = np.empty(0, dtype=np.uint8)
-        self._transfer.unregister(self._region)
-        del self._region
-
-    def _hold(self, key: tuple[int, int]) -> _Place:
-        """Return the place of a checked piece; it keeps the piece until it has no readers."""
-        with self._changed:
-            while (place := self._asked(key)) is None:
-                self._wait()
-            place.num_readers += 1
-            try:
-                for ahead in range(1, NUM_AHEAD + 1):
-                    self._asked((key[0], key[1] + ahead))
-                while place.state is not _State.CHECKED:
-                    if place.state is _State.HERE:
-                        self._check(place, key)
-                    else:
-                        self._wait()
-                if self._error is not None:
-                    raise self._error
-            except BaseException:
-                place.num_readers -= 1
-                raise
-            return place
-
-    def _asked(self, key: tuple[int, int]) -> _Place | None:
-        """Return the place of a piece, which is asked for if it is not here; None: there is no such
-        piece, or no place for it now.
-        """
-        if self._error is not None:
-            raise self._error
-        self._count += 1
-        place = self._here.get(key)
-        if place is None:
-            number, piece = key
-            begin = piece * PIECE_BYTES
-            length = min(PIECE_BYTES, self._files[number].num_bytes - begin)
-            free = [
-                each for each in self._places
-                if each.num_readers == 0 and each.state in (_State.HERE, _State.CHECKED)
-            ]  # fmt: skip
-            if length <= 0 or not free:
-                return None
-            place = min(free, key=lambda each: each.used)
-            if place.key is not None:
-                del self._here[place.key]
-            place.key, place.state = key, _State.COMING
-            self._here[key] = place
-            region = self._files[number].region
-            operation = TransferOp(self._region.region_id, place.offset, region, begin, length)
-            batch = TransferBatch(
-                op=Op.READ, peer=self._segment, ops=[operation],
-                deadline_s=self._clock.now() + PIECE_S,
-            )  # fmt: skip
-            self._coming[self._transfer.submit(batch)] = place
-        place.used = self._count
-        return place
-
-    def _check(self, place: _Place, key: tuple[int, int]) -> None:
-        """Compare a piece with its checksum, without the lock."""
-        number, piece = key
-        file = self._files[number]
-        length = min(PIECE_BYTES, file.num_bytes - piece * PIECE_BYTES)
-        place.state = _State.CHECKING
-        self._changed.release()
-        try:
-            found = sum_of(self._region.buffer[place.offset : place.offset + length])
-        finally:
-            self._changed.acquire()
-        if found != file.sums[piece * SUM_BYTES : (piece + 1) * SUM_BYTES]:
-            self._error = LoanEnded(
-                f"{file.name}, bytes from {piece * PIECE_BYTES} on, came from {self._lender} with "
-                "another checksum than the file had when it was hashed"
-            )
-        place.state = _State.CHECKED
-        self._changed.notify_all()
-
-    def _wait(self) -> None:
-        """Wait until something has changed: pieces have come, or a place is free."""
-        if self._error is not None:
-            raise self._error
-        if self._polling or not self._coming:
-            self._changed.wait(_POLL_S)
-            return
-        self._polling = True
-        self._changed.release()
-        try:
-            ended = self._transfer.wait(_POLL_S)
-        finally:
-            self._changed.acquire()
-            self._polling = False
-        for done in ended:
-            self._coming.pop(done.batch_id).state = _State.HERE
-            self.num_bytes += done.num_bytes
-            if done.error is not None and self._error is None:
-                self._error = LoanEnded(f"{self._lender} lends no more: {done.error}")
-        self._changed.notify_all()
-        if self._error is not None:
-            raise self._error
+    lent: WeightsLent
+    revision: str
+    gateways: list[str]
+    """Addresses of gateways, which know the engines."""
+    config: TransferConfig
 
 
-class _PeerBytes:
-    """The bytes of one lent file: a `FileBytes`."""
+class _Lender:
+    """Files that an engine lends."""
 
-    def __init__(self, reader: PieceReader, number: int, path: Path, num_bytes: int) -> None:
-        self._reader = reader
-        self._number = number
-        self.path = path
-        self.num_bytes = num_bytes
-
-    def read(self, begin: int, end: int) -> memoryview:
-        return self._reader.read(self._number, begin, end)
-
-
-class BorrowedWeights:
-    """The files of a running engine's weights, to be read until `close`."""
-
-    def __init__(
-        self, lent: WeightsLent, path: Path, config: TransferConfig, credential: Credential
-    ) -> None:
-        """Connect to the lender. `path` is the directory of the other files of the checkpoint."""
+    def __init__(self, lent: WeightsLent, config: TransferConfig, credential: Credential) -> None:
         assert lent.segment is not None
-        self.lender = lent.lender
+        self.name = lent.lender
+        # Nobody connects to an engine that only reads, so it takes no port of a range.
+        listen = dataclasses.replace(config.tcp.listen, ports=None)
+        config = dataclasses.replace(config, tcp=dataclasses.replace(config.tcp, listen=listen))
         self._began_s = time.monotonic()
         self._transfer = open_transfer(
             over_tcp(config), SystemIds().hex(8), MonotonicClock(), credential=credential
         )
         try:
-            self._reader = PieceReader(self._transfer, lent.segment, lent.files, self.lender)
+            self._reader = PieceReader(self._transfer, lent.segment, lent.files, self.name)
         except BaseException:
             self._transfer.close()
             raise
-        self.files = LentFiles(
-            {
-                file.name: _PeerBytes(self._reader, number, path / file.name, file.num_bytes)
-                for number, file in enumerate(lent.files)
-            },
-            _digests(lent.files),
-            self._close,
-        )
+        self._numbers = {file.name: number for number, file in enumerate(lent.files)}
 
-    def _close(self) -> None:
-        """Free the memory."""
+    def read(self, name: str, begin: int, end: int) -> memoryview:
+        return self._reader.read(self._numbers[name], begin, end)
+
+    def close(self) -> None:
+        """Free the memory, once nobody reads any more."""
         self._reader.close()
         self._transfer.close()
         num_bytes, took_s = self._reader.num_bytes, time.monotonic() - self._began_s
         _log.info(
             "weights: %s were read from %s, which serves them, in %.1f s",
-            format_bytes(num_bytes), self.lender, took_s,
+            format_bytes(num_bytes), self.name, took_s,
         )  # fmt: skip
+
+
+class _Files:
+    """The files of this machine."""
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        # An encrypted file has the name of the plain one, with an ending.
+        self._contents: Mapping[str, FileBytes] = {
+            content.path.name.removesuffix(SUFFIX): content for content in files.contents
+        }
+
+    def read(self, name: str, begin: int, end: int) -> memoryview:
+        return self._contents[name].read(begin, end)
+
+    def close(self) -> None:
+        """There is nothing to free: tensors may be views of the files."""
+
+
+class BorrowedWeights:
+    """The files of a running engine's weights, to be read until `close`. Threads may share it."""
+
+    def __init__(
+        self,
+        loan: Loan,
+        path: Path,
+        credential: Credential,
+        keys: KeyRing | None,
+        cache_dir: Path | None,
+    ) -> None:
+        """Connect to the lender. `path` is the directory of the other files of the checkpoint. It
+        may have the weights, too, encrypted if there are `keys`. `cache_dir` has digests of files.
+        """
+        self.loan = loan
+        self._path = path
+        self._credential = credential
+        self._keys = keys
+        self._cache_dir = cache_dir
+        self._lock = threading.Lock()
+        self._ended: set[str] = set()
+        """The transfer engines of lenders that are not asked again."""
+        self._error: CheckpointError | None = None
+        """Why nothing can be read any more."""
+        self._lent = loan.lent
+        self._source: _Lender | _Files | None = _Lender(loan.lent, loan.config, credential)
+        """None if nothing can be read any more."""
+        self.files = LentFiles(
+            {
+                file.name: _BorrowedBytes(self, path / file.name, file.num_bytes)
+                for file in loan.lent.files
+            },
+            _digests(loan.lent.files),
+            self.close,
+        )
+
+    def read(self, name: str, begin: int, end: int) -> memoryview:
+        """Return bytes [begin, end) of a file.
+
+        Raises:
+            CheckpointError: neither an engine nor this machine has them any more.
+        """
+        while True:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                source = self._source
+            assert source is not None, "an error says why there is none"
+            try:
+                return source.read(name, begin, end)
+            except LoanEnded as error:
+                with self._lock:
+                    if self._source is source and self._error is None:
+                        self._go_on(source, error)
+
+    def close(self) -> None:
+        """Free the memory."""
+        with self._lock:
+            if self._source is not None:
+                self._source.close()
+                self._source = None
+            self._error = CheckpointError(f"what {self._lent.lender} lent was given back")
+
+    def _go_on(self, source: _Lender | _Files, error: LoanEnded) -> None:
+        """Take another source of the same bytes in place of one that has ended."""
+        assert self._lent.segment is not None
+        self._ended.add(self._lent.segment.engine_id)
+        source.close()
+        self._source = None
+        loan = self.loan
+        found = borrow(
+            loan.gateways, self._path, loan.revision, loan.config, self._credential,
+            without=self._ended,
+        )  # fmt: skip
+        try:
+            if isinstance(found, WeightsLent):
+                self._source = _Lender(found, loan.config, self._credential)
+                self._lent = found
+                _log.warning("%s; the weights are read from %s", error.message, found.lender)
+                return
+            files = self._own_files(f"{error.message}; no other engine lends them ({found})")
+            self._source = _Files(files)
+        except (MooncakeError, OSError) as problem:
+            self._error = CheckpointError(str(problem))
+            return
+        _log.warning("%s; the weights are read from %s", error.message, self._path)
+
+    def _own_files(self, why: str) -> CheckpointFiles:
+        """Return the files of this machine if they are those that were lent."""
+        if not has_weights(self._path):
+            raise CheckpointError(
+                f"{why}; {self._path} has no weights either: start this worker again to read them "
+                "from another engine, or copy them there"
+            )
+        files = CheckpointFiles.open(self._path, self._keys)
+        revision = files.revision(self._cache_dir)
+        if revision != self.loan.revision:
+            raise CheckpointError(
+                f"{why}; {self._path} holds other weights (revision {revision}) than those that "
+                f"were lent ({self.loan.revision}): copy those there"
+            )
+        return files
+
+
+def borrowed_by_rank(
+    loan: bytes, host: str | None, model: str, keys: KeyRing | None, options: ModelOptions
+) -> LentFiles:
+    """Return the weights that the lead of an engine lets another of its ranks read. `host` is the
+    address of this machine, if the lead is on another one.
+    """
+    found = msgspec.msgpack.decode(loan, type=Loan)
+    credential, _ = credential_of(found.config)
+    if host is not None:
+        found = msgspec.structs.replace(found, config=on_this_machine(found.config, host))
+    cache_dir = None if options.cache_dir is None else Path(options.cache_dir)
+    return BorrowedWeights(found, Path(model), credential, keys, cache_dir).files
+
+
+class Borrower:
+    """Finds weights that engines lend, for one process. It remembers who lends them, so that a
+    worker that comes back asks no gateway, which may know no engine then.
+    """
+
+    def __init__(
+        self,
+        gateways: Sequence[str],
+        start: Path,
+        config: TransferConfig,
+        credential: Credential,
+        keys: Callable[[], KeyRing | None],
+        cache_dir: str | None,
+    ) -> None:
+        """`start` is the directory with which the process was started. `config` is that of its
+        transfer engine. `keys` finds the keys of encrypted weights; `cache_dir` has digests.
+        """
+        self._gateways = list(gateways)
+        self._start = start
+        self._config = config
+        self._credential = credential
+        self._keys = keys
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._known: dict[str, WeightsLent] = {}
+        """The last loans, by the revision of their weights."""
+
+    def directory(self, path: Path) -> Path:
+        """Return where the files beside the weights in `path` are: there, or where they were at the
+        start.
+        """
+        return path if (path / "config.json").exists() else self._start
+
+    def borrow(
+        self, path: Path, revision: str, engines: Sequence[WorkerRef] = ()
+    ) -> BorrowedWeights | str:
+        """Return the weights `revision` of an engine, or why none lends them. `path` is the
+        directory of the checkpoint. `engines`: those to ask; empty: who lent them before, or else
+        all engines.
+        """
+        path = self.directory(path)
+        lent: WeightsLent | str | None = None if engines else self._known.get(revision)
+        if lent is None:
+            lent = borrow(
+                self._gateways, path, revision, self._config, self._credential, engines=engines
+            )
+        if isinstance(lent, str):
+            return lent
+        self._known.pop(revision, None)
+        self._known[revision] = lent
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        loan = Loan(lent, revision, self._gateways, self._config)
+        try:
+            return BorrowedWeights(loan, path, self._credential, self._keys(), self._cache_dir)
+        except MooncakeError as error:
+            return error.message
+
+
+class _BorrowedBytes:
+    """The bytes of one borrowed file: a `FileBytes`."""
+
+    def __init__(self, weights: BorrowedWeights, path: Path, num_bytes: int) -> None:
+        self._weights = weights
+        self.path = path
+        self.num_bytes = num_bytes
+
+    def read(self, begin: int, end: int) -> memoryview:
+        return self._weights.read(self.path.name, begin, end)
 
 
 def _digests(files: Sequence[LentFile]) -> dict[str, str]:
@@ -345,38 +346,38 @@ def borrow(
     revision: str,
     config: TransferConfig,
     credential: Credential,
-) -> BorrowedWeights | str:
-    """Return the weights `revision` of an engine that `gateways` know, or why no engine lends
-    them. The first engine that answers lends. `path` has the other files of the checkpoint.
+    *,
+    engines: Sequence[WorkerRef] = (),
+    without: Collection[str] = (),
+) -> WeightsLent | str:
+    """Return the weights `revision` as an engine lends them, or why no engine does. The first one
+    that answers lends, of `engines`, or of all that `gateways` know.
+
+    path: the directory of the other files of the checkpoint. without: the transfer engines of
+    lenders that are not wanted.
     """
     try:
         config_json = (path / "config.json").read_bytes()
     except OSError as error:
         return f"{path / 'config.json'} cannot be read ({error.strerror or error})"
-    own_host = config.tcp.listen.bind_host
-    channel = ZmqChannel(
-        own_host, credential=credential, advertise_host=config.tcp.listen.advertise_host,
-        ports=config.tcp.listen.ports, tells_ends=True,
-    )  # fmt: skip
+    listen = config.tcp.listen
+    try:
+        channel = ZmqChannel(
+            listen.bind_host, credential=credential, advertise_host=listen.advertise_host,
+            ports=listen.ports, tells_ends=True,
+        )  # fmt: skip
+    except MooncakeError as error:
+        return error.message
     try:
         # With such an id a gateway knows that only this process is told of a refusal.
         own_id = f"{client_id(credential.certificate.channel_key.hex())}weights"
         own = WorkerRef(own_id, SystemIds().hex(8), channel.address)
-        engines = _engines(channel, own, gateways)
-        if not engines:
+        asked = engines or _engines(channel, own, gateways)
+        if not asked:
             return "no engine runs yet"
-        lent = _loan(channel, own, engines, config_json, revision)
+        return _loan(channel, own, asked, config_json, revision, without)
     finally:
         channel.close()
-    if isinstance(lent, str):
-        return lent
-    # Nobody connects to an engine that only reads, so it takes no port of a range.
-    listen = dataclasses.replace(config.tcp.listen, ports=None)
-    config = dataclasses.replace(config, tcp=dataclasses.replace(config.tcp, listen=listen))
-    try:
-        return BorrowedWeights(lent, path, config, credential)
-    except MooncakeError as error:
-        return error.message
 
 
 def _engines(channel: ZmqChannel, own: WorkerRef, gateways: Sequence[str]) -> list[WorkerRef]:
@@ -400,6 +401,7 @@ def _loan(
     engines: Sequence[WorkerRef],
     config_json: bytes,
     revision: str,
+    without: Collection[str] = (),
 ) -> WeightsLent | str:
     """Return the first usable answer of an engine, or the reason of the last that lends nothing."""
     waiting = {ticket: engine.address for ticket, engine in enumerate(engines)}
@@ -416,6 +418,8 @@ def _loan(
                     reason = f"an engine refuses: {message.reason}"
                 elif problem := check_lent(message, config_json, revision):
                     reason = f"{message.lender}: {problem}"
+                elif message.segment is None or message.segment.engine_id in without:
+                    reason = f"{message.lender}: its loan has ended once"
                 else:
                     return message
                 waiting.pop(message.ticket, None)

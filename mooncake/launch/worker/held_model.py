@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mooncake.base import KvLayout
+from mooncake.base import CheckpointError, KvLayout
 from mooncake.base.cluster_mode import DROPPED
-from mooncake.base.messages import NextLife, Role
+from mooncake.base.messages import CheckWeights, NextLife, Role
 
 if TYPE_CHECKING:  # a worker without a model has no torch either
     from mooncake.launch.worker.process import WorkerSettings
     from mooncake.model.checkpoint.files.signature import Signature
     from mooncake.model.opening import ModelSource
+
+
+class NoFiles(CheckpointError):
+    """This machine has no files of the weights, and reads them from engines."""
 
 
 class HeldModel:
@@ -30,10 +34,10 @@ class HeldModel:
     def __init__(
         self,
         open_source: Callable[[str, str], ModelSource],
-        read: Callable[[str], tuple[Signature, str]],
+        read: Callable[[CheckWeights], tuple[Signature, str]],
     ) -> None:
         """`open_source` opens the checkpoint in a directory, whose weights have this revision.
-        `read` returns what `opening.read_weights` does.
+        `read` returns what `opening.read_weights` does of the weights that a question names.
         """
         self._open = open_source
         self._read = read
@@ -71,18 +75,19 @@ class HeldModel:
             self._drop()
             return DROPPED
 
-    def check(self, model: str, layout: KvLayout) -> tuple[str, str]:
-        """Return the revision of the weights in the directory `model`, and the fingerprint that
+    def check(self, question: CheckWeights, layout: KvLayout) -> tuple[str, str]:
+        """Return the revision of the weights that a `question` names, and the fingerprint that
         `layout` has under them.
 
         Raises:
+            NoFiles: they have to be read from another engine.
             MooncakeError: they cannot take the place of those that were served.
         """
-        signature, revision = self._read(model)
+        signature, revision = self._read(question)
         with self._lock:
             served = self._served
         assert served is not None, "only a worker that sleeps checks weights"
-        signature.check_replaces(served, Path(model))
+        signature.check_replaces(served, Path(question.model))
         spec = signature.spec
         named = KvLayout.for_model(
             spec,

@@ -12,16 +12,19 @@ from mooncake.launch.host.key_source import read_keys
 from mooncake.model.options import ModelOptions
 
 if TYPE_CHECKING:
+    from mooncake.launch.worker.borrowed_weights import BorrowedWeights
     from mooncake.launch.worker.far_ranks import FarStages
-    from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
     from mooncake.model.checkpoint.files.signature import Signature
     from mooncake.model.opening import ModelSource
     from mooncake.model.parallel.peers import Peers
 
 
-def read_weights(path: str, options: ModelOptions) -> tuple[Signature, str]:
+def read_weights(
+    path: str, options: ModelOptions, borrowed: BorrowedWeights | None = None
+) -> tuple[Signature, str]:
     """Return what a checkpoint has in common with those that can replace it, and the revision of
-    its weights. Files that were not hashed before are hashed.
+    its weights. Files that were not hashed before are hashed. `borrowed` weights are used in place
+    of those there.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -30,7 +33,8 @@ def read_weights(path: str, options: ModelOptions) -> tuple[Signature, str]:
     with importing():
         from mooncake.model import opening
 
-    return opening.read_weights(Path(path), read_keys(options.weights_key), options.cache_dir)
+    lent = None if borrowed is None else borrowed.files
+    return opening.read_weights(Path(path), read_keys(options.weights_key), options.cache_dir, lent)
 
 
 def open_model(
@@ -39,13 +43,12 @@ def open_model(
     options: ModelOptions | None = None,
     peers: Peers | None = None,
     far: FarStages | None = None,
-    lent: LentFiles | None = None,
+    borrowed: BorrowedWeights | None = None,
 ) -> ModelSource:
-    """Return the checkpoint at `path`, with weights not loaded yet; `lent` ones are used in place
-    of those there. If there are several ranks, the
-    others begin to load in their own processes. `peers`: the instances with which it shares its
-    experts; the model owns their links from now on. `far`: where the stages on other machines are.
-    The first call imports torch.
+    """Return the checkpoint at `path`, with weights not loaded yet; `borrowed` ones are used in
+    place of those there. If there are several ranks, the others begin to load in their own
+    processes. `peers`: the instances with which it shares its experts; the model owns their links
+    from now on. `far`: where the stages on other machines are. The first call imports torch.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -57,13 +60,15 @@ def open_model(
 
     options = options or ModelOptions()
     keys = read_keys(options.weights_key)
+    lent = None if borrowed is None else borrowed.files
     if options.shape.num_ranks == 1:
         return ModelSource(Path(path), dtype, options, keys, peers=peers, lent=lent)
     from mooncake.launch.worker.rank_processes import start_ranks
 
-    lead = start_ranks(path, dtype, options, peers, far)
+    loan = None if borrowed is None else borrowed.loan
+    lead = start_ranks(path, dtype, options, peers, far, loan)
     try:
-        return ModelSource(Path(path), dtype, options, keys, lead, peers)
+        return ModelSource(Path(path), dtype, options, keys, lead, peers, lent)
     except BaseException:
         lead.close()
         raise

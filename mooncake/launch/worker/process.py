@@ -37,7 +37,7 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.cluster_mode import ClusterMode
-from mooncake.base.messages import Asleep, NextLife
+from mooncake.base.messages import Asleep, CheckWeights, NextLife
 from mooncake.base.pool_messages import PoolState
 from mooncake.base.rights import CredentialRole
 from mooncake.crypto.keys import KeySource
@@ -57,15 +57,16 @@ from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health, HealthSettings
+from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.host.link_metrics import link_families
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.host.start_phases import StartPhases
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.pool_node.metrics import node_families
-from mooncake.launch.worker.borrowed_weights import BorrowedWeights, borrow
+from mooncake.launch.worker.borrowed_weights import BorrowedWeights, Borrower
 from mooncake.launch.worker.health_port import HealthPort
-from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
+from mooncake.launch.worker.held_model import HeldModel, NoFiles, next_settings, sleeps
 from mooncake.launch.worker.metrics import EngineFigures, engine_families
 from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.page_hasher import PageHasher
@@ -85,7 +86,7 @@ from mooncake.transfer.regions import Progress, no_progress
 from mooncake.transfer.tcp.backend import TcpSettings
 
 if TYPE_CHECKING:  # a worker without a model has no torch either
-    from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
+    from mooncake.model.checkpoint.files.signature import Signature
     from mooncake.model.device.pages import PageMemory
     from mooncake.model.opening import ModelSource
 
@@ -354,7 +355,7 @@ class Worker:
         if ports.hasher is not None:
             ports.hasher.close()  # they also read and write it
         if ports.lender is not None:
-            ports.lender.close()
+            ports.lender.leave()
         ports.channel.close()
         if ports.transfer is not None:
             if self._region is not None:
@@ -372,9 +373,11 @@ def doze(
     *,
     ids: IdSource | None = None,
     health_url: str = "",
+    lender: WeightsLender | None = None,
 ) -> Worker:
     """Return the worker of an engine that sleeps. It tells `gateways`, and frees what it does not
-    keep at its level of sleep.
+    keep at its level of sleep. `lender` lets others read its weights, and those that it has
+    checked.
     """
     ref = WorkerRef(settings.worker_id, (ids or SystemIds()).hex(8), channel.address)
     asleep = Asleep(
@@ -390,23 +393,31 @@ def doze(
     seeds = SeedAddresses(settings.seeds)
     known = [*gateways, *([settings.gateway_address] if settings.gateway_address else [])]
 
-    def check(path: str) -> None:
-        threading.Thread(target=look, args=(path,), name="check-weights", daemon=True).start()
+    def check(question: CheckWeights) -> None:
+        threading.Thread(target=look, args=(question,), name="check-weights", daemon=True).start()
 
-    def look(path: str) -> None:
+    def look(question: CheckWeights) -> None:
+        path, borrows = question.model, False
         revision = fingerprint = error = ""
         try:
-            revision, fingerprint = model.check(path, settings.layout)
+            revision, fingerprint = model.check(question, settings.layout)
+            if lender is not None:
+                lender.offer(revision, Path(path))
         except MooncakeError as problem:
-            error = problem.message
+            error, borrows = problem.message, isinstance(problem, NoFiles)
         except Exception as problem:  # whatever it is, the cluster keeps its weights
             _log.exception("the weights in %s cannot be checked", path)
             error = f"{path} cannot be checked ({type(problem).__name__}); the log says why"
-        worker.driver.call(lambda machine, _: machine.checked(revision, fingerprint, error))
+        worker.driver.call(
+            lambda machine, _: machine.checked(revision, fingerprint, error, borrows=borrows)
+        )
 
     interval_s = settings.instance.report_interval_s
-    machine = Sleeper(asleep, channel, known, seeds, check, interval_s)
-    ports = WorkerPorts(channel=channel, transfer=None, clock=MonotonicClock(), seeds=seeds)
+    lend = None if lender is None else lender.ask
+    machine = Sleeper(asleep, channel, known, seeds, check, interval_s, lend)
+    ports = WorkerPorts(
+        channel=channel, transfer=None, clock=MonotonicClock(), seeds=seeds, lender=lender
+    )
     worker = Worker(machine, ref, ports)  # `look` calls it
     return worker
 
@@ -575,9 +586,10 @@ def _open(
     advertise_host: str | None,
     health_url: str,
     gateways: Sequence[str],
+    lender: WeightsLender | None,
 ) -> Worker:
     """Return the worker over its own sockets. A worker that cannot be built leaves no sockets
-    open. `gateways`: those that its former life knew.
+    open. `gateways`: those that its former life knew. `lender`: that of an engine's process.
     """
     with contextlib.ExitStack() as opened:
         channel = ZmqChannel(
@@ -585,8 +597,11 @@ def _open(
             advertise_host=advertise_host,
         )  # fmt: skip
         opened.callback(channel.close)
+        if lender is not None:
+            lender.serve(channel, settings.weights_revision, Path(settings.model))
+            opened.callback(lender.leave)
         if model is not None and sleeps(settings):
-            worker = doze(settings, channel, model, gateways, health_url=health_url)
+            worker = doze(settings, channel, model, gateways, health_url=health_url, lender=lender)
             opened.pop_all()
             return worker
         source = None if model is None else model.use(settings)
@@ -596,13 +611,6 @@ def _open(
             progress=progress,
         )  # fmt: skip
         opened.callback(transfer.close)
-        lender = None
-        if source is not None:
-            opened_source = source
-            lender = WeightsLender(
-                settings.weights_revision, lambda: opened_source.plain_contents,
-                settings.worker_id, channel, config, credential, settings.options.cache_dir,
-            )  # fmt: skip
         worker = build(
             settings, channel, transfer, model=source, progress=progress, health_url=health_url,
             rank_transfer=config, lender=lender,
@@ -669,19 +677,25 @@ def run(
         started(worker)
 
     model: HeldModel | None = None
+    lender: WeightsLender | None = None
     following = SecretFollower(secret_file, credential.renew)
     try:
         if settings.role is not Role.KVSTORE:
             show("importing the tensor library", 0, 0)
-            options = settings.options
+            borrower = _borrower(settings, credential, advertise_host)
             model = HeldModel(
-                _opener(settings, credential, show, advertise_host),
-                lambda path: read_weights(path, options),
+                _opener(settings, credential, show, borrower), _reader(settings, borrower)
             )
+            lender = WeightsLender(
+                settings.worker_id, _transfer_config(settings, advertise_host), credential,
+                settings.options.cache_dir,
+            )  # fmt: skip
             model.use(settings)
         gateways: list[str] = []
         while True:
-            worker = _open(settings, credential, model, show, advertise_host, port.url, gateways)
+            worker = _open(
+                settings, credential, model, show, advertise_host, port.url, gateways, lender
+            )
             life = _be(settings, credential, worker, has_started, port)
             gateways = worker.gateways
             del worker  # nothing of it is needed
@@ -692,22 +706,43 @@ def run(
             settings = next_settings(settings, life)
     finally:
         following.close()
+        if lender is not None:
+            lender.close()
         if model is not None:
             model.close()
         if not port.health.failed:
             port.close()
 
 
+def _borrower(
+    settings: WorkerSettings, credential: Credential, advertise_host: str | None
+) -> Borrower | None:
+    """Return what finds the weights of other engines; None: this one reads files."""
+    if settings.weights_from != FROM_ENGINES:
+        return None
+    if settings.expert_group is not None:
+        _log.warning("weights are read from files: engines that share their experts read no others")
+        return None
+    gateways = dict.fromkeys([*settings.seeds, settings.gateway_address])
+    key = settings.options.weights_key
+    return Borrower(
+        list(filter(None, gateways)), Path(settings.model),
+        _transfer_config(settings, advertise_host), credential, lambda: read_keys(key),
+        settings.options.cache_dir,
+    )  # fmt: skip
+
+
 def _opener(
-    settings: WorkerSettings, credential: Credential, show: Progress, advertise_host: str | None
+    settings: WorkerSettings, credential: Credential, show: Progress, borrower: Borrower | None
 ) -> Callable[[str, str], ModelSource]:
     """Return how a worker opens the checkpoint in a directory, with all that shares its model."""
 
     def opened(path: str, revision: str) -> ModelSource:
-        lent = None
-        if settings.weights_from == FROM_ENGINES:
+        borrowed = None
+        if borrower is not None:
             show("asking engines for weights", 0, 0)
-            lent = _borrowed(settings, path, revision, credential, advertise_host)
+            path = str(borrower.directory(Path(path)))
+            borrowed = _borrowed(borrower, Path(path), revision)
         peers = None
         if settings.expert_group is not None:
             from mooncake.launch.worker.expert_peers import meet
@@ -719,29 +754,42 @@ def _opener(
             from mooncake.launch.worker.far_ranks import FarStages
 
             far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
-        return open_model(path, settings.dtype, settings.options, peers, far, lent)
+        return open_model(path, settings.dtype, settings.options, peers, far, borrowed)
 
     return opened
 
 
-def _borrowed(
-    settings: WorkerSettings,
-    path: str,
-    revision: str,
-    credential: Credential,
-    advertise_host: str | None,
-) -> LentFiles | None:
+def _reader(
+    settings: WorkerSettings, borrower: Borrower | None
+) -> Callable[[CheckWeights], tuple[Signature, str]]:
+    """Return how a worker that sleeps reads what a question names: from files of this machine, or
+    else from an engine that has some.
+    """
+
+    def read(question: CheckWeights) -> tuple[Signature, str]:
+        path = Path(question.model)
+        if borrower is None or has_weights(path):
+            return read_weights(question.model, settings.options)
+        if not question.lenders:
+            raise NoFiles(f"{path} has no weights, and no engine has files of them to lend")
+        found = borrower.borrow(path, question.revision, question.lenders)
+        if isinstance(found, str):
+            raise CheckpointError(f"{path} has no weights, and no engine lends any ({found})")
+        try:
+            return read_weights(str(borrower.directory(path)), settings.options, found)
+        finally:
+            found.close()
+
+    return read
+
+
+def _borrowed(borrower: Borrower, path: Path, revision: str) -> BorrowedWeights | None:
     """Return the weights of an engine that runs; None: no engine lends them."""
-    gateways = dict.fromkeys([*settings.seeds, settings.gateway_address])
-    config = _transfer_config(settings, advertise_host)
-    if settings.options.shape.num_ranks > 1 or settings.expert_group is not None:
-        found: BorrowedWeights | str = "engines of several ranks, or that share experts, read files"
-    else:
-        found = borrow(list(filter(None, gateways)), Path(path), revision, config, credential)
+    found = borrower.borrow(path, revision)
     if isinstance(found, BorrowedWeights):
-        _log.info("weights are read from %s, which serves them", found.lender)
-        return found.files
-    if not has_weights(Path(path)):
+        _log.info("weights are read from %s, which serves them", found.loan.lent.lender)
+        return found
+    if not has_weights(path):
         raise CheckpointError(
             f"{path} has no weights, and no engine lends any ({found}): start this worker again "
             "once an engine of the cluster serves, or copy the weights there"

@@ -50,7 +50,7 @@ class _Memory:
         answer: Callable[[RankAnswer], None],
         device: DeviceMemory | None,
     ) -> None:
-        credential, file = _credential(config)
+        credential, file = credential_of(config)
         self.transfer: RoutedTransfer = open_transfer(
             config, SystemIds().hex(8), MonotonicClock(), credential=credential
         )
@@ -122,7 +122,7 @@ class RankMoves:
         try:
             config = msgspec.msgpack.decode(transfer, type=TransferConfig)
             if self._host is not None:
-                config = _on_this_machine(config, self._host)
+                config = on_this_machine(config, self._host)
             self._memory = memory = _Memory(pages, config, self._answer, device)
         except MooncakeError as error:
             self._answer(Opened(None, 0, error.message))
@@ -152,7 +152,7 @@ class RankMoves:
         self._send(encode_answer(answer))
 
 
-def _credential(config: TransferConfig) -> tuple[Credential, Path | None]:
+def credential_of(config: TransferConfig) -> tuple[Credential, Path | None]:
     """Return what a rank proves itself with, and the file that it follows. If the environment of
     its machine names a file, that one is used, since the lead's credential may expire; otherwise
     the lead's credential.
@@ -162,7 +162,7 @@ def _credential(config: TransferConfig) -> tuple[Credential, Path | None]:
     return own_credential(read_secret(file) if file else config.secret, *config.roles), file
 
 
-def _on_this_machine(config: TransferConfig, host: str) -> TransferConfig:
+def on_this_machine(config: TransferConfig, host: str) -> TransferConfig:
     """Return a lead's transfer config, adapted to a rank's own machine."""
     listen = ListenAddress(host, ports=config.tcp.listen.ports)
     tcp = dataclasses.replace(config.tcp, listen=listen)

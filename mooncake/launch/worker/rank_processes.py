@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -30,6 +30,7 @@ from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.rank_moves import RankMoves
+from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.joining import FarStore, ServedStore, join, make_file
@@ -38,6 +39,9 @@ from mooncake.model.parallel.peers import Peers
 from mooncake.model.running.follower import FollowerSettings, run
 from mooncake.telemetry.log import configure_logging
 from mooncake.transfer.net.blocking import send
+
+if TYPE_CHECKING:  # it needs channels, which most followers do not
+    from mooncake.launch.worker.borrowed_weights import Loan
 
 EXCHANGE_S = 30.0
 """A rank that stands still is detected by then: no layer of a step takes as long."""
@@ -51,10 +55,11 @@ def start_ranks(
     options: ModelOptions,
     peers: Peers | None = None,
     far: FarStages | None = None,
+    loan: Loan | None = None,
 ) -> Lead:
     """Start the followers of an instance of several ranks; they begin to load. `peers`: the workers
     with which they share experts. `far`: the machines of the stages before the last; None: this
-    one.
+    one. `loan`: the weights of an engine, which they read in place of files.
 
     Raises:
         ConfigError: the machine of a stage starts none.
@@ -81,6 +86,7 @@ def start_ranks(
                 sign_s=SIGN_S,
                 store=None if store is None else store.address,
                 number=0 if peers is None else peers.number,
+                loan=b"" if loan is None else msgspec.msgpack.encode(loan),
             )
             send(ours, msgspec.msgpack.encode(settings))
         if store is None:
@@ -202,4 +208,12 @@ def main() -> None:
     def keys(options: ModelOptions) -> KeyRing | None:
         return read_keys(options.weights_key)
 
-    run(socket.socket(fileno=link), joined, shared, keys, open_moves)
+    def lent(settings: FollowerSettings) -> LentFiles | None:
+        if not settings.loan:
+            return None
+        from mooncake.launch.worker.borrowed_weights import borrowed_by_rank
+
+        options = settings.options
+        return borrowed_by_rank(settings.loan, host or None, settings.model, keys(options), options)
+
+    run(socket.socket(fileno=link), joined, shared, keys, lent, open_moves)

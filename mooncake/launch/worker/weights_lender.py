@@ -1,9 +1,12 @@
-"""Lets other workers of the cluster read the files of the weights that an engine serves, while it
-serves: files of this machine, mapped and registered for reading at a transfer engine of their own.
+"""Lets other workers of the cluster read the files of an engine's weights, while it serves or
+sleeps: files of this machine, mapped and registered for reading at a transfer engine of their own.
 
-Owns that engine, which is opened when somebody asks first, and a thread for as long as there is a
-question. The bytes of the files lie in the page cache: lending takes no memory of the worker. By
-TCP only, because a NIC would pin all files in memory.
+There is one lender for a process. It lends the weights that the engine serves, and those that an
+engine that sleeps has checked to serve them next. Loans go on through the lives of its workers, for
+as long as these weights are meant. Owns the transfer engine of each revision, which is opened when
+somebody asks first, and a thread for as long as there is a question. The bytes of the files lie in
+the page cache: lending takes no memory of the worker. By TCP only, because a NIC would pin all
+files in memory, and could write to them.
 """
 
 from __future__ import annotations
@@ -11,14 +14,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mooncake.base import MonotonicClock, MooncakeError, SystemIds
 from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
 from mooncake.identity import Credential
+from mooncake.model.checkpoint.files.checkpoint_files import plain_weights
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
-from mooncake.model.checkpoint.files.revision import file_digests, piece_sums
+from mooncake.model.checkpoint.files.revision import file_digests, piece_sums, weights_revision
 from mooncake.rpc.channel import Channel
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.router import RoutedTransfer
@@ -34,42 +38,72 @@ def over_tcp(config: TransferConfig) -> TransferConfig:
     return dataclasses.replace(config, protocols=["tcp"])
 
 
+@dataclasses.dataclass
+class _Offer:
+    """Weights that may be lent, and what is registered for that; None: nobody has asked yet."""
+
+    path: Path
+    transfer: RoutedTransfer | None = None
+    files: list[LentFile] = dataclasses.field(default_factory=list)
+
+
 class WeightsLender:
-    """Answers `BorrowWeights` for one worker until `close`. From any thread."""
+    """Answers `BorrowWeights` for the workers of one process until `close`. From any thread."""
 
     def __init__(
-        self,
-        revision: str,
-        contents: Callable[[], Sequence[PlainBytes]],
-        worker_id: str,
-        channel: Channel,
-        config: TransferConfig,
-        credential: Credential,
-        cache_dir: str | None,
+        self, worker_id: str, config: TransferConfig, credential: Credential, cache_dir: str | None
     ) -> None:
-        """`contents` returns the files of the weights `revision`; none if they are not plain files
-        of this machine. `config` is that of the worker's own transfer engine. `cache_dir` keeps the
-        digests of files.
+        """`config` is that of the worker's own transfer engine. `cache_dir` keeps the digests of
+        files.
         """
-        self._revision = revision
-        self._contents = contents
         self._worker_id = worker_id
-        self._channel = channel
         self._open: Callable[[], RoutedTransfer] = lambda: open_transfer(
             over_tcp(config), SystemIds().hex(8), MonotonicClock(), credential=credential
         )
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        """None between two workers."""
         self._askers: dict[str, BorrowWeights] = {}
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._transfer: RoutedTransfer | None = None
-        self._files: list[LentFile] = []
+        self._offers: dict[str, _Offer] = {}
+        """By their revision."""
+
+    def serve(self, channel: Channel, revision: str, path: Path) -> None:
+        """Lend the weights `revision` in the directory `path` from now on, and no others. `channel`
+        is that of the process' next worker.
+        """
+        with self._lock:
+            kept = self._offers.get(revision)
+            if kept is None or kept.transfer is None:
+                kept = _Offer(path)
+            ended = [each for each in self._offers.values() if each is not kept]
+            self._offers = {revision: kept}
+            self._channel = channel
+        _end(ended)
+
+    def offer(self, revision: str, path: Path) -> None:
+        """Lend these weights, too."""
+        with self._lock:
+            self._offers.setdefault(revision, _Offer(path))
+
+    def leave(self) -> None:
+        """Answer no more: the worker ends. What is lent stays lent."""
+        with self._lock:
+            self._channel = None
+            self._askers.clear()
+
+    def close(self) -> None:
+        """End what is lent: workers that read it read something else from now on."""
+        self.leave()
+        with self._lock:
+            ended, self._offers = list(self._offers.values()), {}
+        _end(ended)
 
     def ask(self, question: BorrowWeights) -> None:
         """Answer a worker, at once or after the files were hashed."""
         with self._lock:
-            if self._closed:
+            if self._channel is None:
                 return
             if len(self._askers) >= MAX_ASKERS:
                 refusal = self._refusal(question, f"{MAX_ASKERS} others wait for its answer")
@@ -82,19 +116,10 @@ class WeightsLender:
                 )
                 self._thread.start()
 
-    def close(self) -> None:
-        """End what is lent: workers that read it read something else from now on."""
-        with self._lock:
-            self._closed = True
-            self._contents = tuple  # it may hold the model
-            transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.close()
-
     def _answer_all(self) -> None:
         while True:
             with self._lock:
-                if self._closed or not self._askers:
+                if not self._askers:
                     self._thread = None
                     return
                 question = self._askers.pop(next(iter(self._askers)))
@@ -105,54 +130,72 @@ class WeightsLender:
                 _log.warning("weights cannot be lent to %s: %s", question.asker.address, reason)
                 answer = self._refusal(question, reason)
             with self._lock:
-                if not self._closed:  # then the channel is open
+                if self._channel is not None:
                     self._channel.send(question.asker.address, answer)
 
     def _lent(self, question: BorrowWeights) -> WeightsLent:
         """Return where the files are, registered for reading."""
-        if self._revision != question.revision:
-            return self._refusal(question, f"it serves revision {self._revision}")
-        contents = [content for content in self._contents() if content.num_bytes]
-        if not contents:
-            return self._refusal(question, "it has no plain files of its weights")
         with self._lock:
-            transfer = self._transfer
-        if transfer is None:
+            offer = self._offers.get(question.revision)
+            served = next(iter(self._offers), "")
+        if offer is None:
+            return self._refusal(question, f"it serves revision {served}")
+        if offer.transfer is None:
+            contents = [content for content in plain_weights(offer.path) if content.num_bytes]
+            if not contents:
+                return self._refusal(question, "it has no plain files of its weights")
             digests = file_digests(contents, self._cache_dir)
-            sums = piece_sums(contents, self._cache_dir)
-            transfer = self._open()
-            try:
-                self._files = [
-                    LentFile(
-                        content.path.name,
-                        content.num_bytes,
-                        transfer.register(
-                            content.read(0, content.num_bytes), "weights", read_only=True
-                        ).region_id,
-                        digests[content.path.name],
-                        sums[content.path.name],
-                    )
-                    for content in contents
-                ]
-            except BaseException:
-                transfer.close()
-                raise
+            config = (offer.path / "config.json").read_bytes()
+            if weights_revision(config, digests) != question.revision:
+                return self._refusal(question, f"{offer.path} has other weights by now")
+            transfer, files = self._registered(contents, digests)
             with self._lock:
-                closed = self._closed
-                self._transfer = None if closed else transfer
-            if closed:
+                is_meant = self._offers.get(question.revision) is offer
+                if is_meant:
+                    offer.transfer, offer.files = transfer, files
+            if not is_meant:
                 transfer.close()
                 return self._refusal(question, "it ends")
         _log.info("weights are lent to a worker at %s", question.asker.address.partition("#")[0])
+        assert offer.transfer is not None
         return WeightsLent(
             asker=question.asker,
             ticket=question.ticket,
             lender=self._worker_id,
-            segment=transfer.segment,
-            files=self._files,
+            segment=offer.transfer.segment,
+            files=offer.files,
         )
+
+    def _registered(
+        self, contents: list[PlainBytes], digests: dict[str, str]
+    ) -> tuple[RoutedTransfer, list[LentFile]]:
+        """Return a transfer engine by which these files can be read, and where they are there."""
+        sums = piece_sums(contents, self._cache_dir)
+        transfer = self._open()
+        try:
+            return transfer, [
+                LentFile(
+                    name := content.path.name,
+                    content.num_bytes,
+                    transfer.register(
+                        content.read(0, content.num_bytes), "weights", read_only=True
+                    ).region_id,
+                    digests[name],
+                    sums[name],
+                )
+                for content in contents
+            ]
+        except BaseException:
+            transfer.close()
+            raise
 
     def _refusal(self, question: BorrowWeights, reason: str) -> WeightsLent:
         return WeightsLent(
             asker=question.asker, ticket=question.ticket, lender=self._worker_id, error=reason
         )
+
+
+def _end(offers: Iterable[_Offer]) -> None:
+    for offer in offers:
+        if offer.transfer is not None:
+            offer.transfer.close()

@@ -17,7 +17,6 @@ import torch
 from mooncake.base import CheckpointError, ModelSpec
 from mooncake.crypto.keys import KeyRing
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes, LentFiles
-from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile, StoredTensor
 from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.model.checkpoint.quant import (
@@ -84,11 +83,6 @@ class Checkpoint:
     def revision(self, cache_dir: Path | None = None) -> str:
         """Return the name of the weights; see `CheckpointFiles.revision`."""
         return self._files.revision(cache_dir)
-
-    @property
-    def plain_contents(self) -> list[PlainBytes]:
-        """See `CheckpointFiles.plain_contents`."""
-        return self._files.plain_contents
 
     @classmethod
     def open(

@@ -49,6 +49,7 @@ from mooncake.engine.ranks.step_log import (
     Way,
     decode,
 )
+from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies, LayerReports, Mark
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
@@ -93,6 +94,8 @@ class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """(host, port) where ranks on several machines find each other; None: they use a file."""
     number: int = 0
     """The number of its instance among those that share experts."""
+    loan: bytes = b""
+    """What an engine lends this rank to read its weights; empty: it reads files."""
 
 
 class PageMoves(Protocol):
@@ -376,14 +379,16 @@ def run(
     joined: Callable[[FollowerSettings], Group],
     shared: int | None,
     keys: Callable[[ModelOptions], KeyRing | None],
+    lent: Callable[[FollowerSettings], LentFiles | None],
     open_moves: Callable[[Callable[[bytes], None]], PageMoves],
 ) -> None:
     """Run a follower until the lead goes.
 
     link: to the lead, whose first message is a `FollowerSettings`. joined: returns the group of all
     ranks. shared: the descriptor with which ranks of all instances that share experts join; None:
-    there are no others. keys: finds the keys of encrypted weights. open_moves: makes the mover of
-    pages, given the function that sends an answer to the lead.
+    there are no others. keys: finds the keys of encrypted weights. lent: returns the weights that
+    an engine lends; None: the files are read. open_moves: makes the mover of pages, given the
+    function that sends an answer to the lead.
     """
     first = receive(link)
     if first is None:
@@ -410,8 +415,11 @@ def run(
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.rank)
-        checkpoint = Checkpoint.open(Path(settings.model), keys(options))
+        borrowed = lent(settings)
+        checkpoint = Checkpoint.open(Path(settings.model), keys(options), borrowed)
         model = device.load(checkpoint, group, sharing)
+        if borrowed is not None:
+            borrowed.close()
         head = load_head(options.draft_model, model, device.backends)
     except MooncakeError as error:
         say(msgspec.msgpack.encode(Loaded(error.message)))

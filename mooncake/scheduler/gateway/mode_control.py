@@ -5,8 +5,9 @@ Owned by the gateway machine. The wanted mode is the only state that decides: wh
 not do yet, it is told again, so that a lost message or a worker that died costs a second. Gateways
 tell one another the mode; each of them carries it out, and orders that come twice change nothing.
 
-    open ─► paused ─► requests over ─► engines asleep ─► checkpoint checked by all ─► pools and
-    engines come back with the new weights ─► open
+    open ─► paused ─► requests over ─► engines asleep ─► checkpoint checked by all that have its
+    files ─► then by those that read it from them ─► pools and engines come back with the new
+    weights ─► open
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class _Update:
     """The level of sleep to return to."""
     done: Done
     answers: dict[WorkerRef, WeightsChecked] = field(default_factory=dict)
+    revision: str = ""
+    """The revision that engines with files have found."""
+    lenders: list[WorkerRef] = field(default_factory=list)
+    """Those engines, once the others are asked to read the weights from them."""
 
 
 class ModeControl:
@@ -305,12 +310,16 @@ class ModeControl:
         for sleeping in self._sleeping.values():
             worker = sleeping.asleep.worker
             if worker not in update.answers:
-                question = CheckWeights(asker=self._own, ticket=update.ticket, model=update.model)
+                question = CheckWeights(
+                    asker=self._own, ticket=update.ticket, model=update.model,
+                    revision=update.revision, lenders=update.lenders,
+                )  # fmt: skip
                 self._channel.send(worker.address, question)
 
     def _check_update(self) -> None:
-        """Decide about new weights once all engines have answered. Another gateway may have woken
-        them before that.
+        """Decide about new weights once all engines have answered. Those that have no files of them
+        are asked again, to read them from the others. Another gateway may have woken them before
+        that.
         """
         update = self._update
         if update is not None and not self.mode.sleep_level:
@@ -324,8 +333,17 @@ class ModeControl:
         given = [answer for answer in answers if answer is not None]
         if len(given) < len(answers):
             return
+        lacking = [answer for answer in given if answer.borrows]
+        having = [answer for answer in given if not answer.borrows]
+        problem = _problem(having or lacking, update.model)
+        if problem is None and lacking:
+            # They answer once more, by another ticket: an answer of before may be under way.
+            update.ticket = self._ids.integer(62)
+            update.revision = having[0].revision
+            update.lenders = [answer.worker for answer in having]
+            update.answers = {answer.worker: answer for answer in having}
+            return
         self._update = None
-        problem = _problem(given, update.model)
         weights = self.mode.weights
         if problem is None:
             found = given[0]

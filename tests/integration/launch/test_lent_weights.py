@@ -1,5 +1,6 @@
-"""A worker joins from a directory without weights, reads them from an engine that serves, and gives
-the same tokens; and a lender that is killed while it is read from.
+"""Engines read the weights from another one, as they join from a directory without weights and as
+the cluster gets new ones, and give the same tokens; and a lender that is killed while it is read
+from.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import socket
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
 import mooncake
 from mooncake.base import MonotonicClock
 from mooncake.base.messages import LentFile
-from mooncake.launch.worker import borrowed_weights
-from mooncake.launch.worker.borrowed_weights import PieceReader
-from mooncake.model.checkpoint.files.checkpoint_files import LoanEnded
+from mooncake.launch.worker import piece_reader
+from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES, file_digests, piece_sums
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
 SECRET = "a secret of the test"
+SERVES = r"\) serves; Ctrl-C"
 PROMPTS = [[(7 * number + token) % 400 + 5 for token in range(60)] for number in range(3)]
 
 
@@ -44,50 +47,121 @@ def free_port() -> int:
     return port
 
 
+def alone(model: Path) -> list[list[int]]:
+    """Return what one process says with these weights."""
+    with mooncake.LLM(str(model), dtype="float32", kv_cache_memory_bytes="32MiB") as llm:
+        sampled = llm.generate(PROMPTS, max_tokens=12, temperature=0, ignore_eos=True)
+    return [list(each.outputs[0].token_ids) for each in sampled]
+
+
+def said(gateway: ServerProcess) -> list[list[int]]:
+    return [gateway.complete(prompt, 12) for prompt in PROMPTS]
+
+
+def begun(opened: ExitStack, model: Path, *more: str) -> tuple[ServerProcess, tuple[str, ...]]:
+    """Start a gateway; return it and the words of an engine that joins it."""
+    port = str(free_port())
+    gateway = opened.enter_context(
+        ServerProcess(
+            "--role", "gateway", str(model), "--join-port", port, "--port", "0",
+            "--dtype", "float32", *more,
+        )
+    )  # fmt: skip
+    return gateway, ("--join", f"tcp://127.0.0.1:{port}", "--kv-cache-memory-bytes", "32MiB")
+
+
+def num_borrowed(server: ServerProcess) -> int:
+    """Return how many ranks of an engine have read weights of another one."""
+    return sum(" were read from " in line for line in list(server.lines))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_worker_without_files_serves_what_it_read_from_another(
+def test_engines_without_files_serve_what_they_read_from_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Engines of one rank and of several."""
     monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", SECRET)
     model = nano_checkpoint(tmp_path)
     bare = str(without_weights(model, tmp_path / "bare"))
-    with mooncake.LLM(str(model), dtype="float32", kv_cache_memory_bytes="32MiB") as llm:
-        sampled = llm.generate(PROMPTS, max_tokens=12, temperature=0, ignore_eos=True)
-    alone = [list(each.outputs[0].token_ids) for each in sampled]
-    seed = f"tcp://127.0.0.1:{free_port()}"
-    engine = ("--join", seed, "--kv-cache-memory-bytes", "32MiB")
-    borrows = (bare, *engine, "--weights-from", "engines")
+    expected = alone(model)
     with ExitStack() as opened:
-        gateway, prefill, decode = (
-            opened.enter_context(ServerProcess("--role", *words))
-            for words in (
-                ("gateway", str(model), "--join-port", seed.rpartition(":")[2], "--port", "0",
-                 "--dtype", "float32"),
-                ("prefill", str(model), *engine),
-                ("decode", str(model), *engine),
-            )
-        )  # fmt: skip
+        gateway, engine = begun(opened, model)
+        borrows = (bare, *engine, "--weights-from", "engines")
+        prefill, decode = (
+            opened.enter_context(ServerProcess("--role", role, str(model), *engine))
+            for role in ("prefill", "decode")
+        )
         gateway.wait_until_serving()
         for each in (prefill, decode):
-            each.wait_for("serves")
-        assert [gateway.complete(prompt, 12) for prompt in PROMPTS] == alone
-        second = opened.enter_context(ServerProcess("--role", "decode", *borrows))
-        second.wait_for("serves")
+            each.wait_for(SERVES)
+        assert said(gateway) == expected
+        second = opened.enter_context(
+            ServerProcess("--role", "decode", *borrows, "-tp", "2", "-dcp", "2", "-ep")
+        )
+        second.wait_for(SERVES)
         read = r"weights are read from (prefill|decode)-\S+, which serves them"
         second.wait_for(read)
         decode.stop()
-        third = opened.enter_context(ServerProcess("--role", "prefill", *borrows))
+        third = opened.enter_context(ServerProcess("--role", "prefill", *borrows, "-pp", "2"))
         third.wait_for(read)
-        third.wait_for("serves")
+        third.wait_for(SERVES)
+        assert [num_borrowed(each) for each in (second, third)] == [2, 2]
         prefill.stop()
         # Only the two that have no files are left.
-        assert [gateway.complete(prompt, 12) for prompt in PROMPTS] == alone
+        assert said(gateway) == expected
         third.stop()
         # What was read from another engine is not lent on, and says so.
         last = opened.enter_context(ServerProcess("--role", "prefill", *borrows))
         last.wait_for("has no weights, and no engine lends any.*no plain files")
         assert last.process.wait(60) != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_new_weights_reach_engines_whose_machines_have_no_files_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/proc/self/cwd` stands for a directory that is not the same on each machine."""
+    monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", SECRET)
+    model = nano_checkpoint(tmp_path)
+    bare = str(without_weights(model, tmp_path / "bare"))
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    new = init_checkpoint("k2-nano", 1, here / "step-1")
+    before, after = alone(model), alone(new)
+    assert before != after
+    with ExitStack() as opened:
+        gateway, engine = begun(opened, model, "--enable-sleep-mode")
+        borrows = (bare, *engine, "--weights-from", "engines")
+        engines = [
+            opened.enter_context(ServerProcess("--role", "prefill", str(model), *engine, cwd=here))
+        ]
+        engines[0].wait_for(SERVES)
+        engines += [
+            opened.enter_context(ServerProcess("--role", role, *borrows, *ranks, cwd=there))
+            for role, ranks in (("decode", ("-tp", "2")), ("prefill", ()))
+        ]
+        for each in engines:
+            each.wait_for(SERVES)
+        gateway.wait_until_serving()
+        assert said(gateway) == before
+        gateway.post("/pause?mode=wait", {})
+        # No machine has these: all engines go on with the weights that they have.
+        with pytest.raises(HTTPError) as refused:
+            gateway.post("/update_weights", {"path": "/proc/self/cwd/step-2"}, 300)
+        assert refused.value.code == 400
+        gateway.post("/resume", {})
+        assert said(gateway) == before
+        gateway.post("/pause?mode=wait", {})
+        state = gateway.post("/update_weights", {"path": "/proc/self/cwd/step-1"}, 300)
+        assert state["weights_path"] == "/proc/self/cwd/step-1"
+        gateway.post("/resume", {})
+        assert said(gateway) == after
+        engines[0].stop()
+        # Only the two that have no files are left, one of each role.
+        assert said(gateway) == after
 
 
 def lend(path: Path, pipe: Connection) -> None:
@@ -106,7 +180,7 @@ def lend(path: Path, pipe: Connection) -> None:
 def test_a_lender_that_is_killed_in_mid_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(borrowed_weights, "NUM_AHEAD", 0)
+    monkeypatch.setattr(piece_reader, "NUM_AHEAD", 0)
     content = os.urandom(2**20) * 64
     path = tmp_path / "model.safetensors"
     path.write_bytes(content * 2)

@@ -140,7 +140,7 @@ class LocalWorld:
         self.lost: list[str] = []
         self.cluster = WatchedWorkers(
             self.network,
-            HeldModel(self._open, read_hashes),
+            HeldModel(self._open, lambda asked: read_hashes(asked.model)),
             lost=self._on_lost,
             protocols=protocols,
         )

@@ -83,7 +83,7 @@ class _Workers(WatchedWorkers):
 
 def held(source: ModelSource, options: ModelOptions) -> HeldModel:
     """Return what gives workers this source."""
-    return HeldModel(lambda *_: source, lambda path: read_weights(path, options))
+    return HeldModel(lambda *_: source, lambda asked: read_weights(asked.model, options))
 
 
 class ModelCluster:

@@ -26,8 +26,12 @@ POLL_S = 0.05
 class ServerProcess:
     """A server on a free port. Use as a context: leaving it sends SIGINT and waits."""
 
-    def __init__(self, *words: str, module: str = "mooncake.cli.main") -> None:
-        """Run `serve` with these words; `module` stands in for the command's own."""
+    def __init__(
+        self, *words: str, module: str = "mooncake.cli.main", cwd: Path | None = None
+    ) -> None:
+        """Run `serve` with these words, in the directory `cwd`; `module` stands in for the
+        command's own.
+        """
         self.lines: list[str] = []
         self.url = ""
         self.process = subprocess.Popen(
@@ -36,6 +40,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            cwd=cwd,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -75,12 +80,12 @@ class ServerProcess:
         """Return the JSON document at `path`."""
         return json.loads(self.text(path))
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any], seconds: float = 120) -> Any:
         """Post `body` and return the JSON that comes back."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=seconds) as response:
             return json.load(response)
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int) -> list[int]:

@@ -8,6 +8,7 @@ from mooncake.base import PeerLost, Role, WorkerRef
 from mooncake.base.cluster_mode import ClusterMode
 from mooncake.base.messages import (
     Asleep,
+    BorrowWeights,
     CheckWeights,
     NextLife,
     Restart,
@@ -33,12 +34,14 @@ class Bed:
     def __init__(self, **fields: Any) -> None:
         self.channel = Inbox()
         self.begun: list[str] = []
+        self.lent: list[BorrowWeights] = []
         asleep = Asleep(
             worker=OWN, role=Role.DECODE, node_id="n", host="h", pid=1, level=1, mode=MODE
         )
         self.sleeper = Sleeper(
-            asleep, self.channel, [GATEWAY.address], fields.get("seeds", ()), self.begun.append, 0.5
-        )
+            asleep, self.channel, [GATEWAY.address], fields.get("seeds", ()),
+            lambda question: self.begun.append(question.model), 0.5, self.lent.append,
+        )  # fmt: skip
 
     @property
     def answers(self) -> list[WeightsChecked]:
@@ -109,3 +112,13 @@ def test_a_question_during_a_check_is_answered_by_a_check_of_its_own() -> None:
     bed.sleeper.checked("r-new", "f-new", "")
     [answer] = bed.answers
     assert (answer.asker, answer.ticket, answer.revision) == (OTHER, 2, "r-new")
+
+
+def test_it_says_that_it_needs_a_lender_and_lends_itself() -> None:
+    bed = Bed()
+    bed.sleeper.handle(question(7), 0.0)
+    bed.sleeper.checked("", "", "/new has no weights", borrows=True)
+    assert bed.answers[-1].borrows
+    asked = BorrowWeights(asker=ref("d1", "e0"), ticket=0, revision="r1")
+    bed.sleeper.handle(asked, 0.1)
+    assert bed.lent == [asked]

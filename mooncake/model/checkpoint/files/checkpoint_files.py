@@ -44,10 +44,6 @@ Homes = dict[str, tuple[SafetensorsFile, str]]
 """Tensor name -> the file that holds it and its name there."""
 
 
-class LoanEnded(CheckpointError):
-    """Weights that were lent cannot be read any more. They may be read from files."""
-
-
 @dataclass(frozen=True)
 class LentFiles:
     """Weights that lie elsewhere. `digests` has the digest of each file in `contents`, by its
@@ -196,6 +192,18 @@ class CheckpointFiles:
                     f"write {STATED_NAME} anew if you trust it (`mooncake model digests`)"
                 )
         return weights_revision((self.path / "config.json").read_bytes(), digests)
+
+
+def plain_weights(path: Path) -> list[PlainBytes]:
+    """Return the files that hold tensors in the directory `path`; none if it has no weights, or
+    encrypted ones.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    if not has_weights(path) or read_manifest(path) is not None:
+        return []
+    return CheckpointFiles.open(path).plain_contents
 
 
 def has_weights(path: Path) -> bool:

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,15 +19,25 @@ from mooncake.base import CheckpointError, MonotonicClock, WorkerRef
 from mooncake.base.messages import BorrowWeights, LentFile, Refused, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.worker import borrowed_weights, weights_lender
-from mooncake.launch.worker.borrowed_weights import PieceReader, _loan, check_lent
+from mooncake.launch.worker import borrowed_weights, piece_reader, weights_lender
+from mooncake.launch.worker.borrowed_weights import (
+    BorrowedWeights,
+    Borrower,
+    Loan,
+    _Lender,
+    _loan,
+    borrowed_by_rank,
+    check_lent,
+)
+from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
 from mooncake.launch.worker.weights_lender import WeightsLender
 from mooncake.model.checkpoint.files import revision
-from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, LentFiles, LoanEnded
-from mooncake.model.checkpoint.files.file_bytes import FileBytes, PlainBytes
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, LentFiles
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import piece_sums, pieces_of, sum_of
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.opening import ModelSource
+from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.local import InprocFabric
 from tests.support.serve.plain_settings import worker_settings
@@ -41,7 +51,7 @@ def sums_of(content: bytearray) -> bytes:
     return b"".join(sum_of(memoryview(content)[begin:end]) for begin, end in pieces)
 
 
-class Loan:
+class Lent:
     """Files of random bytes, lent from one transfer engine to another in this process."""
 
     def __init__(self) -> None:
@@ -55,7 +65,8 @@ class Loan:
         )  # fmt: skip
         self.contents = [bytearray(draw.randbytes(size)) for size in SIZES]
         self.regions = [
-            self.lender.register(memoryview(content), "weights") for content in self.contents
+            self.lender.register(memoryview(content), "weights", read_only=True)
+            for content in self.contents
         ]
         self.files = [
             LentFile(
@@ -72,9 +83,9 @@ class Loan:
 
 
 @pytest.fixture
-def loan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loan]:
-    monkeypatch.setattr(borrowed_weights, "PIECE_BYTES", PIECE)
-    made = Loan()
+def loan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lent]:
+    monkeypatch.setattr(piece_reader, "PIECE_BYTES", PIECE)
+    made = Lent()
     yield made
     made.borrower.close()
     made.lender.close()
@@ -88,7 +99,7 @@ def ranges(count: int, seed: int) -> Iterator[tuple[int, int, int]]:
         yield file, begin, end
 
 
-def test_any_bytes_are_those_of_the_file(loan: Loan) -> None:
+def test_any_bytes_are_those_of_the_file(loan: Lent) -> None:
     reader = loan.reader()
     for file, begin, end in ranges(200, 1):
         assert reader.read(file, begin, end) == loan.contents[file][begin:end]
@@ -96,7 +107,7 @@ def test_any_bytes_are_those_of_the_file(loan: Loan) -> None:
         assert reader.read(file, 0, len(content)) == content
 
 
-def test_threads_may_read_side_by_side_with_two_places(loan: Loan) -> None:
+def test_threads_may_read_side_by_side_with_two_places(loan: Lent) -> None:
     reader = loan.reader(2)
     wrong: list[object] = []
 
@@ -114,7 +125,7 @@ def test_threads_may_read_side_by_side_with_two_places(loan: Loan) -> None:
     assert wrong == []
 
 
-def test_bytes_that_somebody_keeps_stay_as_they_are(loan: Loan) -> None:
+def test_bytes_that_somebody_keeps_stay_as_they_are(loan: Lent) -> None:
     """Whatever is read meanwhile, and however many are kept."""
     reader = loan.reader()
     kept = [
@@ -126,7 +137,7 @@ def test_bytes_that_somebody_keeps_stay_as_they_are(loan: Loan) -> None:
         assert view == loan.contents[file][begin : begin + 50]
 
 
-def test_a_byte_that_was_changed_is_found(loan: Loan) -> None:
+def test_a_byte_that_was_changed_is_found(loan: Lent) -> None:
     loan.contents[1][3 * PIECE + 5] ^= 1
     reader = loan.reader()
     assert reader.read(1, 0, 100) == loan.contents[1][:100]
@@ -134,7 +145,7 @@ def test_a_byte_that_was_changed_is_found(loan: Loan) -> None:
         reader.read(1, 3 * PIECE, 3 * PIECE + 1)
 
 
-def test_a_lender_that_ends_in_mid_read_ends_the_loan(loan: Loan) -> None:
+def test_a_lender_that_ends_in_mid_read_ends_the_loan(loan: Lent) -> None:
     reader = loan.reader()
     assert reader.read(0, 0, 10) == loan.contents[0][:10]
     loan.lender.unregister(loan.regions[1])
@@ -144,7 +155,7 @@ def test_a_lender_that_ends_in_mid_read_ends_the_loan(loan: Loan) -> None:
         reader.read(0, 0, 10)
 
 
-def test_the_memory_is_free_after_the_loan(loan: Loan) -> None:
+def test_the_memory_is_free_after_the_loan(loan: Lent) -> None:
     reader = loan.reader()
     reader.read(0, 0, 10)
     memory = weakref.ref(reader._memory)
@@ -182,31 +193,46 @@ def question(wanted: str) -> BorrowWeights:
     return BorrowWeights(asker=WorkerRef("new", "1", "tcp://x"), ticket=3, revision=wanted)
 
 
-def answered(path: Path, wanted: str | None = None) -> tuple[WeightsLent, WeightsLender]:
-    source, channel = source_of(path), Channel()
-    config = TransferConfig(secret="s", host="h", protocols=["tcp"])
-    credential = own_credential("s", CredentialRole.WORKER)
-    lender = WeightsLender(
-        source.revision,
-        lambda: source.plain_contents,
-        "decode-0",
-        channel,  # type: ignore[arg-type]
-        config,
-        credential,
-        None,
-    )
-    lender.ask(question(wanted or source.revision))
+CREDENTIAL = own_credential("s", CredentialRole.WORKER)
+TCP = TransferConfig(secret="s", host="h", protocols=["tcp"])
+
+
+def lender_of(
+    path: Path, channel: Channel, revision: str = "", name: str = "decode-0"
+) -> WeightsLender:
+    """Return the lender of an engine that serves the weights in a directory."""
+    lender = WeightsLender(name, TCP, CREDENTIAL, None)
+    revision = revision or CheckpointFiles.open(path).revision()
+    lender.serve(channel, revision, path)  # type: ignore[arg-type]
+    return lender
+
+
+def asked(lender: WeightsLender, channel: Channel, wanted: str) -> WeightsLent:
+    lender.ask(question(wanted))
     assert channel.has_sent.acquire(timeout=60)
-    return channel.sent[0], lender
+    found = channel.sent[-1]
+    assert isinstance(found, WeightsLent)
+    return found
+
+
+def answered(path: Path, wanted: str | None = None) -> tuple[WeightsLent, WeightsLender]:
+    channel = Channel()
+    lender = lender_of(path, channel)
+    return asked(lender, channel, wanted or CheckpointFiles.open(path).revision()), lender
 
 
 @pytest.fixture(autouse=True)
 def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All transfer engines see each other in this process."""
     config = TransferConfig(secret="s", host="h", protocols=["inproc"], num_copy_threads=0)
-    monkeypatch.setattr(
-        weights_lender, "open_transfer",
-        lambda *_, **__: open_transfer(config, "lender", MonotonicClock()),
-    )  # fmt: skip
+    fabric = InprocFabric()
+    for module in (weights_lender, borrowed_weights):
+        monkeypatch.setattr(
+            module, "open_transfer",
+            lambda _, engine_id, clock, **__: open_transfer(
+                config, engine_id, clock, fabric=fabric
+            ),
+        )  # fmt: skip
 
 
 def test_an_engine_lends_the_files_of_its_revision(checkpoint: Path) -> None:
@@ -298,28 +324,6 @@ def test_an_engine_of_an_earlier_release_does_not_keep_others_from_lending(
     assert found == "an engine refuses: it has no such kind"
 
 
-class Breaking:
-    """The bytes of a file that ends to be lent after some reads."""
-
-    def __init__(self, content: FileBytes, num_reads: int) -> None:
-        self.path, self.num_bytes = content.path, content.num_bytes
-        self._content = content
-        self._left = num_reads
-
-    def read(self, begin: int, end: int) -> memoryview:
-        self._left -= 1
-        if self._left < 0:
-            raise LoanEnded("decode-0 lends no more: it ended")
-        return self._content.read(begin, end)
-
-
-def lent_by(path: Path, num_reads: int, end: Callable[[], None]) -> LentFiles:
-    files = CheckpointFiles.open(path)
-    digests = revision.file_digests(files.contents)
-    contents: Sequence[FileBytes] = files.contents
-    return LentFiles({each.path.name: Breaking(each, num_reads) for each in contents}, digests, end)
-
-
 def without_weights(checkpoint: Path, folder: Path) -> Path:
     folder.mkdir()
     for file in checkpoint.iterdir():
@@ -328,59 +332,292 @@ def without_weights(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
+class Loans:
+    """Engines that lend one checkpoint to a directory, and those that are asked when a loan
+    ends.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, checkpoint: Path, path: Path, *others: WeightsLent
+    ) -> None:
+        self.lent, self._lender = answered(checkpoint)
+        self.without: list[set[str]] = []
+        """The lenders that were not wanted, each time that engines were asked."""
+        self._others = [*others]
+        revision = CheckpointFiles.open(checkpoint).revision()
+        self.loan = Loan(self.lent, revision, ["tcp://gateway"], TCP)
+        self.path = path
+        monkeypatch.setattr(borrowed_weights, "borrow", self._borrow)
+
+    def _borrow(self, *_: object, without: set[str], **__: object) -> WeightsLent | str:
+        self.without.append(set(without))
+        return self._others.pop(0) if self._others else "no engine runs yet"
+
+    def weights(self) -> BorrowedWeights:
+        return BorrowedWeights(self.loan, self.path, CREDENTIAL, None, None)
+
+    def source(self) -> ModelSource:
+        return source_of(self.path, self.weights().files)
+
+
+def ends_after(monkeypatch: pytest.MonkeyPatch, num_reads: int, name: str = "decode-0") -> None:
+    """Let an engine lend no more after some reads."""
+    reads, left = _Lender.read, [num_reads]
+
+    def read(self: _Lender, file: str, begin: int, end: int) -> memoryview:
+        left[0] -= self.name == name
+        if left[0] < 0 and self.name == name:
+            raise LoanEnded(f"{name} lends no more: it ended")
+        return reads(self, file, begin, end)
+
+    monkeypatch.setattr(_Lender, "read", read)
+
+
+def spoiled(lent: WeightsLent) -> WeightsLent:
+    """Return a loan of bytes that have other checksums by now."""
+    files = [
+        LentFile(each.name, each.num_bytes, each.region, each.digest, bytes(len(each.sums)))
+        for each in lent.files
+    ]
+    return msgspec.structs.replace(lent, files=files)
+
+
 @pytest.mark.parametrize("num_reads", [0, 1, 9])
-def test_a_loan_that_ends_goes_on_with_files(checkpoint: Path, num_reads: int) -> None:
+def test_a_loan_that_ends_goes_on_with_files(
+    checkpoint: Path, num_reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the header, or in mid-load."""
-    ended: list[int] = []
-    source = source_of(checkpoint, lent_by(checkpoint, num_reads, lambda: ended.append(1)))
-    wanted = source.revision
+    ends_after(monkeypatch, num_reads)
+    loans = Loans(monkeypatch, checkpoint, checkpoint)
+    source = loans.source()
     source.load()
-    assert source.revision == wanted
-    assert source.plain_contents, "it can lend in its turn"
-    assert ended == [1]
+    assert source.revision == loans.loan.revision
+    assert len(loans.without) == 1
     source.close()
 
 
-class Part:
-    """Something that a model has loaded."""
-
-
-def test_what_was_loaded_before_a_loan_ended_is_freed(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_reads", [0, 1, 9])
+def test_a_loan_that_ends_goes_on_with_another_engine(
+    checkpoint: Path, tmp_path: Path, num_reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error's frames hold it, and some of them refer to the error."""
-    source = source_of(checkpoint, lent_by(checkpoint, 10**6, lambda: None))
-    parts: list[weakref.ref[Part]] = []
-    model = Part()
-
-    def load(*_: object) -> Part:
-        if parts:
-            assert parts[0]() is None
-            return model
-        part, error = Part(), LoanEnded("decode-0 lends no more")
-        parts.append(weakref.ref(part))
-        raise error
-
-    monkeypatch.setattr(source._device, "load", load)
-    found: object = source._load(None, None)
-    assert found is model
+    ends_after(monkeypatch, num_reads)
+    channel = Channel()
+    second = lender_of(checkpoint, channel, name="decode-1")
+    other = asked(second, channel, CheckpointFiles.open(checkpoint).revision())
+    bare = without_weights(checkpoint, tmp_path / "bare")
+    loans = Loans(monkeypatch, checkpoint, bare, other)
+    source = loans.source()
+    source.load()
+    assert loans.lent.segment is not None
+    assert loans.without == [{loans.lent.segment.engine_id}]
+    source.close()
 
 
-def test_a_loan_that_ends_without_files_says_what_to_do(checkpoint: Path, tmp_path: Path) -> None:
-    path, ended = without_weights(checkpoint, tmp_path / "bare"), list[int]()
-    source = source_of(path, lent_by(checkpoint, 9, lambda: ended.append(1)))
+def test_an_engine_that_lends_wrong_bytes_is_not_taken_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = Channel()
+    second = lender_of(checkpoint, channel, name="decode-1")
+    wanted = CheckpointFiles.open(checkpoint).revision()
+    other = spoiled(asked(second, channel, wanted))
+    loans = Loans(monkeypatch, checkpoint, without_weights(checkpoint, tmp_path / "bare"), other)
+    loans.loan = msgspec.structs.replace(loans.loan, lent=spoiled(loans.lent))
+    weights = loans.weights()
+    content, *_ = weights.files.contents.values()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"decode-1 with another checksum.*no weights"):
+            content.read(0, 10)
+    assert loans.lent.segment is not None
+    assert other.segment is not None
+    bad = {loans.lent.segment.engine_id, other.segment.engine_id}
+    assert loans.without == [{loans.lent.segment.engine_id}, bad]
+    weights.close()
+
+
+def test_of_engines_that_answer_one_whose_loan_has_ended_is_passed_over(
+    checkpoint: Path,
+) -> None:
+    (first, _), (second, _) = answered(checkpoint), answered(checkpoint)
+    own, config = first.asker, (checkpoint / "config.json").read_bytes()
+    wanted = CheckpointFiles.open(checkpoint).revision()
+    assert first.segment is not None
+    refs = [WorkerRef(name, "1", f"tcp://{name}") for name in ("a", "b")]
+    answers = [msgspec.structs.replace(each, ticket=n) for n, each in enumerate((first, second))]
+    without = {first.segment.engine_id}
+    with Path(os.devnull).open("rb") as ready:
+        channel: Any = Engines(ready, *answers)
+        assert _loan(channel, own, refs, config, wanted, without) == answers[1]
+        alone: Any = Engines(ready, answers[0])
+        found = _loan(alone, own, refs[:1], config, wanted, without)
+    assert found == "decode-0: its loan has ended once"
+
+
+def test_threads_that_read_as_a_loan_ends_read_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_after(monkeypatch, 20)
+    channel = Channel()
+    second = lender_of(checkpoint, channel, name="decode-1")
+    other = asked(second, channel, CheckpointFiles.open(checkpoint).revision())
+    bare = without_weights(checkpoint, tmp_path / "bare")
+    loans = Loans(monkeypatch, checkpoint, bare, other)
+    weights = loans.weights()
+    content, *_ = weights.files.contents.values()
+    whole = (checkpoint / content.path.name).read_bytes()
+    wrong: list[object] = []
+
+    def read(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(30):
+            begin, end = sorted(draw.randrange(len(whole)) for _ in range(2))
+            if content.read(begin, end) != whole[begin:end]:
+                wrong.append((begin, end))
+
+    threads = [threading.Thread(target=read, args=(seed,), daemon=True) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert len(loans.without) == 1
+    weights.close()
+
+
+def test_files_of_other_weights_do_not_take_the_place_of_lent_ones(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_after(monkeypatch, 9)
+    other = init_checkpoint("k2-nano", 2, tmp_path / "other")
+    source = Loans(monkeypatch, checkpoint, other).source()
+    with pytest.raises(CheckpointError, match="other holds other weights"):
+        source.load()
+    source.close()
+
+
+def test_a_loan_that_ends_without_files_says_what_to_do(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_after(monkeypatch, 9)
+    bare = without_weights(checkpoint, tmp_path / "bare")
+    source = Loans(monkeypatch, checkpoint, bare).source()
     with pytest.raises(CheckpointError, match=r"lends no more.*has no weights either: start this"):
         source.load()
-    assert ended == [1]
+    source.close()
 
 
-def test_a_model_is_loaded_without_files(checkpoint: Path, tmp_path: Path) -> None:
-    path, ended = without_weights(checkpoint, tmp_path / "bare"), list[int]()
-    source = source_of(path, lent_by(checkpoint, 10**6, lambda: ended.append(1)))
+def test_a_model_is_loaded_without_files(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loans = Loans(monkeypatch, checkpoint, without_weights(checkpoint, tmp_path / "bare"))
+    weights = loans.weights()
+    lender = weights._source
+    assert isinstance(lender, _Lender)
+    source = source_of(loans.path, weights.files)
     source.load()
     assert source.revision == CheckpointFiles.open(checkpoint).revision()
-    assert source.plain_contents == []
-    assert ended == [1]
+    assert loans.without == []
+    with pytest.raises(LoanEnded, match="given back"):
+        lender.read(loans.lent.files[0].name, 0, 1)
+    source.close()
+
+
+def test_another_rank_reads_what_its_lead_has_borrowed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loans = Loans(monkeypatch, checkpoint, without_weights(checkpoint, tmp_path / "bare"))
+    told = msgspec.msgpack.encode(loans.loan)
+    files = borrowed_by_rank(told, "127.0.0.1", str(loans.path), None, worker_settings().options)
+    content, *_ = files.contents.values()
+    assert content.read(5, 900) == (checkpoint / content.path.name).read_bytes()[5:900]
+    files.close()
+
+
+# ---------------------------------------------------------------- from one life to the next
+
+
+def test_a_process_asks_once_for_the_weights_of_its_lives(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a sleep, gateways may know no engine."""
+    bare = without_weights(checkpoint, tmp_path / "bare")
+    lent, _ = answered(checkpoint)
+    asked_for: list[tuple[Path, object]] = []
+
+    def borrow(_: object, path: Path, *__: object, engines: object) -> WeightsLent:
+        asked_for.append((path, engines))
+        return lent
+
+    monkeypatch.setattr(borrowed_weights, "borrow", borrow)
+    borrower = Borrower([], bare, TCP, CREDENTIAL, lambda: None, None)
+    revision = CheckpointFiles.open(checkpoint).revision()
+    for path in (bare, bare, tmp_path / "not there"):
+        found = borrower.borrow(path, revision)
+        assert isinstance(found, BorrowedWeights)
+        found.close()
+    assert asked_for == [(bare, ())]
+    engine = WorkerRef("a", "1", "tcp://a")
+    found = borrower.borrow(checkpoint, revision, [engine])
+    assert isinstance(found, BorrowedWeights)
+    found.close()
+    assert asked_for[1:] == [(checkpoint, [engine])]
+
+
+def test_a_lender_lends_on_through_the_lives_of_its_workers(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """What it has checked to serve next is lent, too, until it serves something else."""
+    new = init_checkpoint("k2-nano", 3, tmp_path / "new")
+    served, checked = (CheckpointFiles.open(path).revision() for path in (checkpoint, new))
+    channel = Channel()
+    lender = lender_of(checkpoint, channel)
+    first = asked(lender, channel, served)
+    lender.leave()
+    lender.ask(question(served))
+    assert channel.sent == [first], "no worker is there to answer"
+    lender.serve(channel, served, checkpoint)  # type: ignore[arg-type]
+    assert "it serves revision" in asked(lender, channel, checked).error
+    lender.offer(checked, new)
+    loan = asked(lender, channel, checked)
+    assert loan.segment is not None
+    assert asked(lender, channel, served).segment == first.segment
+    lender.serve(channel, checked, new)  # type: ignore[arg-type]
+    assert asked(lender, channel, checked).segment == loan.segment
+    assert "it serves revision" in asked(lender, channel, served).error
+    lender.close()
+
+
+def test_files_that_have_changed_are_not_lent(checkpoint: Path, tmp_path: Path) -> None:
+    path = init_checkpoint("k2-nano", 3, tmp_path / "new")
+    wanted, channel = CheckpointFiles.open(path).revision(), Channel()
+    lender = lender_of(path, channel, wanted)
+    for file in checkpoint.glob("*.safetensors"):
+        file_of_other = path / file.name
+        file_of_other.unlink()
+        file_of_other.write_bytes(file.read_bytes())
+    assert "has other weights by now" in asked(lender, channel, wanted).error
+    lender.close()
+
+
+@pytest.mark.parametrize("grant", [0, 2**16])
+def test_no_worker_writes_to_what_is_lent(loan: Lent, grant: int) -> None:
+    before = bytes(loan.contents[0])
+    own = loan.borrower.allocate(100, "bytes to write")
+    operation = TransferOp(own.region_id, 0, loan.files[0].region, 0, 100)
+    loan.borrower.submit(
+        TransferBatch(op=Op.WRITE, peer=loan.lender.segment, ops=[operation], grant=grant)
+    )
+    [done] = loan.borrower.wait(60)
+    assert "(weights) is only read" in str(done.error)
+    assert loan.contents[0] == before
+
+
+def test_an_engine_registers_its_files_for_reading(checkpoint: Path) -> None:
+    lent, lender = answered(checkpoint)
+    [offer] = lender._offers.values()
+    assert offer.transfer is not None
+    assert all(offer.transfer._regions._regions[each.region].read_only for each in lent.files)
+    lender.close()
 
 
 def test_sums_are_kept_where_files_are_hashed(

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.base import CheckpointError, KvLayout, ModelSpec, Role
+from mooncake.base import CheckpointError, KvLayout, ModelSpec, Role, WorkerRef
 from mooncake.base.cluster_mode import ClusterMode, Weights
-from mooncake.base.messages import NextLife
+from mooncake.base.messages import CheckWeights, NextLife
 from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
 from mooncake.launch.worker.process import WorkerSettings
 from mooncake.model.checkpoint.files.signature import Signature
@@ -19,6 +19,8 @@ from tests.support.serve.plain_settings import worker_settings
 SPEC = ModelSpec.from_config(small_config())
 TENSORS = {"model.norm.weight": ("BF16", (8,))}
 LAYOUT = KvLayout.for_model(SPEC, block_tokens=4, dtype="float32", weights_revision="r1")
+
+NEW = CheckWeights(asker=WorkerRef("g", "1", "tcp://g"), ticket=1, model="/new")
 
 
 class Source:
@@ -39,7 +41,7 @@ class Bed:
     def __init__(self) -> None:
         self.opened: list[Source] = []
         self.found = {"/new": (Source.signature, "r2")}
-        self.model = HeldModel(self._open, lambda path: self.found[path])  # type: ignore[arg-type]
+        self.model = HeldModel(self._open, lambda asked: self.found[asked.model])  # type: ignore[arg-type]
 
     def _open(self, path: str, _: str) -> Any:
         assert all(source.closed for source in self.opened), "never both are in memory"
@@ -88,7 +90,7 @@ def test_checked_weights_have_the_layout_that_a_new_cluster_would_have(
     bed = Bed()
     bed.model.use(settings)
     bed.model.rest(2)
-    revision, fingerprint = bed.model.check("/new", LAYOUT)
+    revision, fingerprint = bed.model.check(NEW, LAYOUT)
     fresh = KvLayout.for_model(SPEC, block_tokens=4, dtype="float32", weights_revision="r2")
     assert (revision, fingerprint) == ("r2", fresh.fingerprint)
 
@@ -114,7 +116,7 @@ def test_weights_that_do_not_fit_are_named(
     bed.model.rest(1)
     bed.found["/new"] = (signature, "r2")
     with pytest.raises(CheckpointError, match=problem):
-        bed.model.check("/new", LAYOUT)
+        bed.model.check(NEW, LAYOUT)
 
 
 def test_a_worker_comes_back_as_it_was_told(settings: WorkerSettings) -> None:

@@ -244,7 +244,9 @@ def test_nothing_is_left_when_a_worker_cannot_be_built(
 def test_other_weights_than_the_clusters_are_refused(model: str) -> None:
     async def serve() -> None:
         world = LocalWorld(model, kvstore=0)
-        world.cluster._model = HeldModel(lambda *_: HashModel("other"), read_hashes)  # type: ignore[arg-type,return-value]  # a model of hashes
+        world.cluster._model = HeldModel(
+            lambda *_: HashModel("other"), lambda asked: read_hashes(asked.model)
+        )  # type: ignore[arg-type,return-value]  # a model of hashes
         with pytest.raises(CheckpointError, match=r"holds other weights \(revision other\)"):
             world.cluster.start(world.workers)
         world.gateway_process.channel.close()

@@ -70,10 +70,12 @@ class Orders(Pair):
         self.tick(1.0)
         return asleep
 
-    def answer(self, worker: WorkerRef, revision: str = "r2", error: str = "") -> None:
+    def answer(
+        self, worker: WorkerRef, revision: str = "r2", error: str = "", *, borrows: bool = False
+    ) -> None:
         asked = self.channel.of(CheckWeights, worker.address)[-1]
         found = WeightsChecked(
-            asker=GATEWAY, ticket=asked.ticket, worker=worker, error=error,
+            asker=GATEWAY, ticket=asked.ticket, worker=worker, error=error, borrows=borrows,
             revision="" if error else revision, fingerprint="" if error else NEW,
         )  # fmt: skip
         self.gateway.handle(found, self.now)
@@ -330,6 +332,59 @@ def test_weights_that_one_engine_cannot_serve_change_nothing(
     orders.come_back()
     paused, error = orders.ended
     assert paused is None
+    assert error is not None
+    assert problem in error.message
+    assert error.http_status == 400
+
+
+def test_an_engine_without_files_of_the_new_weights_reads_those_of_another() -> None:
+    orders = Orders()
+    orders.pause()
+    orders.update()
+    p0, d0 = orders.fall_asleep()
+    orders.answer(d0, error="/new has no weights", borrows=True)
+    first = orders.channel.of(CheckWeights, d0.address)[-1]
+    orders.answer(p0)
+    orders.tick(1.0)
+    asked = orders.channel.of(CheckWeights, d0.address)[-1]
+    assert (asked.model, asked.revision, asked.lenders) == ("/new", "r2", [p0])
+    assert asked.ticket != first.ticket
+    late = WeightsChecked(
+        asker=GATEWAY, ticket=first.ticket, worker=d0, error="/new has no weights", borrows=True
+    )
+    orders.gateway.handle(late, orders.now)
+    orders.tick(0.5)
+    assert orders.mode.weights == Weights(), "its answer of before does not count"
+    assert {each.ticket for each in orders.channel.of(CheckWeights, p0.address)} == {first.ticket}
+    orders.answer(d0)
+    assert orders.mode.weights == Weights(1, "/new", "r2", NEW)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "problem"),
+    [
+        ({"error": "no weights", "borrows": True}, {}, "p0: no weights"),
+        ({"error": "tensor is missing"}, {}, "p0: tensor is missing"),
+        ({}, {"error": "p0 lends no more"}, "d0: p0 lends no more"),
+        ({}, {"revision": "r3"}, "all machines must see the same files"),
+    ],
+)
+def test_weights_that_nobody_can_lend_change_nothing(
+    first: dict[str, Any], second: dict[str, Any], problem: str
+) -> None:
+    orders = Orders()
+    orders.pause()
+    orders.update()
+    p0, d0 = orders.fall_asleep()
+    orders.answer(d0, error="no weights here", borrows=True)
+    orders.answer(p0, **first)
+    if not first:
+        orders.tick(1.0)
+        orders.answer(d0, **second)
+    assert orders.mode.weights == Weights()
+    orders.tick(1.0)
+    orders.come_back()
+    error = orders.ended[-1]
     assert error is not None
     assert problem in error.message
     assert error.http_status == 400
