@@ -752,11 +752,15 @@ class Replicate(Message, frozen=True, tag="replicate"):
 
 
 class Prefetch(Message, frozen=True, tag="prefetch"):
-    """Load this run from SSD if there is room, because a reader comes soon. There is no answer."""
+    """Load this run ahead of its readers, if there is room: a pool node from its SSD, an engine
+    from other workers into its pages. There is no answer.
+    """
 
     reader: WorkerRef
     ticket: int
     keys: list[BlockKey]
+    sources: list[BlockSource] = []
+    """Where an engine reads the run; empty for a pool node."""
 
 
 class StopPrefetch(Message, frozen=True, tag="stop_prefetch"):

@@ -24,6 +24,7 @@ from mooncake.base.messages import (
     PeerLost,
     PinBlocks,
     PinGranted,
+    Prefetch,
     PutGranted,
     Refused,
     RequestTask,
@@ -55,6 +56,7 @@ from mooncake.instance.mover import (
 )
 from mooncake.instance.page_pins import PagePins
 from mooncake.instance.push import Push, WriteThrough
+from mooncake.instance.read_ahead import ReadAhead
 from mooncake.instance.reuse import Fetches
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.client.block_writer import BlockWriter
@@ -113,6 +115,7 @@ class Instance:
         self._reader = BlockReader(self.worker, ports.channel, self.mover, verify=verify)
         self._writer = BlockWriter(self.worker, ports.channel)
         self.fetches = Fetches(self._reader, config.fetch_timeout_s, self._count_fetch)
+        self._read_ahead = ReadAhead(self.pool, self.fetches, layout.block_bytes)
         self.checksums = BlockChecksums(ranks if ports.hasher is not None else [])
         self.page_pins = PagePins(
             hello.worker, ports.channel, self.pool, self._own_pages.places, self.checksums,
@@ -181,6 +184,8 @@ class Instance:
                 self.page_pins.on_pin(event, now)
             case Unpin():
                 self.page_pins.on_unpin(event)
+            case Prefetch():
+                self._read_ahead.add(event)
             case Drain():
                 self.draining = True
                 if event.next_role is not None:
@@ -223,6 +228,7 @@ class Instance:
 
     def tick(self, now: float) -> float:
         """Give up overdue transfers, send outputs and reports. Return when to call again."""
+        self._read_ahead.advance(now, leaving=self.draining)
         wakes = [self._reader.tick(now), self._writer.tick(now), self.reservations.tick(now)]
         readers, wake_s = self.page_pins.tick(now)
         self.ask_about(readers)
@@ -360,6 +366,7 @@ class Instance:
             "blocks_put": self.write_through.num_blocks_put,
             "puts_failed": self.write_through.num_puts_failed,
             "blocks_handed_over": self.page_pins.num_blocks_read,
+            "blocks_prefetched": self._read_ahead.num_blocks_read,
             "pages_rested": self.reservations.num_rested,
         }
         return msgspec.structs.replace(

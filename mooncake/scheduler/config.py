@@ -52,7 +52,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Failed placements of one request before it fails."""
     read_ahead_bytes: int = 2 << 30
     """While requests are pending, up to this many bytes of their prefixes are loaded from SSD ahead
-    of time. 0 = blocks are loaded when a worker fetches them.
+    of time. An engine that joins is told to load up to this many bytes of the busiest prefixes.
+    0 = blocks are loaded when a worker fetches them.
     """
     replace_wait_s: float = 300.0
     """How long a request whose worker was lost waits for another worker: as long as an engine may
@@ -103,6 +104,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Latency of any fetch, whatever its size."""
     expected_output_tokens: float = 256.0
     """First guess of an output's length; refined by finished requests."""
+
+    @property
+    def reads_remote(self) -> bool:
+        """Whether workers read blocks from other nodes, or only from their own."""
+        return self.fetch_remote and self.policy != "local-cache-aware"
 
     def may_be_zero(self, role: Role) -> bool:
         """Return whether the cluster may have no worker of a role while nothing is asked for."""

@@ -442,6 +442,12 @@ _NAMED_COUNTS = (
     (False, "blocks_fetched", "blocks_fetched", "KV blocks fetched from a pool node."),
     (
         False,
+        "blocks_prefetched",
+        "blocks_prefetched",
+        "KV blocks of busy prefixes fetched before a request asked for them.",
+    ),
+    (
+        False,
         "fetches_failed",
         "fetches_failed",
         "Fetches of blocks that failed (each counts as a miss).",

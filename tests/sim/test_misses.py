@@ -19,9 +19,11 @@ PROFILE = [
     for context in (0, 20, 60)
 ]
 FETCH_COSTS = SchedulerConfig(
-    fetch_latency_s=0.004, local_bytes_per_s=1e12, remote_bytes_per_s=1e12
+    fetch_latency_s=0.004, local_bytes_per_s=1e12, remote_bytes_per_s=1e12, read_ahead_bytes=0
 )
-"""By the profile it takes as long as computing eight tokens, whatever is fetched."""
+"""By the profile a fetch takes as long as computing eight tokens, whatever is fetched. Workers that
+start again read nothing ahead, so that their first requests fetch.
+"""
 NUM_REUSABLE = (len(PROMPT) - 1) // 4 * 4
 
 

@@ -1,15 +1,18 @@
 """Prefixes that lie on SSD while their requests wait in the gateway: brought up meanwhile, they
-cost less time; the same trace and seed with and without.
+cost less time; the same trace and seed with and without. And the busiest prefixes in an engine that
+joins: its first requests wait for no fetch.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from mooncake.base import Priority
+from mooncake.base import Priority, Role
 from mooncake.kvstore.node.node import KvNode
-from mooncake.sim.simulation import Simulation
+from mooncake.sim.measure import RequestMeasure
+from mooncake.sim.simulation import START_S, Simulation
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
+from mooncake.sim.world.world import WorkerSpec
 from tests.support.sim.traces import simulation
 
 NUM_DOCUMENTS = 8
@@ -102,3 +105,59 @@ def test_requests_that_do_not_wait_lose_nothing_by_it(both: tuple[Simulation, Si
     num = len(trace()) - NUM_DOCUMENTS
     without, ahead = ([one.ttft_s for one in played.measures.requests[:num]] for played in both)
     assert ahead == without
+
+
+NUM_PREFIXES, PREFIX_BLOCKS = 4, 8
+JOINS_S = 59.94
+JOINER = "prefill-9"
+
+
+def busy_trace() -> list[TraceLine]:
+    """Return prompts of a few known prefixes in turn, just more than one engine can compute."""
+    lines = []
+    for number in range(600):
+        known = 1000 * (number % NUM_PREFIXES + 1)
+        ids = [*range(known, known + PREFIX_BLOCKS), 10_000 + 2 * number, 10_001 + 2 * number]
+        lines.append(
+            TraceLine(
+                timestamp=130.0 * number, input_length=len(ids) * TRACE_BLOCK_TOKENS,
+                output_length=5, hash_ids=ids,
+            )
+        )  # fmt: skip
+    return lines
+
+
+def play_join(read_ahead_bytes: int) -> tuple[list[RequestMeasure], list[RequestMeasure], int]:
+    """Have an engine join. Return all requests, those that it computed, and how many blocks it had
+    read ahead when its first one came.
+    """
+    played = simulation(busy_trace(), 1, 1, scheduler={"read_ahead_bytes": read_ahead_bytes})
+    world = played.world
+    spec = WorkerSpec(worker_id=JOINER, role=Role.PREFILL, node_id="joiner")
+    world.heap.at(START_S + JOINS_S, lambda: world.add(spec))
+    played.run()
+    for _, machine in world.machines():
+        machine.check_integrity()
+    machine = world.workers[JOINER].machine
+    assert machine is not None
+    assert not isinstance(machine, KvNode)
+    counters = machine.instance.load().counters
+    of_joiner = [one for one in played.measures.requests if one.prefill == JOINER]
+    return played.measures.requests, of_joiner, round(counters["blocks_prefetched"])
+
+
+def test_the_first_requests_of_an_engine_that_joins_find_their_prefixes_there() -> None:
+    without, first_without, none_ahead = play_join(0)
+    ahead, first_ahead, num_ahead = play_join(32 << 30)
+    assert (none_ahead, num_ahead) == (0, NUM_PREFIXES * PREFIX_BLOCKS)
+    hits = PREFIX_BLOCKS * TRACE_BLOCK_TOKENS
+    for first in (first_without, first_ahead):
+        assert [one.num_cached_tokens for one in first[:NUM_PREFIXES]] == [hits] * NUM_PREFIXES
+    late, early = (
+        [one.ttft_s or 0.0 for one in first[:NUM_PREFIXES]]
+        for first in (first_without, first_ahead)
+    )
+    print(f"TTFT of the first: {late} -> {early}")
+    assert all(b < 0.95 * a for a, b in zip(late, early, strict=True))
+    before = [one.ttft_s for one in without if one.submitted_s < START_S + JOINS_S]
+    assert [one.ttft_s for one in ahead[: len(before)]] == before

@@ -430,7 +430,7 @@ class Gateway:
                 node_id=hello.node_id,
             )
         )
-        self._request_manager.worker_joined(now)
+        self._request_manager.worker_joined(hello, now)
 
     def _on_asleep(self, asleep: Asleep, now: float) -> None:
         """Record that an engine sleeps, unless it has woken since it said so: a gateway that stood

@@ -7,12 +7,13 @@ after a restart. No I/O and no request state: the gateway sends, receives and ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mooncake.base import (
     BlockEvents,
     BlockKey,
+    BlockSource,
     GenerateRequest,
     IdSource,
     KeyChain,
@@ -44,7 +45,13 @@ from mooncake.scheduler.placement.booking_table import BookingTable
 from mooncake.scheduler.placement.choice_replay import ChoiceFacts
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
 from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
-from mooncake.scheduler.placement.pools import HOT_BLOCKS, FetchCosts, Pools, Replication
+from mooncake.scheduler.placement.pools import (
+    HOT_BLOCKS,
+    FetchCosts,
+    Pools,
+    PoolSources,
+    Replication,
+)
 from mooncake.scheduler.placement.step_outlook import planned_ttft_s
 from mooncake.scheduler.placement.views import Fleet, InstanceView
 from mooncake.scheduler.placement.worker_choice import (
@@ -160,6 +167,20 @@ class Conductor:
         """
         return self._index.prefix_match(keys).run_of(0, self._pools.mask)
 
+    def busiest(self, hello: WorkerHello) -> Iterator[tuple[list[BlockKey], list[BlockSource]]]:
+        """Yield the busiest prefixes that pools hold and a joining worker may read ahead of its
+        requests, and from where. There are none for a worker that computes no prompts.
+        """
+        prefills = len(self._prefills) or self._config.needs_prefill
+        if hello.role is not (Role.PREFILL if prefills else Role.DECODE):
+            return
+        num_blocks = self._config.read_ahead_bytes // max(1, hello.block_bytes)
+        for keys in self._replication.busiest(num_blocks):
+            sources = PoolSources(self._pools, self._index.prefix_match(keys))
+            covered = sources.cover(hello.node_id, remote=self._config.reads_remote)
+            if covered:
+                yield keys[: covered[-1].stop], covered
+
     def view(self, worker_id: str) -> InstanceView | None:
         """Return what is known of a live worker, or None."""
         return self._views.get(worker_id)
@@ -198,6 +219,7 @@ class Conductor:
         """Take only workers of the layout under other weights, once those that are here have
         left.
         """
+        self._replication.forget()
         if self._given_layout is not None:
             self._given_layout = replace(self._given_layout, fingerprint=fingerprint)
             if not self._views:
@@ -289,6 +311,7 @@ class Conductor:
         )
         self._book(request.request_id, keys, chosen, query.wanted, now)
         whole = prefill.view is decode.view
+        num_replicate_blocks = self._replicate(keys, query.prefix_match, now)
         return Placement(
             prefill=None if whole else prefill.view.worker,
             decode=decode.view.worker,
@@ -297,7 +320,7 @@ class Conductor:
             predicted_tbt_s=decode.tbt_s,
             num_cached_tokens=prefill.num_cached_blocks * query.wanted.block_tokens,
             num_fetch_blocks=prefill.num_fetch_blocks,
-            num_replicate_blocks=0 if whole else self._replicate(keys, query.prefix_match, now),
+            num_replicate_blocks=0 if whole else num_replicate_blocks,
             prefix_ends=self._prefix_ends(keys, query, prefill.num_cached_blocks),
             must_wait=decode.full,
             facts=facts,

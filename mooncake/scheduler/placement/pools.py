@@ -7,8 +7,10 @@ Owned by the Conductor. Facts only; `worker_choice` decides which run is fetched
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,8 @@ HOT_BLOCKS = 128
 """This many leading blocks of each prompt are watched: what many prompts share comes first."""
 HALF_LIFE_S = 60.0
 MAX_WATCHED = 1 << 16
+MAX_COMPARED = 1 << 14
+"""The busiest blocks are found among so many that were used last, in about ten milliseconds."""
 MAX_OTHERS = 2
 """The number of alternative replicas that a worker is given for each source."""
 FEW = 8
@@ -131,9 +135,11 @@ def _name(worker_id: str, epoch: str) -> str:
 class _Heat:
     """Uses of one block; old ones count less."""
 
-    __slots__ = ("at_s", "uses")
+    __slots__ = ("at_s", "parent", "uses")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, parent: BlockKey | None, now: float) -> None:
+        """`parent`: the block before it in its chain."""
+        self.parent = parent
         self.uses = 0.0
         self.at_s = now
 
@@ -141,10 +147,15 @@ class _Heat:
         """Return the share of the uses that still counts."""
         return math.exp2((self.at_s - now) / HALF_LIFE_S)
 
+    @property
+    def rank(self) -> float:
+        """Orders blocks by what their uses count at any one time."""
+        return math.log2(self.uses) + self.at_s / HALF_LIFE_S
+
 
 class Replication:
     """Computes how many copies blocks should have: hot blocks get more before many readers queue
-    for one.
+    for one. Also tells which blocks are the busiest, for an engine that has none yet.
 
     The heat of a block is a rate of uses that halves with time. A copy is made where a prompt with
     it is computed anyway: the prefill worker also puts the reused blocks into the pool of its own
@@ -171,14 +182,14 @@ class Replication:
         Returns how many leading blocks should get a copy on the node that computes the prompt: up
         to the last block that is too hot for its copies.
         """
-        if not self._copies_per_use:
-            return 0
         length = 0
+        parent: BlockKey | None = None
         at_s, faded, per_use = now, 1.0, self._copies_per_use
         for index, (key, num_copies) in enumerate(zip(keys[:HOT_BLOCKS], copies, strict=False)):
             heat = self._heat.use(key)
             if heat is None:
-                heat = self._heat[key] = _Heat(now)
+                heat = self._heat[key] = _Heat(parent, now)
+            parent = key
             if heat.at_s != at_s:  # what is used together was mostly used together before
                 at_s, faded = heat.at_s, heat.fading(now)
             heat.uses = heat.uses * faded + 1
@@ -187,6 +198,33 @@ class Replication:
             if wanted > 1 and num_copies < min(max_copies, math.ceil(wanted)) > 1:
                 length = index + 1
         return length
+
+    def busiest(self, num_blocks: int) -> list[list[BlockKey]]:
+        """Return the `num_blocks` blocks with the most uses, as chains from their first block on.
+        Chains may have the same head. Blocks that were used once, or not for long, are left out.
+        """
+        latest = list(islice(reversed(self._heat.items()), MAX_COMPARED))
+        again = [(key, heat) for key, heat in reversed(latest) if heat.uses > 1]
+        chosen: dict[BlockKey, BlockKey | None] = {}
+        # Of equals the one used first comes first: a block never comes before its parent.
+        for key, heat in heapq.nlargest(num_blocks, again, key=lambda entry: entry[1].rank):
+            if heat.parent is None or heat.parent in chosen:
+                chosen[key] = heat.parent
+        chains = []
+        inner = set(chosen.values())
+        for last in chosen:
+            if last not in inner:
+                chain: list[BlockKey] = []
+                at: BlockKey | None = last
+                while at is not None:
+                    chain.append(at)
+                    at = chosen[at]
+                chains.append(chain[::-1])
+        return chains
+
+    def forget(self) -> None:
+        """Forget all uses: from now on the same prompts have other blocks."""
+        self._heat.clear()
 
 
 class Pools:
@@ -341,6 +379,21 @@ class PoolSources:
             key=lambda run: (-run.stop, run.remote_fixed_s, run.store.worker_id),
             default=None,
         )
+
+    def cover(self, node_id: str, *, remote: bool) -> list[BlockSource]:
+        """Return from where a worker on this node reads all that the pools hold of the prompt's
+        prefix. `remote`: it may read from other nodes.
+        """
+        found: list[BlockSource] = []
+        first = 0
+        while True:
+            own = self.local(first, node_id)
+            runs = [*([own] if own is not None else ()), *(self.longest(first) if remote else ())]
+            if not runs:
+                return self.with_others(found) if remote else found
+            run = max(runs, key=lambda run: run.stop)
+            found.append(BlockSource(store=run.store, first=first, stop=run.stop))
+            first = run.stop
 
     def with_others(self, sources: Sequence[BlockSource]) -> list[BlockSource]:
         """Add to each source the other pools that hold its blocks, or most of them: the longest run

@@ -248,9 +248,9 @@ def make_policy(config: SchedulerConfig, ids: IdSource) -> PrefillPolicy:
 
 def option_maker(config: SchedulerConfig) -> OptionMaker:
     """Return the maker of options, with fetches from other nodes or only from the own node."""
-    if not config.fetch_remote or config.policy == "local-cache-aware":
-        return OptionMaker(local_ways)
-    return OptionMaker(partial(all_ways, threshold=config.kvcache_balancing_threshold))
+    if config.reads_remote:
+        return OptionMaker(partial(all_ways, threshold=config.kvcache_balancing_threshold))
+    return OptionMaker(local_ways)
 
 
 Chain = tuple[StoreRun, ...]

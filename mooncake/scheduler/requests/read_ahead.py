@@ -1,18 +1,19 @@
 """Read-ahead: loads the prefixes of pending requests into DRAM, from SSD or a bucket, before they
-are placed.
+are placed, and the busiest prefixes into an engine that joins.
 
 Owned by the pending queue. Only the first requests of the queue are served, head of the prefix
 first, with a bounded number of bytes in flight. Pool nodes load a block only where that evicts
-nothing of equal worth. All of it is a hint: a block that is not loaded in time is loaded when a
-worker fetches it.
+nothing of equal worth, engines only into free pages. All of it is a hint: a block that is not
+loaded in time is loaded when a worker fetches it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
-from mooncake.base import BlockKey, WorkerRef
+from mooncake.base import BlockKey, WorkerHello, WorkerRef
 from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.rpc.channel import Channel
 from mooncake.scheduler.config import SchedulerConfig
@@ -21,6 +22,8 @@ from mooncake.scheduler.requests.record import RequestRecord
 
 MAX_REQUESTS = 4
 """How many requests of the queue are served: they are likely to be placed next."""
+MAX_RUNS = 64
+"""An engine that joins is told to read so many prefixes at most."""
 CHUNK_BYTES = 512 << 20
 GIVE_UP_S = 10.0
 """A block that is not loaded by then is given up: its node has no room for it."""
@@ -53,7 +56,9 @@ class _Reading:
 
 
 class ReadAhead:
-    """Sends `Prefetch` messages for pending requests, within `read_ahead_bytes`."""
+    """Sends `Prefetch` messages for pending requests and for engines that join, for each within
+    `read_ahead_bytes`.
+    """
 
     def __init__(
         self, config: SchedulerConfig, gateway: WorkerRef, channel: Channel, conductor: Conductor
@@ -89,6 +94,17 @@ class ReadAhead:
                 self._ask(chunk, now)
             if reading.chunks:
                 return  # in order: the first to be placed needs its blocks first
+
+    def welcome(self, joined: WorkerHello) -> None:
+        """Tell an engine that joins to read the busiest prefixes from the pools."""
+        for keys, sources in islice(self._conductor.busiest(joined), MAX_RUNS):
+            self._last_ticket += 1
+            self._channel.send(
+                joined.worker.address,
+                Prefetch(
+                    reader=self._gateway, ticket=self._last_ticket, keys=keys, sources=sources
+                ),
+            )
 
     def _ask(self, chunk: _Chunk, now: float) -> None:
         self._last_ticket += 1

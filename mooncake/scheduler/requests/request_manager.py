@@ -37,6 +37,7 @@ from mooncake.base import (
     Role,
     Sink,
     Unavailable,
+    WorkerHello,
     WorkerRef,
 )
 from mooncake.base.request import FinishInfo, request_finish
@@ -103,8 +104,8 @@ class RequestManager:
         self._permits = AdmissionPermits(config.max_inflight, turns)
         self._requests: dict[str, RequestRecord] = {}
         self._attempts = AttemptTracker(ports, membership)
-        read_ahead = ReadAhead(config, ports.worker, ports.channel, conductor)
-        self._pending = PendingQueue(config.max_queue, read_ahead)
+        self._read_ahead = ReadAhead(config, ports.worker, ports.channel, conductor)
+        self._pending = PendingQueue(config.max_queue, self._read_ahead)
         self._delivery = OutputDelivery(config, ports.recorder)
         self._deadlines = Deadlines()
         self._next_scan_s = 0.0
@@ -232,10 +233,13 @@ class RequestManager:
         keys = record.block_keys(self._conductor.layout)
         return record.decode_joined and self._conductor.num_fetchable(keys) == len(keys)
 
-    def worker_joined(self, now: float) -> None:
-        """Try the pending requests, because the new worker may have room for them."""
+    def worker_joined(self, hello: WorkerHello, now: float) -> None:
+        """Try the pending requests, because the new worker may have room for them. Then let it read
+        ahead for those to come.
+        """
         if len(self._pending):
             self._place_pending(now)
+        self._read_ahead.welcome(hello)
 
     def tick(self, now: float) -> float | None:
         """Handle deadlines, pending requests and stalled attempts. Returns when to call again."""

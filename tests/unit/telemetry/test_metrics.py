@@ -155,7 +155,16 @@ def busy() -> Metrics:
     place(metrics, "running", 4.0)
     token(metrics, "running", 4.4, 0)
     accept(metrics, "waiting", 4.0)
-    report(metrics, 4.0, preemptions=1, blocks_fetched=7, blocks_put=9, fetches_failed=1, steps=9)
+    report(
+        metrics,
+        4.0,
+        preemptions=1,
+        blocks_fetched=7,
+        blocks_prefetched=3,
+        blocks_put=9,
+        fetches_failed=1,
+        steps=9,
+    )
     metrics.record(
         WorkerJoined(worker_id="kv0", at_s=0.0, role=Role.KVSTORE, num_blocks=100, node_id="n")
     )

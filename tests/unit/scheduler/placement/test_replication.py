@@ -7,6 +7,7 @@ from itertools import repeat
 from mooncake.scheduler.placement.pools import (
     HALF_LIFE_S,
     HOT_BLOCKS,
+    MAX_COMPARED,
     MAX_WATCHED,
     Replication,
 )
@@ -72,4 +73,44 @@ def test_far_blocks_are_not_watched_and_the_table_is_bounded() -> None:
 def test_it_can_be_switched_off() -> None:
     subject = Replication(0.0)
     assert heat(subject, keys(2), uses_per_s=50, seconds=60) == 0
-    assert len(subject) == 0
+
+
+def use(subject: Replication, run: list[bytes], *times_s: float) -> None:
+    for at_s in times_s:
+        subject.on_use(run, repeat(1), 8, at_s)
+
+
+def test_the_busiest_blocks_are_whole_chains_the_busiest_first() -> None:
+    subject = Replication(0.0)
+    shared, mine, yours = keys(3), keys(2, name=1), keys(2, name=2)
+    use(subject, [*shared, *mine], 1.0, 2.0)
+    use(subject, [*shared, *yours], 3.0, 4.0, 5.0)
+    use(subject, keys(4, name=3), 6.0)  # once: nobody may ask for it again
+    assert subject.busiest(100) == [[*shared, *yours], [*shared, *mine]]
+    assert subject.busiest(6) == [[*shared, *yours], [*shared, mine[0]]]
+    assert subject.busiest(2) == [shared[:2]]
+    assert subject.busiest(0) == []
+
+
+def test_what_was_busy_long_ago_comes_after_what_is_now() -> None:
+    subject = Replication(0.0)
+    use(subject, keys(1, name=1), *range(8))
+    use(subject, keys(1, name=2), 6 * HALF_LIFE_S, 6 * HALF_LIFE_S + 1)
+    assert subject.busiest(1) == [keys(1, name=2)]
+
+
+def test_a_chain_whose_beginning_is_forgotten_is_left_out() -> None:
+    subject = Replication(0.0)
+    use(subject, keys(HOT_BLOCKS), 0.0, 1.0)
+    for number in range(MAX_COMPARED // HOT_BLOCKS):
+        use(subject, keys(HOT_BLOCKS, name=number + 1), 2.0)
+    assert subject.busiest(10) == []
+    use(subject, keys(HOT_BLOCKS), 3.0)
+    assert subject.busiest(10) == [keys(10)]
+
+
+def test_all_uses_can_be_forgotten() -> None:
+    subject = Replication(0.0)
+    use(subject, keys(2), 0.0, 1.0)
+    subject.forget()
+    assert subject.busiest(10) == []

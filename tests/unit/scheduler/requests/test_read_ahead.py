@@ -1,18 +1,37 @@
 """What is asked of pool nodes while a request waits: only what lies on SSD, for the first in line,
-so much at a time; and taken back when the request goes away.
+so much at a time; and taken back when the request goes away. And what an engine that joins is told
+to read: the busiest prefixes that pools hold.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from mooncake.base import BlockEvents, BlockKey, FinishReason, Priority, Role, Tier
+from mooncake.base import (
+    BlockEvents,
+    BlockKey,
+    BlockSource,
+    FinishReason,
+    Priority,
+    Role,
+    Tier,
+    WorkerRef,
+)
+from mooncake.base.blocks import block_keys
 from mooncake.base.messages import Prefetch, StopPrefetch
 from mooncake.scheduler.requests.permits import RETRY_WAITING_S
 from mooncake.scheduler.requests.read_ahead import GIVE_UP_S, MAX_REQUESTS, REPEAT_S
-from tests.support.scheduler.scheduling import Pair, keys_of, request, snapshot
+from tests.support.scheduler.scheduling import (
+    BLOCK_TOKENS,
+    FINGERPRINT,
+    Pair,
+    keys_of,
+    request,
+    snapshot,
+)
 
 BLOCK_BYTES = 1000
 
@@ -138,3 +157,83 @@ def test_nodes_that_drain_are_not_asked() -> None:
     harness.report(harness.store, draining=True)
     harness.wait("b")
     assert harness.asked() == []
+
+
+class Busy(Pair):
+    """A prefix of ten blocks that two requests of each of two tenants have used, in a pool."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.store = self.join("kv", Role.KVSTORE)
+        self.prompts = {tenant: request("", 41, 1, tenant=tenant) for tenant in ("a", "b")}
+        held: list[BlockKey] = []
+        for tenant, prompt in self.prompts.items():
+            for number in range(2):
+                self.submit(msgspec.structs.replace(prompt, request_id=f"{tenant}{number}"))
+            held += self.keys(tenant)
+        self.gateway.handle(snapshot(self.store, held), self.now)
+
+    def keys(self, tenant: str) -> list[BlockKey]:
+        """Return the keys of the full blocks of a tenant's prompt."""
+        tokens = self.prompts[tenant].prompt_tokens
+        return list(block_keys(FINGERPRINT, tokens, BLOCK_TOKENS, tenant))
+
+    def told(self, worker: WorkerRef) -> list[Prefetch]:
+        return self.channel.of(Prefetch, worker.address)
+
+
+def test_an_engine_that_joins_reads_the_busiest_prefixes() -> None:
+    harness = Busy()
+    told = harness.told(harness.join("p1", Role.PREFILL))
+    keys = [harness.keys("a"), harness.keys("b")]
+    assert sorted(run.keys for run in told) == sorted(keys), "each tenant's under its own names"
+    for run in told:
+        assert run.sources == [BlockSource(store=harness.store, first=0, stop=10)]
+    assert len({run.ticket for run in told}) == 2
+
+
+def test_it_reads_no_more_than_the_bytes_allowed() -> None:
+    harness = Busy(read_ahead_bytes=12 * BLOCK_BYTES)
+    told = harness.told(harness.join("p1", Role.PREFILL))
+    assert sum(len(run.keys) for run in told) == 12
+    assert harness.told(harness.join("p2", Role.PREFILL, block_bytes=13 * BLOCK_BYTES)) == []
+
+
+def test_it_is_told_of_few_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.scheduler.requests.read_ahead.MAX_RUNS", 1)
+    harness = Busy()
+    assert [run.keys for run in harness.told(harness.join("p1", Role.PREFILL))] == [
+        harness.keys("a")
+    ]
+
+
+def test_it_reads_what_its_own_node_has_from_there() -> None:
+    harness = Busy()
+    keys = harness.keys("a")
+    own = harness.join("kv1", Role.KVSTORE, node_id="node-p1")
+    harness.gateway.handle(snapshot(own, keys[:4]), harness.now)
+    told = harness.told(harness.join("p1", Role.PREFILL))
+    sources = next(run.sources for run in told if run.keys == keys)
+    assert {(source.store.worker_id, source.first, source.stop) for source in sources} == {
+        ("kv", 0, 10)
+    }, "one run of all is better than two"
+    local = Busy(fetch_remote=False)
+    own = local.join("kv1", Role.KVSTORE, node_id="node-p1")
+    local.gateway.handle(snapshot(own, keys[:4]), local.now)
+    told = local.told(local.join("p1", Role.PREFILL))
+    assert [(run.keys, run.sources) for run in told] == [
+        (keys[:4], [BlockSource(store=own, first=0, stop=4)])
+    ]
+
+
+def test_a_decode_worker_reads_ahead_only_where_it_computes_prompts() -> None:
+    harness = Busy()
+    assert harness.told(harness.join("d1", Role.DECODE)) == []
+    harness.gateway.worker_lost("p0", harness.now)
+    assert len(harness.told(harness.join("d2", Role.DECODE))) == 2
+
+
+def test_nothing_is_read_of_weights_that_are_no_longer_served() -> None:
+    harness = Busy()
+    harness.conductor.use_fingerprint("layout-2")
+    assert harness.told(harness.join("p1", Role.PREFILL)) == []

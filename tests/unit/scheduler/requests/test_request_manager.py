@@ -50,7 +50,7 @@ class Bench:
         message = hello(name, role, **changes)
         assert self.conductor.on_hello(message) is None
         self.membership.join(message, now)
-        self.manager.worker_joined(now)
+        self.manager.worker_joined(message, now)
         return message.worker
 
     def lose(self, name: str, now: float) -> None:
