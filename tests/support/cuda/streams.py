@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 LATE, SIDE_FIRST, FIFO, RANDOM = "late", "side first", "fifo", "random"
 ORDERS = (LATE, SIDE_FIRST, FIFO, RANDOM)
 POLL_S = 0.0005
-"""Between two looks at what other processes have done."""
+"""Between two looks at what other processes have done, at first; each look that finds nothing
+doubles it, to `MOST_POLL_S` at most: who waits leaves the cores to those that it waits for.
+"""
+MOST_POLL_S = 16 * POLL_S
 Clock = dict[int, int]
 Body = Callable[[], Any]
 """Does a task's work; returns a list of accesses, if some were not known when it was queued."""
@@ -306,10 +309,13 @@ class Machine:
                 pass
 
     def _run(self, number: int, tick: int) -> None:
-        aim = self._streams[number]
+        aim, pause_s = self._streams[number], POLL_S
         while aim.done < tick:
-            if not self._do_one(aim, tick):
-                self._changed.wait(POLL_S)  # without the lock: others queue and run tasks meanwhile
+            if self._do_one(aim, tick):
+                pause_s = POLL_S
+                continue
+            self._changed.wait(pause_s)  # without the lock: others queue and run tasks meanwhile
+            pause_s = min(2 * pause_s, MOST_POLL_S)
 
     def _do_one(self, aim: Stream, tick: int) -> bool:
         """Run the task that this machine's order has next; return whether one could run."""
