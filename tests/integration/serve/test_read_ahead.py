@@ -1,0 +1,60 @@
+"""A prefill worker that joins a cluster of real processes reads the busiest prefix from the pool
+before anybody asks it for anything.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.integration.serve.test_handover import BLOCK_TOKENS, NUM_PROMPT, SMALL, ask, load
+from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WAIT_S = 400.0
+NUM_BLOCKS = NUM_PROMPT // BLOCK_TOKENS
+
+
+def wait_for(server: ServerProcess, worker_id: str, figure: str, least: int) -> None:
+    """Wait until a worker reports so much of a figure, or of a counter."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        report = load(server, worker_id)
+        if {**report.get("counters", {}), **report}.get(figure, 0) >= least:
+            return
+        assert time.monotonic() < deadline_s, report
+        time.sleep(0.1)
+
+
+def test_a_worker_that_joins_has_the_busiest_prefix_before_its_first_request(
+    tmp_path: Path,
+) -> None:
+    words = (*SMALL, "--port", "0", "--kvstore-dram-bytes", "64MiB", "--policy", "round-robin")
+    with (
+        ThreadPoolExecutor(1) as pool,
+        ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server,
+    ):
+        server.wait_until_serving()
+        address = server.wait_for(r"--join (\S+)").group(1)
+
+        def answer() -> list[int]:
+            streams, reading = ask(server.url, pool, "busy", [1], 8)
+            reading[0].result(WAIT_S)
+            return streams[0].ids
+
+        answers = [answer(), answer()]
+        wait_for(server, "kvstore-0", "num_cached_blocks", NUM_BLOCKS)
+        with ServerProcess("--role", "prefill", "--join", address, *SMALL[2:4]) as joiner:
+            name = joiner.wait_for(r"(prefill-\S+) \(pid \d+\) has joined").group(1)
+            wait_for(server, name, "blocks_prefetched", NUM_BLOCKS)
+            assert load(server, name)["counters"].get("prompt_tokens", 0) == 0
+            answers += [answer(), answer()]  # one of each prefill worker
+            wait_for(server, name, "prompt_tokens", NUM_PROMPT)
+            counters = load(server, name)["counters"]
+    assert answers == answers[:1] * 4
+    assert counters["prompt_tokens_cached"] == NUM_BLOCKS * BLOCK_TOKENS
+    assert counters["blocks_fetched"] == NUM_BLOCKS, "its request had to fetch none"
