@@ -3,9 +3,9 @@
 The highest rate at which 90 % of a published trace's requests keep their limits: of engines that
 compute prompts beside decode (`coupled-chunked-prefix`: chunks, a prefix cache in each engine), of
 prefill and decode apart, and of both with the pool. Each system is played with several settings
-(tokens of a step, or how many engines prefill); the best ones are played slower and faster until
-they keep limits and miss them, and the best one counts. Nothing is refused. `--out` keeps runs, and
-a later call goes on behind them; `--only` plays a part.
+(tokens of a step, or how many engines prefill), slower and faster, until limits are kept and
+missed, and the best one counts. Nothing is refused. `--out` keeps runs, and a later call goes on
+behind them; `--only` plays a part.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def search(
 ) -> Iterator[Run]:
     """Yield the runs of each system: from the rate on at which all its settings are played, slower
     until the strictest limits, the first ones, are kept, and faster until the loosest are missed.
-    Settings go on that are among the best by any limits.
+    Slower all settings go on, since short steps are good where there is time for all prompts;
+    faster those that are among the best by any limits.
     """
     known = {(run.load, run.system, run.server, round(run.rate, 6)): run for run in _kept(args.out)}
     systems: dict[str, list[Setting]] = {}
@@ -170,7 +171,8 @@ def search(
         for factor, wanted in ((1 / FASTER, limits[:1]), (FASTER, limits[-1:])):
             left, runs, speed = tried, first, args.speed
             for _ in range(MOST_STEPS):
-                left = _going_on(left, runs, limits)
+                if factor > 1:
+                    left = _going_on(left, runs, limits)
                 keeps = any(run.share(each) >= WANTED for run in runs for each in wanted)
                 if keeps is (factor < 1):
                     break
@@ -232,9 +234,11 @@ def best_of(runs: Sequence[Run], limits: Limits) -> list[Best]:
 
 
 def _order(one: Best, limits: Limits) -> tuple[bool, float, float]:
-    """Return what a better setting has more of."""
+    """Return what a better setting has more of. Of those that keep the limits at no rate, the best
+    ones were played slowest.
+    """
     kept = one.highest.bound != "<"
-    return kept, one.highest.rate, one.runs[0].share(limits)
+    return kept, one.highest.rate if kept else 0.0, one.runs[0].share(limits)
 
 
 def rows_of(runs: Sequence[Run], hardware: str, limits: Limits) -> list[list[str]]:
