@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool soak-hosts soak-nodes check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool soak-hosts soak-nodes soak-changes check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -157,6 +157,10 @@ soak: $(STAMP)
 KILLS ?= 200
 soak-pool: $(STAMP)
 	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/pool/test_faults.py -k killed --timeout 36000
+
+# The steps of docs/changing-machines.md on hosts made of namespaces, while clients ask; as root.
+soak-changes: $(STAMP)
+	MOONCAKE_CHANGES=1 $(BIN)/pytest -q -s tests/integration/hosts/test_changes.py
 
 # What looks after engines that Ray places, killed again and again, while answers stream: make soak-nodes KILLS=20
 soak-nodes: KILLS = 20

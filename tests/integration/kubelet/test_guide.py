@@ -5,13 +5,11 @@ before this one.
 
 from __future__ import annotations
 
-import compileall
 import re
 import shlex
 import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +23,11 @@ import httpx
 import pytest
 import yaml
 
-from mooncake.base.messages import OWN_RELEASE, Release
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import run as run_command
 from mooncake.identity import cluster_keys, own_credential
 from tests.support.certificates import Host, make_host
+from tests.support.former_release import former_release
 from tests.support.kubelet import network
 from tests.support.kubelet.cluster import Cluster
 from tests.support.kubelet.served import (
@@ -235,23 +233,6 @@ class Operator:
         for name, value in self.words.items():
             word = re.sub(rf"(?<![\w-]){name}(?![\w.])", value, word)
         return word
-
-
-def former_release(folder: Path) -> Path:
-    """Return where the package and the chart of the commit before this one are; of this one, where
-    the two speak no common version of the protocol: then no update is a rolling one.
-    """
-    folder.mkdir()
-    words = ["git", "-C", str(TOP), "archive", "HEAD~1", "mooncake", "kernels", "charts"]
-    archive = subprocess.run(words, check=True, capture_output=True)
-    subprocess.run(["tar", "-x"], check=True, cwd=folder, input=archive.stdout)
-    # As in an image: otherwise each of its processes compiles all that it imports.
-    compileall.compile_dir(folder, quiet=1, workers=1)
-    source = (folder / "mooncake" / "base" / "messages.py").read_text()
-    said = dict(re.findall(r"^(\w*PROTOCOL_VERSION) = (\d+)$", source, re.MULTILINE))
-    version = int(said["PROTOCOL_VERSION"])
-    oldest = int(said.get("OLDEST_PROTOCOL_VERSION", version))
-    return folder if OWN_RELEASE.speaks_with(Release("former", version, oldest)) else TOP
 
 
 def test_the_operators_guide_holds_under_load(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ HOSTS = "two machines"
 KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kubernetes")
 UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
 JOIN = Elsewhere("tests/integration/hosts/test_join.py", HOSTS)
-CHANGED = Elsewhere("tests/integration/launch/test_up.py", "a cluster by its file")
+CHANGED = Elsewhere("tests/integration/hosts/test_changes.py", "three machines")
 
 QUESTIONS = """\
 import json

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,14 @@ class DescribedCluster:
 
     def install(self, host: Host) -> None:
         """Copy the folder of a machine there, as scp does."""
-        self.install_on(host, host.name)
-
-    def install_on(self, host: Host, name: str) -> None:
-        """Copy the folder of the machine `name` to a host."""
-        shutil.copytree(self._made / name, host.path(f"{HOME}/{FOLDER}"), dirs_exist_ok=True)
+        shutil.copytree(self._made / host.name, host.path(f"{HOME}/{FOLDER}"), dirs_exist_ok=True)
 
     def keep(self, folder: Path) -> None:
         """Have the folders of all machines elsewhere, where no host can take them along."""
         shutil.copytree(self._made, folder)
         self._made = folder
 
-    def up(self, host: Host) -> Program:
+    def up(self, host: Host, environment: Mapping[str, str] | None = None) -> Program:
         """Type `mooncake up` on a machine."""
-        words = " ".join(self._up)
-        return host.run("sh", "-c", f"cd {FOLDER} && exec {MOONCAKE} {words}")
+        words = ("sh", "-c", f"cd {FOLDER} && exec {MOONCAKE} {' '.join(self._up)}")
+        return host.run(*words, environment=environment)

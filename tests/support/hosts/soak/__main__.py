@@ -68,7 +68,7 @@ class Soak:
             began_s = time.time()
             if not self._until_whole(began_s, START_S):
                 raise RuntimeError("the cluster does not start; its logs are in the folder")
-            self._cluster.begin_asking()
+            self._cluster.asker.begin()
             began_s = time.time()
             self._have_faults(began_s + self._seconds)
             self._end()
@@ -76,7 +76,7 @@ class Soak:
 
     def _step(self) -> None:
         time.sleep(STEP_S)
-        self._cluster.read()
+        self._cluster.asker.read()
         if time.monotonic() > self._looked_s + LOOK_S:
             self._looked_s = time.monotonic()
             self._watch.look()
@@ -108,27 +108,26 @@ class Soak:
 
     def _end(self) -> None:
         """Let all answers come, and look at what is left."""
-        cluster = self._cluster
-        cluster.end_asking()
+        asker = self._cluster.asker
+        asker.end()
         self._rest(2 * LOOK_S)
-        if not until(lambda: cluster.status()["running"] == 0, LAST_S, self._step):
-            self._problems.append(f"{cluster.status()['running']} requests have not ended")
-        if not until(cluster.is_idle, IDLE_S, self._step):
-            self._problems.append(f"something is held for requests that ended: {cluster.status()}")
-        cluster.end_asking()
-        cluster.asker.process.wait(LAST_S)
-        cluster.read()
+        if not until(lambda: asker.status()["running"] == 0, LAST_S, self._step):
+            self._problems.append(f"{asker.status()['running']} requests have not ended")
+        if not until(asker.is_idle, IDLE_S, self._step):
+            self._problems.append(f"something is held for requests that ended: {asker.status()}")
+        asker.end()
+        asker.wait(LAST_S)
         self._watch.look()
-        self._problems += cluster.stop()
+        self._problems += self._cluster.stop()
 
     def _figures(self, seconds: float) -> dict[str, Any]:
-        answers = [each for each in self._cluster.seen if "answer" in each]
+        answers = self._cluster.asker.answers()
         for answer in answers:
             for one in answer["tries"]:
                 one["host"] = self._cluster.name_of(one["host"])
             right = self._right[answer["prompt"]][: answer["length"]]
             self._problems += problems_of(answer, right, self._spans)
-        if not_sent := sum("not_sent" in each for each in self._cluster.seen):
+        if not_sent := sum("not_sent" in each for each in self._cluster.asker.seen):
             self._problems.append(f"{not_sent} requests were not sent: too many ran")
         for (name, boot), samples in self._watch.seen.items():
             if found := leaks(name, samples):

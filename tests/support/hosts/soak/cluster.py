@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.hosts.described import FOLDER, DescribedCluster
-from tests.support.hosts.hosts import DISK, HOME, SHARED, Host, Program
-from tests.support.hosts.soak import load
+from tests.support.hosts.described import DescribedCluster
+from tests.support.hosts.hosts import DISK, SHARED, Host
+from tests.support.hosts.soak.asker import Asker
 from tests.support.hosts.soak.faults import Fault
 
 ROLES = {
@@ -26,7 +23,6 @@ WORKERS = sorted(
     f"{role}@{host}" for host, roles in ROLES.items() for role in roles if role != "gateway"
 )
 NUM_GATEWAYS = 2
-API_PORT = 8000
 
 
 def description(model: Path) -> dict[str, Any]:
@@ -51,75 +47,30 @@ class SoakCluster:
         self._fourth = hosts[-1]
         self._cluster = DescribedCluster(hosts[:-1], description(model))
         self._cluster.keep(folder / "folders")
-        self._cluster.install_on(self._fourth, hosts[0].name)
         self._ups = {name: self._cluster.up(host) for name, host in self.machines.items()}
-        self.seen: list[dict[str, Any]] = []
-        """All that the asker has said so far."""
-        self._asker: Program | None = None
-        self._num_read = 0
+        self._folders = folder / "folders"
+        self._asker: Asker | None = None
 
     def start_asker(self, plan: dict[str, Any]) -> None:
-        """Start the program that asks the gateways as `plan` says, beside where they are. At first
-        it only looks at them.
-        """
-        own = {
-            "ca": f"{HOME}/{FOLDER}/ca.pem", "port": API_PORT,
-            "hosts": [
-                host.address for name, host in self.machines.items() if "gateway" in ROLES[name]
-            ],
-        }  # fmt: skip
-        self._fourth.path(f"{HOME}/plan.json").write_text(json.dumps(plan | own))
-        shutil.copy(load.__file__, self._fourth.path(f"{HOME}/load.py"))  # it sees no /tmp of ours
-        self._asker = self._fourth.run(sys.executable, "load.py", "plan.json")
+        """Start the program that asks the gateways as `plan` says, beside where they are."""
+        gateways = [host for name, host in self.machines.items() if "gateway" in ROLES[name]]
+        authority = self._folders / next(iter(ROLES)) / "ca.pem"
+        self._asker = Asker(self._fourth, gateways, authority, plan)
 
     @property
-    def asker(self) -> Program:
+    def asker(self) -> Asker:
         """The program that asks."""
         assert self._asker is not None
         return self._asker
-
-    def begin_asking(self) -> None:
-        """Have it ask from now on."""
-        self.asker.send(signal.SIGUSR1)
-
-    def end_asking(self) -> None:
-        """Have it ask no more, and the second time end."""
-        self.asker.send(signal.SIGTERM)
-
-    def read(self) -> None:
-        """Take in what the asker has said by now."""
-        with self.asker.log.open("rb") as file:
-            file.seek(self._num_read)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self._num_read += len(line)
-                    assert line.startswith(b"{"), self.asker.output[-2000:]
-                    self.seen.append(json.loads(line))
 
     def name_of(self, address: str) -> str:
         """Return the name of the host at an address."""
         [name] = [name for name, host in self.machines.items() if host.address == address]
         return name
 
-    def status(self) -> dict[str, Any]:
-        """Return what gateways knew when they were asked last, and when that was."""
-        found = (each for each in reversed(self.seen) if "status" in each)
-        return next(found, {"at_s": 0.0, "running": 0, "status": {}})
-
     def is_whole(self, since_s: float) -> bool:
         """Whether all gateways knew of all processes, some time after `since_s`."""
-        told = self.status()
-        known = list(told["status"].values())
-        return told["at_s"] > since_s + load.UNHEARD_S and all(
-            each is not None and each["up"] == WORKERS and each["gateways"] == NUM_GATEWAYS
-            for each in known
-        )
-
-    def is_idle(self) -> bool:
-        """Whether the gateways know of no request, and no worker holds anything for one."""
-        return all(
-            each is not None and each["held"] == 0 for each in self.status()["status"].values()
-        )
+        return self.asker.is_whole(WORKERS, NUM_GATEWAYS, since_s)
 
     def ended(self) -> list[str]:
         """Return what is wrong with the commands that should run."""

@@ -92,6 +92,8 @@ class Load:
             "temperature": 0, "ignore_eos": True, "return_token_ids": True,
             "stream": chance.random() < 0.7,
         }  # fmt: skip
+        if body["stream"]:
+            body["stream_options"] = {"include_usage": True}
         tries: list[dict[str, Any]] = []
         times: list[float] = []
         while time.time() < began_s + GIVE_UP_S:
@@ -146,7 +148,8 @@ class Load:
             one["ids"] = ids = list[int]()
             one["ends"] = ends = list[str]()
             if not body["stream"]:
-                [choice] = json.loads(reply.read())["choices"]
+                said = json.loads(reply.read())
+                [choice], one["usage"] = said["choices"], said["usage"]
                 ids += choice["token_ids"]
                 ends.append(choice["finish_reason"])
                 return {"how": "whole"}
@@ -162,6 +165,7 @@ class Load:
                         ids += choice.get("token_ids") or []
                         ends += [choice["finish_reason"]] if choice["finish_reason"] else []
                     times += [time.time()] * (len(ids) - len(times))
+                    one["usage"] = chunk.get("usage") or one.get("usage")
                     one["after_done"] = one.get("after_done", 0) + num_done
             if not num_done:
                 return {"how": "cut", "why": "the stream ended without its last event"}
