@@ -151,7 +151,8 @@ def test_new_weights_reach_engines_whose_machines_have_no_files_of_them(
         # No machine has these: all engines go on with the weights that they have.
         with pytest.raises(HTTPError) as refused:
             gateway.post("/update_weights", {"path": "/proc/self/cwd/step-2"}, 300)
-        assert refused.value.code == 400
+        with refused.value as error:
+            assert error.code == 400
         gateway.post("/resume", {})
         assert said(gateway) == before
         gateway.post("/pause?mode=wait", {})
