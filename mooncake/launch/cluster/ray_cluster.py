@@ -791,32 +791,36 @@ class Supervisor:
             where = {"placed": True, "node": node}
         if here_only:
             node = ray.get_runtime_context().get_node_id()
-        if needs := self._needs(settings):
-            aside = _set_aside(settings.worker_id, needs, node, 0.0 if waits else PLACE_S)
-            strategy = PlacementGroupSchedulingStrategy(aside, placement_group_bundle_index=0)
-        elif node is not None:
-            strategy = NodeAffinitySchedulingStrategy(node, soft=not here_only)
-        runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
-        if here_only and self._forks is not None:
-            if self._own_ray:  # Ray then has our fork server fork its workers
-                runtime = {}
-            else:
-                runtime["py_executable"] = str(self._forks.executable)
-        actor: Any = (
-            ray.remote(WorkerActor)
-            .options(
-                name=self._name(settings) if self._facts else None,
-                num_cpus=0,
-                num_gpus=settings.num_gpus,  # Ray names them to the process: it sees no others
-                max_restarts=-1,
-                max_task_retries=0,
-                max_concurrency=4,
-                scheduling_strategy=strategy,
-                runtime_env=runtime,
+        with contextlib.ExitStack() as undo:  # a try that fails leaves nothing set aside
+            if needs := self._needs(settings):
+                aside = _set_aside(settings.worker_id, needs, node, 0.0 if waits else PLACE_S)
+                undo.callback(_groups.remove_placement_group, aside)
+                strategy = PlacementGroupSchedulingStrategy(aside, placement_group_bundle_index=0)
+            elif node is not None:
+                strategy = NodeAffinitySchedulingStrategy(node, soft=not here_only)
+            runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
+            if here_only and self._forks is not None:
+                if self._own_ray:  # Ray then has our fork server fork its workers
+                    runtime = {}
+                else:
+                    runtime["py_executable"] = str(self._forks.executable)
+            actor: Any = (
+                ray.remote(WorkerActor)
+                .options(
+                    name=self._name(settings) if self._facts else None,
+                    num_cpus=0,
+                    num_gpus=settings.num_gpus,  # Ray names them to the process: it sees no others
+                    max_restarts=-1,
+                    max_task_retries=0,
+                    max_concurrency=4,
+                    scheduling_strategy=strategy,
+                    runtime_env=runtime,
+                )
+                .remote(settings.worker_id, **where)
             )
-            .remote(settings.worker_id, **where)
-        )
-        return _Entry(settings, actor, self._run(actor, settings), aside=aside)
+            entry = _Entry(settings, actor, self._run(actor, settings), aside=aside)
+            undo.pop_all()
+            return entry
 
     def _needs(self, settings: WorkerSettings) -> dict[str, float]:
         """Return what Ray is to set aside for all ranks of a worker."""

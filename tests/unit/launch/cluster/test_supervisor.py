@@ -310,12 +310,16 @@ def test_a_worker_that_has_left_does_not_start_again(monkeypatch: pytest.MonkeyP
 def test_what_ray_cannot_start_now_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The workers that run are watched meanwhile, and the log says it once."""
-    fake, followed = FakeRay(monkeypatch), Followed()
+    """The workers that run are watched meanwhile, the log says it once, and what was set aside for
+    a try is given back.
+    """
+    fake, followed = FakeRay(monkeypatch), Followed(num_gpus=8.0)
     assert followed.look(1) == ["decode-0"]
+    [group] = fake.groups
     with monkeypatch.context() as away:
         away.setattr(ray_cluster.ray, "remote", fails(RaySystemError("the GCS does not answer")))
         assert followed.look(2) == followed.look(2) == ["decode-0"]
+        assert fake.groups == [group]
     [said] = [each for each in caplog.messages if "trying again" in each]
     assert "the GCS does not answer" in said
     assert followed.look(2) == ["decode-0", "decode-1"]
