@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -87,7 +88,9 @@ def run(asked: _Asked) -> int:
     own, console = asked.own, Console(stderr=True)
     folder = Path(own.output)
     began_s = time.monotonic()
+    umask = os.umask(0o022)  # what others can write to would not be used
     try:
+        os.umask(umask | 0o022)
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if asked.serve is None:
             made = _for_cpus(folder)
@@ -95,6 +98,8 @@ def run(asked: _Asked) -> int:
             made = _for_gpu(folder, own.gpu or "", asked.serve, console)
     except OSError as error:
         raise ConfigError(f"output: {error.filename}: {error.strerror}") from None
+    finally:
+        os.umask(umask)
     made["seconds"] = round(time.monotonic() - began_s, 1)
     if own.json:
         print(json.dumps(made, indent=2))

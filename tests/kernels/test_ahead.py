@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import triton
+from mooncake_kernels import trusted
 from mooncake_kernels.triton import shipped
 
 from mooncake.base import ConfigError
@@ -186,12 +187,23 @@ def test_interpreted_kernels_are_not_compiled_ahead(nano: Path, tmp_path: Path) 
         command.run(command.read(given, None, {}))
 
 
-def test_without_a_gpu_the_code_of_cpus_is_compiled(
+def test_without_a_gpu_the_code_of_cpus_is_compiled_for_this_user_alone_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Whatever the umask: a start does not use what a group can write to."""
     folder = tmp_path / "made"
-    monkeypatch.setattr(
-        "mooncake_kernels.native.build.compile_all", lambda place: [place / "native-1.so"]
-    )
-    command.run(command.read({"output": str(folder), "json": True}, None, {}))
+
+    def compiled(place: Path) -> list[Path]:
+        (place / "in").mkdir()
+        (file := place / "native-1.so").write_bytes(b"")
+        return [file]
+
+    monkeypatch.setattr("mooncake_kernels.native.build.compile_all", compiled)
+    before = os.umask(0o002)
+    try:
+        command.run(command.read({"output": str(folder), "json": True}, None, {}))
+        assert os.umask(before) == 0o002, "it is as it was"
+    finally:
+        os.umask(before)
     assert json.loads(capsys.readouterr().out)["kernels"] == {"native-1.so": 1}
+    assert trusted.checked(folder) == folder

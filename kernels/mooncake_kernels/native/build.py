@@ -142,10 +142,12 @@ def look_in(folder: str | None) -> None:
     sources; None: from no further folder. A folder that others can write to is not used, and the
     log says so.
     """
-    if folder is not None and (reason := trusted.why_not(Path(folder))):
-        _log.warning("the compile cache %s is not used: %s", folder, reason)
-        folder = None
-    _others[:] = [] if folder is None else [Path(folder)]
+    _others.clear()
+    if folder is not None:
+        try:
+            _others.append(trusted.checked(Path(folder)))
+        except trusted.Untrusted as error:
+            _log.warning("the compile cache %s is not used: %s", folder, error)
 
 
 _kept_in: list[Path] = []

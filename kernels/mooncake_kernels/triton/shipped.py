@@ -47,16 +47,21 @@ def use(folder: Path, arch: int) -> bool:
     """
     _folders.clear()
     wanted = name_of(arch)
-    reason = trusted.why_not(folder)
-    if reason is None and not (folder / wanted).is_dir():
-        others = ", ".join(sorted(each.name for each in folder.glob("sm_*"))) or "none"
-        reason = f"it has no {wanted} (it has: {others})"
+    reason = None
+    try:
+        place = trusted.checked(folder)
+    except trusted.Untrusted as error:
+        reason = str(error)
+    else:
+        if not (place / wanted).is_dir():
+            others = ", ".join(sorted(each.name for each in place.glob("sm_*"))) or "none"
+            reason = f"it has no {wanted} (it has: {others})"
     if reason is not None:
         _log.warning(
             "the compile cache %s is not used: %s; kernels are compiled now", folder, reason
         )
         return False
-    _folders.append(folder.resolve() / wanted)
+    _folders.append(place / wanted)
     knobs.cache.manager_class = ShippedFirst
     _log.info("compiled kernels are read from %s", _folders[0])
     return True
