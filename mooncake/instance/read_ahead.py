@@ -68,5 +68,5 @@ class ReadAhead:
 
 
 def _counted_before(keys: list[BlockKey], _num_counted: int) -> ChainHead:
-    """Return a head of which nothing is counted once more: no request uses it."""
+    """Return the head of a chain with all its blocks as counted: a read ahead is no use of them."""
     return ChainHead(keys, len(keys))

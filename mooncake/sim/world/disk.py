@@ -69,11 +69,11 @@ class SimMedium:
         """How many times as long every operation takes."""
 
     def place(self, block: DiskBlock) -> int | BlockKey:
-        """Return by what the medium finds a block."""
+        """Return what the medium keeps a block under: here its slot, in a bucket its key."""
         return block.slot
 
     def begin(self, block: DiskBlock, kept: Kept) -> None:
-        """Store what is there while a block is being written."""
+        """Store what the medium holds while a block is being written: `kept` may be torn."""
         self.slots.pop(block.slot, None)
         self.slots[block.slot] = kept
 
