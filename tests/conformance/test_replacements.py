@@ -22,6 +22,8 @@ from tests.support.serve.local_world import LocalWorld, request
 NUM_REPLACEMENTS = 100
 NUM_WARM = 20
 """Replacements after which all that is made once has been made."""
+NUM_PROMPTS = 10
+"""They repeat from early on, so that each new worker reads ahead what is busy."""
 NUM_PAGES = 1024
 SPARE_BYTES = 96 * 2**20
 """The heap of a process with so many threads is not level; eighty memories of pages, which is what
@@ -50,7 +52,7 @@ def test_a_hundred_replacements_leave_nothing(protocol: str, tmp_path: Path) -> 
         [prefill] = [each for each in world.workers if each.worker_id == "prefill-0"]
         async with world, asyncio.timeout(240):
             for number in range(NUM_REPLACEMENTS):
-                asked = request(number, [number % 90, *range(120)], 4)
+                asked = request(number, [number % NUM_PROMPTS, *range(120)], 4)
                 tokens, final = await world.generate(asked)
                 assert final.reason is FinishReason.LENGTH
                 assert tokens == expected_output(world.layout, asked, max_model_len=512)
