@@ -426,7 +426,8 @@ def _draft_bytes(config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Sh
         return 0
     _check_draft_ranks(EAGLE3, shapes)
     files = Eagle3Files.open(Path(head), model.spec)
-    return files.num_bytes + files.spec.window_bytes(config.max_num_seqs, DTYPE_BYTES[model.dtype])
+    item = DTYPE_BYTES[model.dtype]
+    return files.num_bytes(item) + files.spec.window_bytes(config.max_num_seqs, item)
 
 
 def _draft_model(config: ServeConfig) -> str | None:

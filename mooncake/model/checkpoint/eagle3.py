@@ -8,6 +8,7 @@ Pure: reads headers only, no tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,10 +307,11 @@ class Eagle3Files:
         found._check()
         return found
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all its tensors as stored."""
-        return sum(self._stored(name).num_bytes for name in self.homes)
+    def num_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of all its tensors when they are loaded, with numbers of `item_bytes`
+        each.
+        """
+        return item_bytes * sum(math.prod(self._stored(name).shape) for name in self.homes)
 
     def _stored(self, name: str) -> StoredTensor:
         file, stored_name = self.homes[name]

@@ -177,11 +177,14 @@ class Eagle3Head:
         return self._norm_out(x) if spec.norm_output else x
 
     def likeliest(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest token after each of the layer's states, int64 [rows]."""
+        """Return the likeliest token after each of the layer's states, int64 [rows]: the first
+        rank's, because all ranks must compute the same tokens, and each may round differently.
+        """
         normed = states if self.spec.norm_output else self._norm_out(states)
         if self._head is None:
             return self._model.likeliest(normed)
         best = self._head.wide(normed).argmax(dim=-1)
+        best = self._model.stage.ranks.gather(best)[: len(best)]
         return best if self._targets is None else self._targets[best]
 
     def _attention(self, prefix: str) -> HeadAttention:

@@ -360,6 +360,11 @@ def test_a_head_has_weights_and_kv_of_its_own(tmp_path: Path, model: Path) -> No
     rows = 2 * 512 * plan.engine.max_num_seqs
     more = rank_of(plan).weights - rank_of(plain).weights - rows * 2 * 2 * 16 * 2
     assert 0 < more <= (head / "model.safetensors").stat().st_size
+    plan, plain = (
+        plan_for(model, dtype="float32", **each) for each in ({"speculative_config": eagle3}, {})
+    )
+    wide = rank_of(plan).weights - rank_of(plain).weights - rows * 2 * 2 * 16 * 4
+    assert wide == 2 * more, "it takes what it takes when loaded, not what its files take"
     assert plan_for(model, speculative_config=eagle3, tensor_parallel_size=2).options.draft_model
     with pytest.raises(ConfigError, match=r"eagle3 is not for stages or shared experts .tp1-pp2"):
         plan_for(model, speculative_config=eagle3, pipeline_parallel_size=2)

@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,26 @@ def test_a_head_drafts_the_same_on_all_ranks(
     finally:
         ranks.close()
     assert made == [wanted] * len(made)
+
+
+def test_ranks_whose_heads_guess_differently_draft_what_the_first_does(
+    source: DictSource, tmp_path: Path
+) -> None:
+    """As ranks may that round differently; here each has a head of its own."""
+    memory = mmap.mmap(-1, shared_bytes(2))
+    heads: list[Eagle3Head] = []
+    for rank in range(2):
+        group = SharedGroup(rank, 2, memory, 30.0)
+        model = load_model(source, dtype=torch.float32, device=CPU, group=group, shape=Shape(tp=2))
+        config = config_of(source.spec)
+        tensors = random_tensors(config, source.spec, seed=rank)
+        head = load_head(str(write_head(tmp_path / str(rank), config, tensors)), model, Backends())
+        assert head is not None
+        heads.append(head)
+    states = torch.randn(20, source.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda head: head.likeliest(states).tolist(), heads)
+    assert first == second
 
 
 @pytest.mark.parametrize("words", ["tp2", "tp4-dcp2", "tp2-pp2"])
