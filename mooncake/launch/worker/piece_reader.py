@@ -108,6 +108,8 @@ class PieceReader:
                 self._changed.notify_all()
 
     def _read(self, file: int, begin: int, end: int) -> memoryview:
+        if end > self._files[file].num_bytes:
+            raise LoanEnded(f"{self._lender} lends fewer bytes of {self._files[file].name}")
         first, within = divmod(begin, PIECE_BYTES)
         if begin < end <= (first + 1) * PIECE_BYTES:
             return self._view(self._hold((file, first)), within, end - begin)

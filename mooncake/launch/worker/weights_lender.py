@@ -144,11 +144,13 @@ class WeightsLender:
             contents = [content for content in plain_weights(offer.path) if content.num_bytes]
             if not contents:
                 return self._refusal(question, "it has no plain files of its weights")
+            # The sums first: who hashes for them finds digests, too, and those must be right below.
+            sums = piece_sums(contents, self._cache_dir)
             digests = file_digests(contents, self._cache_dir)
             config = (offer.path / "config.json").read_bytes()
             if weights_revision(config, digests) != question.revision:
                 return self._refusal(question, f"{offer.path} has other weights by now")
-            transfer, files = self._registered(contents, digests)
+            transfer, files = self._registered(contents, digests, sums)
             with self._lock:
                 is_meant = self._offers.get(question.revision) is offer
                 if is_meant:
@@ -167,10 +169,9 @@ class WeightsLender:
         )
 
     def _registered(
-        self, contents: list[PlainBytes], digests: dict[str, str]
+        self, contents: list[PlainBytes], digests: dict[str, str], sums: dict[str, bytes]
     ) -> tuple[RoutedTransfer, list[LentFile]]:
         """Return a transfer engine by which these files can be read, and where they are there."""
-        sums = piece_sums(contents, self._cache_dir)
         transfer = self._open()
         try:
             return transfer, [

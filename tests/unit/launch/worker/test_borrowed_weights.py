@@ -155,6 +155,12 @@ def test_a_lender_that_ends_in_mid_read_ends_the_loan(loan: Lent) -> None:
         reader.read(0, 0, 10)
 
 
+def test_a_file_that_is_shorter_than_at_the_lender_before_ends_the_loan(loan: Lent) -> None:
+    """Nobody waits for bytes that do not come."""
+    with pytest.raises(LoanEnded, match="decode-0 lends fewer bytes of 0"):
+        loan.reader().read(0, 3 * PIECE, 3 * PIECE + 1)
+
+
 def test_the_memory_is_free_after_the_loan(loan: Lent) -> None:
     reader = loan.reader()
     reader.read(0, 0, 10)
@@ -595,6 +601,24 @@ def test_files_that_have_changed_are_not_lent(checkpoint: Path, tmp_path: Path) 
         file_of_other = path / file.name
         file_of_other.unlink()
         file_of_other.write_bytes(file.read_bytes())
+    assert "has other weights by now" in asked(lender, channel, wanted).error
+    lender.close()
+
+
+def test_digests_of_before_do_not_vouch_for_sums_of_now(checkpoint: Path, tmp_path: Path) -> None:
+    """An earlier release kept digests without sums, and a disk has changed a byte since then."""
+    path = init_checkpoint("k2-nano", 3, tmp_path / "new")
+    files = [PlainBytes(file) for file in sorted(path.glob("*.safetensors"))]
+    wanted = CheckpointFiles.open(path).revision()
+    right = revision.file_digests(files)
+    for file in checkpoint.glob("*.safetensors"):
+        (path / file.name).write_bytes(file.read_bytes())
+    kept = {
+        each.identity: right[each.path.name] for each in map(PlainBytes, path.glob("*.safetensors"))
+    }
+    (tmp_path / revision.CACHE_NAME).write_text(json.dumps(kept))
+    lender, channel = WeightsLender("decode-0", TCP, CREDENTIAL, str(tmp_path)), Channel()
+    lender.serve(channel, wanted, path)  # type: ignore[arg-type]
     assert "has other weights by now" in asked(lender, channel, wanted).error
     lender.close()
 
