@@ -184,7 +184,7 @@ class Instance:
                 self.page_pins.on_pin(event, now)
             case Unpin():
                 self.page_pins.on_unpin(event)
-            case Prefetch():
+            case Prefetch() if self.engine.config.enable_prefix_caching:
                 self._read_ahead.add(event)
             case Drain():
                 self.draining = True

@@ -13,6 +13,7 @@ from mooncake.sim.measure import RequestMeasure
 from mooncake.sim.simulation import START_S, Simulation
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
 from mooncake.sim.world.world import WorkerSpec
+from tests.support.sim.cluster import Cluster, engine_config, request, specs
 from tests.support.sim.traces import simulation
 
 NUM_DOCUMENTS = 8
@@ -161,3 +162,15 @@ def test_the_first_requests_of_an_engine_that_joins_find_their_prefixes_there() 
     assert all(b < 0.95 * a for a, b in zip(late, early, strict=True))
     before = [one.ttft_s for one in without if one.submitted_s < START_S + JOINS_S]
     assert [one.ttft_s for one in ahead[: len(before)]] == before
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_an_engine_that_keeps_no_prefixes_reads_none_ahead(caches: bool) -> None:
+    cluster = Cluster(specs(1, 1), prefill=engine_config(enable_prefix_caching=caches))
+    for name in ("first", "second"):
+        cluster.world.submit(request(name, list(range(1, 60))))
+        cluster.run(5)
+    cluster.world.add(WorkerSpec(worker_id=JOINER, role=Role.PREFILL, node_id="joiner"))
+    cluster.run(5)
+    assert (cluster.counter("blocks_prefetched", JOINER) > 0) is caches
+    assert (cluster.counter("blocks_fetched", JOINER) > 0) is caches
