@@ -164,7 +164,7 @@ class PieceReader:
                 for ahead in range(1, NUM_AHEAD + 1):
                     self._asked((key[0], key[1] + ahead))
                 while place.state is not _State.CHECKED:
-                    if place.state is _State.HERE:
+                    if place.state is _State.HERE and self._error is None:
                         self._check(place, key)
                     else:
                         self._wait()

@@ -83,9 +83,11 @@ class WeightsLender:
         _end(ended)
 
     def offer(self, revision: str, path: Path) -> None:
-        """Lend these weights, too."""
+        """Lend these weights, too: from this directory, unless they are lent already."""
         with self._lock:
-            self._offers.setdefault(revision, _Offer(path))
+            known = self._offers.get(revision)
+            if known is None or known.transfer is None:
+                self._offers[revision] = _Offer(path)
 
     def leave(self) -> None:
         """Answer no more: the worker ends. What is lent stays lent."""

@@ -161,6 +161,27 @@ def test_a_file_that_is_shorter_than_at_the_lender_before_ends_the_loan(loan: Le
         loan.reader().read(0, 3 * PIECE, 3 * PIECE + 1)
 
 
+def test_a_lender_that_ends_is_not_blamed_for_bytes_that_did_not_come(
+    loan: Lent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may have noticed the end while this one waited for the piece."""
+    monkeypatch.setattr(piece_reader, "NUM_AHEAD", 0)
+    loan.contents[0][0] ^= 1
+    reader = loan.reader()
+    asks = reader._asked
+
+    def ended(key: tuple[int, int]) -> Any:
+        place = asks(key)
+        assert place is not None
+        place.state = piece_reader._State.HERE
+        reader._error = LoanEnded("decode-0 lends no more")
+        return place
+
+    monkeypatch.setattr(reader, "_asked", ended)
+    with pytest.raises(LoanEnded, match="decode-0 lends no more"):
+        reader.read(0, 0, 10)
+
+
 def test_the_memory_is_free_after_the_loan(loan: Lent) -> None:
     reader = loan.reader()
     reader.read(0, 0, 10)
@@ -583,6 +604,7 @@ def test_a_lender_lends_on_through_the_lives_of_its_workers(
     assert channel.sent == [first], "no worker is there to answer"
     lender.serve(channel, served, checkpoint)  # type: ignore[arg-type]
     assert "it serves revision" in asked(lender, channel, checked).error
+    lender.offer(checked, tmp_path / "removed meanwhile")
     lender.offer(checked, new)
     loan = asked(lender, channel, checked)
     assert loan.segment is not None
