@@ -409,8 +409,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="simulate our trials too, on a machine with this profile (mooncake profile --out)",
     )  # fmt: skip
     parser.add_argument("--foretell", type=Path, metavar="FILE",
-        help="measure nothing: simulate all, on a machine with this profile, which idle servers "
-        "make as fast as those of the trials in --out",
+        help="measure nothing: simulate our servers on a machine with this profile, scaled to the "
+        "idle times of the trials in --out if there are any",
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.lines = None
