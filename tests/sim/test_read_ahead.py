@@ -9,6 +9,7 @@ import pytest
 
 from mooncake.base import Priority, Role
 from mooncake.kvstore.node.node import KvNode
+from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.measure import RequestMeasure
 from mooncake.sim.simulation import START_S, Simulation
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
@@ -160,6 +161,9 @@ def test_the_first_requests_of_an_engine_that_joins_find_their_prefixes_there() 
     )
     print(f"TTFT of the first: {late} -> {early}")
     assert all(b < 0.95 * a for a, b in zip(late, early, strict=True))
+    _, first_some, num_some = play_join(SchedulerConfig().read_ahead_bytes)
+    assert num_some < num_ahead
+    assert [one.ttft_s for one in first_some[:NUM_PREFIXES]] == late, "they wait for the rest"
     before = [one.ttft_s for one in without if one.submitted_s < START_S + JOINS_S]
     assert [one.ttft_s for one in ahead[: len(before)]] == before
 
