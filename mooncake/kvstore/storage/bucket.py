@@ -85,14 +85,15 @@ class Bucket:
         self._arena = memoryview(b"")
         self._is_well = True
         self.num_slots = min(MAX_OBJECTS, max(1, config.num_bytes // self._block_bytes))
-        self.threads = DiskThreads(num_threads, "kv-bucket")
+        # A slow store holds a thread for seconds: writes must not take the last one from readers.
+        self.threads = DiskThreads(num_threads, "kv-bucket", num_urgent=num_threads // 2)
 
     def attach(self, arena: memoryview) -> None:
         """Move blocks between this arena and the bucket."""
         self._arena = arena
 
     def close(self) -> None:
-        """Wait for the threads."""
+        """Wait for the threads. A listing ends at the next name."""
         self.threads.close()
         self._arena = memoryview(b"")
 
@@ -120,6 +121,8 @@ class Bucket:
         """Yield what lies in all folders. A block may come more than once."""
         for folder in self._folders:
             for name in self._store.names(folder):
+                if self.threads.is_closed:
+                    return
                 one = _found(name.removeprefix(folder))
                 if one is not None:
                     yield one

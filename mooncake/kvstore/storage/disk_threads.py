@@ -12,10 +12,14 @@ from mooncake.base.vital_thread import VitalThread
 class DiskThreads:
     """Threads that run the jobs of one disk, urgent ones first."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, num_urgent: int = 0) -> None:
+        """num_urgent: so many of the threads run urgent jobs only."""
         self._ready = threading.Condition()
         self._jobs: tuple[deque[Callable[[], None]], ...] = (deque(), deque())
-        self._closed = False
+        self._num_other = 0
+        """Jobs that run and are not urgent."""
+        self._max_other = num_threads - num_urgent
+        self.is_closed = False
         self._threads = [VitalThread(self._run, f"{name}-{n}") for n in range(num_threads)]
         self._started = False
 
@@ -32,7 +36,7 @@ class DiskThreads:
     def close(self) -> None:
         """Wait for the jobs that run, and drop those that wait."""
         with self._ready:
-            self._closed = True
+            self.is_closed = True
             for jobs in self._jobs:
                 jobs.clear()
             self._ready.notify_all()
@@ -44,9 +48,20 @@ class DiskThreads:
     def _run(self) -> None:
         while True:
             with self._ready:
-                while not self._closed and not any(self._jobs):
+                while not self.is_closed and not (jobs := self._next_jobs()):
                     self._ready.wait()
-                if self._closed:
+                if self.is_closed:
                     return
-                job = (self._jobs[0] or self._jobs[1]).popleft()
+                is_other = jobs is self._jobs[1]
+                self._num_other += is_other
+                job = jobs.popleft()
             job()
+            if is_other:
+                with self._ready:
+                    self._num_other -= 1
+                    self._ready.notify()  # this thread may take an urgent job next
+
+    def _next_jobs(self) -> deque[Callable[[], None]]:
+        """Return the queue with the next job; an empty one if a thread has to wait."""
+        urgent, others = self._jobs
+        return others if not urgent and self._num_other < self._max_other else urgent

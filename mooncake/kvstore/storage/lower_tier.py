@@ -344,7 +344,8 @@ class LowerTier:
                     self._count("blocks_no_room")
                     self.places.no_room(key, retry_s)
                 else:
-                    self.traces.add_stuck(key)
+                    if not self.is_shared:  # a bucket erases what is removed by its name
+                        self.traces.add_stuck(key)
                     self._count("write_errors")
                     self.places.abandon(key)
                     self.places.pause(write.disk, retry_s)

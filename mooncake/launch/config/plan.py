@@ -372,7 +372,9 @@ def _object_store(config: ServeConfig) -> ObjectStoreConfig | None:
         return None
     scheme, _, rest = config.object_store.partition("://")
     bucket, _, prefix = rest.partition("/")
-    if scheme != "s3" or not bucket or "?" in rest or "@" in rest:
+    if "@" in config.object_store:  # what is before it may be secret: it is not repeated
+        raise ConfigError("object-store: give s3://BUCKET or s3://BUCKET/PREFIX, no credentials")
+    if scheme != "s3" or not bucket or "?" in rest:
         raise ConfigError(
             f"object-store: {config.object_store!r} is not s3://BUCKET or s3://BUCKET/PREFIX"
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+
 import pytest
 
 from mooncake.base import ConfigError
@@ -93,6 +96,37 @@ def test_a_long_listing_comes_in_pieces(store: DictStore, monkeypatch: pytest.Mo
     scene.bucket.write([scene.block(number, 0) for number in range(7)])
     assert [len(event.found) for event in scene.bucket.scan(0)] == [3, 3, 1]
     assert len(scene.found()) == 7
+
+
+def test_a_node_that_stops_does_not_wait_for_the_rest_of_a_listing(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.kvstore.storage.bucket.PIECE", 1)
+    scene = BucketScene(store)
+    scene.bucket.write([scene.block(number, 0) for number in range(7)])
+    listing = scene.bucket.scan(0)
+    assert len(next(listing).found) == 1
+    scene.bucket.close()
+    assert [event.found for event in listing] == [[]]
+
+
+def test_slow_writes_leave_threads_to_reads(store: DictStore) -> None:
+    bucket = BucketScene(store).bucket
+    began, ended = queue.SimpleQueue[str](), threading.Event()
+
+    def write() -> None:
+        began.put("write")
+        ended.wait(60)
+
+    for _ in range(8):
+        bucket.threads.put(write)
+    assert [began.get(timeout=30) for _ in range(4)] == ["write"] * 4
+    for _ in range(4):
+        bucket.threads.put(lambda: began.put("read"), urgent=True)
+    assert [began.get(timeout=30) for _ in range(4)] == ["read"] * 4
+    ended.set()
+    assert [began.get(timeout=30) for _ in range(4)] == ["write"] * 4
+    bucket.close()
 
 
 def test_a_listing_skips_what_is_no_block_and_ends_at_its_bound(store: DictStore) -> None:

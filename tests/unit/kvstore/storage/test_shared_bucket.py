@@ -135,6 +135,7 @@ def test_a_bucket_that_takes_nothing_is_written_to_later(bucket: SimBucket) -> N
     use_twice(world, keys(1, 2))
     assert world.in_bucket == set()
     assert world.node.counters["object_write_errors"] == 1, "one tells enough"
+    assert not any(map(world.node.blocks.tiering.is_stuck, keys(1, 2))), "nothing is kept of it"
     bucket.refuses_writes = False
     world.tick(world.now + 10.0)
     world.tick(world.now + 1.0)
