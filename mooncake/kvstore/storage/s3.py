@@ -46,12 +46,12 @@ class S3Store:
         self._read_s = read_s
         session = botocore.session.get_session()
 
-        def client(wait_s: float) -> Any:
+        def client(connect_s: float, wait_s: float) -> Any:
             return session.create_client(
                 "s3",
                 endpoint_url=config.endpoint,
                 config=Config(
-                    connect_timeout=CONNECT_S,
+                    connect_timeout=connect_s,
                     read_timeout=wait_s,
                     max_pool_connections=num_threads,
                     retries={"total_max_attempts": 1},
@@ -62,7 +62,9 @@ class S3Store:
             )
 
         try:
-            self._reader, self._writer = client(read_s), client(write_s)
+            self._reader = client(CONNECT_S, read_s)
+            # urllib3 sends a whole request within the time that it has to connect.
+            self._writer = client(write_s, write_s)
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(f"kvstore.object_store: {error}") from error
 

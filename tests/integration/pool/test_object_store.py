@@ -89,6 +89,11 @@ def test_a_read_that_takes_too_long_is_given_up(server: S3Server) -> None:
         store.get("large", memoryview(bytearray(4 << 20)))
 
 
+def test_a_block_may_take_as_long_to_send_as_to_be_answered(server: S3Server) -> None:
+    """A request is sent within the time to connect: in 2 s a slow line takes no block at all."""
+    assert store_of(server)._writer.meta.config.connect_timeout == WAIT_S
+
+
 def test_a_server_that_refuses_or_is_gone_is_an_error_without_secrets(
     server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
