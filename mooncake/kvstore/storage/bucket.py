@@ -84,6 +84,7 @@ class Bucket:
         """Where blocks may be; the first is where they are written."""
         self._arena = memoryview(b"")
         self._is_well = True
+        self._has_more = False
         self.num_slots = min(MAX_OBJECTS, max(1, config.num_bytes // self._block_bytes))
         # A slow store holds a thread for seconds: writes must not take the last one from readers.
         self.threads = DiskThreads(num_threads, "kv-bucket", num_urgent=num_threads // 2)
@@ -105,10 +106,11 @@ class Bucket:
         num_found, failed = 0, False
         try:
             for one in self._listed():
+                if num_found == self.num_slots:
+                    self._tell_more()
+                    break
                 piece.append(one)
                 num_found += 1
-                if num_found == self.num_slots:
-                    break
                 if len(piece) == PIECE:
                     yield DiskScanned(disk=number, found=piece, more=True)
                     piece = []
@@ -160,6 +162,16 @@ class Bucket:
         if self._is_well:
             _log.warning("the bucket cannot be %s, its blocks count as misses: %s", what, error)
         self._is_well = False
+
+    def _tell_more(self) -> None:
+        """Log once that a listing shows a part only."""
+        if not self._has_more:
+            _log.warning(
+                "the bucket holds more than the %d blocks that this node may use: it uses the "
+                "first by name, which make few whole prefixes; have the bucket expire objects "
+                "sooner, or raise `object-size` (%d blocks at most)", self.num_slots, MAX_OBJECTS,
+            )  # fmt: skip
+        self._has_more = True
 
     # ------------------------------------------------------------------ objects
 

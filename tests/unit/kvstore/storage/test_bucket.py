@@ -129,7 +129,9 @@ def test_slow_writes_leave_threads_to_reads(store: DictStore) -> None:
     bucket.close()
 
 
-def test_a_listing_skips_what_is_no_block_and_ends_at_its_bound(store: DictStore) -> None:
+def test_a_listing_skips_what_is_no_block_and_ends_at_its_bound(
+    store: DictStore, caplog: pytest.LogCaptureFixture
+) -> None:
     scene = BucketScene(store)
     scene.fill(0)
     scene.bucket.write([scene.block(1, 0)])
@@ -143,7 +145,12 @@ def test_a_listing_skips_what_is_no_block_and_ends_at_its_bound(store: DictStore
     assert scene.found() == {key(1): "alice"}
     scene.bucket.write([scene.block(number, 0, "") for number in range(10, 20)])
     assert len(scene.found()) == 11
-    assert len(BucketScene(store, num_blocks=5).found()) == 5
+    assert len(BucketScene(store, num_blocks=11).found()) == 11
+    assert not caplog.records
+    small = BucketScene(store, num_blocks=5)
+    assert len(small.found()) == len(small.found()) == 5
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "told once"
+    assert "more than the 5 blocks that this node may use" in caplog.text
 
 
 @pytest.mark.parametrize("error", [StoreError("it is down"), KeyError("a defect")])
