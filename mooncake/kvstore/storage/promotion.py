@@ -11,8 +11,9 @@ readers, one after the other, and only take room that is free or held by blocks 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from mooncake.base import BlockKey
 from mooncake.base.messages import Prefetch, StopPrefetch
@@ -156,7 +157,7 @@ class Promotions:
         keep up. The run ends before a block for which DRAM has no room: its reader first gives back
         what it got. A reader that would get nothing waits for what others give back.
         """
-        wanted = self._wanted(wait)
+        wanted = list(self._wanted(wait))
         loadable = next(
             (n for n, key in enumerate(wanted) if not self._tiering.can_load(key)), len(wanted)
         )
@@ -199,16 +200,16 @@ class Promotions:
         asked: dict[Hashable, None] = {}
         for name in sorted(self._queue, key=lambda name: self._waits[name].gently):
             wait = self._waits[name]
-            wanted = self._wanted(wait)[:1]
-            if all(map(self._tiering.can_load, wanted)) and not self._room(wait, wanted):
+            first = list(islice(self._wanted(wait), 1))  # not all: many runs may wait
+            if all(map(self._tiering.can_load, first)) and not self._room(wait, first):
                 continue  # another run may wait for another tier
             self._load(name, wait)
             asked[name] = None
         return asked
 
-    def _wanted(self, wait: _Wait) -> list[BlockKey]:
-        """Return the missing blocks of a run that nothing loads yet."""
-        return [key for key in wait.missing if not self._tiering.is_loading(key)]
+    def _wanted(self, wait: _Wait) -> Iterator[BlockKey]:
+        """Yield the missing blocks of a run that nothing loads yet."""
+        return (key for key in wait.missing if not self._tiering.is_loading(key))
 
     def _room(self, wait: _Wait, keys: Sequence[BlockKey]) -> int:
         """Return how many of these blocks of a run may be loaded now. A `gently` loaded run gets
@@ -271,7 +272,7 @@ class Promotions:
         """Raise AssertionError when a reader waits for what will not come."""
         for name in self._queue:
             wait = self._waits[name]
-            first = [key for key in self._wanted(wait)[:1] if self._tiering.can_load(key)]
+            first = [key for key in islice(self._wanted(wait), 1) if self._tiering.can_load(key)]
             assert not (wait.pinned and self._room(wait, first)), "waits though it is its turn"
         for name, wait in self._waits.items():
             assert wait.missing, "nothing is missing and no answer was given"
