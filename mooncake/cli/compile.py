@@ -85,6 +85,8 @@ def read(given: Mapping[str, object], file: str | None, environ: Mapping[str, st
 
 def run(asked: _Asked) -> int:
     """Compile, and print what was made."""
+    from mooncake_kernels import trusted
+
     own, console = asked.own, Console(stderr=True)
     folder = Path(own.output)
     began_s = time.monotonic()
@@ -107,7 +109,11 @@ def run(asked: _Asked) -> int:
     for name, number in made["kernels"].items():
         print(f"{number:4} {name}")
     print(f"{made['folder']}: {sum(made['kernels'].values())} in {made['seconds']} s")
-    print(f"mooncake serve --compile-cache {folder} reads it")
+    try:
+        trusted.checked(folder)
+        print(f"mooncake serve --compile-cache {folder} reads it")
+    except trusted.Untrusted as error:
+        print(f"mooncake serve will not read it: {error}")
     return 0
 
 

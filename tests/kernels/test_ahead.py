@@ -207,3 +207,8 @@ def test_without_a_gpu_the_code_of_cpus_is_compiled_for_this_user_alone_to_write
         os.umask(before)
     assert json.loads(capsys.readouterr().out)["kernels"] == {"native-1.so": 1}
     assert trusted.checked(folder) == folder
+    folder.chmod(0o777)
+    monkeypatch.setattr("mooncake_kernels.native.build.compile_all", lambda place: [place])
+    command.run(command.read({"output": str(folder)}, None, {}))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"mooncake serve will not read it: others may write to {folder}: chmod go-w it"
