@@ -227,6 +227,7 @@ class Follower:
         """
         self._reader = StepReader()
         self._num_steps = 0
+        self._drafts = None  # frees what an engine in another role had
         layer = draft_layer(self._model, self._head, kv, num_drafted, self._copier)
         if layer is not None:
             num_layers = self._model.spec.num_hidden_layers

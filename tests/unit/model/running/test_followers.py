@@ -458,6 +458,32 @@ def test_ranks_whose_heads_guess_differently_draft_what_the_first_does(
     assert first == second
 
 
+def test_ranks_that_come_back_as_prefill_draft_no_more(source: DictSource, tmp_path: Path) -> None:
+    """Their lead does not: an exchange of drafts would take the place of one of its own."""
+    config = config_of(source.spec)
+    written = write_head(tmp_path, config, random_tensors(config, source.spec))
+    made = Instance(
+        source, Shape(tp=2), captured=False,
+        head=lambda model: load_head(str(written), model, Backends()),
+    )  # fmt: skip
+    try:
+        model = made.runner._model
+        assert [each._drafts is None for each in made.followers] == [False]
+        made.runner.close()
+        array = PageArray(layout_for(source.spec), NUM_PAGES)
+        pages, descriptor = allocate_shared(array.num_bytes, "pages")
+        made.lead.use_pages(UsePages(array, None, CapturedSizes(), num_drafted=0), descriptor)
+        os.close(descriptor)
+        assert [each._drafts is None for each in made.followers] == [True]
+        kv = KvTensors.view(array, memoryview(pages))
+        made.runner = ModelRunner(model, kv, Sampler(source.spec.vocab_size), lead=made.lead)
+        prompt = random_tokens(20, seed=1)
+        result = made.run(plan(0, [slot(1, 0, prompt, [3, 1])], [start(1, prompt)]))
+        assert (result.error, list(result.tokens)) == (None, [1])
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize("words", ["tp2", "tp4-dcp2", "tp2-pp2"])
 def test_memory_is_measured_by_all_ranks_in_one_step(
     instance: Open, source: DictSource, words: str
