@@ -24,6 +24,7 @@ from mooncake.base import KvLayout, SamplingParams
 from mooncake.engine.plan import SequenceStart
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure
 from mooncake.model.backends import Backends
+from mooncake.model.compiling import META
 from mooncake.model.device import prefill_graphs
 from mooncake.model.device.graphs import EagerSteps
 from mooncake.model.inputs import build_inputs
@@ -35,7 +36,7 @@ from mooncake.model.memory import GpuMemory
 from mooncake.model.running.computed_step import capture_steps
 from tests.support.kernels import hopper_table
 from tests.support.kernels.launch_notes import Launch, noted_launches, variants
-from tests.support.kernels.step_launches import META, model_of
+from tests.support.kernels.step_launches import model_of
 from tests.support.model.tiny_models import slot
 
 HEADS, RANK, ROPE, PAGE = 64, 512, 64, 64

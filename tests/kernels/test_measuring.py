@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mooncake.base import KvLayout
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import Measure
+from mooncake.model.compiling import META
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.measuring import largest_steps, measure_memory
 from mooncake.model.memory import GpuMemory
 from tests.support.kernels.launch_notes import noted_launches
-from tests.support.kernels.step_launches import META, model_of
+from tests.support.kernels.step_launches import model_of
 from tests.support.model.tiny_models import slot
 
 PAGE, TOKENS, SEQUENCES, CONTEXT = 64, 2048, 64, 131_072

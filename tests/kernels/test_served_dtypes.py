@@ -15,6 +15,7 @@ from mooncake.base import KvLayout
 from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.compiling import META
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
@@ -22,7 +23,7 @@ from mooncake.model.options import ModelOptions
 from mooncake.model.rank_device import RankDevice
 from tests.support.kernels.hopper_launches import LAUNCHES
 from tests.support.kernels.launch_notes import Launch, noted_launches
-from tests.support.kernels.step_launches import META, model_of
+from tests.support.kernels.step_launches import model_of
 from tests.support.model.tiny_models import slot
 
 pytestmark = pytest.mark.skipif(

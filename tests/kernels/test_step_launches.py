@@ -9,11 +9,12 @@ import torch
 
 from benchmarks.gpu import predict
 from mooncake.base import KvLayout
+from mooncake.model.compiling import META
 from mooncake.model.device.prefill_graphs import PrefillGraphs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.running.computed_step import ForwardPass
 from tests.support.kernels import hopper_table
-from tests.support.kernels.step_launches import META, model_of, noted, of_a_layer, of_a_step
+from tests.support.kernels.step_launches import model_of, noted, of_a_layer, of_a_step
 from tests.support.model.tiny_models import slot
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import triton
-from triton.backends.compiler import GPUTarget
+from mooncake_kernels.triton.ahead import StandInDriver
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -52,22 +52,6 @@ class Compiled:
     @property
     def uses_wgmma(self) -> bool:
         return "wgmma.mma_async" in self.ptx
-
-
-class HopperDriver:
-    """Stands for the driver of a machine with a Hopper GPU: names the target and no more."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_interface(self) -> Any:
-        raise RuntimeError("there is no device")
 
 
 def digest_of(form: str, options: Any) -> str:
@@ -113,7 +97,7 @@ def compiling(known: Collection[str] = ()) -> Iterator[list[Compiled | str]]:
         )
         return kernel
 
-    driver.set_active(HopperDriver())
+    driver.set_active(StandInDriver())
     JITFunction.run, triton.knobs.runtime.add_stages_inspection_hook = compile_only, look
     try:
         yield compiled

@@ -8,8 +8,7 @@ counted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,59 +20,37 @@ from mooncake_kernels.triton.device import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.predict import MULTIPROCESSORS
-from benchmarks.gpu.rank_slice import KIMI_K2, RANKS, FirstRank, Steps, held
+from benchmarks.gpu.rank_slice import KIMI_K2, RANKS, FirstRank, Steps
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.model.backends import Backends, SideStream
-from mooncake.model.checkpoint.quant import QuantizedWeight
-from mooncake.model.checkpoint.tensor_cuts import Part
+from mooncake.model.checkpoint.quant_format import (
+    FP8_BLOCK,
+    INT4_GROUP,
+    Fp8Block,
+    Int4Group,
+    QuantFormat,
+)
+from mooncake.model.compiling import META, ShapesOnly
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
 
-META = torch.device("meta")
 FEW_EXPERTS = 16
 """How many there are is no part of the code."""
+FORMATS: dict[str, QuantFormat | None] = {
+    "int4": Int4Group(INT4_GROUP, (r"re:(?!.*\.mlp\.experts\.)",)),
+    "fp8": Fp8Block((FP8_BLOCK, FP8_BLOCK), ("kv_b_proj",)),
+    "bf16": None,
+}
+"""Kind of weights -> the format of their checkpoint: Kimi-K2-Thinking's, in which only routed
+experts are quantized, and DeepSeek-V3's.
+"""
 _START_NOTHING = (
     "empty", "new_empty", "empty_like", "empty_strided", "view", "_unsafe_view", "transpose", "t",
     "permute", "slice", "select", "split", "split_with_sizes", "expand", "squeeze", "unsqueeze",
     "detach", "alias", "as_strided", "unbind", "view_as_real", "lift_fresh", "_reshape_alias",
 )  # fmt: skip
-
-
-class NoNumbers:
-    """Weights of a rank that have shapes only (`loading.WeightSource`)."""
-
-    def __init__(self, spec: ModelSpec, kind: str) -> None:
-        """kind: of weights, "int4" (routed experts), "fp8" (all that may be) or "bf16"."""
-        self.spec = spec
-        self._kind = kind
-
-    def check_names(self, expected: Iterable[str]) -> None:
-        """All names are there."""
-
-    def tensor(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> torch.Tensor:
-        """Return a tensor of bfloat16."""
-        return torch.empty(held(shape, part), dtype=torch.bfloat16, device=META)
-
-    def quantized(
-        self, name: str, shape: tuple[int, ...], part: Part | None = None
-    ) -> QuantizedWeight | None:
-        """Return the weight in its quantized form, where the kind has one for it."""
-        if self._kind == "bf16":
-            return None
-        rows, columns = held(shape, part)
-        if self._kind == "int4":
-            if ".mlp.experts." not in name:
-                return None
-            words = torch.empty(rows, columns // 8, dtype=torch.int32, device=META)
-            scales = torch.empty(rows, columns // 32, dtype=torch.bfloat16, device=META)
-            return QuantizedWeight("int4", words, scales)
-        if ".kv_b_proj." in name:
-            return None
-        values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=META)
-        blocks = math.ceil(rows / 128), math.ceil(columns / 128)
-        return QuantizedWeight("fp8", values, torch.empty(blocks, device=META))
 
 
 class _Noted(TorchDispatchMode):
@@ -124,7 +101,7 @@ def model_of(
     deterministic: bool = False,
     side: SideStream | None = None,
 ) -> KimiK2:
-    """Return the first of so many ranks' model, of `kind` (see `NoNumbers`)."""
+    """Return the first of so many ranks' model. kind: of weights, one of `FORMATS`."""
     spec = ModelSpec.from_config(
         {
             **KIMI_K2, "num_hidden_layers": num_layers, "first_k_dense_replace": num_dense,
@@ -132,7 +109,7 @@ def model_of(
         }
     )  # fmt: skip
     return load_model(
-        NoNumbers(spec, kind),
+        ShapesOnly(spec, FORMATS[kind]),
         dtype=torch.bfloat16,
         device=META,
         backends=Backends("triton", "triton", deterministic=deterministic, side=side),
