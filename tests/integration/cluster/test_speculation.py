@@ -11,7 +11,7 @@ from mooncake.api.constrained.grammar import json_rule
 from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import Grammar, SamplingParams
 from mooncake.engine.config import SpeculativeConfig
-from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, RowCost
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.model.eagle3_heads import knowing_head
@@ -55,6 +55,12 @@ def head(model: Path) -> None:
         found = engine.generate(prompts, [greedy] * len(prompts))
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found, strict=True)]
     knowing_head(model, model.parent / "head", texts)
+
+
+@pytest.fixture(autouse=True)
+def drafts_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while nothing is known of costs: on a busy machine no draft may seem worth its time."""
+    monkeypatch.setattr(RowCost, "known", False)
 
 
 def samplings(model: Path) -> list[dict[str, Any]]:
