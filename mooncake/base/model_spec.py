@@ -208,7 +208,7 @@ def yarn_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     """Return the fields of a `YarnScaling`, not yet checked; None: positions are not scaled.
 
     Raises:
-        CheckpointError: it is another scaling than YaRN, or has no factor.
+        CheckpointError: it is another scaling than YaRN, or lacks what that needs.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
@@ -219,7 +219,10 @@ def yarn_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         )
     if "factor" not in rope:
         raise CheckpointError("config.json: the yarn rope settings lack 'factor'")
-    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    key = "max_position_embeddings"
+    original = rope.get(f"original_{key}") or config.get(key)
+    if original is None:
+        raise CheckpointError(f"config.json: the yarn rope settings lack 'original_{key}'")
     return {
         "factor": rope["factor"],
         "original_max_position": original,

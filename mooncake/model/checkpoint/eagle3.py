@@ -184,7 +184,7 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Eagle3Spec.attention`, not yet checked."""
-    rope = rope_settings({**config, "rope_theta": config.get("rope_theta") or 10000.0})
+    rope = _rope(config)
     known = {"rope_theta": rope["rope_theta"]}
     if not _is_one_of(config, LATENT):
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -204,6 +204,10 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": LatentHeads.__name__, **known}
 
 
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    return rope_settings({**config, "rope_theta": config.get("rope_theta") or 10000.0})
+
+
 def _is_one_of(config: Mapping[str, Any], names: Sequence[str]) -> bool:
     return any(name in names for name in config.get("architectures") or [])
 
@@ -218,7 +222,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     for key, value in {**wanted, **dict.fromkeys(_FALSE, False)}.items():
         if (found := config.get(key)) is not None and found != value:
             raise CheckpointError(f"config.json: {key}={found!r:.80} is not supported")
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = _rope(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default" and not _is_one_of(config, LATENT):
         raise CheckpointError(f"config.json: rope type {kind!r:.80} is not supported in a head")

@@ -280,6 +280,13 @@ def test_windows_keep_the_last_rows() -> None:
         windows.write(8, 2, rows(2, 3, 4, 5, 6))
 
 
+LATENT = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "other kind": ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head that can be"),
     "MLA": (
@@ -299,6 +306,16 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no size": ({"intermediate_size": None}, "missing intermediate_size"),
     "heads": ({"num_key_value_heads": 3}, "num_key_value_heads divides num_attention_heads"),
     "words": ({"draft_vocab_size": "many"}, "Expected `int`, got `str`"),
+    "rope of another form": ({"rope_scaling": [8]}, "rope_scaling must be an object"),
+    "YaRN without its context": (
+        {**LATENT, "rope_scaling": {"type": "yarn", "factor": 8.0}},
+        "the yarn rope settings lack 'original_max_position_embeddings'",
+    ),
+    "other scaling with MLA": (
+        {**LATENT, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope type 'linear' is not supported, only 'yarn'",
+    ),
+    "odd rope": ({**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim is even does not hold"),
 }
 
 
