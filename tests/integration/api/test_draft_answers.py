@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mooncake import LLM, RequestOutput, SamplingParams
-from mooncake.engine import speculation
-from mooncake.engine.speculation import ACCEPTED_TOKENS, RowCost
+from mooncake.engine.speculation import ACCEPTED_TOKENS
 from mooncake.model.checkpoint.making.presets import init_checkpoint
+from tests.support.engine.free_drafts import drafts_cost_nothing
 
 METHODS = {
     "ngram": {
@@ -72,11 +72,7 @@ def stops_and_truth(home: Path) -> tuple[list[str], list[RequestOutput]]:
         return stops, asked(llm, stops)
 
 
-@pytest.fixture(autouse=True)
-def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have drafts taken whatever they cost on this machine now."""
-    monkeypatch.setattr(RowCost, "line", property(lambda _: (1.0, 0.0)))
-    monkeypatch.setattr(speculation._Beyond, "seconds", property(lambda _: 0.0))
+free_drafts = pytest.fixture(autouse=True)(drafts_cost_nothing)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,10 +11,17 @@ from mooncake.api.constrained.grammar import json_rule
 from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import Grammar, SamplingParams
 from mooncake.engine.config import SpeculativeConfig
-from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, RowCost
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from tests.support.model.eagle3_heads import knowing_head
+from mooncake.model.checkpoint.weights import Checkpoint
+from tests.support.engine.free_drafts import drafts_cost_nothing
+from tests.support.model.eagle3_heads import (
+    knowing_head,
+    mla_config_of,
+    random_tensors,
+    write_head,
+)
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 
 NUM_TOKENS = 60
@@ -57,10 +64,7 @@ def head(model: Path) -> None:
     knowing_head(model, model.parent / "head", texts)
 
 
-@pytest.fixture(autouse=True)
-def drafts_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As while nothing is known of costs: on a busy machine no draft may seem worth its time."""
-    monkeypatch.setattr(RowCost, "known", False)
+free_drafts = pytest.fixture(autouse=True)(drafts_cost_nothing)
 
 
 def samplings(model: Path) -> list[dict[str, Any]]:
@@ -174,3 +178,15 @@ def test_a_head_drafts_for_two_ranks(
     ) as cluster:
         assert answers(cluster, model) == truth
         assert cluster.counter(ACCEPTED_TOKENS) > 0
+
+
+def test_a_head_with_mla(model: Path, truth: list[list[int]], tmp_path: Path) -> None:
+    """One of random weights, which is right by chance only, behind prefill and from the pool."""
+    spec = Checkpoint.open(model).spec
+    config = mla_config_of(spec)
+    head = write_head(tmp_path, config, random_tensors(config, spec))
+    speculation = SpeculativeConfig(method="eagle3", num_speculative_tokens=3, model=str(head))
+    with model_cluster(model, 1, 1, kvstore=1, speculative_config=speculation, **SETTINGS) as each:
+        assert answers(each, model) == truth
+        assert answers(each, model) == truth, "from the cache"
+        assert each.counter(DRAFT_TOKENS) > 0
