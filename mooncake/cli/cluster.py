@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from mooncake.launch.config.cluster_file import (
     SECRET,
     read_cluster_file,
 )
-from mooncake.launch.config.options import number, setting, text
+from mooncake.launch.config.options import bracketed, number, setting, text
 from mooncake.launch.host.credentials import read_secret, write_private
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def init(wanted: Init) -> int:
     print(f"copy each folder to its machine, and keep {safe} off them:")
     there = cluster.path.stem
     for machine in cluster.machines:
-        make, to = f"ssh {machine.address} mkdir -pm 700 {there}", f"{machine.address}:{there}"
+        make = f"ssh {machine.address} mkdir -pm 700 {there}"
+        to = shlex.quote(f"{bracketed(machine.address)}:{there}")
         print(f"    {make} && scp {place / machine.name}/* {to}")
     print(f"then on each machine: cd {there} && mooncake up {cluster.path.name}")
     return 0

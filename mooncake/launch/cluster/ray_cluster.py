@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -687,30 +688,38 @@ class Supervisor:
                 self._follow(follower)
 
     def _follow(self, follower: LoadFollower) -> None:
-        """Start and end what is to start and to end. What Ray fails to do now is tried again."""
-        try:
-            self._change(follower)
-            trouble = ""
-        except (RayError, MooncakeError, RuntimeError, OSError) as error:
-            trouble = str(error)
-            if trouble != self._trouble:
-                _log.warning("workers cannot start or leave as wanted; trying again: %s", trouble)
-        self._trouble = trouble
-
-    def _change(self, follower: LoadFollower) -> None:
+        """Start and end what is to start and to end. What Ray fails to do now is tried again, and
+        holds back nothing else.
+        """
         own = {entry.settings.worker_id: entry for entry in self._entries}
         held = {name: entry.serves for name, entry in own.items() if not entry.leaves}
         start, leave = follower.changes(held, own.keys() - held.keys())
-        for each in start:
-            _log.info("%s starts: more are wanted", each.worker_id)
-            self._entries.append(self._launch(each, here_only=self._here_only, waits=True))
-        for name in leave:
-            _log.info("%s leaves: fewer are wanted", name)
-            if held[name]:
-                own[name].leave_by_s = time.monotonic() + follower.drain_s
-                own[name].actor.stop.remote(follower.drain_s, True)
-            else:
-                self._drop(own[name])
+        changes = [
+            *(partial(self._have_start, each) for each in start),
+            *(partial(self._have_leave, own[name], follower.drain_s) for name in leave),
+        ]
+        troubles = dict[str, None]()
+        for change in changes:
+            try:
+                change()
+            except (RayError, MooncakeError, RuntimeError, OSError) as error:
+                troubles[str(error)] = None
+        trouble = "; ".join(troubles)
+        if trouble and trouble != self._trouble:
+            _log.warning("workers cannot start or leave as wanted; trying again: %s", trouble)
+        self._trouble = trouble
+
+    def _have_start(self, settings: WorkerSettings) -> None:
+        self._entries.append(self._launch(settings, here_only=self._here_only, waits=True))
+        _log.info("%s starts: more are wanted", settings.worker_id)
+
+    def _have_leave(self, entry: _Entry, drain_s: float) -> None:
+        if entry.serves:
+            entry.actor.stop.remote(drain_s, True)
+            entry.leave_by_s = time.monotonic() + drain_s
+        else:
+            self._drop(entry)
+        _log.info("%s leaves: fewer are wanted", entry.settings.worker_id)
 
     def _drop(self, entry: _Entry) -> None:
         """Forget a worker that was told to leave."""

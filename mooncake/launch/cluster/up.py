@@ -34,6 +34,7 @@ from mooncake.launch.config.cluster_file import (
     read_cluster_file,
 )
 from mooncake.launch.config.config import resolve
+from mooncake.launch.config.options import bracketed
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
@@ -301,7 +302,7 @@ class Up:
             self._say("waiting for " + "; ".join(self._named(missing)))
             return
         urls = [
-            f"https://{machine.address}:{self._port + index}/v1"
+            f"https://{bracketed(machine.address)}:{self._port + index}/v1"
             for machine in self._cluster.machines
             for index in range(machine.counts.get("gateway", 0))
         ]

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from mooncake.base import Role
+from mooncake.base.messages import ClusterTold, WorkerRef
 from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
 from mooncake.identity import issue, listening_seed, own_credential
@@ -23,6 +25,7 @@ from mooncake.identity.credential import PREFIX, cluster_keys
 from mooncake.launch.cluster import up as up_module
 from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.cluster.up import Up
+from mooncake.launch.config.cluster_file import read_cluster_file
 from tests.support.model.checkpoints import write_config_only
 
 Run = Any
@@ -74,6 +77,20 @@ def test_what_is_made_once_stays_and_is_private(run: Run, tmp_path: Path) -> Non
         assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0 or file.suffix == ".yaml", file
         assert file.read_bytes() == content or file.suffix == ".yaml", file
     assert set(names_in((place / "here" / "cert.pem").read_text())) >= {"127.0.0.1", "here"}
+
+
+def test_addresses_of_ipv6_stand_in_brackets_where_something_follows(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("--dry-run", machines={"a": {"address": "fd00::7", "gateway": 1, "decode": 1}})
+    assert cli.run(["cluster", "init", "k2.yaml", "--out", "all"]) == 0
+    copying = " ssh fd00::7 mkdir -pm 700 k2 && scp all/a/* '[fd00::7]:k2'\n"
+    assert copying in capsys.readouterr().out
+    cluster, said = read_cluster_file("k2.yaml"), list[str]()
+    here = [(Role.DECODE, "a"), (Role.GATEWAY, "gateway-a-6400")]
+    told = ClusterTold(asker=WorkerRef("up", "e1", ""), ticket=1, facts=b"", members=here)
+    Up(cluster, cluster.machines[0], [], said.append)._tell([told])
+    assert said == ["all processes of k2.yaml are here: https://[fd00::7]:8000/v1"]
 
 
 def test_machines_on_which_ray_places_workers_share_a_token(run: Run, tmp_path: Path) -> None:

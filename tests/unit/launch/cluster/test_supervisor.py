@@ -14,8 +14,9 @@ from ray.exceptions import RaySystemError
 from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.base.parallel import Shape
 from mooncake.launch.cluster import ray_cluster
-from mooncake.launch.cluster.followed_load import LoadFollower
+from mooncake.launch.cluster.followed_load import Changes, LoadFollower
 from mooncake.launch.cluster.ray_cluster import State, Supervisor
+from mooncake.launch.worker.process import WorkerSettings
 from mooncake.model.options import ModelOptions
 from mooncake.scheduler.scaling.policy import RoleAdvice
 from tests.support.serve.placed_workers import Shown
@@ -324,6 +325,44 @@ def test_what_ray_cannot_start_now_is_tried_again(
     assert "the GCS does not answer" in said
     assert followed.look(2) == ["decode-0", "decode-1"]
     assert fake.started == ["decode-0", "decode-1"]
+
+
+def test_what_cannot_start_holds_back_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others start and leave meanwhile."""
+    fake, followed = FakeRay(monkeypatch), Followed()
+    followed.look(2)
+    followed.become_ready("decode-0", "decode-1")
+    three = [worker_settings(worker_id=name) for name in ("bad", "decode-2", "worse")]
+    launch = followed.supervisor._launch
+
+    def fails_for_some(settings: WorkerSettings, **words: bool) -> ray_cluster._Entry:
+        if settings.worker_id in ("bad", "worse"):
+            raise ConfigError(f"no room for {settings.worker_id}")
+        return launch(settings, **words)
+
+    monkeypatch.setattr(followed.supervisor, "_launch", fails_for_some)
+    changes = SimpleNamespace(drain_s=77.0, changes=lambda *_: Changes(three, ["decode-1"]))
+    follower: Any = changes
+    followed.supervisor._follow(follower)
+    assert list(followed.entries) == ["decode-0", "decode-1", "decode-2"]
+    assert fake.stopped == [("decode-1", 77.0, True)]
+    [said] = [each for each in caplog.messages if "trying again" in each]
+    assert said.endswith(": no room for bad; no room for worse")
+
+
+def test_a_worker_that_cannot_be_told_to_leave_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told when Ray answers again; meanwhile its time to leave has not begun."""
+    fake, followed = FakeRay(monkeypatch), Followed()
+    followed.look(2)
+    followed.become_ready("decode-0", "decode-1")
+    stop = followed.entries["decode-1"].actor.stop
+    with monkeypatch.context() as away:
+        away.setattr(stop, "remote", fails(RaySystemError("the GCS does not answer")))
+        assert followed.look(1) == ["decode-0", "decode-1"]
+    assert followed.look(1) == ["decode-0"]
+    assert fake.stopped == [("decode-1", 77.0, True)]
 
 
 @pytest.fixture
