@@ -12,7 +12,8 @@ is predicted to take and for its part of any delay. A flow that owes sits out. A
 only covers later prediction errors; it makes no share larger. A chunk of a prompt may take more
 than a share, up to twice as long as reading its context takes: chunks that fit a share would read a
 long context for few tokens each. Batch never counts as the smallest, so no other class waits for
-it.
+it. Nor do a tenant's interactive requests while it has a premium prompt: the tenant itself has said
+which of its requests is urgent, and short steps would make the prompt wait for its other streams.
 
 For `NUM_AFTER` steps after flows met, a flow that is alone has steps of at most `AFTERWARDS` times
 the length of the smallest flow's own. So a flow that comes back does not wait for a long step.
@@ -313,7 +314,7 @@ class Sharing:
         """
         self.times.learn()
         wants = self._wants(running, waiting)
-        guarded = [want.seconds for (kind, _), want in wants.items() if kind is not Priority.BATCH]
+        guarded = [want.seconds for flow, want in wants.items() if _is_guarded(flow, wants)]
         fixed_s, smallest_s, num_after = self.times.fixed_s, self._smallest_s, self._num_after
         is_alone = len(wants) <= 1
         if is_alone and num_after:
@@ -400,6 +401,17 @@ class Sharing:
         if num_tokens := min(sequence.num_missing, most):
             want.chunks_s += self.times.chunk_s(num_tokens, sequence.num_computed)
             want.num_tokens += num_tokens
+
+
+def _is_guarded(flow: Flow, wants: Mapping[Flow, Wants]) -> bool:
+    """Return whether steps are kept short for a flow: not for batch, nor for a tenant's interactive
+    requests while a premium prompt of the same tenant is computed.
+    """
+    kind, tenant = flow
+    if kind is Priority.INTERACTIVE:
+        premium = wants.get((Priority.PREMIUM, tenant))
+        return premium is None or not premium.num_tokens
+    return kind is Priority.PREMIUM
 
 
 def shared_out(

@@ -283,6 +283,31 @@ def test_nobody_waits_for_batch() -> None:
     assert len(clocked.step().shares) == 129
 
 
+@pytest.mark.parametrize("tenant", ["foe", "other"])
+def test_a_premium_prompt_does_not_wait_for_interactive_streams_of_its_tenant(tenant: str) -> None:
+    """Another tenant's stream keeps the steps short, and the prompt takes longer."""
+    clocked = Clocked()
+    flood(clocked, 1, 10, tenant=tenant)
+    prompt = clocked.add(2000, tenant="foe", priority=Priority.PREMIUM, max_tokens=1)
+    whole_s = step_s(2, 2000)
+    took_s = clocked.took_s(prompt)
+    if tenant == "foe":
+        assert took_s < 1.1 * whole_s
+    else:
+        assert took_s > 1.5 * whole_s
+
+
+def test_interactive_streams_go_on_beside_premium_prompts_of_their_tenant() -> None:
+    clocked = Clocked()
+    (mine,) = flood(clocked, 1, 10)
+    before = len(mine.output_tokens), len(clocked.plans)
+    for _ in range(8):
+        flood(clocked, 1, priority=Priority.PREMIUM, num_prompt_tokens=2000, max_tokens=1)
+    while clocked.batcher.waiting or len(clocked.batcher.running) > 1:
+        clocked.step()
+    assert len(mine.output_tokens) - before[0] == len(clocked.plans) - before[1], "in each step"
+
+
 def test_a_flow_is_alone_again_some_steps_after_the_other_left() -> None:
     clocked = Clocked()
     flood(clocked, 128, 20)
