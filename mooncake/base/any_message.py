@@ -7,7 +7,7 @@ from mooncake.base import pool_messages as pool
 
 AnyMessage = (
     words.WorkerHello | words.LoadReport | words.BlockEvents | words.StepOutputs | words.Welcome
-    | words.PeerLost | words.Drain | words.PrefillTask | words.Reserved | words.DecodeTask
+    | words.PeerLost | words.Drain | words.RequestTask | words.Reserved
     | words.KVReady | words.PushEnded | words.AbortTask | words.PutGranted | words.PinGranted
     | words.PutStart | words.PutEnd | words.PinBlocks | words.Unpin | words.DoubtPeers
     | words.WhoAreYou | words.PeersHeard | words.BlocksPushed | words.Refused | words.Replicate

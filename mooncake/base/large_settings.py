@@ -8,7 +8,7 @@ remembers what it sent (`SentSettings`), and the worker what it got (`KeptSettin
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -58,7 +58,6 @@ class LargeSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     bad_words: list[list[int]] | None = None
 
 
-TaskT = TypeVar("TaskT", bound="RequestTask")
 LARGE_SETTINGS = LargeSettings.__struct_fields__
 
 _DEFAULTS = SamplingParams()
@@ -119,7 +118,7 @@ class SentSettings:
         self._sent: dict[str, tuple[WorkerRef, _SentNames]] = {}
         self._names: BoundedMap[int, tuple[Setting, SettingName]] = BoundedMap(MAX_NAMES)
 
-    def shortened(self, task: TaskT, worker: WorkerRef) -> TaskT:
+    def shortened(self, task: RequestTask, worker: WorkerRef) -> RequestTask:
         """Return `task` for `worker`: its large settings are named, and included if they are new
         there. The settings count as sent from now on.
         """
@@ -181,7 +180,7 @@ class KeptSettings:
     def num_bytes(self) -> int:
         return self._kept.size
 
-    def completed(self, task: TaskT) -> TaskT | None:
+    def completed(self, task: RequestTask) -> RequestTask | None:
         """Return `task` with its named settings put back, and keep those that it carries. None = a
         named setting is not here.
         """

@@ -27,9 +27,9 @@ from mooncake.base.request import (
     WorkSpan,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """The version of the protocol. It grows with each change that an older release would misread."""
-OLDEST_PROTOCOL_VERSION = 7
+OLDEST_PROTOCOL_VERSION = 8
 """The oldest protocol version with which this release works together, in both directions."""
 
 
@@ -526,40 +526,6 @@ class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Pool nodes that hold this run or its beginning. Ask them when `store` fails."""
 
 
-class RequestTask(Message, frozen=True, kw_only=True):
-    """The base of the tasks that carry a request. A task may name the large settings of its
-    sampling instead of carrying them. Then `request.sampling` has the defaults for them. The worker
-    puts the settings back (`large_settings.KeptSettings`), or turns the task away when it does not
-    have them.
-    """
-
-    request: GenerateRequest
-    attempt: int
-    gateway: WorkerRef
-    output_tokens: list[int] = []
-    """Tokens that an earlier attempt has already delivered."""
-    sources: list[BlockSource] = []
-    """Where the worker that computes the prompt finds blocks of it."""
-    turn: float = 0.0
-    """The request's place in the order: the smallest goes first."""
-    named: dict[str, SettingName] = {}
-    """The name of the setting of each field of `SamplingParams` that is not in the request
-    itself.
-    """
-    settings: LargeSettings | None = None
-    """Named settings that this worker gets for the first time."""
-
-
-class PrefillTask(RequestTask, frozen=True, kw_only=True, tag="prefill"):
-    """Compute the KV of prompt + `output_tokens`, push it to `decode`, and sample one token."""
-
-    decode: WorkerRef
-    num_replicate_blocks: int = 0
-    """This many leading blocks are hot: put them into this node's pool even when they were
-    reused.
-    """
-
-
 class Reserved(Message, frozen=True, tag="reserved"):
     """Decode has reserved pages: push these blocks, which it does not hold already."""
 
@@ -571,12 +537,6 @@ class Reserved(Message, frozen=True, tag="reserved"):
 
 
 # ---------------------------------------------------------------- to decode
-
-
-class DecodeTask(RequestTask, frozen=True, kw_only=True, tag="decode"):
-    """Reserve pages for the KV from `prefill`; without `prefill` do the whole request here."""
-
-    prefill: WorkerRef | None
 
 
 class KVReady(Message, frozen=True, tag="kv_ready"):
@@ -624,6 +584,39 @@ class PushEnded(Message, frozen=True, tag="push_ended"):
 
 
 # ---------------------------------------------------------------- to prefill and decode
+
+
+class RequestTask(Message, frozen=True, kw_only=True, tag="task"):
+    """Serve a request. The `prefill` worker computes the KV of prompt + `output_tokens`, pushes it
+    to `decode` and samples one token. The `decode` worker reserves pages for that KV; without
+    `prefill` it does the whole request. Both get the same task.
+
+    A task may name the large settings of its sampling instead of carrying them. Then
+    `request.sampling` has the defaults for them. The worker puts the settings back
+    (`large_settings.KeptSettings`), or turns the task away when it does not have them.
+    """
+
+    request: GenerateRequest
+    attempt: int
+    gateway: WorkerRef
+    decode: WorkerRef
+    prefill: WorkerRef | None = None
+    output_tokens: list[int] = []
+    """Tokens that an earlier attempt has already delivered."""
+    sources: list[BlockSource] = []
+    """Where the worker that computes the prompt finds blocks of it."""
+    turn: float = 0.0
+    """The request's place in the order: the smallest goes first."""
+    num_replicate_blocks: int = 0
+    """This many leading blocks are hot: prefill puts them into its node's pool even when they were
+    reused.
+    """
+    named: dict[str, SettingName] = {}
+    """The name of the setting of each field of `SamplingParams` that is not in the request
+    itself.
+    """
+    settings: LargeSettings | None = None
+    """Named settings that this worker gets for the first time."""
 
 
 class AbortTask(Message, frozen=True, tag="abort"):

@@ -47,8 +47,8 @@ SENDERS: dict[type[m.Message], frozenset[CredentialRole]] = {
             p.BlocksDescribed, p.PinsSet, p.PoolState,
         )),
         ((_G,), (
-            m.GatewayNews, m.PeersHeard, m.Welcome, m.WhoAreYou, m.PrefillTask, m.DecodeTask,
-            m.AbortTask, m.Prefetch, m.StopPrefetch, m.ClusterTold, p.HomesFound, p.ReplicasFound,
+            m.GatewayNews, m.PeersHeard, m.Welcome, m.WhoAreYou, m.RequestTask, m.AbortTask,
+            m.Prefetch, m.StopPrefetch, m.ClusterTold, p.HomesFound, p.ReplicasFound,
             m.Restart, m.CheckWeights,
         )),
         ((_W, _G), (m.DoubtPeers, m.Refused, m.AskCluster)),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from mooncake.base.kv_layout import KvLayout
-from mooncake.base.messages import BlockSource, DecodeTask
+from mooncake.base.messages import BlockSource, RequestTask
 from mooncake.instance.job_table import Job
 
 
@@ -75,16 +75,16 @@ class Stage(Enum):
     RUNNING = "running"
 
 
-class DecodeJob(Job[DecodeTask]):
-    """State of one `DecodeTask`."""
+class DecodeJob(Job):
+    """State of one task."""
 
-    def __init__(self, task: DecodeTask, layout: KvLayout) -> None:
+    def __init__(self, task: RequestTask, layout: KvLayout) -> None:
         super().__init__(task, layout)
         self.stage = Stage.WAITING
         self.output_tokens = list(task.output_tokens)
-        self.sources: list[BlockSource] = task.sources
         self.local = task.prefill is None
         """True if no prefill worker pushes KV: gather what is cached and compute the rest here."""
+        self.sources: list[BlockSource] = task.sources if self.local else []
         self.pages: list[int] = []
         """The pages held for the KV to come: blocks of this worker's cache first, then reserved
         pages.

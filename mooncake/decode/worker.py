@@ -16,15 +16,11 @@ from collections.abc import Iterable, Set
 import msgspec
 
 from mooncake.base.messages import (
-    AbortTask,
     BlocksPushed,
-    DecodeTask,
     KVReady,
-    NextLife,
-    PeerLost,
     PushEnded,
+    RequestTask,
     Reserved,
-    Welcome,
     WorkerRef,
 )
 from mooncake.base.request import Failure, Flow, RequestOutput
@@ -39,16 +35,14 @@ from mooncake.decode.task import (
 )
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Made, Sequence
-from mooncake.instance import Instance, PrefixReuse
-from mooncake.instance.job_table import JobTable
+from mooncake.instance import Instance, RoleWorker
 
 
-class DecodeWorker:
+class DecodeWorker(RoleWorker[DecodeJob]):
     """The decode role of one instance (see `base.machine.Machine`)."""
 
     def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        self._jobs: JobTable[DecodeJob] = JobTable()
+        super().__init__(instance)
         self._aborted: dict[tuple[str, int], DecodeJob] = {}
         """(request, attempt) -> jobs whose pages prefill may still write to."""
         self._waiting: list[DecodeJob] = []
@@ -58,33 +52,19 @@ class DecodeWorker:
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
         match event:
-            case DecodeTask():
-                self._on_task(event, now)
             case BlocksPushed():
                 self._on_blocks_pushed(event)
             case KVReady():
                 self._on_kv_ready(event, now)
             case PushEnded():
                 self._on_push_ended(event)
-            case AbortTask():
-                job = self._jobs.abort(event)
-                if job is not None:
-                    self._abort(job, now)
             case StepResult():
                 self._take(self.instance.on_step(event, now), now)
-            case PeerLost():
-                self.instance.handle(event, now)
-                self._on_peer_lost(event, now)
-            case Welcome():
-                self.instance.handle(event, now)
-                for job in self._jobs.on_welcome(event.gateway):
-                    self._abort(job, now)
             case _:
-                self.instance.handle(event, now)
+                super().handle(event, now)
 
     def tick(self, now: float) -> float | None:
-        for gateway in self.instance.lost_gateways():
-            self._on_gateway_lost(gateway, now)
+        self._end_orphans(now)
         self._admit_waiting(now)
         if self._waiting:
             self._admit_due(now)
@@ -92,33 +72,22 @@ class DecodeWorker:
         return min(self._ask_again(now), self.instance.tick(now))
 
     @property
-    def next_life(self) -> NextLife | None:
-        """How to come back, once nothing is in progress here any more; None: go on."""
-        life = self.instance.next_life
-        return life if life is not None and self.quiet else None
-
-    @property
     def quiet(self) -> bool:
-        """True if nothing is in progress here."""
         return not self._jobs and not self._aborted and self.instance.quiet
 
     def check_integrity(self) -> None:
-        self.instance.check_integrity(role_quiet=self.quiet)
-        self._jobs.check_integrity()
+        super().check_integrity()
         for job in self._waiting:
             assert job.stage is Stage.WAITING, f"{job.request_id} waits in stage {job.stage}"
             assert not job.pages, f"{job.request_id} waits and holds pages"
 
     # ------------------------------------------------------------ taking a request in
 
-    def _on_task(self, task: DecodeTask, now: float) -> None:
-        taken = self.instance.taken(task, self._jobs, lambda older: self._abort(older, now))
-        if taken is None:
-            return
+    def _new_job(self, task: RequestTask) -> DecodeJob:
+        return DecodeJob(task, self.instance.layout)
+
+    def _begin(self, job: DecodeJob, _now: float) -> None:
         layout = self.instance.layout
-        job = DecodeJob(taken, layout)
-        job.trace = self.instance.trace_of(taken, now)
-        self._jobs.add(job)
         if not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
             message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
             self._fail(job, Failure.invalid(message))
@@ -164,7 +133,7 @@ class DecodeWorker:
         """
         instance, layout = self.instance, self.instance.layout
         if job.local:
-            self._gather(job, now)
+            self._compute_here(job, now)
             return True
         matched = list(instance.pool.match(job.keys))
         num_new = layout.num_blocks(job.num_tokens) - len(matched)
@@ -253,34 +222,19 @@ class DecodeWorker:
             self.instance.ask_about(list(old))
         return self._next_ask_s
 
-    def _gather(self, job: DecodeJob, now: float) -> None:
+    def _compute_here(self, job: DecodeJob, now: float) -> None:
         """Collect the cached prefix, then compute the rest in this engine."""
         job.stage = Stage.GATHERING
         if job.trace is not None:
             job.trace.since_s = now
+        self._gather(job, len(job.output_tokens), job.sources, now)
 
-        def gathered(pages: list[int], at: float) -> None:
-            reuse, job.reuse = job.reuse, None
-            if reuse is not None:
-                job.num_counted = reuse.num_counted(self.instance.kvstore)
-                job.fetched = reuse.fetched(self.instance.kvstore)
-            if job.trace is not None:
-                job.trace.gathered(reuse, at)
-            if self._jobs.get(job.request_id) is not job:
-                self.instance.pool.release(pages)
-                return
-            job.pages = pages
-            self._run(job, len(pages) * self.instance.layout.block_tokens, at)
-
-        job.reuse = PrefixReuse(
-            self.instance.pool,
-            self.instance.fetches,
-            job.reusable_keys(len(job.output_tokens)),
-            job.sources,
-            gathered,
-            job.chain_head,
-        )
-        job.reuse.start(now)
+    def _on_gathered(self, job: DecodeJob, pages: list[int], now: float) -> None:
+        if self._jobs.get(job.request_id) is not job:
+            self.instance.pool.release(pages)
+            return
+        job.pages = pages
+        self._run(job, len(pages) * self.instance.layout.block_tokens, now)
 
     def _on_kv_ready(self, message: KVReady, now: float) -> None:
         if self._release_aborted(message.request_id, message.attempt):
@@ -295,7 +249,7 @@ class DecodeWorker:
             self._unreserve(job)
             job.local, job.sources = True, message.sources
             if job.stage is Stage.RESERVED:
-                self._gather(job, now)
+                self._compute_here(job, now)
             return
         job.stage = Stage.COMPARING
         self._end_reservation(job)
@@ -340,7 +294,7 @@ class DecodeWorker:
         if wrong:
             self._unreserve(job)
             job.local = True
-            self._gather(job, now)
+            self._compute_here(job, now)
             return
         job.num_blocks_put = job.first_own = job.num_counted = len(job.keys)
         self._run(job, job.num_tokens, now)
@@ -421,7 +375,7 @@ class DecodeWorker:
 
     # ------------------------------------------------------------ endings
 
-    def _abort(self, job: DecodeJob, now: float) -> None:
+    def _end(self, job: DecodeJob, now: float) -> None:
         """End a job. Pages that prefill may write to are kept until it has stopped."""
         self._jobs.remove(job)
         match job.stage:
@@ -477,25 +431,18 @@ class DecodeWorker:
         if message.failed:
             self._fail(job, Failure.unavailable("the prefill worker does not know this request"))
 
-    def _on_peer_lost(self, message: PeerLost, now: float) -> None:
+    def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """Fail the jobs that waited for a lost prefill worker. Their pages come back as soon as it
         cannot write to them any more.
         """
-        for job in [j for j in self._jobs if j.task.prefill == message.worker]:
+        for job in [j for j in self._jobs if j.task.prefill == worker]:
             if job.stage in (Stage.WAITING, Stage.RESERVED) and not job.local:
                 if job.stage is Stage.WAITING:
                     self._waiting.remove(job)
                 self._rest(job, now)
                 self._fail(job, Failure.unavailable("the prefill worker was lost"))
-        for key in [k for k, j in self._aborted.items() if j.task.prefill == message.worker]:
+        for key in [k for k, j in self._aborted.items() if j.task.prefill == worker]:
             self._rest(self._aborted.pop(key), now)
-
-    def _on_gateway_lost(self, gateway: WorkerRef, now: float) -> None:
-        """Fail and end a lost gateway's jobs. If it is alive after all, it places them again."""
-        failure = Failure.unavailable("its gateway was lost")
-        for job in self._jobs.of_gateway(gateway):
-            self.instance.fail(job.task, failure)
-            self._abort(job, now)
 
     def _rest(self, job: DecodeJob, now: float) -> None:
         pages, job.pages = job.pages, []

@@ -5,6 +5,6 @@ fetches, pushes and puts of blocks.
 from mooncake.instance.config import InstanceConfig
 from mooncake.instance.instance import Instance
 from mooncake.instance.push import Destination, Push
-from mooncake.instance.reuse import PrefixReuse
+from mooncake.instance.role import RoleWorker
 
-__all__ = ["Destination", "Instance", "InstanceConfig", "PrefixReuse", "Push"]
+__all__ = ["Destination", "Instance", "InstanceConfig", "Push", "RoleWorker"]

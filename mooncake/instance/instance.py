@@ -13,7 +13,7 @@ import msgspec
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import KvLayout, PageArray
-from mooncake.base.large_settings import KeptSettings, TaskT
+from mooncake.base.large_settings import KeptSettings
 from mooncake.base.messages import (
     NO_HEAD,
     Answer,
@@ -274,7 +274,9 @@ class Instance:
         )
         self.queue_output(task.gateway, output)
 
-    def taken(self, task: TaskT, jobs: JobTable[JobT], end: Callable[[JobT], None]) -> TaskT | None:
+    def taken(
+        self, task: RequestTask, jobs: JobTable[JobT], end: Callable[[JobT], None]
+    ) -> RequestTask | None:
         """Return the task of a new job with the settings that it names, after `end` has ended the
         older attempt of its request. None: the task is a repeat or over, or its settings are not
         here. In the last case the task is refused, and the next one carries the settings.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -36,8 +36,7 @@ MAX_EARLY = 1024
 MAX_REMEMBERED = 4096
 EARLY_S = 10.0
 """How many seconds a reservation waits for its task."""
-TaskT = TypeVar("TaskT", bound=RequestTask)
-JobT = TypeVar("JobT", bound="Job[Any]")
+JobT = TypeVar("JobT", bound="Job")
 
 
 class JobTrace:
@@ -127,10 +126,10 @@ class JobTrace:
         self._spans.append(WorkSpan(name, self._worker_id, start_s, end_s, known, list(events)))
 
 
-class Job(Generic[TaskT]):
+class Job:
     """The state that every job has: its task, block keys, prefix reuse and sequence."""
 
-    def __init__(self, task: TaskT, layout: KvLayout) -> None:
+    def __init__(self, task: RequestTask, layout: KvLayout) -> None:
         self.task = task
         request = task.request
         tokens = request.tokens_with(task.output_tokens)

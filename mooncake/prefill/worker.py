@@ -1,5 +1,5 @@
-"""The prefill worker: a state machine that turns each `PrefillTask` into KV on decode's pages and
-one first token.
+"""The prefill worker: a state machine that turns each task into KV on decode's pages and one first
+token.
 
     GATHERING ──► COMPUTING ──► PUSHING ──► SETTLING ──► gone
     (prefix)      (engine)      (decode's    (only the pool's
@@ -19,16 +19,12 @@ import msgspec
 
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import (
-    AbortTask,
     BlockSource,
     BlocksPushed,
     KVReady,
-    NextLife,
-    PeerLost,
-    PrefillTask,
     PushEnded,
+    RequestTask,
     Reserved,
-    Welcome,
     WorkerRef,
 )
 from mooncake.base.request import (
@@ -39,8 +35,8 @@ from mooncake.base.request import (
 )
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Made, Sequence
-from mooncake.instance import Destination, Instance, PrefixReuse, Push
-from mooncake.instance.job_table import Job, JobTable
+from mooncake.instance import Destination, Instance, Push, RoleWorker
+from mooncake.instance.job_table import Job
 
 
 class Stage(Enum):
@@ -52,10 +48,10 @@ class Stage(Enum):
     SETTLING = "settling"
 
 
-class PrefillJob(Job[PrefillTask]):
-    """State of one `PrefillTask`."""
+class PrefillJob(Job):
+    """State of one task."""
 
-    def __init__(self, task: PrefillTask, layout: KvLayout, push: Push) -> None:
+    def __init__(self, task: RequestTask, layout: KvLayout, push: Push) -> None:
         super().__init__(task, layout)
         self.push = push
         self.stage = Stage.GATHERING
@@ -73,12 +69,11 @@ class PrefillJob(Job[PrefillTask]):
         """True if it was aborted or failed: events that still come for it are ignored."""
 
 
-class PrefillWorker:
+class PrefillWorker(RoleWorker[PrefillJob]):
     """The prefill role of one instance (see `base.machine.Machine`)."""
 
     def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        self._jobs: JobTable[PrefillJob] = JobTable()
+        super().__init__(instance)
         self._settling: list[PrefillJob] = []
         """Jobs whose request has moved on to decode. Only the pool's copy is still being
         written.
@@ -88,35 +83,18 @@ class PrefillWorker:
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
         match event:
-            case PrefillTask():
-                self._on_task(event, now)
             case Reserved():
                 self._on_reserved(event, now)
-            case AbortTask():
-                job = self._jobs.abort(event)
-                if job is not None:
-                    self._end(job, now)
             case LayerDone():
                 self.instance.handle(event, now)
                 self._advance(event.step_id, event.layer + 1, now)
             case StepResult():
                 self._on_step(event, now)
-            case PeerLost():
-                self.instance.handle(event, now)
-                for job in self._jobs:
-                    if job.task.decode == event.worker:
-                        self._end(job, now)
-            case Welcome():
-                self.instance.handle(event, now)
-                for job in self._jobs.on_welcome(event.gateway):
-                    self._end(job, now)
             case _:
-                self.instance.handle(event, now)
+                super().handle(event, now)
 
     def tick(self, now: float) -> float | None:
-        for gateway in self.instance.lost_gateways():
-            for job in self._jobs.of_gateway(gateway):
-                self._fail(job, Failure.unavailable("its gateway was lost"), now)
+        self._end_orphans(now)
         for job in self._jobs:
             waits = job.stage is Stage.PUSHING and job.decode is None
             if waits and now - job.sampled_s >= self.instance.config.hold_s:
@@ -157,47 +135,19 @@ class PrefillWorker:
             engine.claim(sequence)
 
     @property
-    def next_life(self) -> NextLife | None:
-        """How to come back, once nothing is in progress here any more; None: go on."""
-        life = self.instance.next_life
-        return life if life is not None and self.quiet else None
-
-    @property
     def quiet(self) -> bool:
-        """True if nothing is in progress here."""
         return not self._jobs and not self._settling and self.instance.quiet
-
-    def check_integrity(self) -> None:
-        self.instance.check_integrity(role_quiet=self.quiet)
-        self._jobs.check_integrity()
 
     # ------------------------------------------------------------ from task to engine
 
-    def _on_task(self, task: PrefillTask, now: float) -> None:
-        instance = self.instance
-        taken = instance.taken(task, self._jobs, lambda older: self._end(older, now))
-        if taken is None:
-            return
-        job = PrefillJob(taken, instance.layout, instance.open_push())
-        job.trace = instance.trace_of(taken, now)
-        self._jobs.add(job)
+    def _new_job(self, task: RequestTask) -> PrefillJob:
+        return PrefillJob(task, self.instance.layout, self.instance.open_push())
 
-        def gathered(pages: list[int], at: float) -> None:
-            self._on_gathered(job, pages, at)
-
-        reusable = job.reusable_keys(len(taken.output_tokens))
-        job.reuse = PrefixReuse(
-            instance.pool, instance.fetches, reusable, taken.sources, gathered, job.chain_head
-        )
-        job.reuse.start(now)
+    def _begin(self, job: PrefillJob, now: float) -> None:
+        self._gather(job, len(job.task.output_tokens), job.task.sources, now)
 
     def _on_gathered(self, job: PrefillJob, pages: list[int], now: float) -> None:
-        instance, reuse, job.reuse = self.instance, job.reuse, None
-        if reuse is not None:
-            job.num_counted = reuse.num_counted(instance.kvstore)
-            job.fetched = reuse.fetched(instance.kvstore)
-        if job.trace is not None:
-            job.trace.gathered(reuse, now)
+        instance = self.instance
         if job.ended:
             instance.pool.release(pages)
             self._close(job, now)
@@ -402,8 +352,12 @@ class PrefillWorker:
         self.instance.fail(job.task, failure)
         self._end(job, now)
 
+    def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
+        for job in self._jobs:
+            if job.task.decode == worker:
+                self._end(job, now)
+
     def _end(self, job: PrefillJob, now: float) -> None:
-        """Stop everything that runs for a job, and free its pages."""
         if job.ended:
             return
         job.ended = True

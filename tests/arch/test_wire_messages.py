@@ -22,7 +22,7 @@ def test_what_is_sent_is_what_is_recorded() -> None:
 
 def test_the_record_holds_all_that_messages_are_made_of() -> None:
     schema = present()
-    for name in ("PrefillTask", "GenerateRequest", "SamplingParams", "BlockPlaces", "WorkerRef"):
+    for name in ("RequestTask", "GenerateRequest", "SamplingParams", "BlockPlaces", "WorkerRef"):
         assert schema[name], name
     assert "in order" in schema["WorkerRef"]
 

@@ -94,8 +94,10 @@ def all_points() -> list[tuple[Said, int]]:
 
 def test_a_calm_run_says_every_word_of_the_hand_over(all_points: list[tuple[Said, int]]) -> None:
     kinds = {word[0] for word, _ in all_points}
+    given = {word[2] for word, _ in all_points if word[0] == "RequestTask"}
+    assert given == {"decode-0", "prefill-0"}
     assert kinds >= {
-        "DecodeTask", "PrefillTask", "Reserved", "KVReady", "StepOutputs", "PutStart", "PutGranted",
+        "RequestTask", "Reserved", "KVReady", "StepOutputs", "PutStart", "PutGranted",
         "PutEnd",
     }, kinds  # fmt: skip
 

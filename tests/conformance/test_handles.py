@@ -18,7 +18,7 @@ import pytest
 
 from mooncake.base import FinishReason
 from mooncake.base.any_message import AnyMessage
-from mooncake.base.messages import KVReady, PinGranted, PrefillTask, PushEnded, Reserved
+from mooncake.base.messages import KVReady, PinGranted, PushEnded, RequestTask, Reserved
 from mooncake.rpc.inproc import InprocChannel
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
@@ -87,7 +87,7 @@ def check(cluster: Cluster) -> None:
     assert [pool.num_open for pool in cluster.pools()] == [0, 0]
 
 
-WORDS = {"DecodeTask", "PrefillTask", "Reserved", "KVReady"}
+WORDS = {"RequestTask", "Reserved", "KVReady"}
 
 
 def unknown(message: Any) -> Any:
@@ -253,4 +253,4 @@ def test_five_kinds_of_words_among_threads_with_checksums_and_without(
 
     asyncio.run(play())
     kinds = {type(message) for _, _, message in wire.kept}
-    assert kinds >= {PrefillTask, Reserved, KVReady}
+    assert kinds >= {RequestTask, Reserved, KVReady}

@@ -12,13 +12,12 @@ import pytest
 from mooncake.base import FinishReason
 from mooncake.base.messages import (
     AbortTask,
-    DecodeTask,
     KVReady,
     PinGranted,
-    PrefillTask,
     PushEnded,
     PutEnd,
     PutGranted,
+    RequestTask,
     Reserved,
     Unpin,
 )
@@ -26,19 +25,32 @@ from mooncake.instance import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
 from tests.support.sim.cluster import Cluster, request, specs
 
-WORDS: list[type[msgspec.Struct]] = [
-    AbortTask, DecodeTask, KVReady, PinGranted, PrefillTask, PushEnded, PutEnd, PutGranted,
-    Reserved, Unpin,
+Word = tuple[type[msgspec.Struct], str]
+"""A kind of message, and what the address begins with to which it goes."""
+TASKS: list[Word] = [(RequestTask, "decode"), (RequestTask, "prefill")]
+WORDS: list[Word] = [
+    *TASKS,
+    *(
+        (kind, "")
+        for kind in (
+            AbortTask, KVReady, PinGranted, PushEnded, PutEnd, PutGranted, Reserved, Unpin,
+        )
+    ),
 ]  # fmt: skip
 
 
-def lose(cluster: Cluster, word: type[msgspec.Struct], count: int) -> list[str]:
+def shown(word: object) -> str:
+    return f"{word[0].__name__}{word[1]}" if isinstance(word, tuple) else str(word)
+
+
+def lose(cluster: Cluster, word: Word, count: int) -> list[str]:
     """Lose the first `count` messages of that kind; returns the list they are written to."""
+    kind, to = word
     network, lost = cluster.world.network, []
     send = network.send
 
     def lossy(source: Any, address: str, message: Any) -> None:
-        if isinstance(message, word) and len(lost) < count:
+        if isinstance(message, kind) and address.startswith(to) and len(lost) < count:
             lost.append(address)
         else:
             send(source, address, message)
@@ -48,8 +60,8 @@ def lose(cluster: Cluster, word: type[msgspec.Struct], count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("word", WORDS, ids=lambda word: word.__name__)
-def test_a_lost_word_holds_nothing_for_ever(word: type[msgspec.Struct], count: int) -> None:
+@pytest.mark.parametrize("word", WORDS, ids=shown)
+def test_a_lost_word_holds_nothing_for_ever(word: Word, count: int) -> None:
     cluster = Cluster(
         specs(2, 2),
         scheduler=SchedulerConfig(
@@ -77,8 +89,8 @@ def test_a_lost_word_holds_nothing_for_ever(word: type[msgspec.Struct], count: i
     assert [pool.num_open for pool in cluster.pools()] == [0] * 4
 
 
-@pytest.mark.parametrize("word", [DecodeTask, PrefillTask], ids=lambda word: word.__name__)
-def test_settings_that_were_lost_with_a_task_are_sent_again(word: type[msgspec.Struct]) -> None:
+@pytest.mark.parametrize("word", TASKS, ids=shown)
+def test_settings_that_were_lost_with_a_task_are_sent_again(word: Word) -> None:
     """The tokens that stop a request decide its answer, so one without them would show."""
     cluster = Cluster(specs(2, 2), scheduler=SchedulerConfig(stall_timeout_s=10.0, max_attempts=20))
     lost = lose(cluster, word, 3)

@@ -8,16 +8,32 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake.base import WorkerRef
-from mooncake.base.messages import DecodeTask, KVReady, PeerLost, Reserved
+from mooncake.base import GenerateRequest, WorkerRef
+from mooncake.base.messages import KVReady, PeerLost, RequestTask, Reserved
+from mooncake.decode import DecodeWorker
 from mooncake.instance import InstanceConfig
 from mooncake.sim.world.network import Endpoint, NetworkConfig
+from mooncake.sim.world.world import Worker
 from tests.support.sim.cluster import Cluster, engine_config, request, specs
 
 REST_S = 20.0
 LOST = WorkerRef("prefill-9", "e1", "nowhere")
 LIVING = WorkerRef("prefill-0", "e1", "living")
 GATEWAY = WorkerRef("gateway", "e0", "gateway")
+
+
+def give(worker: Worker, asked: GenerateRequest, prefill: WorkerRef) -> None:
+    """Give a decode worker a request whose prompt `prefill` computes."""
+    assert isinstance(worker.machine, DecodeWorker)
+    decode = worker.machine.instance.worker
+    deliver(worker, RequestTask(
+        request=asked, attempt=1, gateway=GATEWAY, decode=decode, prefill=prefill
+    ))  # fmt: skip
+
+
+def deliver(worker: Worker, message: msgspec.Struct) -> None:
+    assert worker.process is not None
+    worker.process.deliver(message)
 
 
 @pytest.mark.parametrize("by_hardware", [False, True], ids=["fenced", "resting"])
@@ -30,8 +46,7 @@ def test_requests_that_fit_go_past_one_that_waits_for_resting_pages(by_hardware:
         instance=InstanceConfig(quarantine_s=REST_S, ask_again_s=1000.0),
     )
     world = cluster.world
-    process = world.workers["decode-0"].process
-    assert process is not None
+    worker = world.workers["decode-0"]
     reserved: list[str] = []
 
     def hear(message: msgspec.Struct) -> None:
@@ -43,10 +58,10 @@ def test_requests_that_fit_go_past_one_that_waits_for_resting_pages(by_hardware:
 
     def ask(name: str, num_tokens: int, prefill: WorkerRef) -> None:
         asked = request(name, [1] * num_tokens)
-        process.deliver(DecodeTask(request=asked, attempt=1, gateway=GATEWAY, prefill=prefill))
+        give(worker, asked, prefill)
 
     ask("first", 150, LOST)
-    process.deliver(PeerLost(worker=LOST))
+    deliver(worker, PeerLost(worker=LOST))
     ask("long", 150, LIVING)
     ask("short", 10, LIVING)
     ask("other", 10, LIVING)
@@ -61,8 +76,7 @@ def test_pages_of_a_prefix_that_many_requests_share_count_once() -> None:
     """Half of 48 pages may be reserved: 20 of a prefix that lies here, and one more for each."""
     cluster = Cluster(specs(0, 1, kvstores=False), decode=engine_config(48))
     world = cluster.world
-    process = world.workers["decode-0"].process
-    assert process is not None
+    worker = world.workers["decode-0"]
     reserved: list[str] = []
 
     def hear(message: msgspec.Struct) -> None:
@@ -73,14 +87,14 @@ def test_pages_of_a_prefix_that_many_requests_share_count_once() -> None:
 
     def ask(name: str) -> None:
         asked = request(name, [1] * 82, max_tokens=2)
-        process.deliver(DecodeTask(request=asked, attempt=1, gateway=GATEWAY, prefill=LIVING))
+        give(worker, asked, LIVING)
 
     ask("first")
     cluster.run(0.01)
     ready = KVReady(
         request_id="first", attempt=1, prefill=LIVING, token=1, num_cached_tokens=0, pushed=False
     )
-    process.deliver(ready)  # it computes the prompt, whose pages stay
+    deliver(worker, ready)  # it computes the prompt, whose pages stay
     cluster.run(1)
     for number in range(6):
         ask(f"{number}")

@@ -48,7 +48,7 @@ class AttemptTracker:
         """
 
     def begin(self, record: RequestRecord, placement: Placement, now: float) -> None:
-        """Start an attempt: send the tasks, decode's first, so that it reserves pages early."""
+        """Start an attempt: send the task, to decode first, so that it reserves pages early."""
         self._last_attempt += 1
         facts = placement.facts
         if facts is not None:  # they are large where workers are many, and only recorders want them
@@ -73,7 +73,8 @@ class AttemptTracker:
                 facts=facts,
             )
         )
-        for worker, task in record.tasks(self._ports.worker):
+        task = record.task(self._ports.worker)
+        for worker in record.workers():
             self._ports.channel.send(worker.address, self._settings.shortened(task, worker))
 
     def end(

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mooncake.base import (
-    DecodeTask,
     Failure,
     FinalEvent,
     FinishReason,
     GenerateRequest,
     KeyChain,
-    PrefillTask,
     RequestState,
+    RequestTask,
     Sink,
     WorkerRef,
     extend_chain,
@@ -251,36 +250,21 @@ class RequestRecord:
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} to {state}"
         self.state = state
 
-    def tasks(self, gateway: WorkerRef) -> list[tuple[WorkerRef, DecodeTask | PrefillTask]]:
-        """Return (worker, task) for each worker of the current placement. Decode comes first, so
-        that it reserves pages while prefill computes.
-        """
+    def task(self, gateway: WorkerRef) -> RequestTask:
+        """Return the task for the workers of the current placement."""
         placement = self.placement
-        assert placement is not None, "tasks of a request that is not placed"
-        output_tokens, sources = list(self.tokens), list(placement.sources)
-        decode, prefill = placement.decode, placement.prefill
-        decode_task = DecodeTask(
+        assert placement is not None, "a task of a request that is not placed"
+        return RequestTask(
             request=self.request,
             attempt=self.attempt,
             gateway=gateway,
-            prefill=prefill,
-            output_tokens=output_tokens,
-            sources=sources if prefill is None else [],
-            turn=self.queue_position.order[0],
-        )
-        if prefill is None:
-            return [(decode, decode_task)]
-        prefill_task = PrefillTask(
-            request=self.request,
-            attempt=self.attempt,
-            gateway=gateway,
-            decode=decode,
-            output_tokens=output_tokens,
-            sources=sources,
+            decode=placement.decode,
+            prefill=placement.prefill,
+            output_tokens=list(self.tokens),
+            sources=list(placement.sources),
             turn=self.queue_position.order[0],
             num_replicate_blocks=placement.num_replicate_blocks,
         )
-        return [(decode, decode_task), (prefill, prefill_task)]
 
     def final_event(
         self, reason: FinishReason, stop_token_id: int | None, failure: Failure | None

@@ -15,14 +15,13 @@ from mooncake.base import (
     BlockEvents,
     BlockKey,
     CostSample,
-    DecodeTask,
     FinalEvent,
     FinishReason,
     GenerateRequest,
     LoadReport,
     OutputEvent,
-    PrefillTask,
     RequestOutput,
+    RequestTask,
     Role,
     SamplingParams,
     SeededIds,
@@ -206,13 +205,11 @@ class SchedulerHarness:
 
     def attempts(self, name: str) -> list[int]:
         """Return the numbers of a request's placements, in order."""
-        found = (PrefillTask, DecodeTask)
-        tasks = [message for _, message in self.channel.sent if isinstance(message, found)]
+        tasks = self.channel.of(RequestTask)
         return sorted({t.attempt for t in tasks if t.request.request_id == name})
 
     def tasks(self, worker: WorkerRef) -> list[Any]:
-        found = (PrefillTask, DecodeTask)
-        return [m for to, m in self.channel.sent if to == worker.address and isinstance(m, found)]
+        return self.channel.of(RequestTask, worker.address)
 
     def aborts(self, worker: WorkerRef) -> list[AbortTask]:
         return self.channel.of(AbortTask, worker.address)

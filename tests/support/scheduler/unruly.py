@@ -12,16 +12,15 @@ from mooncake.base import (
     AbortTask,
     AnyMessage,
     BlockEvents,
-    DecodeTask,
     Failure,
     FinishReason,
     GenerateRequest,
     KVReady,
     LoadReport,
     PeerLost,
-    PrefillTask,
     Priority,
     RequestOutput,
+    RequestTask,
     Role,
     SamplingParams,
     SeededIds,
@@ -96,10 +95,11 @@ class Sender:
 class Job:
     """A task on an unruly worker."""
 
-    def __init__(self, task: PrefillTask | DecodeTask, mute: bool) -> None:
+    def __init__(self, task: RequestTask, worker: WorkerRef, mute: bool) -> None:
         self.task = task
         self.mute = mute
-        self.ready = isinstance(task, PrefillTask) or task.prefill is None
+        self.prefills = task.prefill == worker
+        self.ready = self.prefills or task.prefill is None
         self.position = len(task.output_tokens)
 
 
@@ -127,9 +127,9 @@ class UnrulyWorker:
                 self.welcomed = True
                 if message.send_snapshot:
                     self._tell_blocks(snapshot=True)
-            case PrefillTask() | DecodeTask():
+            case RequestTask():
                 name = (message.request.request_id, message.attempt)
-                self.jobs[name] = Job(message, self._random.random() < self._world.mute)
+                self.jobs[name] = Job(message, self.ref, self._random.random() < self._world.mute)
                 self.jobs[name].ready |= name in self._early
                 self._early.discard(name)
             case KVReady():
@@ -149,8 +149,7 @@ class UnrulyWorker:
 
     def _on_peer_lost(self, worker: WorkerRef) -> None:
         for name, job in list(self.jobs.items()):
-            task = job.task
-            peer = task.prefill if isinstance(task, DecodeTask) else task.decode
+            peer = job.task.decode if job.prefills else job.task.prefill
             if peer == worker and not job.ready:
                 self._fail(name, 500)
 
@@ -168,14 +167,15 @@ class UnrulyWorker:
         name = self._random.choice(ready)
         if self._random.random() < self._world.failures:
             self._fail(name, self._random.choice([400, 500, 503]))
-        elif isinstance(self.jobs[name].task, PrefillTask):
+        elif self.jobs[name].prefills:
             self._prefill(name)
         else:
             self._decode(name)
 
     def _prefill(self, name: tuple[str, int]) -> None:
-        task = self.jobs.pop(name).task
-        assert isinstance(task, PrefillTask)
+        job = self.jobs.pop(name)
+        assert job.prefills
+        task = job.task
         expected, start = oracle(task.request), len(task.output_tokens)
         last = start + 1 == len(expected)
         finish = self._finish(task, expected) if last else None
@@ -194,7 +194,7 @@ class UnrulyWorker:
     def _decode(self, name: tuple[str, int]) -> None:
         job = self.jobs[name]
         task = job.task
-        assert isinstance(task, DecodeTask)
+        assert not job.prefills
         expected = oracle(task.request)
         first = len(task.output_tokens)
         if job.position == first and task.prefill is not None and self._random.random() < 0.5:
@@ -211,7 +211,7 @@ class UnrulyWorker:
         self._output(name, start, expected[start:stop], finish)
 
     @staticmethod
-    def _finish(task: PrefillTask | DecodeTask, expected: list[int]) -> FinishInfo:
+    def _finish(task: RequestTask, expected: list[int]) -> FinishInfo:
         if expected[-1] in task.request.sampling.stop_token_ids:
             return FinishInfo(reason=FinishReason.STOP, stop_token_id=expected[-1])
         return FinishInfo(reason=FinishReason.LENGTH)

@@ -14,22 +14,22 @@ from mooncake.base import (
     GenerateRequest,
     Message,
     PinBlocks,
-    PrefillTask,
     RequestOutput,
+    RequestTask,
     SamplingParams,
     StepOutputs,
     Tier,
     WorkerRef,
     pack_tokens,
 )
-from mooncake.base.messages import Answer, RequestTask
+from mooncake.base.messages import Answer
 
 WORKER = WorkerRef("prefill-0", "e1", "tcp://127.0.0.1:1")
 TYPES = typing.get_args(AnyMessage)
 
 
 def test_every_message_travels() -> None:
-    bases = (Message, Answer, RequestTask)
+    bases = (Message, Answer)
     kinds = {kind for base in bases for kind in base.__subclasses__()} - {*bases}
     assert kinds == set(TYPES)
 
@@ -59,7 +59,7 @@ def test_the_union_tells_messages_apart() -> None:
         AbortTask(request_id="r", attempt=1),
         PinBlocks(reader=WORKER, ticket=3, keys=[b"k" * 16]),
         BlockEvents(worker=WORKER, tier=Tier.DRAM, sequence_no=1, stored=[b"a" * 16]),
-        PrefillTask(request=request, attempt=1, gateway=WORKER, decode=WORKER),
+        RequestTask(request=request, attempt=1, gateway=WORKER, decode=WORKER),
         StepOutputs(
             worker=WORKER,
             outputs=[RequestOutput(request_id="r", attempt=1, start=0, tokens=[7])],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import AbortTask, DecodeTask, PrefillTask, WorkerRef
+from mooncake.base import AbortTask, RequestTask, WorkerRef
 from mooncake.base.blocks import prompt_keys
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import Reserved
@@ -17,7 +17,7 @@ from mooncake.scheduler.requests.record import RequestRecord
 from tests.support.scheduler.scheduling import GATEWAY, ref, request
 
 LAYOUT = KvLayout(num_layers=1, block_tokens=4, kv_width=8, dtype="float32", fingerprint="layout-1")
-Table = JobTable[Job[PrefillTask]]
+Table = JobTable[Job]
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def task(
     gateway: WorkerRef = GATEWAY,
     outputs: int = 0,
     num_prompt_logprobs: int | None = None,
-) -> PrefillTask:
-    return PrefillTask(
+) -> RequestTask:
+    return RequestTask(
         request=request(name, num_prompt=16, num_prompt_logprobs=num_prompt_logprobs),
         attempt=attempt,
         gateway=gateway,
@@ -41,7 +41,7 @@ def task(
     )
 
 
-def job(name: str = "r", attempt: int = 1, gateway: WorkerRef = GATEWAY) -> Job[PrefillTask]:
+def job(name: str = "r", attempt: int = 1, gateway: WorkerRef = GATEWAY) -> Job:
     return Job(task(name, attempt, gateway), LAYOUT)
 
 
@@ -161,7 +161,9 @@ def test_choices_of_a_call_are_hashed_once_by_the_gateway_and_the_worker() -> No
             request=asked, sink=lambda _: None, accepted_s=0.0,
             queue_position=QueuePosition((0.0, 0)),
         )  # fmt: skip
-        sent = decode(encode(DecodeTask(request=asked, attempt=1, gateway=GATEWAY, prefill=None)))
-        assert isinstance(sent, DecodeTask)
+        sent = decode(
+            encode(RequestTask(request=asked, attempt=1, gateway=GATEWAY, decode=ref("d0")))
+        )
+        assert isinstance(sent, RequestTask)
         assert list(record.block_keys(layout)) == Job(sent, LAYOUT).keys
     assert prompt_keys.cache_info().misses == 1

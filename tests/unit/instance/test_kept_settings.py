@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.base import Grammar, PrefillTask
+from mooncake.base import Grammar, RequestTask
 from mooncake.base.large_settings import KeptSettings, SentSettings
 from mooncake.rpc.codec import decode, encode
 from tests.support.scheduler.scheduling import GATEWAY, ref, request
 
 
-def arrived(sent: SentSettings, seed: int, letter: str = "x") -> tuple[PrefillTask, PrefillTask]:
+def arrived(sent: SentSettings, seed: int, letter: str = "x") -> tuple[RequestTask, RequestTask]:
     """Return a task with large settings, and what arrives of it."""
     generate = request(
         f"r{seed}",
@@ -21,9 +21,9 @@ def arrived(sent: SentSettings, seed: int, letter: str = "x") -> tuple[PrefillTa
         stop_token_ids=frozenset(range(500)),
         bad_words=[[token, 1] for token in range(500)],
     )
-    task = PrefillTask(request=generate, attempt=1, gateway=GATEWAY, decode=ref("d0"))
+    task = RequestTask(request=generate, attempt=1, gateway=GATEWAY, decode=ref("d0"))
     message = decode(encode(sent.shortened(task, ref("p0"))))
-    assert isinstance(message, PrefillTask)
+    assert isinstance(message, RequestTask)
     return task, message
 
 

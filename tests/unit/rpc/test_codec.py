@@ -74,16 +74,16 @@ EXAMPLES: list[AnyMessage] = [
     m.PeerLost(worker=WORKER),
     m.Refused(asker=WORKER, ticket=3, message="PutStart", reason="may not"),
     m.Drain(),
-    m.PrefillTask(
-        request=REQUEST, attempt=1, gateway=WORKER, decode=WORKER, sources=[SOURCE]
+    m.RequestTask(
+        request=REQUEST, attempt=1, gateway=WORKER, decode=WORKER, prefill=WORKER, sources=[SOURCE]
     ),
     m.Reserved(request_id="r1", attempt=1, decode=WORKER, parts=[KvPart(PLACES, [0, 1], 0, 5)]),
-    m.DecodeTask(request=REQUEST, attempt=2, gateway=WORKER, prefill=None, output_tokens=[4]),
-    m.DecodeTask(
+    m.RequestTask(request=REQUEST, attempt=2, gateway=WORKER, decode=WORKER, output_tokens=[4]),
+    m.RequestTask(
         request=REQUEST,
         attempt=3,
         gateway=WORKER,
-        prefill=None,
+        decode=WORKER,
         named={"logit_bias": SettingName(b"digest", 160), "bad_words": SettingName(b"other", 9)},
         settings=LargeSettings(logit_bias={5: -1.0}),
     ),
@@ -221,7 +221,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("prompt", [b"", b"four+", [1, 2, 3], "text"])
 def test_prompts_are_whole_token_ids_and_at_least_one(prompt: object) -> None:
-    task = m.DecodeTask(request=REQUEST, attempt=1, gateway=WORKER, prefill=None)
+    task = m.RequestTask(request=REQUEST, attempt=1, gateway=WORKER, decode=WORKER)
     data = encode(task)
     plain = msgspec.msgpack.decode(data[HEAD:])
     assert decode(data[:HEAD] + msgspec.msgpack.encode(plain)) == task

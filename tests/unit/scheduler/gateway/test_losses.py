@@ -76,7 +76,7 @@ def test_a_loss_is_told_before_the_work_is_given_away(harness: Pair) -> None:
     harness.channel.sent.clear()
     harness.gateway.worker_lost("d0", harness.now)
     kinds = [type(message).__name__ for to, message in harness.channel.sent if "p0" in to]
-    assert kinds == ["PeerLost", "AbortTask", "PrefillTask"]
+    assert kinds == ["PeerLost", "AbortTask", "RequestTask"]
 
 
 def test_old_attempts_are_not_listened_to(harness: Pair) -> None:

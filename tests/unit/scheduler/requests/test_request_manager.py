@@ -10,13 +10,12 @@ import pytest
 
 from mooncake.base import (
     AbortTask,
-    DecodeTask,
     Failure,
     FinishReason,
     GenerateRequest,
-    PrefillTask,
     Priority,
     RequestOutput,
+    RequestTask,
     Role,
     SeededIds,
     WorkerRef,
@@ -67,7 +66,7 @@ class Bench:
 
     def attempt(self, name: str) -> int:
         """Return the number of the request's latest placement."""
-        tasks = [*self.channel.of(DecodeTask), *self.channel.of(PrefillTask)]
+        tasks = self.channel.of(RequestTask)
         return max(task.attempt for task in tasks if task.request.request_id == name)
 
     def output(
@@ -154,7 +153,7 @@ def test_a_lost_worker_s_requests_go_on_elsewhere_with_their_tokens(bench: Bench
     bench.output(worker("d0"), "r", 1, [6])
     bench.join("d1", Role.DECODE)
     bench.lose("d0", 1.0)
-    (task,) = bench.channel.of(DecodeTask, worker("d1").address)
+    (task,) = bench.channel.of(RequestTask, worker("d1").address)
     assert (task.attempt, task.output_tokens) == (2, [5, 6])
     bench.output(worker("d1"), "r", 2, [7, 8], DONE, now=1.0)
     assert client.tokens == [5, 6, 7, 8]
@@ -194,7 +193,7 @@ def test_failures_are_retried_up_to_the_bound(bench: Bench) -> None:
             ref
             for ref in (worker("d0"), worker("d1"))
             if any(
-                t.attempt == bench.attempt("r") for t in bench.channel.of(DecodeTask, ref.address)
+                t.attempt == bench.attempt("r") for t in bench.channel.of(RequestTask, ref.address)
             )
         )
         bench.fail(decode, "r", Failure.unavailable("broken"))
@@ -237,5 +236,5 @@ def test_requests_move_away_from_a_worker_that_changes_its_role(bench: Bench) ->
     bench.manager.move_requests_from("d0", 1.0)
     bench.manager.check_integrity()
     assert bench.manager.counters["requests_moved"] == 1
-    assert len(bench.channel.of(DecodeTask, worker("d1").address)) == 1
+    assert len(bench.channel.of(RequestTask, worker("d1").address)) == 1
     assert not client.finals

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.base import DecodeTask, Failure, Grammar, PrefillTask, Role, SamplingParams
+from mooncake.base import Failure, Grammar, RequestTask, Role, SamplingParams
 from mooncake.base import large_settings as settings_module
 from mooncake.base.large_settings import (
     LARGE_SETTINGS,
@@ -38,7 +38,7 @@ def wire_bytes(num_choices: int, num_prompts: int = 1, **settings: Any) -> dict[
         bench.submit(request(f"r{which}", prompt_tokens=prompt, seed=which, **settings))
     sizes: dict[str, int] = {}
     for address, message in bench.channel.sent:
-        if isinstance(message, PrefillTask | DecodeTask):
+        if isinstance(message, RequestTask):
             sizes[address] = sizes.get(address, 0) + len(encode(message))
     assert set(sizes) == {ref("p0").address, ref("d0").address}
     return sizes
@@ -78,7 +78,8 @@ def test_names_follow_from_content_and_field() -> None:
 
 def carried(bench: Bench, worker: str) -> list[bool]:
     """Return for each decode task of a worker whether it carries settings."""
-    return [task.settings is not None for task in bench.channel.of(DecodeTask, ref(worker).address)]
+    tasks = bench.channel.of(RequestTask, ref(worker).address)
+    return [task.settings is not None for task in tasks]
 
 
 def test_a_worker_that_turns_a_task_away_gets_its_settings_again() -> None:
@@ -98,10 +99,10 @@ def test_another_boot_of_a_worker_gets_them_again() -> None:
     bench.submit(request("a", grammar=LARGE["grammar"]))
     bench.lose("d0", 1.0)
     bench.join("d0", Role.DECODE, now=1.0, epoch="e1")
-    tasks = bench.channel.of(DecodeTask)
+    tasks = bench.channel.of(RequestTask)
     assert [(task.settings is not None) for task in tasks] == [True, True]
     bench.submit(request("b", grammar=LARGE["grammar"]), now=1.0)
-    assert bench.channel.of(DecodeTask)[-1].settings is None
+    assert bench.channel.of(RequestTask)[-1].settings is None
 
 
 def test_what_was_sent_is_bounded_and_the_oldest_is_sent_again(
@@ -112,8 +113,8 @@ def test_what_was_sent_is_bounded_and_the_oldest_is_sent_again(
 
     def carries(letter: str, length: int = 90_000) -> bool:
         grammar = Grammar(text=letter * length, end_ids=[])
-        task = DecodeTask(
-            request=request(grammar=grammar), attempt=1, gateway=GATEWAY, prefill=None
+        task = RequestTask(
+            request=request(grammar=grammar), attempt=1, gateway=GATEWAY, decode=worker
         )
         short = sent.shortened(task, worker)
         assert short.named

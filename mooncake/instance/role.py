@@ -1,0 +1,126 @@
+"""What the prefill and the decode worker have in common as machines: how a job begins, collects its
+prefix, and is ended from outside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic
+
+import msgspec
+
+from mooncake.base.messages import (
+    AbortTask,
+    BlockSource,
+    NextLife,
+    PeerLost,
+    RequestTask,
+    Welcome,
+    WorkerRef,
+)
+from mooncake.base.request import Failure
+from mooncake.instance.instance import Instance
+from mooncake.instance.job_table import JobT, JobTable
+from mooncake.instance.reuse import PrefixReuse
+
+
+class RoleWorker(ABC, Generic[JobT]):
+    """A role over its instance (see `base.machine.Machine`). It owns the jobs of its requests. It
+    ignores tasks for another boot of this worker, which may have had the other role.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self._jobs: JobTable[JobT] = JobTable()
+
+    def handle(self, event: msgspec.Struct, now: float) -> None:
+        """Handle an event that both roles treat alike."""
+        match event:
+            case RequestTask() if self.instance.worker in (event.prefill, event.decode):
+                self._take_task(event, now)
+            case AbortTask():
+                job = self._jobs.abort(event)
+                if job is not None:
+                    self._end(job, now)
+            case PeerLost():
+                self.instance.handle(event, now)
+                self._on_peer_lost(event.worker, now)
+            case Welcome():
+                self.instance.handle(event, now)
+                for job in self._jobs.on_welcome(event.gateway):
+                    self._end(job, now)
+            case _:
+                self.instance.handle(event, now)
+
+    @property
+    @abstractmethod
+    def quiet(self) -> bool:
+        """True if nothing is in progress here."""
+
+    @property
+    def next_life(self) -> NextLife | None:
+        """How to come back, once nothing is in progress here any more; None: go on."""
+        life = self.instance.next_life
+        return life if life is not None and self.quiet else None
+
+    def check_integrity(self) -> None:
+        self.instance.check_integrity(role_quiet=self.quiet)
+        self._jobs.check_integrity()
+
+    # ------------------------------------------------------------ what each role does in its way
+
+    @abstractmethod
+    def _new_job(self, task: RequestTask) -> JobT: ...
+
+    @abstractmethod
+    def _begin(self, job: JobT, now: float, /) -> None:
+        """Begin with a new job, which is in the table."""
+
+    @abstractmethod
+    def _on_gathered(self, job: JobT, pages: list[int], now: float) -> None:
+        """Go on with a job once its prefix lies in these pages, also if it has ended meanwhile."""
+
+    @abstractmethod
+    def _on_peer_lost(self, worker: WorkerRef, now: float) -> None: ...
+
+    @abstractmethod
+    def _end(self, job: JobT, now: float) -> None:
+        """Stop everything that runs for a job, and free its pages as soon as that is safe."""
+
+    # ------------------------------------------------------------ what is alike
+
+    def _take_task(self, task: RequestTask, now: float) -> None:
+        taken = self.instance.taken(task, self._jobs, lambda older: self._end(older, now))
+        if taken is None:
+            return
+        job = self._new_job(taken)
+        job.trace = self.instance.trace_of(taken, now)
+        self._jobs.add(job)
+        self._begin(job, now)
+
+    def _gather(self, job: JobT, num_outputs: int, sources: list[BlockSource], now: float) -> None:
+        """Collect the prefix of a job of which `num_outputs` output tokens are known."""
+        instance = self.instance
+
+        def gathered(pages: list[int], at: float) -> None:
+            reuse, job.reuse = job.reuse, None
+            if reuse is not None:
+                job.num_counted = reuse.num_counted(instance.kvstore)
+                job.fetched = reuse.fetched(instance.kvstore)
+            if job.trace is not None:
+                job.trace.gathered(reuse, at)
+            self._on_gathered(job, pages, at)
+
+        job.reuse = PrefixReuse(
+            instance.pool, instance.fetches, job.reusable_keys(num_outputs), sources, gathered,
+            job.chain_head,
+        )  # fmt: skip
+        job.reuse.start(now)
+
+    def _end_orphans(self, now: float) -> None:
+        """Fail and end the jobs of lost gateways. One that is alive after all places them again."""
+        failure = Failure.unavailable("its gateway was lost")
+        for gateway in self.instance.lost_gateways():
+            for job in self._jobs.of_gateway(gateway):
+                self.instance.fail(job.task, failure)
+                self._end(job, now)
