@@ -35,7 +35,8 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.worker import process
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.worker import Worker
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
@@ -195,5 +196,5 @@ def _work(settings: WorkerSettings) -> None:
     process.run(settings, progress=no_progress, started=_ignore)
 
 
-def _ignore(worker: process.Worker) -> None:
+def _ignore(worker: Worker) -> None:
     del worker

@@ -6,6 +6,7 @@ step at once, or after a pause where one is asked for. `overhead` starts it as a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -22,7 +23,8 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import LayerDone, PolledRunner, RunnerEvent, StepPlan, StepResult
 from mooncake.identity import own_credential
 from mooncake.launch.host import machine_facts
-from mooncake.launch.worker.process import WorkerSettings, build
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.wiring import build
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.factory import TransferConfig, open_transfer
@@ -139,7 +141,7 @@ def main(encoded: str, step_s: float) -> None:
         MonotonicClock(),
     )
     model = NullModel(settings.weights_revision, step_s)
-    build(settings, channel, transfer, model=model).driver.run()
+    build(settings, channel, transfer, contextlib.ExitStack(), model=model).driver.run()
 
 
 if __name__ == "__main__":

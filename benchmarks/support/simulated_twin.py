@@ -21,7 +21,7 @@ from mooncake.decode.worker import DecodeWorker
 from mooncake.engine.plan import StepPlan
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.host import machine_facts
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.prefill.worker import PrefillWorker
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import NetworkConfig

@@ -52,10 +52,28 @@ class RoleWorker(ABC, Generic[JobT]):
             case _:
                 self.instance.handle(event, now)
 
+    @abstractmethod
+    def tick(self, now: float) -> float | None: ...
+
     @property
     @abstractmethod
     def quiet(self) -> bool:
         """True if nothing is in progress here."""
+
+    @property
+    def joined(self) -> bool:
+        """True if a gateway knows this worker."""
+        return self.instance.joined
+
+    @property
+    def draining(self) -> bool:
+        """True if the worker wants to leave."""
+        return self.instance.draining
+
+    @property
+    def gateways(self) -> list[str]:
+        """The addresses of all gateways known."""
+        return self.instance.gateway_addresses
 
     @property
     def next_life(self) -> NextLife | None:

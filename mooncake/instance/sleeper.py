@@ -28,6 +28,9 @@ from mooncake.rpc.membership import MAX_GATEWAYS
 class Sleeper:
     """Sleeps until a `Restart` names it."""
 
+    draining = True
+    """It gets no requests."""
+
     def __init__(
         self,
         asleep: Asleep,

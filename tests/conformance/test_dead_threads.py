@@ -41,8 +41,8 @@ from mooncake.launch.host.health import Watchdog
 from mooncake.launch.host.http_server import HttpServer
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.page_hasher import PageHasher
-from mooncake.launch.worker.process import WorkerSettings
 from mooncake.launch.worker.rank_moves import _Memory
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.copies import LayerReports
 from mooncake.model.device.cuda_memory import _Ends
 from mooncake.model.layers.sampler import Sampler

@@ -7,6 +7,7 @@ machines are the same as those of workers in processes of their own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -22,14 +23,11 @@ from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import Health, Watchdog
-from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
+from mooncake.launch.worker.held_model import HeldModel
 from mooncake.launch.worker.open_model import open_model, read_weights
-from mooncake.launch.worker.process import (
-    Worker,
-    WorkerSettings,
-    build,
-    doze,
-)
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.wiring import build, doze
+from mooncake.launch.worker.worker import Worker
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import TransferConfig, open_transfer
@@ -121,34 +119,28 @@ class LocalCluster:
         with self._lock:
             self._num_boots += 1
             boot = f"{settings.worker_id}#{self._num_boots}"
-        channel = InprocChannel(self._network, boot)
-        if sleeps(settings):
-            return doze(settings, channel, self._model, gateways)
-        config = TransferConfig(secret=self._secret, host="local", protocols=self._protocols)
-        between_processes = [name for name in self._protocols if name != "inproc"]
-        transfer = open_transfer(
-            config,
-            boot,
-            MonotonicClock(),
-            fabric=self._fabric,
-        )
-        try:
-            model = None if settings.role is Role.KVSTORE else self._model.use(settings)
+        with contextlib.ExitStack() as opened:
+            channel = InprocChannel(self._network, boot)
+            opened.callback(channel.close)
+            if settings.sleeps:
+                return doze(settings, channel, opened, self._model, gateways)
+            config = TransferConfig(secret=self._secret, host="local", protocols=self._protocols)
+            transfer = open_transfer(config, boot, MonotonicClock(), fabric=self._fabric)
+            opened.callback(transfer.close)
+            between_processes = [name for name in self._protocols if name != "inproc"]
             return build(
-                settings, channel, transfer, model=model, progress=self._progress,
+                settings, channel, transfer, opened,
+                model=None if settings.role is Role.KVSTORE else self._model.use(settings),
+                progress=self._progress,
                 rank_transfer=dataclasses.replace(config, protocols=between_processes),
             )  # fmt: skip
-        except BaseException:
-            channel.close()
-            transfer.close()
-            raise
 
     def _drive(self, settings: WorkerSettings, worker: Worker) -> None:
         """Drive a worker to its end; if it was told to come back, drive its successor."""
         try:
             worker.driver.run()
             while (life := worker.next_life) is not None:
-                settings = next_settings(settings, life)
+                settings = settings.next(life)
                 worker.say_goodbye(settings.gateway_address)
                 worker.close()  # its memory goes before its successor takes as much
                 successor = self._build(settings, worker.gateways)

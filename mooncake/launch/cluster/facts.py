@@ -41,8 +41,7 @@ from mooncake.launch.host.credentials import seal, sign_request, unseal
 from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_client import Client
 from mooncake.launch.host.http_server import Answer, Route, document, error
-from mooncake.launch.worker.held_model import next_settings
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import ModelOptions
 from mooncake.rpc.listeners import Listener, who_listens
 from mooncake.rpc.seed_addresses import SeedAddresses
@@ -100,7 +99,7 @@ def encode_facts(facts: ClusterFacts) -> bytes:
 def with_weights(facts: ClusterFacts, weights: Weights) -> ClusterFacts:
     """Return the facts for processes that join once a cluster serves other weights."""
     life = NextLife(mode=ClusterMode(weights=weights))
-    return msgspec.structs.replace(facts, worker=next_settings(facts.worker, life))
+    return msgspec.structs.replace(facts, worker=facts.worker.next(life))
 
 
 def sealed_facts(facts: ClusterFacts, credential: Credential) -> bytes:

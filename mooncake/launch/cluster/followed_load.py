@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.scheduler.scaling.config import ROLES
 from mooncake.scheduler.scaling.policy import RoleAdvice
 

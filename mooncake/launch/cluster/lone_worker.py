@@ -29,7 +29,8 @@ from mooncake.launch.host import environment
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.worker import Worker
 from mooncake.telemetry.audit import configure_audit
 from mooncake.transfer.regions import Progress
 
@@ -62,7 +63,7 @@ def serve_worker(config: ServeConfig) -> int:
         bars = opened.enter_context(contextlib.ExitStack())
         show = bars.enter_context(report.StartProgress(console))
 
-        def started(worker: process.Worker) -> None:
+        def started(worker: Worker) -> None:
             bars.close()
             does = "sleeps" if worker.sleeps else "serves"
             console.print(
@@ -78,7 +79,7 @@ def run_worker(
     config: ServeConfig,
     settings: WorkerSettings,
     progress: Progress,
-    started: Callable[[process.Worker], None],
+    started: Callable[[Worker], None],
 ) -> None:
     """Be the worker until a signal. Then it leaves, which takes `shutdown_timeout` at most: an
     engine serves until others have taken its place, and a pool node hands its blocks on. A second
@@ -90,7 +91,7 @@ def run_worker(
     end_with_vital_threads()
     limits_s: list[float] = []
 
-    def begun(worker: process.Worker) -> None:
+    def begun(worker: Worker) -> None:
         def on_signal(*_: object) -> None:
             limit_s = limits_s.pop() if limits_s else 0.0
             if limit_s:

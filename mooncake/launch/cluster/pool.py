@@ -45,7 +45,7 @@ from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
-from mooncake.launch.worker import process
+from mooncake.launch.worker.worker import Worker
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.scheduler.gateway.gateway import Gateway
@@ -128,13 +128,13 @@ def _serve_node(config: ServeConfig, plan: ServePlan, gateway_address: str) -> N
     [settings] = cluster_workers(config, plan, gateway_address, secret, host)
     settings = msgspec.structs.replace(settings, worker_id=f"kvstore-{settings.node_id}")
     console = Console(stderr=True, markup=False)
-    worker: process.Worker | None = None
+    worker: Worker | None = None
     watch: node_lock.JoinWatch | None = None
 
     def say(words: str) -> None:
         console.print(words, soft_wrap=True, highlight=False)
 
-    def started(begun: process.Worker) -> None:
+    def started(begun: Worker) -> None:
         nonlocal worker, watch
         say(f"{settings.worker_id} (pid {os.getpid()}) has a {report.holdings(plan, Role.KVSTORE)}")
         say(f"clients and other nodes: {gateway_address}")
@@ -199,7 +199,7 @@ def _misfit(own: KvLayout, facts: ClusterFacts) -> ConfigError | None:
     )
 
 
-def _fate(worker: process.Worker | None) -> str:
+def _fate(worker: Worker | None) -> str:
     """Return what became of a node's blocks, if it drained."""
     if worker is None or not isinstance(worker.machine, KvNode):
         return ""

@@ -56,7 +56,7 @@ from mooncake.launch.host.credentials import (
 from mooncake.launch.host.descendants import Descendants, has_ended
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.secret_file import SECRET_FILE
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.scheduler.scaling.config import ROLES
 
 _log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class WorkerActor:
 
     def stop(self, drain_s: float, waits: bool) -> None:
         """End `run`, once what the worker does has ended or `drain_s` have passed. `waits`: see
-        `process.Worker.leave`. A pool node that is told so again saves nothing any more.
+        `Worker.leave`. A pool node that is told so again saves nothing any more.
         """
         with self._lock:
             limit_s = SAVE_S if self._is_pool and self._leaving is None else drain_s
@@ -836,7 +836,8 @@ class Supervisor:
         if settings.num_gpus:
             return {"GPU": settings.num_gpus}
         if self._cpus_aside and settings.role in ROLES:
-            return {"CPU": float(settings.num_threads * settings.options.shape.num_ranks)}
+            options = settings.options
+            return {"CPU": float((options.num_threads or 1) * options.shape.num_ranks)}
         return {}
 
     @staticmethod

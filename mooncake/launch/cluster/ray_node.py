@@ -42,7 +42,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.options import bracketed
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 
 CONNECT_S = 1.0
 LOOK_S = 2.0

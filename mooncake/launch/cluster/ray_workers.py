@@ -46,7 +46,7 @@ from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.telemetry.health import Vitals
 
 RAY_AGAIN_S = 1.0

@@ -84,8 +84,9 @@ def holdings(plan: ServePlan, role: Role) -> str:
     shape = memory.shape
     tokens = max(0, memory.num_pages) * shape.dcp * plan.layout.block_tokens
     ranks = "" if shape.num_ranks == 1 else f"{shape.num_ranks} ranks ({shape}), "
-    plural = "" if plan.num_threads == 1 else "s"
-    threads = "" if plan.gpu_node is not None else f", {plan.num_threads} thread{plural}"
+    num_threads = plan.options.num_threads
+    plural = "" if num_threads == 1 else "s"
+    threads = "" if plan.gpu_node is not None else f", {num_threads} thread{plural}"
     kv = format_bytes(memory.sum(lambda rank: rank.kv))
     return f"{ranks}{kv} KV, {tokens} tokens{threads}"
 

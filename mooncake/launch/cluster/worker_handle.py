@@ -28,7 +28,7 @@ from mooncake.launch.host.build import revision
 from mooncake.launch.host.credentials import private_dir
 from mooncake.launch.host.descendants import has_ended
 from mooncake.launch.host.fork_server import fork
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 
 PROGRAM = "mooncake.launch.cluster.worker_program"
 """The module that the process of a worker runs."""
@@ -58,7 +58,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End, as `process.Worker.leave` does."""
+    """End, as `Worker.leave` does."""
 
     limit_s: float
     waits: bool

@@ -24,6 +24,7 @@ from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.worker_handle import ANSWER_S, PACKET_BYTES, Begin, Leave, Told
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
+from mooncake.launch.worker.worker import Worker
 from mooncake.telemetry.audit import configure_audit
 
 END_S = 10.0
@@ -43,7 +44,7 @@ class WorkerProgram:
         self._connection: socket.socket | None = None
         self._begin: Begin | None = None
         self._told = Told(pid=os.getpid())
-        self._worker: process.Worker | None = None
+        self._worker: Worker | None = None
         self._is_leaving = False
         self._lock = threading.Lock()
 
@@ -83,7 +84,7 @@ class WorkerProgram:
         if not self._told.ready:
             self._tell(what=what, done=done, whole=whole)
 
-    def _started(self, worker: process.Worker) -> None:
+    def _started(self, worker: Worker) -> None:
         if worker.admin_url:
             _log.info("admin at %s", worker.admin_url)
         with self._lock:

@@ -32,7 +32,7 @@ from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.far_ranks import FarStages
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import FROM_FILES, ExpertGroup
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import check_usable, choose_protocols
@@ -127,7 +127,6 @@ def cluster_workers(
             kvstore=_own_pool(plan, f"{role.value}-{index}"),
             ssd_key=_ssd_key(config),
             weights_from=config.weights_from,
-            num_threads=plan.num_threads,
             num_gpus=_gpus_of(plan, role),
             self_profile=config.self_profile,
             log_level=config.log_level or DEFAULT_LEVEL,
@@ -311,6 +310,8 @@ def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> Wor
         expert_group=template.expert_group,
         options=msgspec.structs.replace(
             template.options, device=own.options.device, shape=plan.options.shape,
+            num_threads=own.options.num_threads, cache_dir=own.options.cache_dir,
+            cpu_isa=own.options.cpu_isa, compile_cache=own.options.compile_cache,
             rank_backend=template.options.rank_backend
             if config.rank_backend == "auto"
             else config.rank_backend,

@@ -91,7 +91,6 @@ class ServePlan:
     num_prefills: int
     num_decodes: int
     num_kvstores: int
-    num_threads: int
     layout: KvLayout
     options: ModelOptions
     needs: RankNeeds
@@ -355,7 +354,6 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         num_prefills=num_prefills,
         num_decodes=num_decodes,
         num_kvstores=num_kvstores,
-        num_threads=num_threads,
         layout=layout,
         options=options,
         needs=needs,

@@ -70,7 +70,7 @@ class DirectEngine:
             memory, descriptor = allocate_shared(in_host, "kv-pages")
             with os.fdopen(descriptor):  # closed once every rank has mapped it
                 self._runner = source.runner(
-                    plan.layout, config, memoryview(memory), plan.num_threads, descriptor
+                    plan.layout, config, memoryview(memory), plan.options.num_threads, descriptor
                 )
         except BaseException:
             source.close()

@@ -13,9 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
-
-from prometheus_client.core import Metric
+from typing import TYPE_CHECKING
 
 from mooncake.base import MooncakeError, Role
 from mooncake.launch.host.families import render
@@ -24,19 +22,12 @@ from mooncake.launch.host.http_server import Route, url_of
 from mooncake.launch.worker.metrics import health_families
 from mooncake.telemetry.health import Vitals
 
+if TYPE_CHECKING:
+    from mooncake.launch.worker.worker import Worker
+
 _log = logging.getLogger(__name__)
 
 WILDCARDS = ("0.0.0.0", "::")
-
-
-class Told(Protocol):
-    """A worker (`process.Worker`), as the health port sees it."""
-
-    def tell(self, health: Health) -> None:
-        """Have `health` ask it from now on."""
-
-    def families(self) -> list[Metric]:
-        """Return its figures."""
 
 
 class HealthPort:
@@ -70,7 +61,7 @@ class HealthPort:
         self._role = role
         self._others = others
         self._series = series
-        self._worker: Told | None = None
+        self._worker: Worker | None = None
         self._server = open_health_port(settings, self.parts, self.metrics, routes)
         host = own_host if self._server.host in WILDCARDS else self._server.host
         self.url = url_of(host, self._server.port, self._server.scheme)
@@ -81,7 +72,7 @@ class HealthPort:
         return [self.health.vitals(), *self._others()]
 
     @contextlib.contextmanager
-    def of(self, worker: Told, role: Role) -> Iterator[None]:
+    def of(self, worker: Worker, role: Role) -> Iterator[None]:
         """Report about `worker`, which is driven inside this block. A fault in it is reported until
         the process ends.
         """

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from mooncake.base import CheckpointError, KvLayout
 from mooncake.base.cluster_mode import DROPPED
-from mooncake.base.messages import CheckWeights, NextLife, Role
+from mooncake.base.messages import CheckWeights
 
 if TYPE_CHECKING:  # a worker without a model has no torch either
-    from mooncake.launch.worker.process import WorkerSettings
+    from mooncake.launch.worker.settings import WorkerSettings
     from mooncake.model.checkpoint.files.signature import Signature
     from mooncake.model.opening import ModelSource
 
@@ -109,24 +107,3 @@ class HeldModel:
             source.close()
             del source
             gc.collect()  # what refers to itself would hold the weights
-
-
-def sleeps(settings: WorkerSettings) -> bool:
-    return settings.role is not Role.KVSTORE and settings.mode.sleep_level > 0
-
-
-def next_settings(settings: WorkerSettings, life: NextLife) -> WorkerSettings:
-    """Return the settings with which a worker comes back."""
-    settings = msgspec.structs.replace(settings, role=life.role or settings.role)
-    mode = life.mode
-    if mode is None:
-        return settings
-    weights = mode.merged(settings.mode).weights  # a gateway may not have heard of the newest
-    if weights != settings.mode.weights:
-        settings = msgspec.structs.replace(
-            settings,
-            model=weights.model,
-            weights_revision=weights.revision,
-            layout=msgspec.structs.replace(settings.layout, fingerprint=weights.fingerprint),
-        )
-    return msgspec.structs.replace(settings, mode=msgspec.structs.replace(mode, weights=weights))

@@ -29,7 +29,8 @@ from mooncake.base import ConfigError, Role
 from mooncake.launch.worker import process
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.metrics import GAUGES
-from mooncake.launch.worker.process import Worker, WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.worker import Worker
 from mooncake.transfer.regions import no_progress
 from tests.support.certificates import Host
 from tests.support.model.checkpoints import write_config_only

@@ -20,7 +20,8 @@ from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.host.start_phases import phases_said
 from mooncake.launch.worker import process
-from mooncake.launch.worker.process import Worker, WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.worker import Worker
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.regions import no_progress
 from tests.support.engine.fake_runner import expected_output

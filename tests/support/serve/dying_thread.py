@@ -18,7 +18,8 @@ import msgspec
 from mooncake.base import MooncakeError
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
-from mooncake.launch.worker.process import Worker, WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.worker import Worker
 from mooncake.transfer.regions import no_progress
 from tests.support.serve.local_world import HashModel
 

@@ -16,7 +16,7 @@ from mooncake.base import MooncakeError
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.launch.worker import process
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.regions import no_progress
 from tests.support.engine.fake_runner import FakeRunner

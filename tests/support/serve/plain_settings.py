@@ -9,7 +9,7 @@ import msgspec
 from mooncake.base import KvLayout, Role
 from mooncake.engine.config import EngineConfig
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import ModelOptions
 
 LAYOUT = KvLayout(num_layers=1, block_tokens=4, kv_width=8, dtype="float32", fingerprint="f")
@@ -21,7 +21,7 @@ _SETTINGS = WorkerSettings(
     role=Role.DECODE, worker_id="decode-0", node_id="n", host="h", bind_host="127.0.0.1",
     gateway_address="tcp://127.0.0.1:1", cluster_secret="", transfer_protocols=["tcp"], model="m",
     dtype="float32", weights_revision="r", layout=LAYOUT, engine=_ENGINE, kvstore=KvStoreConfig(),
-    num_threads=1, self_profile=False, log_level="info", log_format="text", options=ModelOptions(),
+    self_profile=False, log_level="info", log_format="text", options=ModelOptions(),
 )  # fmt: skip
 
 

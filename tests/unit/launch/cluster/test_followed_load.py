@@ -12,7 +12,7 @@ from mooncake.launch.cluster.followed_load import LoadFollower, first_workers
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.scheduler.scaling.policy import RoleAdvice
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.plain_settings import worker_settings

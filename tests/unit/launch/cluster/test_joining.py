@@ -14,7 +14,7 @@ from mooncake.launch.cluster.ray_cluster import ClusterFacts
 from mooncake.launch.cluster.workers import cluster_workers, joining_worker
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from tests.support.model.checkpoints import write_config_only
 
 APART = {

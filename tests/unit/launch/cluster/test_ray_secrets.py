@@ -21,7 +21,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.host.credentials import secret_file, write_private
 from mooncake.launch.pool_client.session import PoolSessionConfig
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.settings import WorkerSettings
 from tests.support.model.checkpoints import write_config_only
 
 SECRET, TOKEN = "the cluster secret", "an admin token"

@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 def test_one_of_each_by_default(model: Path) -> None:
     plan = plan_for(model)
     assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == (1, 1, 1)
-    assert plan.num_threads == 4
+    assert plan.options.num_threads == 4
     assert plan.model.dtype == "bfloat16"
     assert plan.model.max_model_len == 256
     assert plan.layout.block_bytes == BLOCK_BYTES
@@ -51,7 +51,7 @@ def test_one_of_each_by_default(model: Path) -> None:
 def test_colocated_is_one_engine_and_no_pool(model: Path) -> None:
     plan = plan_for(model, colocated=True)
     assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == (0, 1, 0)
-    assert plan.num_threads == 8
+    assert plan.options.num_threads == 8
     assert plan_for(model, colocated=True, kvstore=1).num_kvstores == 1
 
 
@@ -180,8 +180,8 @@ def test_each_pool_has_directories_of_its_own(model: Path) -> None:
 
 
 def test_cores_are_shared_out_but_never_below_one(model: Path) -> None:
-    assert plan_for(model, cores=2, prefill=3, decode=2).num_threads == 1
-    assert plan_for(model, cores=2, num_threads=7).num_threads == 7
+    assert plan_for(model, cores=2, prefill=3, decode=2).options.num_threads == 1
+    assert plan_for(model, cores=2, num_threads=7).options.num_threads == 7
 
 
 def test_pages_by_size_by_number_and_by_default(model: Path) -> None:

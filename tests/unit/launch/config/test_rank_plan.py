@@ -335,11 +335,11 @@ def test_ranks_on_cpus_share_cores_and_add_up(tmp_path: Path) -> None:
     assert two.engine_bytes(Role.DECODE) == 2 * rank_of(two).total - rank_of(two).kv, (
         "one copy of the pages"
     )
-    assert (one.num_threads, two.num_threads) == (4, 2)
+    assert (one.options.num_threads, two.options.num_threads) == (4, 2)
     assert rank_of(two).weights < rank_of(one).weights < 2 * rank_of(two).weights
     assert rank_of(two).kv == rank_of(one).kv
     staged = plan_for(model, pipeline_parallel_size=2, device="cpu")
-    assert staged.num_threads == 2
+    assert staged.options.num_threads == 2
     stages = staged.ranks[Role.DECODE].stages
     assert sum(rank.kv for rank in stages) == rank_of(one).kv
     assert staged.engine_bytes(Role.DECODE) == sum(rank.total for rank in stages)
@@ -416,7 +416,7 @@ def test_roles_may_have_shapes_of_their_own(tmp_path: Path) -> None:
         Role.PREFILL: "tp2",
         Role.DECODE: "tp1",
     }
-    assert plan.num_threads == 2, "ten cores for five ranks"
+    assert plan.options.num_threads == 2, "ten cores for five ranks"
     prefill, decode = (plan.engine_bytes(role) for role in (Role.PREFILL, Role.DECODE))
     assert plan.total_bytes == 2 * prefill + decode + plan.kvstore.dram_bytes
     assert plan.memory_rows()[0][0] == "weights (bfloat16), prefill"

@@ -10,8 +10,8 @@ import pytest
 from mooncake.base import CheckpointError, KvLayout, ModelSpec, Role, WorkerRef
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.messages import CheckWeights, NextLife
-from mooncake.launch.worker.held_model import HeldModel, next_settings, sleeps
-from mooncake.launch.worker.process import WorkerSettings
+from mooncake.launch.worker.held_model import HeldModel
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.checkpoint.files.signature import Signature
 from tests.support.model.specs import small_config
 from tests.support.serve.plain_settings import worker_settings
@@ -120,26 +120,26 @@ def test_weights_that_do_not_fit_are_named(
 
 
 def test_a_worker_comes_back_as_it_was_told(settings: WorkerSettings) -> None:
-    assert next_settings(settings, NextLife(role=Role.PREFILL)).role is Role.PREFILL
-    asleep = next_settings(settings, NextLife(mode=ClusterMode(1, "g", sleep_level=1)))
-    assert sleeps(asleep)
+    assert settings.next(NextLife(role=Role.PREFILL)).role is Role.PREFILL
+    asleep = settings.next(NextLife(mode=ClusterMode(1, "g", sleep_level=1)))
+    assert asleep.sleeps
     assert (asleep.model, asleep.layout) == ("/old", LAYOUT)
     weights = Weights(1, "/new", "r2", "f2")
-    awake = next_settings(asleep, NextLife(mode=ClusterMode(2, "g", weights=weights)))
-    assert not sleeps(awake)
+    awake = asleep.next(NextLife(mode=ClusterMode(2, "g", weights=weights)))
+    assert not awake.sleeps
     assert (awake.model, awake.weights_revision) == ("/new", "r2")
     assert awake.layout == msgspec.structs.replace(LAYOUT, fingerprint="f2")
     pool = msgspec.structs.replace(asleep, role=Role.KVSTORE)
-    assert not sleeps(pool)
+    assert not pool.sleeps
 
 
 def test_a_gateway_that_has_not_heard_of_the_newest_weights_takes_none_back(
     settings: WorkerSettings,
 ) -> None:
     first, second = Weights(1, "/new", "r2", "f2"), Weights(1, "/other", "r3", "f3")
-    new = next_settings(settings, NextLife(mode=ClusterMode(2, "g", weights=first)))
-    other = next_settings(new, NextLife(mode=ClusterMode(3, "h", weights=second)))
+    new = settings.next(NextLife(mode=ClusterMode(2, "g", weights=first)))
+    other = new.next(NextLife(mode=ClusterMode(3, "h", weights=second)))
     assert (other.model, other.mode.weights) == ("/other", second), "of one number, the later name"
-    again = next_settings(other, NextLife(mode=ClusterMode(4, "g", paused=True, weights=first)))
+    again = other.next(NextLife(mode=ClusterMode(4, "g", paused=True, weights=first)))
     assert (again.model, again.layout.fingerprint) == ("/other", "f3")
     assert again.mode == ClusterMode(4, "g", paused=True, weights=second)

@@ -1,0 +1,258 @@
+"""Builds a worker over given ports. No other module knows how the machine of a role is wired."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mooncake.base import (
+    CheckpointError,
+    MonotonicClock,
+    MooncakeError,
+    PageArray,
+    Role,
+    SystemIds,
+    WorkerHello,
+    WorkerRef,
+)
+from mooncake.base.messages import Asleep, CheckWeights
+from mooncake.decode import DecodeWorker
+from mooncake.engine.engine import Engine
+from mooncake.instance import Instance
+from mooncake.instance.instance import InstancePorts
+from mooncake.instance.rank_pages import FollowerPages
+from mooncake.instance.sleeper import Sleeper
+from mooncake.kvstore.node.node import KvNode
+from mooncake.launch.pool_node.disks import open_disks
+from mooncake.launch.worker.held_model import HeldModel, NoFiles
+from mooncake.launch.worker.page_hasher import PageHasher
+from mooncake.launch.worker.profile import profile, shapes_for
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.weights_lender import WeightsLender
+from mooncake.launch.worker.worker import Worker
+from mooncake.prefill import PrefillWorker
+from mooncake.rpc.channel import PolledChannel
+from mooncake.rpc.seed_addresses import SeedAddresses
+from mooncake.transfer.engine import PolledTransfer, Region
+from mooncake.transfer.factory import TransferConfig
+from mooncake.transfer.regions import Progress, no_progress
+
+if TYPE_CHECKING:  # a worker without a model has no torch either
+    from mooncake.model.opening import ModelSource
+
+_log = logging.getLogger(__name__)
+
+
+def doze(
+    settings: WorkerSettings,
+    channel: PolledChannel,
+    opened: contextlib.ExitStack,
+    model: HeldModel,
+    gateways: Sequence[str],
+    *,
+    health_url: str = "",
+    lender: WeightsLender | None = None,
+) -> Worker:
+    """Return the worker of an engine that sleeps. It tells `gateways`, and frees what it does not
+    keep at its level of sleep. `lender` lets others read its weights, and those that it has
+    checked. What `opened` closes is the worker's from now on.
+    """
+    ref = WorkerRef(settings.worker_id, SystemIds().hex(8), channel.address)
+    asleep = Asleep(
+        worker=ref,
+        role=settings.role,
+        node_id=settings.node_id,
+        host=settings.host,
+        pid=os.getpid(),
+        level=model.rest(settings.mode.sleep_level),
+        mode=settings.mode,
+        health_url=health_url,
+    )
+    seeds = opened.enter_context(SeedAddresses(settings.seeds))
+    known = [*gateways, *([settings.gateway_address] if settings.gateway_address else [])]
+
+    def check(question: CheckWeights) -> None:
+        threading.Thread(target=look, args=(question,), name="check-weights", daemon=True).start()
+
+    def look(question: CheckWeights) -> None:
+        path, borrows = question.model, False
+        revision = fingerprint = error = ""
+        try:
+            revision, fingerprint = model.check(question, settings.layout)
+            if lender is not None:
+                lender.offer(revision, Path(path))
+        except MooncakeError as problem:
+            error, borrows = problem.message, isinstance(problem, NoFiles)
+        except Exception as problem:  # whatever it is, the cluster keeps its weights
+            _log.exception("the weights in %s cannot be checked", path)
+            error = f"{path} cannot be checked ({type(problem).__name__}); the log says why"
+        worker.driver.call(
+            lambda machine, _: machine.checked(revision, fingerprint, error, borrows=borrows)
+        )
+
+    interval_s = settings.instance.report_interval_s
+    lend = None if lender is None else lender.ask
+    machine = Sleeper(asleep, channel, known, seeds, check, interval_s, lend)
+    worker = Worker(machine, ref, channel, opened, seeds=seeds)  # `look` calls it
+    return worker
+
+
+def build(
+    settings: WorkerSettings,
+    channel: PolledChannel,
+    transfer: PolledTransfer,
+    opened: contextlib.ExitStack,
+    *,
+    model: ModelSource | None = None,
+    progress: Progress = no_progress,
+    health_url: str = "",
+    rank_transfer: TransferConfig | None = None,
+    lender: WeightsLender | None = None,
+) -> Worker:
+    """Return the worker that `settings` describe, over the given ports. Engines need `model`.
+    `health_url`: the URL of its process' health port. `rank_transfer`: the settings of the transfer
+    engines of ranks that have their own memories. `lender` lets others read the weights. What
+    `opened` closes is the worker's from now on, unless this raises.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ConfigError: a directory of the pool cannot be used.
+        TransferError: there is not enough memory for the pages or the pool.
+    """
+    ref = WorkerRef(settings.worker_id, SystemIds().hex(8), channel.address)
+    hello = WorkerHello(
+        worker=ref,
+        role=settings.role,
+        node_id=settings.node_id,
+        host=settings.host,
+        pid=os.getpid(),
+        layout_fingerprint=settings.layout.fingerprint,
+        block_tokens=settings.layout.block_tokens,
+        num_blocks=0,
+        block_bytes=settings.layout.block_bytes,
+        expert_group=settings.expert_group.name if settings.expert_group is not None else "",
+        health_url=health_url,
+        transports=settings.transfer_protocols,
+        mode=settings.mode,
+    )
+    seeds = opened.enter_context(SeedAddresses(settings.seeds))
+    if settings.role is Role.KVSTORE:
+        progress("allocating the pool", 0, 0)
+        return _pool_node(settings, hello, channel, transfer, opened, seeds)
+    assert model is not None, "an engine needs a model"
+    layout, config, options = settings.layout, settings.engine, settings.options
+    if settings.role is Role.PREFILL:  # it samples one token of each sequence
+        config = dataclasses.replace(config, speculation=None)
+    if model.revision != settings.weights_revision:
+        raise CheckpointError(
+            f"{settings.model} holds other weights (revision {model.revision}) than those of the "
+            f"cluster ({settings.weights_revision})"
+        )
+    model.load(lambda done, whole: progress("loading weights", done, whole))
+    progress("allocating KV pages", 0, 0)
+    config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
+    array = PageArray(layout, config.num_blocks, config.num_homes)
+    own_array = options.held_by(0, array)
+    of_ranks = dict[str, bytes]()
+    if options.own_memories:
+        of_ranks["transfer"] = msgspec.msgpack.encode(rank_transfer)
+    pages = model.device_pages(layout, config.num_blocks) if model.owns_pages else None
+    if pages is not None:
+        region: Region = transfer.register_device(pages, "kv-pages")
+        runner = model.runner(layout, config, pages, options.num_threads, None, **of_ranks)
+    else:
+        region = transfer.allocate(own_array.num_bytes, "kv-pages")
+        threads = options.num_threads
+        runner = model.runner(layout, config, region.buffer, threads, region.fd, **of_ranks)
+    model.warm_up(config, lambda done, whole: progress("warming up", done, whole))
+    samples = []
+    if settings.self_profile:
+        progress("timing a few steps", 0, 0)
+        samples = profile(runner, shapes_for(settings.role, config), config, MonotonicClock())
+    hello = msgspec.structs.replace(
+        hello,
+        num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        max_gap_s=config.max_gap_s,
+        max_gap_is_target=config.max_gap_is_target,
+        first_token_s=config.first_token_s,
+        num_stages=config.num_stages,
+        profile=samples,
+    )
+    hasher = PageHasher(region, own_array) if settings.instance.push_checksums else None
+    engine = Engine(config, layout.fingerprint, runner)
+    engine.calibrate(samples)
+    instance = Instance(
+        settings.instance,
+        layout,
+        engine,
+        hello,
+        InstancePorts(
+            channel,
+            transfer,
+            region,
+            settings.gateway_address,
+            hasher,
+            own_array,
+            _followers(settings, model, array) if options.own_memories else (),
+            seeds,
+            None if lender is None else lender.ask,
+        ),
+    )
+    machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
+    if pages is not None:
+        opened.callback(pages.free)  # a worker that comes back in another role takes as many
+    opened.callback(transfer.unregister, region)
+    opened.callback(runner.close)
+    if hasher is not None:
+        opened.callback(hasher.close)
+    return Worker(
+        machine, ref, channel, opened, transfer=transfer, runner=runner, hasher=hasher, seeds=seeds
+    )
+
+
+def _pool_node(
+    settings: WorkerSettings,
+    hello: WorkerHello,
+    channel: PolledChannel,
+    transfer: PolledTransfer,
+    opened: contextlib.ExitStack,
+    seeds: SeedAddresses,
+) -> Worker:
+    disks = open_disks(settings.kvstore, settings.layout, settings.ssd_key)
+    try:
+        node = KvNode(
+            settings.kvstore, hello, settings.layout, channel, transfer, settings.gateway_address,
+            disks, seeds,
+        )  # fmt: skip
+    except BaseException:
+        disks.close()
+        raise
+    opened.callback(transfer.unregister, node.region)
+    opened.callback(disks.close)  # its threads read and write the memory that goes next
+    return Worker(node, hello.worker, channel, opened, transfer=transfer, disks=disks, seeds=seeds)
+
+
+def _followers(
+    settings: WorkerSettings, model: ModelSource, array: PageArray
+) -> list[FollowerPages]:
+    """Return the pages of the other ranks, each in its own memory."""
+    link, verify = model.lead, settings.instance.verify_fetches
+    assert link is not None, "ranks have a lead"
+    found = []
+    for rank, opened in enumerate(model.memories, 1):
+        assert opened.segment is not None, "peers reach every rank of a worker"
+        held = settings.options.held_by(rank, array)
+        found.append(
+            FollowerPages(rank, held, opened.segment, opened.region_id, link, verify=verify)
+        )
+    return found

@@ -1,0 +1,191 @@
+"""A worker that is ready: a machine, the driver that moves it, and all that it took from its
+machine. Its process drives it (`process`), or a thread (`cluster.colocated`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import Metric
+
+from mooncake.base import Drain, PeerLost, Role, WorkerRef
+from mooncake.base.messages import NextLife
+from mooncake.base.pool_messages import PoolState
+from mooncake.engine.plan import PolledRunner
+from mooncake.identity import Credential
+from mooncake.instance import RoleWorker
+from mooncake.instance.mover import PolledHasher
+from mooncake.instance.sleeper import Sleeper
+from mooncake.kvstore.node.node import KvNode
+from mooncake.kvstore.storage.disk import PolledDisks
+from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.health import Facts, Health
+from mooncake.launch.host.link_metrics import link_families
+from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
+from mooncake.launch.pool_node.metrics import node_families
+from mooncake.launch.worker.metrics import EngineFigures, engine_families
+from mooncake.prefill import PrefillWorker
+from mooncake.rpc.channel import PolledChannel
+from mooncake.rpc.seed_addresses import SeedAddresses
+from mooncake.transfer.engine import PolledTransfer
+
+if TYPE_CHECKING:
+    from mooncake.launch.worker.health_port import HealthPort
+
+FIGURES_S = 2.0
+"""A driver that does not answer within this time is left out of the metrics."""
+WorkerMachine = RoleWorker[Any] | Sleeper | KvNode
+
+
+class Worker:
+    """A worker that is ready to be driven. `close` frees what it took; call it after its driver has
+    ended.
+    """
+
+    def __init__(
+        self,
+        machine: WorkerMachine,
+        ref: WorkerRef,
+        channel: PolledChannel,
+        opened: contextlib.ExitStack,
+        *,
+        transfer: PolledTransfer | None = None,
+        runner: PolledRunner | None = None,
+        disks: PolledDisks | None = None,
+        hasher: PolledHasher | None = None,
+        seeds: SeedAddresses | None = None,
+    ) -> None:
+        """Own what `opened` closes from now on: the ports, and the memory that they use. `seeds`
+        are addresses at which to look for gateways. One that sleeps has no `transfer`.
+        """
+        self.machine = machine
+        self.ref = ref
+        self._channel = channel
+        self._transfer = transfer
+        self._seeds = seeds
+        self._admin: PoolAdmin | None = None
+        self._met = ""
+        self.driver = Driver(
+            machine, channel, transfer=transfer, runner=runner, disks=disks, hasher=hasher, own=ref
+        )
+        self._leaves = False
+        self.driver.stop_when(lambda machine: machine.next_life is not None, None)
+        self._opened = opened.pop_all()
+
+    @property
+    def next_life(self) -> NextLife | None:
+        """How it was told to come back, after its driver ended for that."""
+        return None if self._leaves else self.machine.next_life
+
+    @property
+    def sleeps(self) -> bool:
+        """True if it is an engine that sleeps."""
+        return isinstance(self.machine, Sleeper)
+
+    @property
+    def gateways(self) -> list[str]:
+        """The addresses of the gateways that an engine knows."""
+        return [] if isinstance(self.machine, KvNode) else self.machine.gateways
+
+    @property
+    def admin_url(self) -> str:
+        """The URL where operators ask a pool node; empty if it has no API server."""
+        return self._admin.url if self._admin is not None else ""
+
+    def open_admin(
+        self,
+        settings: AdminSettings,
+        credential: Credential,
+        about: dict[str, Any],
+        port: HealthPort,
+    ) -> None:
+        """Open a pool node's HTTP API server, which also answers what the health port does.
+
+        Raises:
+            ConfigError: its address cannot be bound.
+        """
+        self._admin = PoolAdmin(settings, credential, self.driver, about, port.health, port.metrics)
+
+    def tell(self, health: Health) -> None:
+        """Have `health` ask this worker for its state from now on."""
+        health.watch(
+            lambda: self.driver.call(
+                lambda machine, _: Facts(joined=machine.joined, draining=machine.draining)
+            )
+        )
+
+    def families(self) -> list[Metric]:
+        """Return its figures as Prometheus families. There are none when its driver does not answer
+        or has ended. From any thread.
+        """
+        if self.sleeps:
+            return []
+        asked = self.driver.call(lambda machine, _: _figures(machine))
+        try:
+            figures = asked.result(FIGURES_S)
+        except (CancelledError, TimeoutError):
+            return []
+        worker_id = self.ref.worker_id
+        if isinstance(figures, PoolState):
+            own = node_families(figures)
+        else:
+            role = Role.PREFILL if isinstance(self.machine, PrefillWorker) else Role.DECODE
+            own = engine_families(worker_id, role, figures)
+        links = [] if self._transfer is None else self._transfer.links()
+        return [*own, *link_families(worker_id, links)]
+
+    def leave(self, limit_s: float, *, waits: bool = False) -> None:
+        """End the driver. Before that, for at most `limit_s`, an engine finishes what others do not
+        take over, and a pool node accepts nothing new and saves what is worth it. An engine that
+        `waits` serves until another one of its role has taken its place. Returns at once; from any
+        thread.
+        """
+        self._leaves = True
+        if limit_s <= 0 or self.sleeps:
+            self.driver.stop()
+            return
+
+        def done(machine: Any) -> bool:
+            if isinstance(machine, KvNode):
+                return machine.drained
+            return bool(machine.quiet and (machine.instance.relieved or not waits))
+
+        self.driver.call(lambda machine, now: machine.handle(Drain(), now))
+        self.driver.stop_when(done, limit_s)
+
+    def meet(self, gateway_address: str) -> None:
+        """Look for a gateway at this address too, in place of the one that an earlier call named.
+        From any thread.
+        """
+        self._met = gateway_address
+        if self._seeds is not None:
+            self._seeds.move(gateway_address)
+
+    def say_goodbye(self, gateway_address: str) -> None:
+        """Tell the gateways that this worker ends, so that they wait for no heartbeat."""
+        for address in dict.fromkeys([self._met or gateway_address, *self.gateways]):
+            self._channel.send(address, PeerLost(worker=self.ref))
+
+    def close(self) -> None:
+        """Free model, disks, memory and sockets. The driver must have ended.
+
+        A step that hangs cannot be stopped and still uses model and memory; only the end of the
+        process frees them. May be called twice.
+        """
+        if self._admin is not None:
+            self._admin.close()
+            self._admin = None
+        if isinstance(self.machine, RoleWorker) and self.machine.instance.engine.hung:
+            self._opened.pop_all()
+            self._channel.close()
+        self._opened.close()
+
+
+def _figures(machine: WorkerMachine) -> EngineFigures | PoolState:
+    """Return what a worker's machine reports about itself, for its metrics."""
+    if isinstance(machine, KvNode):
+        return machine.state()
+    assert isinstance(machine, RoleWorker)
+    return EngineFigures(machine.instance.load(), machine.instance.engine.stalled_s)
