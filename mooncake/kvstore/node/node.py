@@ -241,8 +241,7 @@ class KvNode:
 
     def _on_disk_done(self, event: DiskDone, now: float) -> None:
         if not self.blocks.hashing.on_done(event):
-            self.blocks.tiering.on_done(event, now)
-            self._removals.settle()
+            self._removals.settle(self.blocks.tiering.on_done(event, now))
 
     def _on_peer_lost(self, message: PeerLost, now: float) -> None:
         worker = message.worker

@@ -6,7 +6,7 @@ Pure; owned by the node. Readers finish what they read; disks take their time to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey
@@ -23,7 +23,7 @@ CLIENT_PART = 4
 """All pool clients that share a credential may have this part of both: a quarter."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Removal:
     """One request that waits until disks hold no trace of its blocks that can still be erased."""
 
@@ -47,7 +47,10 @@ class Removals:
         self._ports = ports
         self._blocks = blocks
         self._tiering = blocks.tiering
-        self._removals: list[_Removal] = []
+        self._removals: dict[_Removal, None] = {}
+        """In the order in which they came."""
+        self._waiting_for: dict[BlockKey, dict[_Removal, None]] = {}
+        """The requests that wait for disks, by each of their blocks."""
 
     def on_remove(self, request: RemoveBlocks, now: float) -> None:
         """Remove blocks; no reader finds them from now on. The request is refused, and nothing is
@@ -55,7 +58,8 @@ class Removals:
         """
         client = client_key(request.asker)
         own = [each for each in self._removals if client_key(each.request.asker) == client]
-        if _is_full(self._removals, request, 1) or (client and _is_full(own, request, CLIENT_PART)):
+        waiting = list(self._removals)
+        if _is_full(waiting, request, 1) or (client and _is_full(own, request, CLIENT_PART)):
             reason = f"{len(self._removals)} removals wait for the disks of this node: try again"
             refused = Refused(
                 asker=request.asker, ticket=request.ticket, message=type(request).__name__,
@@ -76,34 +80,48 @@ class Removals:
             if self._tiering.remove(key):
                 removal.was_here.add(key)
             removal.fading.add(key)
-        self._removals.append(removal)
-        self.settle()
+            self._waiting_for.setdefault(key, {})[removal] = None
+        self._removals[removal] = None
+        self._settle(removal, list(removal.fading))
 
     def on_scanned(self, erasing: list[BlockKey]) -> None:
         """Note that a disk was scanned; it now erases these blocks, which were removed before."""
-        for removal in self._removals:
-            found = set(erasing).intersection(removal.request.keys)
-            removal.was_here |= found
-            removal.fading |= found
-        self.settle()
+        for key in erasing:
+            for removal in self._waiting_for.get(key, ()):
+                removal.was_here.add(key)
+                removal.fading.add(key)
+        if not self._tiering.ssd.num_closed:
+            for removal in list(self._removals):
+                self._settle(removal, ())
 
-    def settle(self) -> None:
-        """Answer the requests that wait for no disk. A disk that is not scanned yet may hold any
-        block. Out of a bucket a block is erased whether it was listed or not.
+    def settle(self, keys: Iterable[BlockKey]) -> None:
+        """Answer the requests that wait for no disk any more. Call it with the blocks of each
+        operation of a disk that has ended.
         """
-        for removal in self._removals:
-            for key in [key for key in removal.fading if not self._tiering.is_fading(key)]:
+        for key in keys:
+            for removal in list(self._waiting_for.get(key, ())):
+                self._settle(removal, [key])
+
+    def _settle(self, removal: _Removal, keys: Iterable[BlockKey]) -> None:
+        """Note which of these blocks fade no more, and answer the request when none does. A disk
+        that is not scanned yet may hold any block. Out of a bucket a block is erased whether it was
+        listed or not.
+        """
+        for key in keys:
+            if key in removal.fading and not self._tiering.is_fading(key):
                 removal.fading.discard(key)
                 if self._tiering.is_stuck(key):
                     removal.left.add(key)
-        if not self._tiering.ssd.num_closed:
-            over = [removal for removal in self._removals if not removal.fading]
-            self._removals = [removal for removal in self._removals if removal.fading]
-            for removal in over:
-                self._answer(removal)
+        if not removal.fading and not self._tiering.ssd.num_closed:
+            self._answer(removal)
 
     def _answer(self, removal: _Removal) -> None:
         request, gone = removal.request, removal.was_here - removal.left
+        del self._removals[removal]
+        for key in dict.fromkeys(request.keys):
+            waiting = self._waiting_for.get(key, {})
+            if waiting.pop(removal, self) is None and not waiting:
+                del self._waiting_for[key]
         self._ports.counters["blocks_removed"] += len(gone)
         answer = BlocksRemoved(
             asker=request.asker,
@@ -119,3 +137,5 @@ class Removals:
         for removal in self._removals:
             assert removal.fading or self._tiering.ssd.num_closed, "nothing is waited for"
             assert all(map(self._tiering.is_fading, removal.fading))
+            assert all(removal in self._waiting_for[key] for key in removal.fading)
+        assert all(each in self._removals for some in self._waiting_for.values() for each in some)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import heapq
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -58,8 +59,8 @@ class ObjectStore(Protocol):
     def delete(self, name: str) -> None:
         """Delete an object if it is there."""
 
-    def names(self, prefix: str) -> Iterable[str]:
-        """Yield the names that begin with `prefix`."""
+    def listed(self, prefix: str) -> Iterable[tuple[str, float]]:
+        """Yield the names that begin with `prefix`, and when each was written, in seconds."""
 
 
 class Bucket:
@@ -101,33 +102,38 @@ class Bucket:
     # ------------------------------------------------------------------ operations (in threads)
 
     def scan(self, number: int) -> Iterator[DiskScanned]:
-        """List the blocks that this node may read, as many as it may use."""
-        piece: list[FoundBlock] = []
-        num_found, failed = 0, False
+        """List the blocks that this node may read, those written last coming last. Of more than it
+        may use, it takes those.
+        """
+        newest: list[tuple[float, int, FoundBlock]] = []
+        failed = False
         try:
-            for one in self._listed():
-                if num_found == self.num_slots:
+            for count, (written_s, one) in enumerate(self._listed()):
+                if count < self.num_slots:
+                    heapq.heappush(newest, (written_s, count, one))
+                else:
                     self._tell_more()
-                    break
-                piece.append(one)
-                num_found += 1
-                if len(piece) == PIECE:
-                    yield DiskScanned(disk=number, found=piece, more=True)
-                    piece = []
+                    heapq.heappushpop(newest, (written_s, count, one))
         except Exception as error:
             self._tell("listed", error)
             failed = True
-        yield DiskScanned(disk=number, found=piece, failed=failed)
+        newest.sort()
+        for first in range(0, max(1, len(newest)), PIECE):
+            found = [one for _, _, one in newest[first : first + PIECE]]
+            more = first + PIECE < len(newest)
+            yield DiskScanned(disk=number, found=found, more=more, failed=failed and not more)
 
-    def _listed(self) -> Iterator[FoundBlock]:
-        """Yield what lies in all folders. A block may come more than once."""
+    def _listed(self) -> Iterator[tuple[float, FoundBlock]]:
+        """Yield what lies in all folders, and when it was written. A block may come more than
+        once.
+        """
         for folder in self._folders:
-            for name in self._store.names(folder):
+            for name, written_s in self._store.listed(folder):
                 if self.threads.is_closed:
                     return
                 one = _found(name.removeprefix(folder))
                 if one is not None:
-                    yield one
+                    yield written_s, one
 
     def write(self, blocks: list[DiskBlock]) -> Ended:
         """Write each block as an object."""
@@ -167,9 +173,9 @@ class Bucket:
         """Log once that a listing shows a part only."""
         if not self._has_more:
             _log.warning(
-                "the bucket holds more than the %d blocks that this node may use: it uses the "
-                "first by name, which make few whole prefixes; have the bucket expire objects "
-                "sooner, or raise `object-size` (%d blocks at most)", self.num_slots, MAX_OBJECTS,
+                "the bucket holds more than the %d blocks that this node may use: it uses those "
+                "written last; have the bucket expire objects sooner, or raise `object-size` "
+                "(%d blocks at most)", self.num_slots, MAX_OBJECTS,
             )  # fmt: skip
         self._has_more = True
 
@@ -230,7 +236,7 @@ class Bucket:
     def _erase(self, block: DiskBlock) -> tuple[Outcome, int]:
         """Delete the block as every tenant's, because a node may not know whose it is."""
         for folder in self._folders:
-            for name in list(self._store.names(f"{folder}{block.key.hex()}.")):
+            for name, _ in list(self._store.listed(f"{folder}{block.key.hex()}.")):
                 self._store.delete(name)
         return Outcome.OK, 0
 

@@ -406,7 +406,8 @@ class LowerTier:
                 self._rests_until_s, self._rests = now + self._config.ssd_retry_s, True
                 if not is_removed:
                     continue
-            self._drop(key)
+            # What a bucket does not hold is not erased: another node may be writing it again.
+            self._drop(key, erase=is_removed or outcome is not Outcome.ABSENT)
         self._dram.commit(whole, source=self.rules.tier)
         self._count("blocks_read", len(whole))
         self._report(whole, [], Tier.DRAM)
@@ -457,13 +458,17 @@ class LowerTier:
         self._report(kept, [], self.rules.tier)
         return removed
 
-    def on_done(self, event: DiskDone, now: float) -> None:
-        """Finish an operation. Events of operations of others are ignored."""
+    def on_done(self, event: DiskDone, now: float) -> list[BlockKey]:
+        """Finish an operation. Return the blocks that it moved, erased or overwrote: none when it
+        is not of this tier.
+        """
         match self._moves.pop(event.op_id, None):
             case _Write() as write:
                 self._write_ended(write, event, now)
+                return [*write.keys, *write.overwritten]
             case _Load() as load:
                 self._load_ended(load, event, now)
+                return load.keys
             case _Erase(disk, slot, key):
                 well = event.outcomes == [Outcome.OK]
                 if slot != NO_SLOT:
@@ -471,6 +476,8 @@ class LowerTier:
                 self.traces.end(key, well=well)
                 if well and self.is_shared:
                     self.traces.end_stuck(key)  # erased by its name: no other trace is left
+                return [key]
+        return []
 
     def stores(self, key: BlockKey) -> bool:
         """Return whether readers can have a block from a disk."""
@@ -500,13 +507,16 @@ class LowerTier:
         removed = self.state(key) in (State.WRITING_REMOVED, State.LOADING_REMOVED)
         return removed or self.traces.is_going(key)
 
-    def _drop(self, key: BlockKey) -> bool:
-        """Forget a block on a disk and erase it. Return False while it is not on a disk, or in
-        use.
+    def _drop(self, key: BlockKey, *, erase: bool = True) -> bool:
+        """Forget a block on a disk, and `erase` it there. Return False while it is not on a disk,
+        or in use.
         """
         if not self.places.has(key) or self.is_loading(key):
             return False
-        self._erase(key)
+        if erase:
+            self._erase(key)
+        else:
+            self.places.erased(*self.places.condemn(key), well=True)
         self._report([], [key], self.rules.tier)
         return True
 

@@ -10,10 +10,9 @@ readers, one after the other, and only take room that is free or held by blocks 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from mooncake.base import BlockKey
 from mooncake.base.messages import Prefetch, StopPrefetch
@@ -36,14 +35,22 @@ class _Wait:
     run: list[BlockKey]
     rest: Sequence[BlockKey]
     """Blocks that were asked for after the run."""
-    pinned: list[BlockKey]
-    """Blocks of the run that are in DRAM."""
+    place: dict[BlockKey, int]
+    """Where in the run each of its blocks is."""
     missing: dict[BlockKey, None]
-    """Blocks of the run that are being loaded, or wait for their turn."""
+    """Blocks of the run that are being loaded, or wait for their turn. The others are in DRAM, and
+    pinned.
+    """
+    unasked: deque[BlockKey]
+    """Of the missing blocks those that wait for their turn, and some that do so no more."""
     more: bool
     gently: bool
     deadline_s: float
     settled: Settled
+
+    def here(self) -> list[BlockKey]:
+        """Return the blocks of the run that are in DRAM, head first."""
+        return [key for key in self.run if key not in self.missing]
 
 
 class Promotions:
@@ -90,10 +97,10 @@ class Promotions:
         run, below = self._piece(keys)
         if not below:
             return False
-        rest, pinned = keys[len(run) :], [key for key in run if key not in below]
+        rest, place = keys[len(run) :], {key: number for number, key in enumerate(run)}
         more, deadline_s = bool(self._piece(rest)[0]), now + self._timeout_s
-        wait = _Wait(run, rest, pinned, below, more, gently, deadline_s, settled)
-        self._dram.pin(pinned)
+        wait = _Wait(run, rest, place, below, deque(below), more, gently, deadline_s, settled)
+        self._dram.pin(wait.here())
         self._waits[name] = wait
         for key in below:
             self._waiting_for.setdefault(key, {})[name] = None
@@ -117,13 +124,12 @@ class Promotions:
             for name in self._waiting_for.pop(key, {}):
                 wait = self._waits[name]
                 del wait.missing[key]
-                wait.pinned.append(key)
                 self._dram.pin([key])
                 touched[name] = None
         for key in lost:
             for name in list(self._waiting_for.get(key, {})):
                 wait = self._waits[name]
-                self._cut(name, wait, wait.run.index(key))
+                self._cut(name, wait, wait.place[key])
                 wait.more = False
                 touched[name] = None
         self._settle_whole(touched, now)
@@ -157,25 +163,24 @@ class Promotions:
         keep up. The run ends before a block for which DRAM has no room: its reader first gives back
         what it got. A reader that would get nothing waits for what others give back.
         """
-        wanted = list(self._wanted(wait))
-        loadable = next(
-            (n for n, key in enumerate(wanted) if not self._tiering.can_load(key)), len(wanted)
-        )
-        room = self._room(wait, wanted[:loadable])
-        coming, evicted = self._tiering.load(wanted[:room], gently=wait.gently)
+        turn = self._turn(wait, self._wanted(wait))
+        coming, evicted = self._tiering.load(turn, gently=wait.gently)
         self._evicted(evicted)
-        if len(coming) < room:
-            length = wait.run.index(wanted[len(coming)])
+        first = self._first(wait)
+        if first is None:
+            pass
+        elif len(coming) < len(turn):
+            length = wait.place[first]
             if length or wait.gently:
                 self._cut(name, wait, length)
                 wait.more = length > 0
             else:
                 self._wait_for_memory(name, wait)
                 return
-        elif len(coming) == loadable < len(wanted):
-            self._cut(name, wait, wait.run.index(wanted[loadable]))  # it has gone meanwhile
+        elif not self._tiering.can_load(first):
+            self._cut(name, wait, wait.place[first])  # it has gone meanwhile
             wait.more = False
-        elif len(coming) < len(wanted):
+        else:
             self._queue[name] = None
             return
         self._queue.pop(name, None)
@@ -184,7 +189,7 @@ class Promotions:
         """Unpin all of a run after its first block, for which DRAM has no room, and wait for what
         others have pinned.
         """
-        num_pinned = len(wait.pinned)
+        num_pinned = len(wait.run) - len(wait.missing)
         self._cut(name, wait, 1)
         wait.more = True
         if num_pinned:
@@ -200,8 +205,8 @@ class Promotions:
         asked: dict[Hashable, None] = {}
         for name in sorted(self._queue, key=lambda name: self._waits[name].gently):
             wait = self._waits[name]
-            first = list(islice(self._wanted(wait), 1))  # not all: many runs may wait
-            if all(map(self._tiering.can_load, first)) and not self._room(wait, first):
+            first = self._first(wait)
+            if first is None or (self._tiering.can_load(first) and not self._turn(wait, [first])):
                 continue  # another run may wait for another tier
             self._load(name, wait)
             asked[name] = None
@@ -209,14 +214,23 @@ class Promotions:
 
     def _wanted(self, wait: _Wait) -> Iterator[BlockKey]:
         """Yield the missing blocks of a run that nothing loads yet."""
-        return (key for key in wait.missing if not self._tiering.is_loading(key))
+        return (key for key in wait.unasked if self._is_wanted(wait, key))
 
-    def _room(self, wait: _Wait, keys: Sequence[BlockKey]) -> int:
-        """Return how many of these blocks of a run may be loaded now. A `gently` loaded run gets
-        none while readers wait.
+    def _is_wanted(self, wait: _Wait, key: BlockKey) -> bool:
+        return key in wait.missing and not self._tiering.is_loading(key)
+
+    def _first(self, wait: _Wait) -> BlockKey | None:
+        """Return the first of the wanted blocks. Those before it are never looked at again."""
+        while wait.unasked and not self._is_wanted(wait, wait.unasked[0]):
+            wait.unasked.popleft()
+        return wait.unasked[0] if wait.unasked else None
+
+    def _turn(self, wait: _Wait, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Return the leading ones of these blocks of a run that may be loaded now. A `gently`
+        loaded run gets none while readers wait.
         """
         gives_way = wait.gently and any(not other.gently for other in self._waits.values())
-        return 0 if gives_way else self._tiering.num_loadable(keys)
+        return [] if gives_way else self._tiering.loadable(keys)
 
     def _go_ahead(self, keys: Sequence[BlockKey]) -> None:
         """Begin to load the next piece while the reader takes the one before. It is not pinned."""
@@ -227,12 +241,13 @@ class Promotions:
     # ------------------------------------------------------------------ ends
 
     def _cut(self, name: Hashable, wait: _Wait, length: int) -> None:
-        gone = set(wait.run[length:])
-        wait.run = wait.run[:length]
-        self._leave(name, [key for key in wait.missing if key in gone])
-        wait.missing = {key: None for key in wait.missing if key not in gone}
-        self._dram.unpin([key for key in wait.pinned if key in gone])
-        wait.pinned = [key for key in wait.pinned if key not in gone]
+        gone = wait.run[length:]
+        del wait.run[length:]
+        missing = [key for key in gone if key in wait.missing]
+        self._dram.unpin([key for key in gone if key not in wait.missing])
+        self._leave(name, missing)
+        for key in missing:
+            del wait.missing[key]
         wait.rest = ()
 
     def _leave(self, name: Hashable, keys: Sequence[BlockKey]) -> None:
@@ -259,24 +274,24 @@ class Promotions:
         self._queue.pop(name, None)
         self._leave(name, list(wait.missing))
         # Unpinned head first: of one run the tail is the first to go.
-        pinned = set(wait.pinned)
-        self._dram.unpin([key for key in wait.run if key in pinned])
+        self._dram.unpin(wait.here())
 
     # ------------------------------------------------------------------ checks
 
     def pins(self) -> Counter[BlockKey]:
         """Return the blocks that are pinned in DRAM for readers that wait (for checks)."""
-        return Counter(key for wait in self._waits.values() for key in wait.pinned)
+        return Counter(key for wait in self._waits.values() for key in wait.here())
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a reader waits for what will not come."""
         for name in self._queue:
             wait = self._waits[name]
-            first = [key for key in islice(self._wanted(wait), 1) if self._tiering.can_load(key)]
-            assert not (wait.pinned and self._room(wait, first)), "waits though it is its turn"
+            assert not (wait.here() and self._turn(wait, self._wanted(wait))), "it is its turn"
         for name, wait in self._waits.items():
             assert wait.missing, "nothing is missing and no answer was given"
-            assert sorted([*wait.pinned, *wait.missing]) == sorted(wait.run)
+            assert wait.missing.keys() <= set(wait.run)
+            wanted = [key for key in wait.missing if not self._tiering.is_loading(key)]
+            assert sorted(self._wanted(wait)) == sorted(wanted)
             for key in wait.missing:
                 on_way = self._tiering.is_loading(key)
                 assert on_way or name in self._queue, "waits for what is not on its way"

@@ -7,11 +7,19 @@ variables, files of the user, the role of the machine or the pod.
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import botocore.session
+from botocore.awsrequest import (
+    AWSHTTPConnection,
+    AWSHTTPConnectionPool,
+    AWSHTTPSConnection,
+    AWSHTTPSConnectionPool,
+)
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from urllib3.exceptions import HTTPError
@@ -26,6 +34,57 @@ CHUNK_BYTES = 1 << 20
 _ABSENT = frozenset({"NoSuchKey", "404"})
 
 
+class _Bytes(io.RawIOBase):
+    """What a server answers, up to the end of the time that its socket has for one read.
+    Otherwise a server that sends a byte now and then would hold a thread for as long as it likes.
+    """
+
+    def __init__(self, sock: Any) -> None:
+        self._sock = sock
+        self._raw = sock.makefile("rb", buffering=0)
+        self._until_s = time.monotonic() + sock.gettimeout()
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Return what an `HTTPResponse` takes from its socket."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int | None:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the answer did not come in time")
+        self._sock.settimeout(left_s)
+        num_bytes: int | None = self._raw.readinto(out)
+        return num_bytes
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    def __init__(self, sock: Any, *args: Any, **words: Any) -> None:
+        super().__init__(_Bytes(sock), *args, **words)  # type: ignore[arg-type]
+
+
+class _Connection(AWSHTTPConnection):  # type: ignore[misc]
+    response_class = _Response
+
+
+class _Connections(AWSHTTPConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _Connection
+
+
+class _TlsConnection(AWSHTTPSConnection):  # type: ignore[misc]
+    response_class = _Response
+
+
+class _TlsConnections(AWSHTTPSConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _TlsConnection
+
+
 class S3Store:
     """See `ObjectStore`."""
 
@@ -36,18 +95,17 @@ class S3Store:
         read_s: float,
         write_s: float = WRITE_S,
     ) -> None:
-        """`read_s`: a read that takes longer is given up. `write_s`: the longest wait for the
-        server while it takes a block, or lists names.
+        """`read_s`: an object that has not come whole by then is given up. `write_s`: the longest
+        wait for the server while it takes a block, and for a page of names.
 
         Raises:
             ConfigError: there is no client for these settings.
         """
         self._bucket = config.bucket
-        self._read_s = read_s
         session = botocore.session.get_session()
 
         def client(connect_s: float, wait_s: float) -> Any:
-            return session.create_client(
+            made = session.create_client(
                 "s3",
                 endpoint_url=config.endpoint,
                 config=Config(
@@ -60,6 +118,10 @@ class S3Store:
                     response_checksum_validation="when_required",
                 ),
             )
+            # No setting bounds an answer as a whole.
+            kinds = {"http": _Connections, "https": _TlsConnections}
+            made._endpoint.http_session._pool_classes_by_scheme.update(kinds)  # noqa: SLF001
+            return made
 
         try:
             self._reader = client(CONNECT_S, read_s)
@@ -72,7 +134,6 @@ class S3Store:
         self._call(self._writer.put_object, Key=name, Body=bytes(data))
 
     def get(self, name: str, out: memoryview) -> int | None:
-        give_up_s = time.monotonic() + self._read_s
         try:
             body = self._call(self._reader.get_object, Key=name)["Body"]
         except StoreError as error:
@@ -84,8 +145,6 @@ class S3Store:
             while size < len(out) and (piece := body.read(min(CHUNK_BYTES, len(out) - size))):
                 out[size : size + len(piece)] = piece
                 size += len(piece)
-                if time.monotonic() > give_up_s:
-                    raise StoreError(f"{name} did not come within {self._read_s:g} s")
         except (BotoCoreError, HTTPClientError, HTTPError, OSError) as error:
             raise StoreError(str(error)) from error
         finally:
@@ -93,13 +152,18 @@ class S3Store:
         return size
 
     def delete(self, name: str) -> None:
-        self._call(self._writer.delete_object, Key=name)
+        try:
+            self._call(self._writer.delete_object, Key=name)
+        except StoreError as error:
+            if _code(error.__cause__) not in _ABSENT:
+                raise
 
-    def names(self, prefix: str) -> Iterator[str]:
+    def listed(self, prefix: str) -> Iterator[tuple[str, float]]:
         more: dict[str, str] = {}
         while True:
             page = self._call(self._writer.list_objects_v2, Prefix=prefix, **more)
-            yield from (each["Key"] for each in page.get("Contents", ()))
+            for each in page.get("Contents", ()):
+                yield each["Key"], each["LastModified"].timestamp()
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}

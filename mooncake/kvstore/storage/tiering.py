@@ -132,15 +132,21 @@ class Tiering:
         """Return whether a block is being loaded."""
         return any(tier.is_loading(key) for tier in self.lower)
 
-    def num_loadable(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading blocks of these, which `can_load`, may begin to load now."""
+    def loadable(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Return the leading ones of these blocks that `can_load` and may begin to do so now. No
+        block behind them is looked at, but the next.
+        """
         room = {tier.rules.tier: tier.num_loadable for tier in self.lower}
-        for index, key in enumerate(keys):
+        leading: list[BlockKey] = []
+        for key in keys:
+            if not any(room.values()) or not self.can_load(key):
+                break
             tier = self._source(key).rules.tier
             if not room[tier]:
-                return index
+                break
             room[tier] -= 1
-        return len(keys)
+            leading.append(key)
+        return leading
 
     def can_load(self, key: BlockKey) -> bool:
         """Return whether a block can be loaded: a tier holds it, and DRAM does not know it."""
@@ -165,7 +171,7 @@ class Tiering:
         With `gently`, only room that is free or held by one-off blocks is used. Returns (blocks
         that are loading now, from the first on; keys evicted for them).
         """
-        keys = keys[: self.num_loadable(keys)]
+        keys = self.loadable(keys)
         if not keys:
             return [], []
         tenant = self._source(keys[0]).places.block(keys[0]).tenant
@@ -184,10 +190,11 @@ class Tiering:
         tier = next(t for t in reversed(self.lower) if event.disk >= t.rules.first_disk)
         return tier.on_scanned(event, now)
 
-    def on_done(self, event: DiskDone, now: float) -> None:
-        """Finish an operation. Events of other parts' operations are ignored."""
-        for tier in self.lower:
-            tier.on_done(event, now)
+    def on_done(self, event: DiskDone, now: float) -> list[BlockKey]:
+        """Finish an operation. Return the blocks that it moved, erased or overwrote: none when it
+        is another part's.
+        """
+        return [key for tier in self.lower for key in tier.on_done(event, now)]
 
     def stored_in(self, key: BlockKey) -> list[Tier]:
         """Return the tiers below DRAM from which readers can have a block, the fastest first."""

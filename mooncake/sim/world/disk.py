@@ -123,12 +123,13 @@ class SimBucket(SimMedium):
         pass
 
     def end(self, block: DiskBlock, kept: Kept) -> None:
+        self.slots.pop(block.key, None)
         self.slots[block.key] = kept
 
     def found(self, num_slots: int) -> tuple[list[FoundBlock], int]:
         self.num_listings += 1
         there = [FoundBlock(k.key, NO_SLOT, k.tenant, None) for k in self.slots.values()]
-        return (there if self.late is None else self.late)[:num_slots], 0
+        return (there if self.late is None else self.late)[-num_slots:], 0
 
 
 class SimDisks:

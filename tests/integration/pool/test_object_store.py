@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +73,12 @@ def test_a_listing_goes_on_after_a_page(server: S3Server) -> None:
         store.put(name, bytearray(b"x"))
     page = store._writer.list_objects_v2
     store._writer.list_objects_v2 = lambda **words: page(**words, MaxKeys=3)
-    assert list(store.names("many/")) == names
+    assert [name for name, _ in store.listed("many/")] == names
+    store.put("many/3", bytearray(b"anew"))
+    written_s = dict(store.listed("many/"))
+    assert max(written_s.values()) == written_s["many/3"]
+    store.delete("many/3")
+    store.delete("many/3")
 
 
 def test_of_a_large_object_only_the_beginning_is_read(server: S3Server) -> None:
@@ -81,12 +89,38 @@ def test_of_a_large_object_only_the_beginning_is_read(server: S3Server) -> None:
     assert store.get("small", out) is None
 
 
-def test_a_read_that_takes_too_long_is_given_up(server: S3Server) -> None:
-    store = store_of(server)
-    store.put("large", bytearray(4 << 20))
-    store._read_s = -1.0
-    with pytest.raises(StoreError, match="large did not come within"):
-        store.get("large", memoryview(bytearray(4 << 20)))
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n"
+
+
+@pytest.mark.parametrize("at_once", [b"", ANSWER + b"\r\n"], ids=["head", "body"])
+def test_an_object_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, at_once: bytes) -> None:
+    """Each byte comes soon after the last one, and the whole too late."""
+    from mooncake.kvstore.storage.s3 import S3Store
+
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        asker, _ = listener.accept()
+        with asker, suppress(OSError):
+            asker.recv(1 << 16)
+            asker.sendall(at_once)
+            for byte in (ANSWER + b"\r\n" + bytes(100)).removeprefix(at_once):
+                over.wait(0.02)
+                asker.sendall(bytes([byte]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = ObjectStoreConfig(bucket="b", num_bytes=1, endpoint=endpoint)
+        try:
+            with pytest.raises(StoreError, match=r"(?i)time"):
+                S3Store(config, 1, 0.5).get("slow", memoryview(bytearray(200)))
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_a_block_may_take_as_long_to_send_as_to_be_answered(server: S3Server) -> None:
@@ -106,7 +140,7 @@ def test_a_server_that_refuses_or_is_gone_is_an_error_without_secrets(
                 lambda s=store: s.put("one", bytearray(b"x")),
                 lambda s=store: s.get("one", memoryview(bytearray(1))),
                 lambda s=store: s.delete("one"),
-                lambda s=store: list(s.names("o")),
+                lambda s=store: list(s.listed("o")),
             ):
                 with pytest.raises(StoreError) as failed:
                     call()

@@ -21,6 +21,7 @@ class DictStore:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        """The one written last comes last."""
         self.error: Exception | None = None
 
     def _look(self) -> None:
@@ -29,6 +30,7 @@ class DictStore:
 
     def put(self, name: str, data: bytearray) -> None:
         self._look()
+        self.objects.pop(name, None)
         self.objects[name] = bytes(data)
 
     def get(self, name: str, out: memoryview) -> int | None:
@@ -44,11 +46,12 @@ class DictStore:
         self._look()
         self.objects.pop(name, None)
 
-    def names(self, prefix: str) -> Iterator[str]:
+    def listed(self, prefix: str) -> Iterator[tuple[str, float]]:
+        written_s = {name: float(number) for number, name in enumerate(self.objects)}
         for name in sorted(self.objects):
             self._look()
             if name.startswith(prefix):
-                yield name
+                yield name, written_s[name]
 
 
 class BucketScene:

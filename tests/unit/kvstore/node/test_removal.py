@@ -321,3 +321,36 @@ def test_removals_that_wait_for_a_disk_have_a_bound(
     world.tick(1.0)
     assert all(answers(world, ticket) for ticket in first)
     assert answers(world, ask_remove(world, 3))
+
+
+def test_of_many_blocks_that_go_each_is_looked_at_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk erases them one after the other. The others are not looked at each time."""
+    run = range(100, 300)
+    world = world_of(num_blocks=len(run))
+    put(world, *run)
+    tiering = world.node.blocks.tiering
+    is_fading, asked = tiering.is_fading, list[bytes]()
+
+    def ask(key: bytes) -> bool:
+        asked.append(key)
+        return is_fading(key)
+
+    monkeypatch.setattr(tiering, "is_fading", ask)
+    monkeypatch.setattr(world.node, "check_integrity", lambda: None)  # it looks at all
+    tickets = [ask_remove(world, *run[at : at + 50]) for at in range(0, len(run), 50)]
+    world.tick(world.now + 1)
+    assert [answers(world, ticket) for ticket in tickets] == [[([True] * 50, [False] * 50)]] * 4
+    assert set(asked) == set(keys(*run))
+    assert len(asked) <= 3 * len(run)
+
+
+def test_two_requests_for_one_block_are_both_answered() -> None:
+    world = world_of()
+    put(world, 1)
+    tickets = [ask_remove(world, 1, 1), ask_remove(world, 1, 5)]
+    assert [answers(world, ticket) for ticket in tickets] == [[], []]
+    world.tick(world.now + 1)
+    assert answers(world, tickets[0]) == [([True, True], [False, False])]
+    assert answers(world, tickets[1]) == [([False, False], [False, False])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -101,13 +102,20 @@ def test_a_long_listing_comes_in_pieces(store: DictStore, monkeypatch: pytest.Mo
 def test_a_node_that_stops_does_not_wait_for_the_rest_of_a_listing(
     store: DictStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mooncake.kvstore.storage.bucket.PIECE", 1)
     scene = BucketScene(store)
     scene.bucket.write([scene.block(number, 0) for number in range(7)])
-    listing = scene.bucket.scan(0)
-    assert len(next(listing).found) == 1
-    scene.bucket.close()
-    assert [event.found for event in listing] == [[]]
+    listed = store.listed
+
+    def listed_until_it_stops(prefix: str) -> Iterator[tuple[str, float]]:
+        for number, entry in enumerate(listed(prefix)):
+            if number == 3:
+                scene.bucket.close()
+            assert number <= 3, "it has stopped"
+            yield entry
+
+    monkeypatch.setattr(store, "listed", listed_until_it_stops)
+    [scanned] = scene.bucket.scan(0)
+    assert (len(scanned.found), scanned.failed) == (3, False)
 
 
 def test_slow_writes_leave_threads_to_reads(store: DictStore) -> None:
@@ -148,7 +156,10 @@ def test_a_listing_skips_what_is_no_block_and_ends_at_its_bound(
     assert len(BucketScene(store, num_blocks=11).found()) == 11
     assert not caplog.records
     small = BucketScene(store, num_blocks=5)
-    assert len(small.found()) == len(small.found()) == 5
+    wanted = [key(number) for number in range(15, 20)]
+    assert list(small.found()) == list(small.found()) == wanted, "those written last"
+    scene.bucket.write([scene.block(10, 0, "")])
+    assert list(small.found()) == [*wanted[1:], key(10)]
     assert [record.levelname for record in caplog.records] == ["WARNING"], "told once"
     assert "more than the 5 blocks that this node may use" in caplog.text
 

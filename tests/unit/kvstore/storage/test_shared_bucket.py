@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.base import Tier
 from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
-from mooncake.kvstore.storage.disk import NO_SLOT, FoundBlock
+from mooncake.kvstore.storage.disk import NO_SLOT, DiskBlock, FoundBlock
 from mooncake.sim.world.disk import SimBucket, SimMedium
 from tests.support.kvstore.node_world import LAYOUT, NodeWorld, key, keys, worker
 
@@ -153,13 +153,29 @@ def test_wrong_bytes_are_dropped_and_erased(bucket: SimBucket) -> None:
     assert set(bucket.slots) == world.in_bucket == set(keys(1))
 
 
-def test_what_the_bucket_has_let_go_is_a_miss(bucket: SimBucket) -> None:
+def test_what_the_bucket_has_let_go_is_a_miss(
+    bucket: SimBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_twice(world_of(bucket), keys(1))
     world = world_of(bucket)
+    there = dict(bucket.slots)
     bucket.slots.clear()
+    read, events = world.disks.read, list[str]()
+    monkeypatch.setattr(world.disks, "erase", lambda *_: events.append("erase"))
+
+    def read_and_write(disk: int, blocks: list[DiskBlock]) -> int:
+        events.append("read")
+        return read(disk, blocks)
+
+    monkeypatch.setattr(world.disks, "read", read_and_write)
     assert world.pin_soon(READER, keys(1)).num_blocks == 0
+    bucket.slots.update(there)
+    world.tick(world.now + 1.0)
+    assert events == ["read"], "what another node has written since is not erased"
     assert world.node.counters["object_blocks_gone"] == 1
     assert world.in_bucket == set()
+    use_twice(world, keys(1))
+    assert world.in_bucket == set(keys(1)), "its place is free again"
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -230,6 +246,7 @@ def test_a_full_index_forgets_blocks_and_the_bucket_keeps_them(bucket: SimBucket
     use_twice(world, keys(3))
     assert len(world.in_bucket) == 2
     assert set(bucket.slots) == set(keys(1, 2, 3))
+    assert world_of(bucket, bucket_blocks=2).in_bucket == set(keys(2, 3)), "those written last"
 
 
 def test_a_block_that_was_computed_anew_goes_to_dram_although_the_bucket_has_it(

@@ -289,10 +289,10 @@ def test_how_much_may_be_on_its_way_is_bounded() -> None:
     run = keys(1, 2, 3, 4)
     tiers.scan(*(FoundBlock(block, slot, "", 7) for slot, block in enumerate(run)))
     assert tiers.tiering.load(run) == (run[:2], [])
-    assert tiers.tiering.num_loadable(run[2:]) == 0
+    assert tiers.tiering.loadable(run[2:]) == []
     assert tiers.tiering.load(run[2:]) == ([], [])
     tiers.end("read")
-    assert tiers.tiering.num_loadable(run[2:]) == 2
+    assert tiers.tiering.loadable(run[2:]) == run[2:]
     tiers.put(*keys(11, 12))
     [(_, written)] = tiers.disks.ops.values()
     assert len(written) == 1, "an eighth of the DRAM"
