@@ -89,7 +89,7 @@ def test_of_a_large_object_only_the_beginning_is_read(server: S3Server) -> None:
     assert store.get("small", out) is None
 
 
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n"
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n"
 
 
 @pytest.mark.parametrize("at_once", [b"", ANSWER + b"\r\n"], ids=["head", "body"])
@@ -99,16 +99,19 @@ def test_an_object_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, at_on
 
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    over = threading.Event()
+    over, num_left = threading.Event(), 400
 
     def drip(listener: socket.socket) -> None:
+        nonlocal num_left
         asker, _ = listener.accept()
         with asker, suppress(OSError):
             asker.recv(1 << 16)
             asker.sendall(at_once)
-            for byte in (ANSWER + b"\r\n" + bytes(100)).removeprefix(at_once):
+            head = ANSWER + b"X-Long: " + b"x" * 400 + b"\r\n\r\n"
+            for byte in head if not at_once else bytes(400):
                 over.wait(0.02)
                 asker.sendall(bytes([byte]))
+                num_left -= 1
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=drip, args=(listener,))
@@ -117,7 +120,8 @@ def test_an_object_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, at_on
         config = ObjectStoreConfig(bucket="b", num_bytes=1, endpoint=endpoint)
         try:
             with pytest.raises(StoreError, match=r"(?i)time"):
-                S3Store(config, 1, 0.5).get("slow", memoryview(bytearray(200)))
+                S3Store(config, 1, 0.5).get("slow", memoryview(bytearray(500)))
+            assert num_left > 0, "it did not wait for all"
         finally:
             over.set()
             thread.join()
