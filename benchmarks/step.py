@@ -41,8 +41,8 @@ BLOCK_TOKENS, NUM_PAGES = 64, 640
 BF16_BYTES = 2
 COMPILED = (
     "experts_bf16", "experts_int4", "experts_fp8", "linear_bf16", "linear_fp8", "attention_bf16",
-    "mla_layer_bf16", "kv_write_bf16", "prepare_queries_bf16", "rms_norm_bf16", "route_bf16",
-    "fixed_product", "fixed_attention", "fixed_sigmoid",
+    "mla_layer_bf16", "mla_expanded_bf16", "kv_write_bf16", "prepare_queries_bf16",
+    "rms_norm_bf16", "route_bf16", "fixed_product", "fixed_attention", "fixed_sigmoid",
 )  # fmt: skip
 
 

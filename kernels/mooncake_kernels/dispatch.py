@@ -133,7 +133,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "mla_expanded": {
         REFERENCE: "mooncake_kernels.reference.mla:mla_expanded",
         WIDE: "mooncake_kernels.wide:mla_expanded",
-        NATIVE: "mooncake_kernels.onednn.mla:mla_expanded",
+        NATIVE: "mooncake_kernels.native.mla_prefill:mla_expanded",
         ONEDNN: "mooncake_kernels.onednn.mla:mla_expanded",
         TRITON: "mooncake_kernels.triton.mla:mla_expanded",
     },

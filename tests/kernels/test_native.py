@@ -35,8 +35,12 @@ from tests.support.kernels.gates import assert_product
 CPU = torch.device("cpu")
 needs_compiled_code = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 needs_avx512 = pytest.mark.skipif(
-    build.why_not() is not None or build.isa() is not build.AVX512,
+    build.why_not() is not None or build.isa() is build.AVX2,
     reason=f"compiled without {build.AVX512.name}",
+)
+needs_tiles = pytest.mark.skipif(
+    build.why_not() is not None or build.isa() is not build.AMX,
+    reason=f"this CPU or kernel gives no {build.AMX.name}",
 )
 HIDDEN, INNER, NUM = 192, 128, 6
 
@@ -255,10 +259,18 @@ def test_experts_of_other_widths_are_refused_with_words() -> None:
 
 @needs_avx512
 def test_another_order_of_packed_weights_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random(NUM, 2 * INNER, HIDDEN, seed=1), random(NUM, HIDDEN, INNER, seed=2)
+    bf16 = [weight.bfloat16() * 0.1 for weight in weights]
+    shared = kernel("experts", "native")(*bf16)
+    assert packed.reads_onednn(bf16[0][0])
+    assert shared.slot(1)[0].data_ptr() == shared._few._addresses[1]
+    monkeypatch.setattr(packed, "_read", {})
     monkeypatch.setattr(onednn, "bytes_of", lambda packed: torch.zeros(1))
-    weights = torch.randn(2, 256, 64).bfloat16(), torch.randn(2, 64, 128).bfloat16()
-    with pytest.raises(build.CannotBuild, match="another order"):
-        kernel("experts", "native")(*weights)
+    assert takes_all_rows(bf16[0][0])
+    own = kernel("experts", "native")(*bf16)
+    assert own._few_tokens == math.inf
+    args = load(40, 3, seed=1)
+    assert torch.equal(own(*args), shared._few(*args))
 
 
 @needs_avx512
@@ -271,7 +283,10 @@ def test_the_choice_is_measured_once_for_a_kind_of_layer(monkeypatch: pytest.Mon
     assert found == measured.timings()
     assert found[0].tokens == 1
     won = [timing.tokens for timing in found if timing.won]
-    assert {layer._few_tokens for layer in layers} == {max(won, default=0)}
+    any_number = build.isa() is build.AMX and len(won) == len(found)
+    assert {layer._few_tokens for layer in layers} == {
+        math.inf if any_number else max(won, default=0)
+    }
 
 
 @pytest.fixture
@@ -350,20 +365,27 @@ def test_another_cpu_is_said_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_instructions_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_bf16 = (build.AVX512.needed | build.AVX2.needed) - {"avx512_bf16"}
-    for flags, wanted in ((build.AVX512.needed, build.AVX512), (without_bf16, build.AVX2)):
+    everything = build.AMX.needed | build.AVX2.needed
+    for flags, permitted, wanted in (
+        (everything, True, build.AMX),
+        (everything, False, build.AVX512),
+        (build.AVX512.needed, True, build.AVX512),
+        (everything - {"avx512_bf16"}, True, build.AVX2),
+    ):
         monkeypatch.setattr(build, "cpu_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(build, "_tiles_permitted", lambda permitted=permitted: permitted)
         assert build.isa() is wanted
 
 
 def test_instructions_are_no_more_than_onednn_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = build.AVX512.needed | build.AVX2.needed | {"amx_bf16"}
+    everything = build.AMX.needed | build.AVX2.needed
     monkeypatch.setattr(build, "cpu_flags", lambda: everything)
+    monkeypatch.setattr(build, "_tiles_permitted", lambda: True)
     monkeypatch.setattr(build, "_limit", [])
     for limit, wanted, amx in (
-        ("AVX512_CORE_AMX", build.AVX512, True),
-        (None, build.AVX512, True),
-        ("no such name", build.AVX512, True),
+        ("AVX512_CORE_AMX", build.AMX, True),
+        (None, build.AMX, True),
+        ("no such name", build.AMX, True),
         ("avx512_core_bf16", build.AVX512, False),
         ("AVX512_CORE", build.AVX2, False),
         ("AVX2", build.AVX2, False),
@@ -555,7 +577,7 @@ def few_rows(outs: int, ins: int, seed: int) -> tuple[torch.Tensor, FewRows]:
     return weight, made
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 6, 7, 13, 100])
+@pytest.mark.parametrize("rows", [0, 1, 2, 6, 7, 13, 100, 1100])
 def test_products_of_few_rows(isa: build.Isa, rows: int) -> None:
     weight, few = few_rows(192, 128, seed=32)
     joined, add = random(rows, 192, seed=33).bfloat16(), random(rows, 192, seed=34).bfloat16()
@@ -592,3 +614,46 @@ def test_products_of_odd_widths_are_left_to_the_library() -> None:
     for outs, ins in ((48, 64), (64, 48)):
         with pytest.raises(build.CannotBuild):
             few_rows(outs, ins, seed=39)
+
+
+@needs_tiles
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(
+    "layout", [[(1, 1)], [(3, 3), (33, 97), (32, 64)], [(70, 1100)], [(257, 257), (2, 300)]]
+)
+def test_expanded_attention_by_tiles(heads: int, layout: list[tuple[int, int]]) -> None:
+    rank, nope, rope, value, block_tokens = 64, 96, 32, 64, 16
+    kv = (random(100, block_tokens, rank + rope, seed=60)).bfloat16()
+    kv[0] = float("nan")  # what nobody's table names
+    free = (torch.randperm(99, generator=torch.Generator().manual_seed(61)) + 1).tolist()
+    spans, row = [], 0
+    for rows, context in layout:
+        pages = [free.pop() for _ in range(-(-context // block_tokens))]
+        kv.view(-1, rank + rope)[pages[-1] * block_tokens :][:block_tokens][
+            (context - 1) % block_tokens + 1 :
+        ] = float("nan")  # what is not written yet
+        spans.append(paged_span(row, rows, context, pages, kv.shape))
+        row += rows
+    q = (random(row, heads, nope + rope, seed=62) * 0.3).bfloat16()
+    up = (
+        (random(heads, rank, nope, seed=63) * rank**-0.5).bfloat16(),
+        (random(heads, value, rank, seed=64) * rank**-0.5).bfloat16(),
+    )
+    got = kernel("mla_expanded", "native")(q, kv, spans, *up)
+    wide = [part.float() for part in (q, kv.nan_to_num(), *up)]
+    wanted = kernel("mla_expanded")(*wide[:2], spans, *wide[2:])
+    assert got.dtype == torch.bfloat16
+    assert_product(got, wanted, gate=2e-5)
+
+
+@needs_tiles
+def test_the_first_row_of_a_prompt_sees_one_key_by_tiles() -> None:
+    """Its values are exactly those of this key, whatever the scores of later ones."""
+    kv = random(4, 16, 64, seed=65).bfloat16()
+    kv.view(-1, 64)[1:] *= 50
+    span = paged_span(0, 40, 40, [0, 1, 2], kv.shape)
+    q = random(40, 2, 64, seed=66).bfloat16()
+    up = random(2, 32, 32, seed=67).bfloat16(), random(2, 64, 32, seed=68).bfloat16()
+    got = kernel("mla_expanded", "native")(q, kv, [span], *up)
+    value = (kv[0, 0, :32].float() @ up[1].float().transpose(1, 2)).bfloat16()
+    torch.testing.assert_close(got[0], value, atol=0, rtol=0.01)

@@ -28,9 +28,18 @@ from mooncake_kernels import trusted
 
 _log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-_HEADERS = ("lanes.h", "rows.h", "tiles.h")
-_SOURCES = ("experts.cpp", "linear.cpp", "glue.cpp", "fixed.cpp", "mla_decode.cpp", "sampling.cpp")
+_HEADERS = ("amx.h", "lanes.h", "rows.h", "tiles.h")
+_SOURCES = (
+    "experts.cpp",
+    "linear.cpp",
+    "glue.cpp",
+    "fixed.cpp",
+    "mla_decode.cpp",
+    "mla_prefill.cpp",
+    "sampling.cpp",
+)
 _COMPILE_S = 120.0
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 COMPILED = Path(__file__).with_name("compiled")
 """The folder of an image's compiled code. It is as trusted as the sources beside it."""
 
@@ -50,11 +59,18 @@ AVX512 = Isa(
     frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi")),
     ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi"),
 )
+AMX = Isa(
+    "AMX_BF16",
+    AVX512.needed | {"amx_tile", "amx_bf16"},
+    (*AVX512.flags, "-mamx-tile", "-mamx-bf16"),
+)
 AVX2 = Isa(
     "AVX2",
     frozenset(("avx2", "fma", "f16c")),
     ("-mavx2", "-mfma", "-mf16c"),
 )
+ISAS = (AMX, AVX512, AVX2)
+"""The best first."""
 _LIMITS = {
     **dict.fromkeys(("SSE41", "AVX"), frozenset[str]()),
     **dict.fromkeys(
@@ -114,10 +130,24 @@ def isa() -> Isa:
     none.
     """
     here = _usable_flags()
-    for wanted in (AVX512, AVX2):
-        if wanted.needed <= here:
+    for wanted in ISAS:
+        if wanted.needed <= here and (wanted is not AMX or _tiles_permitted()):
             return wanted
     raise CannotBuild(f"this CPU has no {', '.join(sorted(AVX2.needed - here))}")
+
+
+@functools.cache
+def _tiles_permitted() -> bool:
+    """Ask Linux to let this process use AMX's tiles, which it keeps from processes that do not ask.
+    Return whether it does.
+    """
+    try:
+        answer: int = ctypes.CDLL(None).syscall(
+            _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA
+        )
+    except (OSError, AttributeError):  # no Linux
+        return False
+    return answer == 0
 
 
 _limit: list[str] = []
@@ -259,9 +289,7 @@ def has_bf16() -> bool:
 
 
 def has_amx() -> bool:
-    """Return whether this CPU multiplies tiles of bfloat16. Then many rows go to oneDNN, which uses
-    them.
-    """
+    """Return whether this CPU multiplies tiles of bfloat16."""
     return "amx_bf16" in _usable_flags()
 
 
@@ -334,8 +362,8 @@ def compile_all(folder: Path) -> list[Path]:
         CannotBuild: there is no compiler, or it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = [_kept(folder, wanted) for wanted in (AVX512, AVX2)]
-    for target, wanted in zip(made, (AVX512, AVX2), strict=True):
+    made = [_kept(folder, wanted) for wanted in ISAS]
+    for target, wanted in zip(made, ISAS, strict=True):
         _compile(target, wanted)
         target.chmod(0o755)
     return made

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from mooncake_kernels.native import build
 from mooncake_kernels.native.measured import Experts, Kind, few_tokens, measured
-from mooncake_kernels.native.packed import Quantized, at, blocked, function
+from mooncake_kernels.native.packed import Quantized, at, blocked, function, reads_onednn
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.onednn.experts import PackedExperts, by_expert
 
@@ -42,7 +42,8 @@ class Call:
         )  # fmt: skip
         pairs = rows * choices
         out = torch.empty_like(x)
-        room = torch.empty(pairs + rows * self._hidden, dtype=torch.float32)
+        sums = self._hidden * max(rows, -(-pairs // 2))  # or each pair's result in bfloat16
+        room = torch.empty(pairs + sums, dtype=torch.float32)
         between = torch.empty(pairs, self._inner, dtype=x.dtype)
         self._function(
             at(x), at(experts), at(weights), rows, choices, self._num, self._hidden, self._inner,
@@ -67,10 +68,13 @@ class _Experts:
         if self._many is None:
             return f"{code}, any number of tokens"
         last = measured(self._few.kind)[-1]
-        return (
-            f"{code} for up to {self._few_tokens} tokens, oneDNN for more (measured with "
-            f"{last.tokens}: {1e3 * last.few_s:.1f} ms a layer and {1e3 * last.many_s:.1f})"
+        times = (
+            f"(measured with {last.tokens}: {1e3 * last.few_s:.1f} ms a layer and "
+            f"{1e3 * last.many_s:.1f} by oneDNN)"
         )
+        if self._few_tokens == math.inf:
+            return f"{code}, any number of tokens {times}"
+        return f"{code} for up to {self._few_tokens} tokens, oneDNN for more {times}"
 
     def by_library(self, most_tokens: int) -> Experts | None:
         """Return the implementation for the experts of `most_tokens` tokens; None:
@@ -91,7 +95,8 @@ class _Experts:
 
 class PackedBf16Experts(_Experts):
     """Like `reference.experts.StackedExperts`, for bfloat16 only. Both ways use one packed copy of
-    the weights. If oneDNN has no packed products of bfloat16, there is only one way.
+    the weights. If oneDNN has no packed products of bfloat16, or packs in another order, there is
+    only one way.
     """
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
@@ -100,16 +105,12 @@ class PackedBf16Experts(_Experts):
         _check_widths(hidden, inner)
         if down.dtype != torch.bfloat16:
             raise build.CannotBuild(f"experts of {down.dtype}")
-        if build.isa() is build.AVX2:
-            self._kept = [*map(blocked, gate_up), *map(blocked, down)]
-            addresses, many = [kept.data_ptr() for kept in self._kept], None
-        else:
-            for weight in (gate_up[0], down[0]):
-                # oneDNN chooses the order itself, and it may be different elsewhere.
-                if not torch.equal(onednn.bytes_of(onednn.pack(weight)), blocked(weight).flatten()):
-                    raise build.CannotBuild("oneDNN packs weights in another order on this CPU")
+        if reads_onednn(gate_up[0]) and reads_onednn(down[0]):
             many = PackedExperts(gate_up, down)
             addresses = [onednn.address(weight) for weight in many.packed]
+        else:
+            self._kept = [*map(blocked, gate_up), *map(blocked, down)]
+            addresses, many = [kept.data_ptr() for kept in self._kept], None
         self._num, self._packed = num, many
         super().__init__(Call("experts_bf16", addresses, num, hidden, inner), many)
 

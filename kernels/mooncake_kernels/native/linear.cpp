@@ -8,10 +8,11 @@ namespace {
 template <class Weight, class Take>
 void linear(const bf16* x, int64_t stride, int rows, int outs, int ins, const Weight& weight, int threads,
             const Take& take) {
-    const int blocks = outs / OUTS, pieces = (rows + MANY - 1) / MANY;
+    const int piece = by_tiles(weight, rows) ? rows_in_cache(2 * ins) : MANY;
+    const int blocks = outs / OUTS, pieces = (rows + piece - 1) / piece;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int unit = 0; unit < blocks * pieces; ++unit) {
-        const int block = unit / pieces, begin = unit % pieces * MANY, end = std::min(begin + MANY, rows);
+        const int block = unit % blocks, begin = unit / blocks * piece, end = std::min(begin + piece, rows);
         each_product(weight, block, ins, begin, end, x, stride, [&](int row, const float* sums) { take(row, block, sums); });
     }
 }
@@ -45,6 +46,7 @@ void widen(const Weight& weight, int outs, int ins, bf16* out, int threads) {
 extern "C" {
 
 int outs_of_a_block() { return OUTS; }
+int outs_together() { return TOGETHER; }
 
 // x: [rows, ins], `stride` numbers from row to row; out: [rows, outs], float32 where `widened`, else
 // bfloat16 with `add` [rows, outs] (or nothing) added before rounding.

@@ -1,8 +1,8 @@
 """Dense products by compiled code, with few rows at the speed of memory.
 
 Weights that oneDNN packed are read in place. `measured` decides how many rows go to oneDNN. If
-oneDNN only emulates bfloat16, or has none, compiled code keeps its own copy and takes any number of
-rows.
+oneDNN only emulates bfloat16, has none, or packs in another order, compiled code keeps its own copy
+and takes any number of rows.
 """
 
 from __future__ import annotations
@@ -16,31 +16,17 @@ import torch
 from mooncake_kernels.native import build
 from mooncake_kernels.native.experts import Call
 from mooncake_kernels.native.measured import few_tokens
-from mooncake_kernels.native.packed import Fp8Linear, at, blocked, function
+from mooncake_kernels.native.packed import Fp8Linear, at, blocked, function, reads_onednn
 from mooncake_kernels.onednn import linear as onednn
-
-_read: dict[tuple[int, int], bool] = {}
-
-
-def _readable(weight: torch.Tensor, packed: torch.Tensor) -> bool:
-    """Whether oneDNN packs weights of this shape in the order that compiled code reads."""
-    outs, ins = weight.shape
-    if build.isa() is not build.AVX512 or not build.fits(outs) or ins % 32:
-        return False
-    if (outs, ins) not in _read:
-        same = torch.equal(onednn.bytes_of(packed), blocked(weight.contiguous()).flatten())
-        _read[outs, ins] = same
-    return _read[outs, ins]
 
 
 def takes_all_rows(weight: torch.Tensor) -> bool:
     """Whether compiled code alone should compute products with `weight`. It should for bfloat16
-    weights on CPUs that multiply these in float32 in any library: oneDNN then has a third of this
-    code's speed.
+    weights that it cannot read as oneDNN packs them; see `packed.reads_onednn`.
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
-    return build.why_not() is None and build.isa() is build.AVX2 and build.fits(*weight.shape)
+    return build.why_not() is None and build.fits(*weight.shape) and not reads_onednn(weight)
 
 
 class FewRows:
@@ -62,7 +48,7 @@ class FewRows:
             self._kept = blocked(weight.contiguous())
             self.addresses, self.most = [self._kept.data_ptr()], math.inf
             return
-        if not _readable(weight, packed):
+        if not reads_onednn(weight):
             raise build.CannotBuild(f"a weight of {tuple(weight.shape)} is packed in another order")
         self.addresses = [onednn.address(packed)]
         self.most = most or few_tokens(

@@ -63,11 +63,12 @@ def measured(kind: Kind) -> list[Timing]:
     return _measured[kind, torch.get_num_threads()]
 
 
-def few_tokens(kind: Kind, few: Experts, many: Experts) -> int:
+def few_tokens(kind: Kind, few: Experts, many: Experts) -> float:
     """Return up to how many tokens `few` is faster. Measured once for each `kind`.
 
-    Above some number, oneDNN's larger tiles (and AMX, if there is any) multiply faster than the
-    weights are read.
+    Above some number, oneDNN's larger tiles may multiply faster. With AMX, compiled code multiplies
+    many rows of bfloat16 by the instructions that oneDNN uses. So if it never lost, it takes any
+    number.
     """
     wanted = kind, torch.get_num_threads()
     if wanted not in _measured:
@@ -81,9 +82,10 @@ def few_tokens(kind: Kind, few: Experts, many: Experts) -> int:
     limit = 0
     for timing in _measured[wanted]:
         if not timing.won:
-            break
+            return limit
         limit = timing.tokens
-    return limit
+    by_tiles = kind[0].endswith("_bf16") and build.isa() is build.AMX
+    return math.inf if by_tiles else limit
 
 
 def _measure(kind: Kind, few: Experts, many: Experts) -> list[Timing]:

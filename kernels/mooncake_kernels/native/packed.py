@@ -37,12 +37,30 @@ def block_outs() -> int:
 
 
 def blocked(weight: torch.Tensor) -> torch.Tensor:
-    """Return [..., outs, ins] in the order in which compiled code reads bfloat16: [..., blocks of
-    outs, ins / 2, outs of a block, 2].
+    """Return [..., outs, ins] in the order in which compiled code reads bfloat16: [..., outs /
+    each, ins / 2, each, 2], with so many outs together as oneDNN has on such a CPU.
     """
     *lead, outs, ins = weight.shape
-    each = block_outs()
+    each = int(build.code().outs_together())
     return weight.view(*lead, outs // each, each, ins // 2, 2).transpose(-3, -2).contiguous()
+
+
+_read: dict[tuple[build.Isa, int, int], bool] = {}
+
+
+def reads_onednn(weight: torch.Tensor) -> bool:
+    """Return whether compiled code reads a bfloat16 weight [outs, ins] in the order in which oneDNN
+    packs this shape here. On CPUs without bfloat16 it never should: oneDNN, which emulates it,
+    would have a third of its speed with many rows.
+    """
+    outs, ins = weight.shape
+    isa = build.isa()
+    if isa is build.AVX2 or not build.fits(outs) or ins % 32:
+        return False
+    if (isa, outs, ins) not in _read:
+        packed = onednn.bytes_of(onednn.pack(weight))
+        _read[isa, outs, ins] = torch.equal(packed, blocked(weight.contiguous()).flatten())
+    return _read[isa, outs, ins]
 
 
 class Quantized:

@@ -2,22 +2,29 @@
 // panel at a time is decoded into the cache and multiplied with all of them.
 //
 // A weight [out, in] lies in blocks of OUTS outs; in each, pairs of ins follow one another, OUTS of
-// a pair together. bfloat16: [pairs][OUTS][2], in blocks of 64 oneDNN's own order for packed linear
-// layers, so both work on one copy. Quantized: as `place` says, so that few instructions unpack a
-// vector; codes are multiplied as they are (bfloat16 has each of their values), and the sums of a
-// group of ins with the group's scale.
+// a pair together. bfloat16: [pairs][TOGETHER][2], for each TOGETHER of the outs: oneDNN's own order
+// for packed linear layers on CPUs with AVX-512 (blocks of 64) and with AMX (of 32), so both work on
+// one copy. Quantized: as `place` says, so that few instructions unpack a vector; codes are
+// multiplied as they are (bfloat16 has each of their values), and the sums of a group of ins with
+// the group's scale.
 
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "amx.h"
 #include "lanes.h"
 
 namespace {
 
 constexpr int AHEAD = 4096;  // bytes of a weight that are asked for before they are multiplied
 constexpr int OUTS = LANES * PARTS;
+#ifdef __AMX_BF16__
+constexpr int TOGETHER = OUTS_OF_TILES;
+#else
+constexpr int TOGETHER = OUTS;
+#endif
 constexpr int PANEL = 512;    // ins that are decoded at a time: 64 KiB
 constexpr int MANY = 96;      // rows that are multiplied with a decoded panel
 
@@ -26,12 +33,14 @@ inline void ask(const void* place) { _mm_prefetch((const char*)place + AHEAD, _M
 struct Bf16Block {
     static constexpr int GROUP = 0;  // no scales
     const bf16* values;
+    int64_t next;  // numbers from TOGETHER outs to the next
 
     void pair(int pair, Pairs* part) const {
-        const bf16* w = values + (int64_t)pair * 2 * OUTS;
         for (int p = 0; p < PARTS; ++p) {
-            ask(w + p * 2 * LANES);
-            part[p] = pairs(w + p * 2 * LANES);
+            const int out = p * LANES;
+            const bf16* w = values + out / TOGETHER * next + ((int64_t)pair * TOGETHER + out % TOGETHER) * 2;
+            ask(w);
+            part[p] = pairs(w);
         }
     }
 };
@@ -39,7 +48,7 @@ struct Bf16Block {
 struct Bf16Weight {
     const bf16* values;
 
-    Bf16Block at(int block, int ins) const { return {values + (int64_t)block * OUTS * ins}; }
+    Bf16Block at(int block, int ins) const { return {values + (int64_t)block * OUTS * ins, (int64_t)TOGETHER * ins}; }
 };
 
 // A nibble of Word w of a pair is the code (value + 8) of lane w / 2 and in w % 2, a part a nibble.
@@ -260,11 +269,38 @@ inline void store_sums(const float* sums, const bf16* add, bf16* to) {
     }
 }
 
-// Calls take(row, its OUTS products) for rows `begin` to `end`, at most MANY, of x and one block of
-// outs; `stride` numbers from row to row.
+// Whether tiles multiply `rows` rows with such a weight, and then any number of them at once.
+template <class Weight>
+constexpr bool by_tiles(const Weight&, int rows) {
+#ifdef __AMX_BF16__
+    return std::is_same_v<Weight, Bf16Weight> && rows > ROWS;
+#else
+    return false;
+#endif
+}
+
+// How many rows of so many bytes a core keeps while weights pass by them: a multiple of 32.
+inline int rows_in_cache(int64_t bytes) { return (int)std::min(std::max((1 << 20) / bytes / 32, (int64_t)2), (int64_t)16) * 32; }
+
+// Calls take(row, its OUTS products) for rows `begin` to `end`, at most MANY without tiles, of x and
+// one block of outs; `stride` numbers from row to row.
 template <class Weight, class Take>
 void each_product(const Weight& weight, int block, int ins, int begin, int end, const bf16* x, int64_t stride,
                   const Take& take) {
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<Weight, Bf16Weight>)
+        if (by_tiles(weight, end - begin)) {
+            const auto here = weight.at(block, ins);
+            alignas(64) float made[ROWS_OF_TILES * OUTS];
+            Tiles tiles;
+            for (int first = begin; first < end; first += ROWS_OF_TILES) {
+                const int num = std::min(ROWS_OF_TILES, end - first);
+                tiles.multiply(here.values, here.next, OUTS, ins, num, x + first * stride, stride, made);
+                for (int r = 0; r < num; ++r) take(first + r, made + r * OUTS);
+            }
+            return;
+        }
+#endif
     alignas(64) float made[MANY * OUTS];
     const bf16* row[MANY];
     for (int r = begin; r < end; ++r) row[r - begin] = x + r * stride;
