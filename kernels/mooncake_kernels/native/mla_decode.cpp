@@ -1,6 +1,6 @@
 // Absorbed MLA of few rows over paged latent KV: each page is read where it lies, scored, and added
-// with running maxima and sums. A unit of work is one row and HEADS heads. Alone, and as the middle of
-// a whole attention layer of few rows.
+// with running maxima and sums. A unit of work is one row and HEADS heads, by tiles twice as many.
+// Alone, and as the middle of a whole attention layer of few rows.
 
 #include <omp.h>
 
@@ -91,15 +91,35 @@ struct Paged {
     const bf16* pages;
     const int32_t *row_start, *lengths, *table;
     int sequences, columns, tokens, width, rank;
+
+    // The pages of the sequence of this row, and how many of its tokens the row sees.
+    const int32_t* table_of(int row, int& seen) const {
+        int sequence = 0;
+        while (row_start[sequence + 1] <= row) ++sequence;
+        seen = lengths[sequence] - (row_start[sequence + 1] - 1 - row);
+        return table + (int64_t)sequence * columns;
+    }
 };
+
+// to [heads, rank] = made / sum, in order; see `gather`.
+template <class Out>
+void finish(int heads, const float (*made)[MOST_RANK], const float* maximum, const float* sum, int rank, Out* to, float* lse) {
+    for (int head = 0; head < heads; ++head) {
+        const float factor = sum[head] > 0 ? 1 / sum[head] : 0;
+        if (lse) lse[head] = sum[head] > 0 ? maximum[head] + std::log(sum[head]) : -INFINITY;
+        for (int at = 0; at < rank; at += WORD) {
+            float ordered[WORD];
+            for (int i = 0; i < WORD; ++i) ordered[i] = made[head][at + place_of(i)] * factor;
+            for (int i = 0; i < WORD; i += LANES) store(to + (int64_t)head * rank + at + i, load(ordered + i));
+        }
+    }
+}
 
 // Attention of HEADS heads q [HEADS, width] of row `row`; lse: null where nobody wants it.
 template <class Out>
 void attend(const Paged& of, int row, const bf16* q, Out* out, float* lse) {
-    int sequence = 0;
-    while (of.row_start[sequence + 1] <= row) ++sequence;
-    const int seen = of.lengths[sequence] - (of.row_start[sequence + 1] - 1 - row);
-    const int32_t* table = of.table + (int64_t)sequence * of.columns;
+    int seen;
+    const int32_t* table = of.table_of(row, seen);
     alignas(64) float scores[HEADS][MOST_TOKENS], made[HEADS][MOST_RANK];
     alignas(64) bf16 shares[HEADS][MOST_TOKENS];
     float maximum[HEADS], sum[HEADS], kept[HEADS];
@@ -118,16 +138,145 @@ void attend(const Paged& of, int row, const bf16* q, Out* out, float* lse) {
             kept[head] = share(scores[head], num, maximum[head], sum[head], shares[head]);
         gather(shares, page, of.width, num, of.rank, kept, made);
     }
-    for (int head = 0; head < HEADS; ++head) {
-        const float factor = sum[head] > 0 ? 1 / sum[head] : 0;
-        if (lse) lse[head] = sum[head] > 0 ? maximum[head] + std::log(sum[head]) : -INFINITY;
-        for (int at = 0; at < of.rank; at += WORD) {
-            float ordered[WORD];
-            for (int i = 0; i < WORD; ++i) ordered[i] = made[head][at + place_of(i)] * factor;
-            for (int i = 0; i < WORD; i += LANES)
-                store(out + (int64_t)head * of.rank + at + i, load(ordered + i));
+    finish(HEADS, made, maximum, sum, of.rank, out, lse);
+}
+
+#ifdef __AMX_BF16__
+
+constexpr int KEYS = 256;     // whose scores are kept at a time
+constexpr int COLUMNS = 64;   // of latents that are summed at a time
+
+// The same of `heads` heads, at most TILE, by tiles: scores [keys][heads], sums [heads][rank]. Rows
+// behind the last token are multiplied only as keys, whose scores nobody reads.
+template <class Out>
+void attend_by_tiles(const Paged& of, int row, int heads, const bf16* q, Out* out, float* lse) {
+    int seen;
+    const int32_t* table = of.table_of(row, seen);
+    alignas(64) float scores[KEYS][TILE], made[TILE][MOST_RANK], maximum[TILE], sum[TILE], kept[TILE];
+    alignas(64) bf16 shares[TILE][KEYS], beside_one_another[KEYS * COLUMNS];
+    alignas(64) __m512i of_pairs[KEYS / 2];
+    const bf16* token[KEYS];
+    bf16 *query = (bf16*)own_room(sizeof(bf16) * 2 * TILE * of.width), *all_heads = query + TILE * of.width;
+    std::memset(all_heads, 0, sizeof(bf16) * TILE * of.width);
+    std::memcpy(all_heads, q, sizeof(bf16) * heads * of.width);
+    for (int in = 0; in < of.width; in += DEEP) {
+        __m512i words[TILE];
+        turn_words(all_heads + in, sizeof(bf16) * of.width, words);
+        for (int i = 0; i < TILE; ++i) _mm512_storeu_si512(query + in * TILE + i * DEEP, words[i]);
+    }
+    for (int head = 0; head < TILE; ++head) {
+        maximum[head] = -INFINITY;
+        sum[head] = 0;
+        std::memset(made[head], 0, of.rank * sizeof(float));
+    }
+    Tiles tiles;
+    tiles.rows(ROWS_OF_TILES);
+    for (int begin = 0; begin < seen; begin += KEYS) {
+        const int num = std::min(KEYS, seen - begin), whole = (num + DEEP - 1) / DEEP * DEEP;
+        for (int key = 0; key < num; ++key)
+            token[key] = of.pages + ((int64_t)table[(begin + key) / of.tokens] * of.tokens + (begin + key) % of.tokens) * of.width;
+        const int64_t row_bytes = sizeof(bf16) * of.width;
+        for (int key = 0; key < num; key += 4 * TILE) {
+            const bf16* rows[4];
+            for (int i = 0; i < 4; ++i) rows[i] = token[std::min(key + i * TILE, (num - 1) / TILE * TILE)];
+            clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+            for (int in = 0; in < of.width; in += DEEP) {
+                load_tile<6>(query + in * TILE, 2 * DEEP);
+                load_tile<4>(rows[0] + in, row_bytes);
+                dot_tile<0, 4, 6>();
+                load_tile<5>(rows[1] + in, row_bytes);
+                dot_tile<1, 5, 6>();
+                load_tile<4>(rows[2] + in, row_bytes);
+                dot_tile<2, 4, 6>();
+                load_tile<5>(rows[3] + in, row_bytes);
+                dot_tile<3, 5, 6>();
+            }
+            store_tile<0>(scores[key], 4 * TILE), store_tile<1>(scores[key + TILE], 4 * TILE);
+            store_tile<2>(scores[key + 2 * TILE], 4 * TILE), store_tile<3>(scores[key + 3 * TILE], 4 * TILE);
+        }
+        const Floats before = load(maximum);
+        Floats now = before, total = all(0.0f);
+        for (int key = 0; key < num; ++key) now = most(now, load(scores[key]));
+        const Floats factor = exponential(before - now);
+        for (int key = 0; key < whole; key += 2) {
+            Floats each[2];
+            for (int odd = 0; odd < 2; ++odd) {
+                each[odd] = key + odd < num ? exponential(load(scores[key + odd]) - now) : all(0.0f);
+                total = total + each[odd];
+            }
+            of_pairs[key / 2] = pairs_of(each[0], each[1]);
+        }
+        for (int key = 0; key < whole; key += DEEP) {
+            __m512i words[TILE];
+            turn_words(of_pairs + key / 2, sizeof(__m512i), words);
+            for (int head = 0; head < TILE; ++head) _mm512_storeu_si512(shares[head] + key, words[head]);
+        }
+        store(maximum, now);
+        store(sum, load(sum) * factor + total);
+        store(kept, factor);
+        if (begin && _mm512_cmp_ps_mask(before, now, _CMP_NEQ_UQ))
+            for (int head = 0; head < heads; ++head)
+                for (int at = 0; at < of.rank; at += LANES) store(made[head] + at, load(made[head] + at) * all(kept[head]));
+        for (int at = 0; at < of.rank; at += COLUMNS) {
+            const bool half = of.rank - at < COLUMNS;
+            for (int key = 0; key < whole; key += 2)
+                for (int column = 0; column < (half ? WORD : COLUMNS); column += WORD) {
+                    const __m512i none = _mm512_setzero_si512();
+                    const __m512i first = key < num ? _mm512_loadu_si512(token[key] + at + column) : none;
+                    const __m512i second = key + 1 < num ? _mm512_loadu_si512(token[key + 1] + at + column) : none;
+                    bf16* to = beside_one_another + key * COLUMNS + 2 * column;
+                    _mm512_store_si512(to, _mm512_unpacklo_epi16(first, second));
+                    _mm512_store_si512(to + 2 * TILE, _mm512_unpackhi_epi16(first, second));
+                }
+            float* sums = made[0] + at;
+            constexpr int64_t SUMS = sizeof(float) * MOST_RANK, PAIRS = 2 * sizeof(bf16) * COLUMNS;
+            load_tile<0>(sums, SUMS), load_tile<1>(sums + TILE, SUMS);
+            if (!half) load_tile<2>(sums + 2 * TILE, SUMS), load_tile<3>(sums + 3 * TILE, SUMS);
+            for (int key = 0; key < whole; key += DEEP) {
+                const bf16* pair = beside_one_another + key * COLUMNS;
+                load_tile<4>(shares[0] + key, sizeof(shares[0]));
+                load_tile<6>(pair, PAIRS);
+                dot_tile<0, 4, 6>();
+                load_tile<7>(pair + 2 * TILE, PAIRS);
+                dot_tile<1, 4, 7>();
+                if (half) continue;
+                load_tile<6>(pair + 4 * TILE, PAIRS);
+                dot_tile<2, 4, 6>();
+                load_tile<7>(pair + 6 * TILE, PAIRS);
+                dot_tile<3, 4, 7>();
+            }
+            store_tile<0>(sums, SUMS), store_tile<1>(sums + TILE, SUMS);
+            if (!half) store_tile<2>(sums + 2 * TILE, SUMS), store_tile<3>(sums + 3 * TILE, SUMS);
         }
     }
+    finish(heads, made, maximum, sum, of.rank, out, lse);
+}
+
+#endif
+
+// Units of work of all heads of a row.
+inline int groups_of(const Paged& of, int heads) {
+#ifdef __AMX_BF16__
+    if (of.tokens % TILE == 0) return (heads + TILE - 1) / TILE;
+#endif
+    return heads / HEADS;
+}
+
+// Unit number `unit` of the rows q [rows, heads, width]; out: [rows, heads, rank], lse: [rows, heads]
+// or null.
+template <class Out>
+void attend_unit(const Paged& of, int unit, int heads, const bf16* q, Out* out, float* lse) {
+    const int groups = groups_of(of, heads), row = unit / groups;
+#ifdef __AMX_BF16__
+    if (of.tokens % TILE == 0) {
+        const int head = unit % groups * TILE;
+        const int64_t place = (int64_t)row * heads + head;
+        return attend_by_tiles(of, row, std::min(TILE, heads - head), q + place * of.width, out + place * of.rank,
+                               lse ? lse + place : nullptr);
+    }
+#endif
+    const int64_t place = (int64_t)unit * HEADS;
+    attend(of, row, q + place * of.width, out + place * of.rank, lse ? lse + place : nullptr);
 }
 
 // to[row] = the products of x[row], `stride` numbers apart, with weight [outs, ins] as it is; `step`
@@ -172,13 +321,11 @@ void attention_bf16(const bf16* q, const bf16* pages, const int32_t* row_start, 
                     const int32_t* table, int sequences, int columns, int heads, int tokens, int width,
                     int rank, void* out, int wide, float* lse, int threads) {
     const Paged paged{pages, row_start, lengths, table, sequences, columns, tokens, width, rank};
-    const int groups = heads / HEADS, rows = row_start[sequences];
+    const int units = row_start[sequences] * groups_of(paged, heads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int unit = 0; unit < rows * groups; ++unit) {
-        const int64_t place = (int64_t)unit * HEADS;
-        const bf16* heads_of = q + place * width;
-        if (wide) attend(paged, unit / groups, heads_of, (float*)out + place * rank, lse + place);
-        else attend(paged, unit / groups, heads_of, (bf16*)out + place * rank, lse + place);
+    for (int unit = 0; unit < units; ++unit) {
+        if (wide) attend_unit(paged, unit, heads, q, (float*)out, lse);
+        else attend_unit(paged, unit, heads, q, (bf16*)out, lse);
     }
 }
 
@@ -203,7 +350,7 @@ void mla_layer_bf16(const MlaLayer* l, const bf16* x, const bf16* add, const flo
                     int tokens, const int32_t* row_start, const int32_t* lengths, const int32_t* table,
                     int sequences, int columns, bf16* room, bf16* out, int threads) {
     const int rows = row_start[sequences], heads = l->heads, head_width = l->nope + l->rope, width = l->rank + l->rope;
-    const int joined_width = l->query_rank + width, query_width = heads * head_width, groups = heads / HEADS;
+    const int joined_width = l->query_rank + width, query_width = heads * head_width;
     const int normed_width = l->hidden > l->query_rank ? l->hidden : l->query_rank;
     const int attended_width = heads * l->value;
     const Paged paged{pages, row_start, lengths, table, sequences, columns, tokens, width, l->rank};
@@ -256,10 +403,8 @@ void mla_layer_bf16(const MlaLayer* l, const bf16* x, const bf16* add, const flo
                             query_width, rows, absorbed + (int64_t)head * width, (int64_t)heads * width, made);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int unit = 0; unit < rows * groups; ++unit) {
-            const int64_t place = (int64_t)unit * HEADS;
-            attend(paged, unit / groups, absorbed + place * width, latents + place * l->rank, nullptr);
-        }
+        for (int unit = 0; unit < rows * groups_of(paged, heads); ++unit)
+            attend_unit(paged, unit, heads, absorbed, latents, nullptr);
 #pragma omp for schedule(dynamic, 1)
         for (int head = 0; head < heads; ++head)
             product_of_head(l->value_up + (int64_t)head * l->value * l->rank, l->value, l->rank, latents + (int64_t)head * l->rank,
