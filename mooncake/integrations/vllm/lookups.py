@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey, MooncakeError
@@ -16,6 +18,8 @@ from mooncake.launch.pool_client.session import PoolSession
 
 REACH_S = 1.0
 """Seconds between two attempts to reach a pool that has never been reached."""
+AGAIN_S = 0.01
+"""Seconds until a look-up that waits for promised chunks is tried once more."""
 MAX_WAITING = 1024
 """Look-ups that may wait; further ones count as misses."""
 logger = logging.getLogger("vllm.mooncake")
@@ -25,6 +29,9 @@ logger = logging.getLogger("vllm.mooncake")
 @dataclass
 class _Question:
     chain: Sequence[BlockKey]
+    promised: int
+    until_s: float
+    """How long promised chunks are waited for."""
     answer: Future[int] = field(default_factory=Future)
 
 
@@ -36,7 +43,11 @@ class PoolLookups:
         self._ranks = ranks
         self._packing: Packing | None = None
         self._questions: queue.Queue[_Question | None] = queue.Queue(MAX_WAITING)
-        self._last: Future[int] | None = None
+        self._unkept: deque[_Question] = deque()
+        """Questions whose promised chunks are not all there yet."""
+        self._again_s = 0.0
+        """When they are tried once more."""
+        self._answered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool lookups", daemon=True)
         self._thread.start()
 
@@ -45,10 +56,13 @@ class PoolLookups:
         """How blocks are packed in the pool; None: the pool has not been reached yet."""
         return self._packing
 
-    def ask(self, chain: Sequence[BlockKey]) -> Future[int]:
-        """Begin a look-up. Its answer is 0 if the pool fails."""
-        question = _Question(chain)
-        self._last = question.answer
+    def ask(
+        self, chain: Sequence[BlockKey], promised: int = 0, within_s: float = 0.0
+    ) -> Future[int]:
+        """Begin a look-up. Its answer is 0 if the pool fails. If `promised` chunks are not all
+        there yet, it waits for them, at most this long.
+        """
+        question = _Question(chain, promised, time.monotonic() + within_s)
         try:
             self._questions.put_nowait(question)
         except queue.Full:
@@ -56,9 +70,9 @@ class PoolLookups:
         return question.answer
 
     def wait(self, seconds: float) -> None:
-        """Wait for the answer to the last question, at most this long."""
-        if self._last is not None:
-            wait([self._last], seconds)
+        """Wait for an answer to some question, at most this long."""
+        self._answered.wait(seconds)
+        self._answered.clear()
 
     def close(self) -> None:
         """End the thread. Questions without an answer count as misses."""
@@ -69,14 +83,38 @@ class PoolLookups:
         self._reach()
         while True:
             try:
-                question = self._questions.get(timeout=None if self._packing else REACH_S)
+                question = self._questions.get(timeout=self._pause_s())
             except queue.Empty:
-                self._reach()
-                continue
-            if question is None:
-                self._link.close()
-                return
-            question.answer.set_result(self._found(question.chain))
+                if self._packing is None:
+                    self._reach()
+            else:
+                if question is None:
+                    self._link.close()
+                    return
+                self._answer(question)
+            if self._unkept and time.monotonic() >= self._again_s:
+                for _ in range(len(self._unkept)):
+                    self._answer(self._unkept.popleft())
+                self._again_s = time.monotonic() + AGAIN_S
+
+    def _pause_s(self) -> float | None:
+        """Return how long there is nothing to do unless somebody asks."""
+        if self._packing is None:
+            return REACH_S
+        return max(0.0, self._again_s - time.monotonic()) if self._unkept else None
+
+    def _answer(self, question: _Question) -> None:
+        found = self._found(question.chain)
+        if (
+            found is not None
+            and found < question.promised
+            and time.monotonic() < question.until_s
+            and len(self._unkept) < MAX_WAITING
+        ):
+            self._unkept.append(question)
+            return
+        question.answer.set_result(found or 0)
+        self._answered.set()
 
     def _reach(self) -> None:
         try:
@@ -88,14 +126,15 @@ class PoolLookups:
         except Exception:
             logger.exception("the pool cannot be reached for a reason that is a bug")
 
-    def _found(self, chain: Sequence[BlockKey]) -> int:
+    def _found(self, chain: Sequence[BlockKey]) -> int | None:
+        """Return how many leading chunks there are; None if the pool fails."""
         try:
             return self._link.call(lambda session: self._match(session, chain))
         except MooncakeError:
-            return 0
+            return None
         except Exception:  # whatever is wrong with the pool, the request goes on
             logger.exception("a look-up failed for a reason that is a bug")
-            return 0
+            return None
 
     def _match(self, session: PoolSession, chain: Sequence[BlockKey]) -> int:
         packing, found = self._packing, len(chain)

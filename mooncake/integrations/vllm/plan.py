@@ -4,12 +4,15 @@ a port gives the pool's answers, and the caller gives the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from mooncake.base import BlockKey
 from mooncake.integrations.vllm.chunks import Packing, TokenChain
+
+PROMISED = "mooncake_tokens"
+"""The key of a prefill server's answer that says how many leading tokens it gives to the pool."""
 
 
 class RequestView(Protocol):
@@ -20,6 +23,7 @@ class RequestView(Protocol):
     num_preemptions: int
     all_token_ids: Sequence[int]
     cache_salt: str | None
+    kv_transfer_params: Mapping[str, Any] | None
 
 
 class Answer(Protocol):
@@ -38,7 +42,24 @@ class Lookups(Protocol):
     def packing(self) -> Packing | None:
         """How blocks are packed in the pool; None: the pool has not been reached yet."""
 
-    def ask(self, chain: Sequence[BlockKey]) -> Answer: ...
+    def ask(self, chain: Sequence[BlockKey], promised: int, within_s: float) -> Answer:
+        """Look up how many leading chunks there are. If `promised` chunks are not all there yet,
+        the answer waits for them, at most this long.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How an engine uses the pool."""
+
+    takes: bool = True
+    """False: nothing is loaded."""
+    gives: bool = True
+    """False: nothing is saved."""
+    lookup_timeout_s: float
+    """A look-up without an answer by then is a miss."""
+    load_timeout_s: float
+    """How long chunks are waited for that another engine has promised."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +121,11 @@ class _Tracked:
 class Planner:
     """The requests of one engine, from their look-up to their end."""
 
-    def __init__(
-        self, lookups: Lookups, block_tokens: int, namespace: str, lookup_timeout_s: float
-    ) -> None:
+    def __init__(self, lookups: Lookups, block_tokens: int, namespace: str, use: Use) -> None:
         self._lookups = lookups
         self._block_tokens = block_tokens
         self._namespace = namespace
-        self._timeout_s = lookup_timeout_s
+        self._use = use
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
 
@@ -130,13 +149,18 @@ class Planner:
         tracked = self._track(request)
         if tracked is None or tracked.asked_after == request.num_preemptions:
             return 0, False
+        if not self._use.takes:
+            return 0, False
         size = tracked.chain.chunk_tokens
         most = (request.num_tokens - 1) // size  # the last token is computed in any case
         if most * size <= num_computed:
             return 0, False
         if tracked.answer is None:
-            tracked.answer = self._lookups.ask(tracked.chain.upto(request.all_token_ids, most))
-            tracked.deadline_s = now + self._timeout_s
+            promised = min(_promised_tokens(request) // size, most)
+            within_s = self._use.load_timeout_s if promised else 0.0
+            chain = tracked.chain.upto(request.all_token_ids, most)
+            tracked.answer = self._lookups.ask(chain, promised, within_s)
+            tracked.deadline_s = now + within_s + self._use.lookup_timeout_s
         if not tracked.answer.done():
             if now < tracked.deadline_s:
                 return None, False
@@ -183,7 +207,7 @@ class Planner:
             # A token that was sampled and not told yet has no key.
             known = min(each.num_computed + each.num_tokens, len(tokens))
             start, stop = tracked.num_found, known // tracked.chain.chunk_tokens
-            if stop > start:
+            if stop > start and self._use.gives:
                 blocks = tracked.packing.blocks
                 jobs.saves.append(Save(
                     chain=tracked.chain.upto(tokens, stop)[start:],
@@ -192,12 +216,20 @@ class Planner:
                 tracked.num_found = stop
         return jobs
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request that has ended, for whatever reason; also an unknown one. The workers
         are still told about a load that has begun; the blocks are freed when they report that it
         has ended.
+
+        Return what goes with the answer if another engine is to decode the request. As vLLM's
+        proxies do, whoever asks gives it to that engine as it is.
         """
-        self._tracked.pop(request_id, None)
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None or not self._use.gives:
+            return None
+        if not (tracked.request.kv_transfer_params or {}).get("do_remote_decode"):
+            return None
+        return {PROMISED: tracked.num_found * tracked.chain.chunk_tokens}
 
     def start_anew(self, namespace: str) -> None:
         """Use keys of another namespace, also for running requests: earlier keys may name KV of
@@ -216,3 +248,9 @@ class Planner:
             )
             tracked = self._tracked[request.request_id] = _Tracked(request, chain, packing)
         return tracked
+
+
+def _promised_tokens(request: RequestView) -> int:
+    """Return how many leading tokens another engine has promised to give to the pool."""
+    number = (request.kv_transfer_params or {}).get(PROMISED)
+    return number if isinstance(number, int) and number > 0 else 0

@@ -345,6 +345,7 @@ CLASSES: dict[str, dict[str, Class]] = {
         "openssl rand": Typed(),
         "pip install": Elsewhere("tests/vllm/test_connector.py", "vLLM"),
         "vllm serve": Elsewhere("tests/vllm/test_connector.py", "vLLM"),
+        "curl -s PREFILL": Elsewhere("tests/vllm/test_apart.py", "vLLM"),
         "mooncake pool stats": OfPool(),
     },
 }

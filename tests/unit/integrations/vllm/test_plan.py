@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from mooncake.base import BlockKey
 from mooncake.integrations.vllm.chunks import Packing, TokenChain
-from mooncake.integrations.vllm.plan import Load, Planner, Save, Scheduled
+from mooncake.integrations.vllm.plan import Load, Planner, Save, Scheduled, Use
 
 BLOCK = 4
 """Tokens."""
 TIMEOUT_S = 1.0
+USE = Use(lookup_timeout_s=TIMEOUT_S, load_timeout_s=5.0)
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Request:
     all_token_ids: list[int]
     num_preemptions: int = 0
     cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -32,6 +35,7 @@ class Request:
 class Answer:
     chain: Sequence[BlockKey]
     found: int | None = None
+    promised: tuple[int, float] = (0, 0.0)
 
     def done(self) -> bool:
         return self.found is not None
@@ -50,13 +54,13 @@ class Pool:
     found: int | None = None
     """What all look-ups find at once."""
 
-    def ask(self, chain: Sequence[BlockKey]) -> Answer:
-        self.asked.append(Answer(chain, self.found))
+    def ask(self, chain: Sequence[BlockKey], promised: int, within_s: float) -> Answer:
+        self.asked.append(Answer(chain, self.found, (promised, within_s)))
         return self.asked[-1]
 
 
-def make(pool: Pool, namespace: str = "") -> Planner:
-    return Planner(pool, BLOCK, namespace, TIMEOUT_S)
+def make(pool: Pool, namespace: str = "", use: Use = USE) -> Planner:
+    return Planner(pool, BLOCK, namespace, use)
 
 
 def keys(tokens: list[int], count: int, blocks: int = 1) -> list[BlockKey]:
@@ -211,3 +215,62 @@ def test_salts_and_namespaces_are_part_of_the_keys(pool: Pool) -> None:
     planner.num_new_matched(Request("b", TOKENS, cache_salt="s"), 0, 0.0)
     make(pool, "n").num_new_matched(Request("c", TOKENS), 0, 0.0)
     assert len({asked.chain[0] for asked in pool.asked}) == 3
+
+
+def test_an_engine_that_only_gives_asks_for_nothing(pool: Pool) -> None:
+    pool.found = 4
+    use = Use(takes=False, lookup_timeout_s=TIMEOUT_S, load_timeout_s=5.0)
+    planner = make(pool, use=use)
+    assert planner.num_new_matched(Request("r", TOKENS), 0, 0.0) == (0, False)
+    planner.allocated("r", [1, 2, 3, 4, 5], 0)
+    jobs = planner.step([Scheduled("r", 0, 18, [1, 2, 3, 4, 5])])
+    assert (pool.asked, jobs.loads) == ([], [])
+    assert jobs.saves == [Save(keys(TOKENS, 4), [1, 2, 3, 4])]
+
+
+def test_an_engine_that_only_takes_saves_nothing(pool: Pool) -> None:
+    pool.found = 1
+    use = Use(gives=False, lookup_timeout_s=TIMEOUT_S, load_timeout_s=5.0)
+    planner = make(pool, use=use)
+    request = Request("r", TOKENS, kv_transfer_params={"do_remote_decode": True})
+    assert planner.num_new_matched(request, 0, 0.0) == (4, True)
+    planner.allocated("r", [1, 2, 3, 4, 5], 4)
+    assert planner.step([Scheduled("r", 4, 14, [1, 2, 3, 4, 5])]).saves == []
+    assert planner.finished("r") is None, "and promises nothing"
+
+
+def test_what_one_engine_promises_another_waits_for(pool: Pool) -> None:
+    pool.found = 0
+    first, second = make(pool), make(pool)
+    request = Request("r", TOKENS, kv_transfer_params={"do_remote_decode": True})
+    assert first.num_new_matched(request, 0, 0.0) == (0, False)
+    first.allocated("r", [1, 2, 3, 4, 5], 0)
+    first.step([Scheduled("r", 0, 13, [1, 2, 3, 4, 5])])
+    promise = first.finished("r")
+    assert promise == {"mooncake_tokens": 12}
+    pool.found = None
+    follower = Request("r2", TOKENS, kv_transfer_params=promise)
+    assert second.num_new_matched(follower, 0, 0.0) == (None, False)
+    assert pool.asked[-1].promised == (3, 5.0)
+    assert second.num_new_matched(follower, 0, 5.5) == (None, False)
+    assert second.num_new_matched(follower, 0, 5.0 + TIMEOUT_S) == (0, False), "kept from no step"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"mooncake_tokens": "8"}, {"mooncake_tokens": -8}, {"mooncake_tokens": 3}],
+    ids=repr,
+)
+def test_whatever_is_no_promise_is_not_waited_for(
+    pool: Pool, params: dict[str, Any] | None
+) -> None:
+    planner = make(pool)
+    planner.num_new_matched(Request("r", TOKENS, kv_transfer_params=params), 0, 0.0)
+    assert pool.asked[0].promised == (0, 0.0)
+    assert planner.finished("r") is None
+
+
+def test_no_more_is_waited_for_than_the_prompt_has(pool: Pool) -> None:
+    params = {"mooncake_tokens": 10**6}
+    make(pool).num_new_matched(Request("r", TOKENS, kv_transfer_params=params), 0, 0.0)
+    assert pool.asked[0].promised == (4, 5.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,11 +56,16 @@ class Session:
         self.config = config
         self.is_closed = False
         self.error: Exception | None = None
+        self.missing = 1
+        """Blocks at the end of each run that are not there."""
+        self.asked = threading.Semaphore(0)
+        """Released with each look-up."""
 
     def match(self, keys: list[bytes]) -> int:
+        self.asked.release()
         if self.error is not None:
             raise self.error
-        return len(keys) - 1
+        return max(0, len(keys) - self.missing)
 
     def close(self) -> None:
         self.is_closed = True
@@ -123,9 +129,14 @@ def test_a_pool_that_stays_away_is_tried_ever_more_rarely(world: World) -> None:
     assert link.call(address) == "http://a:1"
 
 
+def open_lookups(world: World) -> PoolLookups:
+    link = PoolLink(world.settings, 1.0, logger)
+    return PoolLookups(link, [RankKv(b"r" * 16, 15)])
+
+
 @pytest.mark.parametrize("error", [TransferError("broken"), ValueError("a bug")], ids=repr)
 def test_a_look_up_that_fails_finds_nothing(world: World, error: Exception) -> None:
-    lookups = PoolLookups(PoolLink(world.settings, 1.0, logger), [RankKv(b"r" * 16, 15)])
+    lookups = open_lookups(world)
     try:
         chain = [bytes([n]) * 16 for n in range(4)]
         assert lookups.ask(chain).result(10) == 3, "of 8 parts 7 are there"
@@ -136,3 +147,42 @@ def test_a_look_up_that_fails_finds_nothing(world: World, error: Exception) -> N
     finally:
         lookups.close()
     assert world.opened[0].is_closed
+
+
+CHAIN = [bytes([n]) * 16 for n in range(4)]
+
+
+def test_a_promise_is_waited_for_and_others_are_answered_meanwhile(world: World) -> None:
+    lookups = open_lookups(world)
+    try:
+        assert lookups.ask(CHAIN).result(10) == 3
+        [session] = world.opened
+        session.missing = 4
+        answer = lookups.ask(CHAIN, promised=4, within_s=60)
+        for _ in range(3):
+            assert session.asked.acquire(timeout=10)
+        assert lookups.ask(CHAIN).result(10) == 2
+        assert not answer.done()
+        session.missing = 0
+        assert answer.result(10) == 4
+    finally:
+        lookups.close()
+
+
+def test_a_promise_that_is_not_kept_in_time_is_what_is_there(world: World) -> None:
+    lookups = open_lookups(world)
+    try:
+        assert lookups.ask(CHAIN, promised=4, within_s=0.1).result(10) == 3
+        assert lookups.ask(CHAIN, promised=3, within_s=60).result(10) == 3
+    finally:
+        lookups.close()
+
+
+def test_a_promise_is_not_waited_for_while_the_pool_fails(world: World) -> None:
+    lookups = open_lookups(world)
+    try:
+        assert lookups.ask(CHAIN).result(10) == 3
+        world.opened[0].error = TransferError("broken")
+        assert lookups.ask(CHAIN, promised=4, within_s=60).result(10) == 0
+    finally:
+        lookups.close()
