@@ -18,7 +18,7 @@ from mooncake.engine.config import EngineConfig
 from mooncake.engine.prompt_time import SLACK
 from mooncake.engine.ranks.step_log import UsePages
 from mooncake.instance.config import InstanceConfig
-from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, ObjectStoreConfig, SsdConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.measure import Measures
 from mooncake.sim.scaling import BUSY, FIXED, RULES, Autoscaler, BusyRule, FollowPolicy, Rule
@@ -32,7 +32,7 @@ from mooncake.sim.world.cost_model import (
     ModelFigures,
     sim_layout,
 )
-from mooncake.sim.world.disk import SimDiskConfig
+from mooncake.sim.world.disk import SimBucket, SimDiskConfig
 from mooncake.sim.world.network import NetworkConfig
 from mooncake.sim.world.process import AfterEvent
 from mooncake.sim.world.ranks import RankedRunner
@@ -95,6 +95,12 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that were asked for this many times go to the SSD; 1: all do."""
     ssd_bytes_per_s: float = 3e9
     """The speed of each of those disks."""
+    object_tokens: int = 0
+    """What each of those pools uses of a bucket that they share, in tokens."""
+    object_min_uses: int = 2
+    """Blocks that were asked for this many times go to the bucket; 1: all do."""
+    object_bytes_per_s: float = 1e9
+    """The speed at which each pool reads and writes the bucket."""
     decode_pools: bool = False
     """Whether decode instances have pools too. A trace names no output, so nothing in them is used
     again.
@@ -165,9 +171,12 @@ class Simulation:
         self.measures = Measures()
         self._lengths = workload.output_lengths
         self._max_model_len = max(config.model.max_model_len, workload.max_model_len)
+        bucket = SimBucket()
+        bucket.slowdown = config.ssd_bytes_per_s / config.object_bytes_per_s
         self.world = World(
-            self._world_config(), self._specs(), self._make_runner, self.measures, after_event
-        )
+            self._world_config(), self._specs(), self._make_runner, self.measures, after_event,
+            bucket,
+        )  # fmt: skip
         self._next = 0
         self.scaler = Autoscaler(self.world, config.scheduler.scaling, self._rule(), self._specs_of)
         self.watch = Watch(self.world, self.measures, config.ttft_slo_s, config.tbt_slo_s)
@@ -318,6 +327,8 @@ class Simulation:
                 report_interval_s=REPORT_INTERVAL_S,
                 ssd=self._ssd(),
                 ssd_min_uses=config.ssd_min_uses,
+                object_store=self._object_store(),
+                object_min_uses=config.object_min_uses,
             ),
             disk=SimDiskConfig(bytes_per_s=config.ssd_bytes_per_s),
             instance=InstanceConfig(
@@ -345,6 +356,10 @@ class Simulation:
     def _ssd(self) -> list[SsdConfig]:
         num_bytes = self.config.ssd_tokens // TRACE_BLOCK_TOKENS * self.layout.block_bytes
         return [SsdConfig(directory="/ssd", num_bytes=num_bytes)] if num_bytes else []
+
+    def _object_store(self) -> ObjectStoreConfig | None:
+        num_bytes = self.config.object_tokens // TRACE_BLOCK_TOKENS * self.layout.block_bytes
+        return ObjectStoreConfig(bucket="bucket", num_bytes=num_bytes) if num_bytes else None
 
     def _engines(self) -> dict[Role, EngineConfig]:
         config = self.config
