@@ -90,7 +90,7 @@ test-slow: $(STAMP) helm
 	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m "slow and not alone" -n $(PROCESSES) \
 	  $(PROCESS_TESTS) $(PURE_TESTS)
 
-# Those that bear nothing beside them, because they measure or wait for a limit of Ray: all other runs leave them out.
+# Those that bear nothing beside them, because they measure: all other runs leave them out.
 test-alone: $(STAMP)
 	$(BIN)/pytest -v -m alone tests/integration
 
