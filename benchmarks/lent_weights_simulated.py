@@ -2,11 +2,11 @@
 lent-weights-simulated`.
 
 Counts the pieces that each rank of an engine needs, from the shapes and cuts of the model's
-tensors, and plays their way on the simulator's clock: the lender's loop, the card, the borrower's
-loop, the threads that check pieces, the memory of the borrower, the way to the GPU. Each is a queue
-that serves pieces in the order in which they come. Prints how long the load takes, and which queue
-was busy for most of it. Figures of machines come from `configs/hardware`, others from `FIGURES`,
-each with its source.
+tensors, and plays their way on the simulator's clock: the lender's loops, the card, the borrower's
+loops, the threads that check pieces, the memory of the borrower, the way to the GPU. Each is a
+queue that serves pieces in the order in which they come. Prints how long the load takes, and which
+queue was busy for most of it. Figures of machines come from `configs/hardware`, others from
+`FIGURES`, each with its source.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from mooncake.base import ModelSpec, Shape
 from mooncake.launch.config.shipped import configs, figures
+from mooncake.launch.worker.weights_lender import MAX_LOOPS
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES
 from mooncake.model.checkpoint.quant_format import is_quantized, parse_quantization
 from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of
@@ -29,6 +30,7 @@ from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.placing import MAX_THREADS
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.cost_model import HardwareFigures
+from mooncake.transfer.tcp.backend import PeerLimits
 
 FIGURES = {
     "tcp_s_per_byte": (
@@ -50,6 +52,8 @@ FIGURES = {
 """Figure -> its value and where it comes from."""
 IN_FLIGHT = 3
 """Pieces that a rank has asked for and not checked: one, and two ahead of it."""
+NUM_CONNECTIONS = PeerLimits().num_connections
+"""Of a rank to its lender, each in a loop of its own."""
 CHECK_PASSES, OWN_PASSES, KERNEL_PASSES = 2, 3, 2
 """How often a byte goes through the borrower's memory: from the card and into the check; of a
 rank's own parts into a pinned buffer (two) and to the GPU; over TCP once more through the kernel
@@ -106,19 +110,19 @@ class Stage:
     """Whether all ranks share it, or each has one of its own."""
 
 
-def stages(hardware: HardwareFigures, way: str, num_loops: int, used: float) -> list[Stage]:
-    """Return the queues of a load. `way`: "tcp" or "rdma". `num_loops`: those of the lender, 1 or
-    as many as ranks. `used`: the share of the bytes read that ranks keep.
+def stages(hardware: HardwareFigures, way: str, used: float) -> list[Stage]:
+    """Return the queues of a load. `way`: "tcp" or "rdma". `used`: the share of the bytes read that
+    ranks keep.
     """
     ranks, tcp = hardware.num_gpus, way == "tcp"
     loop_s, check, memory = (FIGURES[name][0] for name in FIGURES)
-    loops = Stage("the lender's loop", loop_s, is_shared=num_loops == 1)
+    loops = Stage("the lender's loops", loop_s, num_servers=MAX_LOOPS, is_shared=True)
     link = Stage("the cards", ranks / hardware.link_bytes_per_s)
     passes = CHECK_PASSES + used * OWN_PASSES + (KERNEL_PASSES if tcp else 0)
     return [
         *([loops] if tcp else []),
         link,
-        *([Stage("the borrower's loop", loop_s)] if tcp else []),
+        *([Stage("the borrower's loops", loop_s, num_servers=NUM_CONNECTIONS)] if tcp else []),
         Stage("the checks", 1 / check, num_servers=MAX_THREADS),
         Stage("the borrower's memory", passes / memory, is_shared=True),
         Stage("the way to the GPUs", used * ranks / hardware.dram_bytes_per_s),
@@ -168,7 +172,7 @@ class Load:
         self._heap.at(done_s, partial(self._enter, stage + 1, rank))
 
 
-ROWS = (("tp8-ep8", "tcp", 1), ("tp8-ep8", "tcp", 8), ("tp8-ep8", "rdma", 8), ("tp8", "rdma", 8))
+ROWS = (("tp8-ep8", "tcp"), ("tp8-ep8", "rdma"), ("tp8", "rdma"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -182,18 +186,17 @@ def main(argv: Sequence[str]) -> int:
     config = json.loads((configs() / "models" / args.model / "config.json").read_bytes())
     spec = ModelSpec.from_config(config)
     hardware = figures(args.hardware, HardwareFigures)
-    print("| shape | way | lender's loops | read over the cards | seconds | what limits |")
-    print("|---|---|---|---|---|---|")
-    for words, way, num_loops in ROWS:
+    print("| shape | way | read over the cards | seconds | what limits |")
+    print("|---|---|---|---|---|")
+    for words, way in ROWS:
         needed = needed_by_ranks(spec, config, Shape.parse(words))
         num_read = PIECE_BYTES * sum(each.num_pieces for each in needed)
         used = sum(each.num_bytes for each in needed) / num_read
-        path = stages(hardware, way, num_loops, used)
+        path = stages(hardware, way, used)
         pieces = [each.num_pieces for each in needed]
         took_s, name, share = Load(pieces, path, hardware.transfer_latency_s).run()
         size = f"{num_read / 1e12:.2f} TB"
-        loops = num_loops if way == "tcp" else "none"
-        print(f"| {words} | {way} | {loops} | {size} | {took_s:.1f} | {name}, {share:.0%} |")
+        print(f"| {words} | {way} | {size} | {took_s:.1f} | {name}, {share:.0%} |")
     print()
     for name in ("link_bytes_per_s", "dram_bytes_per_s", "transfer_latency_s"):
         print(f"- {name} = {getattr(hardware, name):g}: {hardware.sources[name]}")

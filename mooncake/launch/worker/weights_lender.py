@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,6 +30,8 @@ from mooncake.transfer.router import RoutedTransfer
 
 _log = logging.getLogger(__name__)
 
+MAX_LOOPS = 8
+"""Threads that send what is lent, each to some of the ranks that read; no more than cores."""
 MAX_ASKERS = 64
 """Workers that wait for an answer. Others are refused, and ask another engine or read files."""
 
@@ -57,8 +60,10 @@ class WeightsLender:
         files.
         """
         self._worker_id = worker_id
+        num_loops = min(MAX_LOOPS, os.cpu_count() or 1)
+        config = dataclasses.replace(over_tcp(config), num_io_threads=num_loops)
         self._open: Callable[[], RoutedTransfer] = lambda: open_transfer(
-            over_tcp(config), SystemIds().hex(8), MonotonicClock(), credential=credential
+            config, SystemIds().hex(8), MonotonicClock(), credential=credential
         )
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._lock = threading.Lock()

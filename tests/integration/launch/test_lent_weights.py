@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,14 +19,20 @@ from urllib.error import HTTPError
 import pytest
 
 import mooncake
-from mooncake.base import MonotonicClock
-from mooncake.base.messages import LentFile
+from mooncake.base import MonotonicClock, WorkerRef
+from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
+from mooncake.base.rights import CredentialRole
+from mooncake.identity import own_credential
 from mooncake.launch.worker import piece_reader
 from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
+from mooncake.launch.worker.weights_lender import MAX_LOOPS, WeightsLender
+from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES, file_digests, piece_sums
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.net.endpoint import Protection
+from mooncake.transfer.tcp.backend import TcpBackend
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
 SECRET = "a secret of the test"
@@ -163,6 +171,53 @@ def test_new_weights_reach_engines_whose_machines_have_no_files_of_them(
         engines[0].stop()
         # Only the two that have no files are left, one of each role.
         assert said(gateway) == after
+
+
+class Answers:
+    """The channel of a lender's worker, which keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: queue.SimpleQueue[WeightsLent] = queue.SimpleQueue()
+
+    def send(self, address: str, message: WeightsLent) -> None:
+        del address
+        self.sent.put(message)
+
+
+def test_ranks_that_read_at_once_have_all_loops_of_their_lender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By TCP, with MACs: eight ranks, and what each of them reads."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    model = nano_checkpoint(tmp_path)
+    revision = CheckpointFiles.open(model).revision()
+    config = TransferConfig(secret=SECRET, host="h", protocols=["tcp"], protection=Protection.MAC)
+    credential, answers = own_credential(SECRET, CredentialRole.WORKER), Answers()
+    lender = WeightsLender("decode-0", config, credential, None)
+    with ExitStack() as opened:
+        opened.callback(lender.close)
+        lender.serve(answers, revision, model)  # type: ignore[arg-type]
+        lender.ask(
+            BorrowWeights(asker=WorkerRef("new", "1", "tcp://x"), ticket=3, revision=revision)
+        )
+        lent = answers.sent.get(timeout=60)
+        assert lent.segment is not None, lent.error
+        content = (model / lent.files[0].name).read_bytes()
+
+        def read(rank: int) -> bool:
+            transfer = open_transfer(config, f"rank {rank}", MonotonicClock())
+            opened.callback(transfer.close)
+            reader = PieceReader(transfer, lent.segment, lent.files, "decode-0")
+            opened.callback(reader.close)
+            return reader.read(0, 0, len(content)) == content
+
+        with ThreadPoolExecutor(MAX_LOOPS) as ranks:
+            assert all(ranks.map(read, range(MAX_LOOPS)))
+        [offer] = lender._offers.values()
+        assert offer.transfer is not None
+        [backend] = offer.transfer.backends
+        assert isinstance(backend, TcpBackend)
+        assert len({session.loop for session in backend._server.listener.sessions}) == MAX_LOOPS
 
 
 def lend(path: Path, pipe: Connection) -> None:

@@ -75,10 +75,10 @@ def test_a_terabyte_takes_under_ten_seconds_where_nics_move_it_and_experts_are_w
     used = sum(each.num_bytes for each in ranks) / num_read
     assert num_read > 1e12
     pieces = [each.num_pieces for each in ranks]
-    by_nic = Load(pieces, stages(hardware, "rdma", 8, used), hardware.transfer_latency_s).run()
-    by_loop = Load(pieces, stages(hardware, "tcp", 8, used), hardware.transfer_latency_s).run()
+    by_nic = Load(pieces, stages(hardware, "rdma", used), hardware.transfer_latency_s).run()
+    by_loop = Load(pieces, stages(hardware, "tcp", used), hardware.transfer_latency_s).run()
     assert by_nic[0] < 10
     assert by_nic[1] == "the borrower's memory"
-    assert by_loop[0] > 30
-    assert by_loop[1] == "the lender's loop"
+    assert 30 < by_loop[0] < 35
+    assert by_loop[1] == "the lender's loops"
     assert all(source for _, source in FIGURES.values())
