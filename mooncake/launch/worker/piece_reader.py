@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from mooncake.base import CheckpointError, MonotonicClock
+from mooncake.base import CheckpointError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.messages import LentFile
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES, SUM_BYTES, sum_of
@@ -27,8 +27,10 @@ layer, the words and the factors of one weight.
 """
 NUM_AHEAD = 2
 """Pieces of a file that are read ahead: one comes while the one before is checked."""
-PIECE_S = 60.0
-"""A piece comes within this time, or its lender is taken for lost."""
+LOST_S = 60.0
+"""A lender that was asked and sends nothing for so long is taken for lost. One that is slow is
+not: many may read from it at once.
+"""
 _POLL_S = 0.5
 
 
@@ -74,7 +76,6 @@ class PieceReader:
         self._segment = segment
         self._files = files
         self._lender = lender
-        self._clock = MonotonicClock()
         counts = [-(-file.num_bytes // PIECE_BYTES) for file in files]
         self._piece_bytes = min(PIECE_BYTES, max(file.num_bytes for file in files))
         num_places = min(num_places, sum(counts))
@@ -86,6 +87,10 @@ class PieceReader:
         """Batch -> the place that it fills."""
         self._changed = threading.Condition()
         self._polling = False
+        self._num_arrived = 0.0
+        """The bytes that had arrived at the last look, also of pieces that are not whole."""
+        self._silent_s = 0.0
+        """For how long threads have waited since then; nothing else counts."""
         self._error: LoanEnded | None = None
         self._num_reading = 0
         """Threads in `read`."""
@@ -200,10 +205,9 @@ class PieceReader:
             self._here[key] = place
             region = self._files[number].region
             operation = TransferOp(self._region.region_id, place.offset, region, begin, length)
-            batch = TransferBatch(
-                op=Op.READ, peer=self._segment, ops=[operation],
-                deadline_s=self._clock.now() + PIECE_S,
-            )  # fmt: skip
+            batch = TransferBatch(op=Op.READ, peer=self._segment, ops=[operation])
+            if not self._coming:
+                self._silent_s = 0.0
             self._coming[self._transfer.submit(batch)] = place
         place.used = self._count
         return place
@@ -246,6 +250,19 @@ class PieceReader:
             self.num_bytes += done.num_bytes
             if done.error is not None and self._error is None:
                 self._error = LoanEnded(f"{self._lender} lends no more: {done.error}")
+        self._look_silent(_POLL_S if not ended else 0.0)
         self._changed.notify_all()
         if self._error is not None:
             raise self._error
+
+    def _look_silent(self, waited_s: float) -> None:
+        """Take the lender for lost if nothing has arrived for too long."""
+        counters = self._transfer.counters()
+        arrived = sum(count for name, count in counters.items() if name.endswith("_bytes"))
+        is_silent = waited_s > 0 and arrived == self._num_arrived
+        self._num_arrived = arrived
+        self._silent_s = self._silent_s + waited_s if is_silent else 0.0
+        if self._silent_s >= LOST_S and self._error is None:
+            self._error = LoanEnded(
+                f"{self._lender} lends no more: it has sent nothing for {LOST_S:.0f} s"
+            )

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 MAX_LOOPS = 8
 """Threads that send what is lent, each to some of the ranks that read; no more than cores."""
+MAX_CHECKED = 2
+"""Weights that are lent beside those that are served: the last that were checked."""
 MAX_ASKERS = 64
 """Workers that wait for an answer. Others are refused, and ask another engine or read files."""
 
@@ -72,7 +74,9 @@ class WeightsLender:
         self._askers: dict[str, BorrowWeights] = {}
         self._thread: threading.Thread | None = None
         self._offers: dict[str, _Offer] = {}
-        """By their revision."""
+        """By their revision: those that are served, then those that were checked, the last at the
+        end.
+        """
 
     def serve(self, channel: Channel, revision: str, path: Path) -> None:
         """Lend the weights `revision` in the directory `path` from now on, and no others. `channel`
@@ -88,11 +92,22 @@ class WeightsLender:
         _end(ended)
 
     def offer(self, revision: str, path: Path) -> None:
-        """Lend these weights, too: from this directory, unless they are lent already."""
+        """Lend these weights, too: from this directory, unless they are lent already. The oldest of
+        too many that were offered so are lent no more.
+        """
         with self._lock:
+            served = next(iter(self._offers), "")
             known = self._offers.get(revision)
             if known is None or known.transfer is None:
-                self._offers[revision] = _Offer(path)
+                known = _Offer(path)
+            if revision == served:
+                self._offers[revision] = known
+                return
+            self._offers.pop(revision, None)
+            self._offers[revision] = known  # the last
+            checked = [each for each in self._offers if each != served]
+            ended = [self._offers.pop(each) for each in checked[:-MAX_CHECKED]]
+        _end(ended)
 
     def leave(self) -> None:
         """Answer no more: the worker ends. What is lent stays lent."""

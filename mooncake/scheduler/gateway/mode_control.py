@@ -279,7 +279,7 @@ class ModeControl:
             self._next_s = now + SAY_S
             self._forget_silent(now)
             self._tell_all(now)
-        self._check_update()
+        self._check_update(now)
         due = [wait for wait in self._waits if wait[0]()]
         self._waits = [wait for wait in self._waits if wait not in due]
         for _, done, error in due:
@@ -316,7 +316,7 @@ class ModeControl:
                 )  # fmt: skip
                 self._channel.send(worker.address, question)
 
-    def _check_update(self) -> None:
+    def _check_update(self, now: float) -> None:
         """Decide about new weights once all engines have answered. Those that have no files of them
         are asked again, to read them from the others. Another gateway may have woken them before
         that.
@@ -351,8 +351,19 @@ class ModeControl:
             logger.info("the weights are now those in %s: %s", update.model, found.revision)
         self._take(msgspec.structs.replace(self.mode, weights=weights))
         self._change(paused=self.mode.paused, sleep_level=update.level, aborts=self.mode.aborts)
+        if problem is not None and update.level:
+            self._forget_checked(now)
         back = self._all_sleep if update.level else self._all_awake
         self._when(back, update.done, problem)
+
+    def _forget_checked(self, now: float) -> None:
+        """Have engines that sleep on begin to sleep anew: what they have checked, and lend, is let
+        go of.
+        """
+        for worker_id, sleeping in self._sleeping.items():
+            self._tell(sleeping.asleep.worker)
+            self._away[worker_id] = now
+        self._sleeping.clear()
 
     # ------------------------------------------------------------ what holds
 

@@ -161,6 +161,31 @@ def test_a_file_that_is_shorter_than_at_the_lender_before_ends_the_loan(loan: Le
         loan.reader().read(0, 3 * PIECE, 3 * PIECE + 1)
 
 
+def test_a_lender_that_sends_nothing_is_taken_for_lost(
+    loan: Lent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, num_waits = loan.reader(), []
+    monkeypatch.setattr(loan.borrower, "wait", lambda _: num_waits.append(0) or ())
+    with pytest.raises(LoanEnded, match="decode-0 lends no more: it has sent nothing for 60 s"):
+        reader.read(0, 0, 10)
+    assert len(num_waits) == piece_reader.LOST_S / piece_reader._POLL_S
+
+
+def test_a_lender_that_is_slow_is_waited_for(loan: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is enough."""
+    reader, waits, num_waits = loan.reader(), loan.borrower.wait, [0]
+
+    def wait(timeout_s: float) -> Any:
+        num_waits[0] += 1
+        return waits(timeout_s) if num_waits[0] > 500 else ()
+
+    monkeypatch.setattr(loan.borrower, "wait", wait)
+    monkeypatch.setattr(
+        loan.borrower, "counters", lambda: {"transfer_tcp_bytes": num_waits[0] // 100}
+    )
+    assert reader.read(0, 0, 10) == loan.contents[0][:10]
+
+
 def test_a_lender_that_ends_is_not_blamed_for_bytes_that_did_not_come(
     loan: Lent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,6 +637,31 @@ def test_a_lender_lends_on_through_the_lives_of_its_workers(
     lender.serve(channel, checked, new)  # type: ignore[arg-type]
     assert asked(lender, channel, checked).segment == loan.segment
     assert "it serves revision" in asked(lender, channel, served).error
+    lender.close()
+
+
+def test_of_weights_that_were_checked_the_last_are_lent(checkpoint: Path, tmp_path: Path) -> None:
+    """What was lent of others is given back. What is served stays, also if it is checked again."""
+    served, channel = CheckpointFiles.open(checkpoint).revision(), Channel()
+    lender = lender_of(checkpoint, channel)
+    first = asked(lender, channel, served)
+    found: list[tuple[str, WeightsLent]] = []
+    for number in range(weights_lender.MAX_CHECKED + 1):
+        path = init_checkpoint("k2-nano", 3 + number, tmp_path / str(number))
+        wanted = CheckpointFiles.open(path).revision()
+        lender.offer(wanted, path)
+        lender.offer(served, checkpoint)
+        found.append((wanted, asked(lender, channel, wanted)))
+    (ended, lent), *others = found
+    assert "it serves revision" in asked(lender, channel, ended).error
+    assert [asked(lender, channel, each).segment for each, _ in others] == [
+        each.segment for _, each in others
+    ]
+    assert asked(lender, channel, served).segment == first.segment
+    reader = _Lender(lent, TCP, CREDENTIAL)
+    with pytest.raises(LoanEnded, match="lends no more"):
+        reader.read(lent.files[0].name, 0, 10)
+    reader.close()
     lender.close()
 
 

@@ -390,6 +390,27 @@ def test_weights_that_nobody_can_lend_change_nothing(
     assert error.http_status == 400
 
 
+def test_engines_that_sleep_on_let_go_of_what_they_have_checked_in_vain() -> None:
+    """They begin to sleep anew, and the order ends when they do."""
+    orders = Orders()
+    orders.control.sleep(2, orders.ended.append, aborts=False)
+    p0, d0 = orders.fall_asleep()
+    orders.update()
+    orders.tick(1.0)
+    orders.answer(p0)
+    assert orders.orders(p0) == []
+    orders.answer(d0, error="tensor is missing")
+    assert orders.orders(p0) == orders.orders(d0) == [orders.mode]
+    assert (orders.mode.sleep_level, orders.mode.weights) == (2, Weights())
+    orders.tick(1.0)
+    assert orders.ended == [None]
+    orders.say_asleep(ref("p0", "s1"), ref("d0", "s1"), level=2)
+    orders.tick(1.0)
+    _, error = orders.ended
+    assert error is not None
+    assert "tensor is missing" in error.message
+
+
 def test_an_open_cluster_keeps_its_weights() -> None:
     orders = Orders()
     orders.update()
