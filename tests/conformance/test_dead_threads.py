@@ -83,6 +83,7 @@ THREADS = {
     "launch/cluster/lone_worker.py:Thread": NOTHING,
     "launch/cluster/pool.py:Thread": OWN,
     "launch/cluster/ray_workers.py:Thread": ENDS,
+    "launch/cluster/lone_group.py:Thread": TOLD,
     "launch/cluster/serve.py:Thread": TOLD,
     "launch/cluster/worker_program.py:VitalThread": VITAL,
     "launch/host/file_digests.py:ThreadPoolExecutor": TOLD,

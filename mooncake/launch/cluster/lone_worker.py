@@ -1,5 +1,5 @@
-"""Runs one worker in this process, without Ray. What runs the command starts it again: systemd, a
-kubelet, `mooncake up` or a person.
+"""Runs one worker in this process, without Ray, or has a group that shares its experts run. What
+runs the command starts it again: systemd, a kubelet, `mooncake up` or a person.
 
 Owns signals and the order of ending. `joining` makes the worker's settings, or `pool` those of a
 pool node.
@@ -17,13 +17,15 @@ from collections.abc import Callable
 import msgspec
 from rich.console import Console
 
-from mooncake.base import Role
+from mooncake.base import ConfigError, Role
+from mooncake.base.parallel import DP_FLAG
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import facts_of_seeds
 from mooncake.launch.cluster.log_file import start_log
-from mooncake.launch.cluster.workers import await_stages, joining_worker
+from mooncake.launch.cluster.lone_group import run_group
+from mooncake.launch.cluster.workers import await_stages, joining_workers
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
 from mooncake.launch.host.vital_threads import end_with_vital_threads
@@ -36,8 +38,9 @@ from mooncake.transfer.regions import Progress
 
 
 def serve_worker(config: ServeConfig) -> int:
-    """Be one worker of the cluster at `config.seeds` until a signal; return the exit code. On the
-    first signal the worker leaves once others do its work; on the second it leaves at once.
+    """Be one worker of the cluster at `config.seeds`, or several that share their experts, until a
+    signal; return the exit code. On the first signal the worker leaves once others do its work; on
+    the second it leaves at once.
 
     Raises:
         MooncakeError: no gateway answers, the worker cannot start, or the cluster gave it up.
@@ -52,7 +55,12 @@ def serve_worker(config: ServeConfig) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     credential = own_credential(config.cluster_secret, CredentialRole.WORKER)
     facts = facts_of_seeds(config, credential)
-    settings = joining_worker(config, facts, config.cluster_secret)
+    settings, *sharers = joining_workers(config, facts, config.cluster_secret)
+    if sharers and settings.num_gpus:
+        raise ConfigError(
+            f"{DP_FLAG}: workers on GPUs that share their experts join through Ray, which gives "
+            "each its own GPUs: --join HOST:PORT, the address of Ray"
+        )
     await_stages(settings, credential, config.join_timeout, threading.Event())
     console = Console(stderr=True, markup=False)
     with contextlib.ExitStack() as opened:
@@ -63,13 +71,22 @@ def serve_worker(config: ServeConfig) -> int:
         bars = opened.enter_context(contextlib.ExitStack())
         show = bars.enter_context(report.StartProgress(console))
 
-        def started(worker: Worker) -> None:
+        def say(worker_id: str, pid: int, does: str) -> None:
             bars.close()
-            does = "sleeps" if worker.sleeps else "serves"
             console.print(
-                f"{settings.worker_id} (pid {os.getpid()}) {does}; Ctrl-C takes it out",
+                f"{worker_id} (pid {pid}) {does}; Ctrl-C takes it out",
                 soft_wrap=True, highlight=False,
             )  # fmt: skip
+
+        if sharers:
+            run_group(
+                config, [settings, *sharers], show,
+                lambda each, pid: say(each.worker_id, pid, "serves"),
+            )  # fmt: skip
+            return 0
+
+        def started(worker: Worker) -> None:
+            say(settings.worker_id, os.getpid(), "sleeps" if worker.sleeps else "serves")
 
         run_worker(config, settings, lambda *progress: show(settings.worker_id, *progress), started)
     return 0

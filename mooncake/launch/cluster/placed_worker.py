@@ -31,7 +31,7 @@ from mooncake.launch.cluster.worker_handle import (
     end_left,
     place_of,
 )
-from mooncake.launch.cluster.workers import joining_worker
+from mooncake.launch.cluster.workers import joining_workers
 from mooncake.launch.config.cluster_file import ClusterFile, Machine, read_cluster_file
 from mooncake.launch.config.config import resolve
 from mooncake.launch.host import environment
@@ -68,7 +68,8 @@ def begin(role: Role, worker_id: str) -> tuple[Path, Begin]:
     assert config.cluster_secret is not None
     assert config.cluster_secret_file is not None
     credential = own_credential(config.cluster_secret, CredentialRole.WORKER)
-    settings = joining_worker(config, facts_of_seeds(config, credential), config.cluster_secret)
+    facts = facts_of_seeds(config, credential)
+    [settings] = joining_workers(config, facts, config.cluster_secret)
     # Two machines may run it while one of them does not reach the other.
     settings = msgspec.structs.replace(settings, worker_id=f"{worker_id}-{machine.name}")
     return _place(worker_id), Begin(

@@ -35,7 +35,7 @@ from mooncake.launch.cluster.workers import (
     Workers,
     await_stages,
     cluster_workers,
-    joining_worker,
+    joining_workers,
     own_facts,
 )
 from mooncake.launch.config.plan import ServePlan
@@ -312,17 +312,16 @@ def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
         facts = when_up(
             lambda: ray_cluster.read_facts(credential), config.join_timeout, asked_to_stop
         )
-        settings = joining_worker(config, facts, secret)
-        await_stages(settings, credential, config.join_timeout, asked_to_stop)
+        joining = joining_workers(config, facts, secret)
+        await_stages(joining[0], credential, config.join_timeout, asked_to_stop)
         write_private(own_file, secret)
         following = SecretFollower(
             config.cluster_secret_file, lambda given: write_private(own_file, given)
         )
         with report.StartProgress(console) as show:
-            pids = supervisor.start([settings], show, here_only=True, secret_file=own_file)
-        console.print(
-            f"{settings.worker_id} (pid {pids[settings.worker_id]}) has joined; Ctrl-C takes it out"
-        )
+            pids = supervisor.start(joining, show, here_only=True, secret_file=own_file)
+        for name, pid in pids.items():
+            console.print(f"{name} (pid {pid}) has joined; Ctrl-C takes it out")
         supervisor.watch()
     except MooncakeError:
         if not asked_to_stop.is_set():

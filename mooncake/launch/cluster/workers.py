@@ -280,9 +280,9 @@ def check_transport(config: ServeConfig) -> None:
             ) from error
 
 
-def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> WorkerSettings:
-    """Return the settings of a worker that joins: model and limits come from the cluster, the rest
-    from this machine.
+def joining_workers(config: ServeConfig, facts: ClusterFacts, secret: str) -> list[WorkerSettings]:
+    """Return the settings of a worker that joins, or of those that share their experts and join
+    together: model and limits come from the cluster, the rest from this machine.
     """
     assert config.role is not None
     template = facts.worker
@@ -299,24 +299,32 @@ def joining_worker(config: ServeConfig, facts: ClusterFacts, secret: str) -> Wor
     plan = make_plan(local, machine_facts.num_cores())
     check_memory(plan, machine_facts.available_bytes())
     host = machine_facts.host_name()
-    [own] = cluster_workers(local, plan, facts.gateway_address, secret, host)
-    return msgspec.structs.replace(
-        own,
-        worker_id=f"{config.role}-{host}-{SystemIds().hex(3)}",
-        dtype=template.dtype,
-        weights_revision=template.weights_revision,
-        layout=template.layout,
-        mode=template.mode,
-        expert_group=template.expert_group,
-        options=msgspec.structs.replace(
-            template.options, device=own.options.device, shape=plan.options.shape,
-            num_threads=own.options.num_threads, cache_dir=own.options.cache_dir,
-            cpu_isa=own.options.cpu_isa, compile_cache=own.options.compile_cache,
-            rank_backend=template.options.rank_backend
-            if config.rank_backend == "auto"
-            else config.rank_backend,
-            measure_pages=own.options.measure_pages,
-            gpu_memory_utilization=own.options.gpu_memory_utilization,
-            weights_key=own.options.weights_key,
-        ),
-    )  # fmt: skip
+    own = cluster_workers(local, plan, facts.gateway_address, secret, host)
+    name = f"{config.role}-{host}-{SystemIds().hex(3)}"
+    names = [name] if len(own) == 1 else [f"{name}-{number}" for number in range(len(own))]
+    return [
+        msgspec.structs.replace(
+            each,
+            worker_id=worker_id,
+            dtype=template.dtype,
+            weights_revision=template.weights_revision,
+            layout=template.layout,
+            mode=template.mode,
+            expert_group=each.expert_group
+            and msgspec.structs.replace(
+                each.expert_group, name=f"{name} of {facts.gateway_address}", workers=tuple(names)
+            ),
+            options=msgspec.structs.replace(
+                template.options, device=each.options.device, shape=each.options.shape,
+                num_threads=each.options.num_threads, cache_dir=each.options.cache_dir,
+                cpu_isa=each.options.cpu_isa, compile_cache=each.options.compile_cache,
+                rank_backend=template.options.rank_backend
+                if config.rank_backend == "auto"
+                else config.rank_backend,
+                measure_pages=each.options.measure_pages,
+                gpu_memory_utilization=each.options.gpu_memory_utilization,
+                weights_key=each.options.weights_key,
+            ),
+        )
+        for each, worker_id in zip(own, names, strict=True)
+    ]  # fmt: skip

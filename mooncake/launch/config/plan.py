@@ -685,20 +685,12 @@ def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int
     """Return how many prefill, decode and kvstore workers there are. An engine that shares its
     experts counts once for each sharer. Where workers come and go on one machine, as many are
     planned as there may be: memory and threads must do for them.
-
-    Raises:
-        ConfigError: `--role` would start only one of several workers that share their experts.
     """
     dp = {role.value: shape.dp for role, shape in shapes.items()}
     if config.role is not None:
-        if dp.get(config.role, 1) > 1:
-            raise ConfigError(
-                f"{DP_FLAG}: workers that share their experts are started by one `mooncake serve`, "
-                "not one at a time with --role"
-            )
         return (
-            int(config.role == "prefill"),
-            int(config.role == "decode"),
+            dp["prefill"] * (config.role == "prefill"),
+            dp["decode"] * (config.role == "decode"),
             int(config.role == "kvstore"),
         )
     if config.colocated:

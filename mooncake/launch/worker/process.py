@@ -185,9 +185,6 @@ def _borrower(
     """Return what finds the weights of other engines; None: this one reads files."""
     if settings.weights_from != FROM_ENGINES:
         return None
-    if settings.expert_group is not None:
-        _log.warning("weights are read from files: engines that share their experts read no others")
-        return None
     gateways = dict.fromkeys([*settings.seeds, settings.gateway_address])
     key = settings.options.weights_key
     return Borrower(

@@ -23,6 +23,7 @@ from mooncake.base import MonotonicClock, WorkerRef
 from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
+from mooncake.launch.host.descendants import has_ended
 from mooncake.launch.worker import piece_reader
 from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
 from mooncake.launch.worker.weights_lender import MAX_LOOPS, WeightsLender
@@ -49,12 +50,6 @@ def without_weights(model: Path, folder: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def alone(model: Path) -> list[list[int]]:
     """Return what one process says with these weights."""
     with mooncake.LLM(str(model), dtype="float32", kv_cache_memory_bytes="32MiB") as llm:
@@ -68,7 +63,11 @@ def said(gateway: ServerProcess) -> list[list[int]]:
 
 def begun(opened: ExitStack, model: Path, *more: str) -> tuple[ServerProcess, tuple[str, ...]]:
     """Start a gateway; return it and the words of an engine that joins it."""
-    port = str(free_port())
+    # Whoever asks for any free port does not get it, and the gateway may listen there.
+    holds = opened.enter_context(socket.socket())
+    holds.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holds.bind(("127.0.0.1", 0))
+    port = str(holds.getsockname()[1])
     gateway = opened.enter_context(
         ServerProcess(
             "--role", "gateway", str(model), "--join-port", port, "--port", "0",
@@ -173,6 +172,58 @@ def test_new_weights_reach_engines_whose_machines_have_no_files_of_them(
         assert said(gateway) == after
 
 
+def begun_group(opened: ExitStack, model: str, *engine: str) -> tuple[ServerProcess, list[int]]:
+    """Start two decode engines that share their experts, by one command; return it and descriptors
+    of the engines' processes.
+    """
+    words = ("--role", "decode", model, *engine, "-dp", "2", "-ep")
+    group = opened.enter_context(ServerProcess(*words))
+    found = [group.wait_for(rf"decode-\S+-{number} \(pid (\d+){SERVES}") for number in (0, 1)]
+    processes = [os.pidfd_open(int(match.group(1))) for match in found]
+    for each in processes:
+        opened.callback(os.close, each)
+    return group, processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engines_that_share_their_experts_read_them_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads its own part. They leave together."""
+    monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", SECRET)
+    model = nano_checkpoint(tmp_path)
+    bare = str(without_weights(model, tmp_path / "bare"))
+    expected = alone(model)
+    with ExitStack() as opened:
+        gateway, engine = begun(opened, model)
+        prefill = opened.enter_context(ServerProcess("--role", "prefill", str(model), *engine))
+        prefill.wait_for(SERVES)
+        group, processes = begun_group(opened, bare, *engine, "--weights-from", "engines")
+        assert num_borrowed(group) == 2
+        gateway.wait_until_serving()
+        assert said(gateway) == expected
+        assert group.stop() == (0, [])
+        assert all(has_ended(each, 60) for each in processes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_of_engines_that_join_and_share_their_experts_all_end_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does the command that has started them, and says why."""
+    monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", SECRET)
+    model = nano_checkpoint(tmp_path)
+    with ExitStack() as opened:
+        _, engine = begun(opened, model)
+        group, processes = begun_group(opened, str(model), *engine)
+        signal.pidfd_send_signal(processes[0], signal.SIGKILL)
+        group.wait_for("has ended, and with it those that share its experts")
+        assert group.process.wait(60) == 1
+        assert all(has_ended(each, 60) for each in processes)
+
+
 class Answers:
     """The channel of a lender's worker, which keeps what was sent."""
 
@@ -201,13 +252,14 @@ def test_ranks_that_read_at_once_have_all_loops_of_their_lender(
             BorrowWeights(asker=WorkerRef("new", "1", "tcp://x"), ticket=3, revision=revision)
         )
         lent = answers.sent.get(timeout=60)
-        assert lent.segment is not None, lent.error
+        segment = lent.segment
+        assert segment is not None, lent.error
         content = (model / lent.files[0].name).read_bytes()
 
         def read(rank: int) -> bool:
             transfer = open_transfer(config, f"rank {rank}", MonotonicClock())
             opened.callback(transfer.close)
-            reader = PieceReader(transfer, lent.segment, lent.files, "decode-0")
+            reader = PieceReader(transfer, segment, lent.files, "decode-0")
             opened.callback(reader.close)
             return reader.read(0, 0, len(content)) == content
 

@@ -20,7 +20,7 @@ from mooncake.launch.cluster import facts as facts_module
 from mooncake.launch.cluster import pool
 from mooncake.launch.cluster.facts import NotUp, encode_facts, facts_of_seeds
 from mooncake.launch.cluster.joined_gateway import JoinedCluster
-from mooncake.launch.cluster.workers import joining_worker, own_facts
+from mooncake.launch.cluster.workers import joining_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
@@ -92,7 +92,7 @@ def joining(address: str, role: str = "decode", **given: object) -> ServeConfig:
 def test_any_seed_that_is_up_tells_what_the_cluster_is(gateway: str) -> None:
     config = joining(gateway, device="cpu")
     facts = facts_of_seeds(config, own_credential("hush", CredentialRole.WORKER))
-    settings = joining_worker(config, facts, "hush")
+    [settings] = joining_workers(config, facts, "hush")
     assert settings.layout.block_tokens == 32
     assert settings.gateway_address == gateway
     assert settings.seeds == [f"tcp://{NOBODY}", gateway]

@@ -11,7 +11,7 @@ from mooncake.base import Shape
 from mooncake.base.cluster_mode import Weights
 from mooncake.launch.cluster.facts import encode_facts, read_facts, with_weights
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
-from mooncake.launch.cluster.workers import cluster_workers, joining_worker
+from mooncake.launch.cluster.workers import cluster_workers, joining_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.worker.settings import WorkerSettings
@@ -37,7 +37,40 @@ def facts(tmp_path: Path) -> ClusterFacts:
 
 def joining(facts: ClusterFacts, role: str, **given: Any) -> WorkerSettings:
     config = resolve({"role": role, "join": "10.0.0.6:6379", "device": "cpu", **given}, None, {})
-    return joining_worker(config, facts, "hush")
+    [worker] = joining_workers(config, facts, "hush")
+    return worker
+
+
+def test_workers_that_share_their_experts_join_together(facts: ClusterFacts) -> None:
+    """The cluster's own engines share none."""
+    given = {
+        "role": "decode", "join": "10.0.0.6:6379", "device": "cpu",
+        "data_parallel_size": 4, "enable_expert_parallel": True,
+    }  # fmt: skip
+    workers = joining_workers(resolve(given, None, {}), facts, "hush")
+    names = tuple(each.worker_id for each in workers)
+    assert len({*names}) == 4
+    for number, each in enumerate(workers):
+        assert each.options.shape == Shape(dp=4, ep=4)
+        assert each.engine.in_lockstep
+        group = each.expert_group
+        assert group is not None
+        assert (group.number, group.size, group.workers) == (number, 4, names)
+    groups = {each.expert_group and each.expert_group.name for each in workers}
+    again = joining_workers(resolve(given, None, {}), facts, "hush")[0].expert_group
+    assert again is not None
+    assert len({*groups, again.name}) == 2, "another group meets elsewhere"
+
+
+def test_a_worker_that_joins_alone_shares_no_experts_with_those_of_the_cluster(
+    tmp_path: Path,
+) -> None:
+    model = write_config_only(tmp_path / "small")
+    sharing = {"data_parallel_size": 2, "enable_expert_parallel": True, "device": "cpu"}
+    config = resolve({"model": str(model), **sharing}, None, {})
+    told = own_facts(config, make_plan(config, 4), "tcp://127.0.0.1:1")
+    assert told.worker.expert_group is not None
+    assert joining(told, "decode").expert_group is None
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

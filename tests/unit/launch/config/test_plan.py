@@ -11,7 +11,7 @@ from mooncake.base import CheckpointError, ConfigError, Role
 from mooncake.crypto.keys import KeyRing
 from mooncake.launch.cluster import checks
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
-from mooncake.launch.cluster.workers import cluster_workers, joining_worker, own_facts
+from mooncake.launch.cluster.workers import cluster_workers, joining_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.rank_plan import HOST_LIBRARY_BYTES, RankMemory
@@ -101,7 +101,8 @@ def test_a_joining_worker_computes_on_its_own_devices(
     )  # fmt: skip
     monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 0)
     config = resolve({"role": "decode", "join": "h:1"}, None, {})
-    options = joining_worker(config, facts, "secret").options
+    [joined] = joining_workers(config, facts, "secret")
+    options = joined.options
     assert (options.device, options.measure_pages) == ("cpu", False)
     assert options.attention_backend == "reference"
 
@@ -122,7 +123,7 @@ def test_a_required_transport_that_does_not_work_here_is_refused(
     facts = own_facts(config, plan, "tcp://g:1")
     joins = resolve({"role": "decode", "join": "h:1"}, None, {})
     with pytest.raises(ConfigError, match=message):
-        joining_worker(joins, facts, "secret")
+        joining_workers(joins, facts, "secret")
 
 
 def test_a_required_transport_is_the_only_one(model: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_required_transport_is_the_only_one(model: Path) -> None:
     workers = cluster_workers(config, plan, "tcp://g:1", "secret", "host")
     assert [worker.transfer_protocols for worker in workers] == [["tcp"]] * 3
     joins = resolve({"role": "decode", "join": "h:1"}, None, {})
-    joined = joining_worker(joins, own_facts(config, plan, "tcp://g:1"), "secret")
+    [joined] = joining_workers(joins, own_facts(config, plan, "tcp://g:1"), "secret")
     assert joined.transfer_protocols == ["tcp"]
 
 
@@ -144,14 +145,14 @@ def test_a_worker_that_reads_the_weights_of_others_needs_no_weights(
     bare.mkdir()
     (bare / "config.json").write_bytes((model / "config.json").read_bytes())
     joins = {"role": "decode", "join": "h:1", "model": str(bare)}
-    joined = joining_worker(
+    [joined] = joining_workers(
         resolve({**joins, "weights_from": "engines"}, None, {}), facts, "secret"
     )
     assert joined.model == str(bare)
     assert joined.weights_revision == facts.worker.weights_revision
     assert joined.layout == facts.worker.layout
     with pytest.raises(CheckpointError):
-        joining_worker(resolve(joins, None, {}), facts, "secret")
+        joining_workers(resolve(joins, None, {}), facts, "secret")
 
 
 def test_gpus_are_counted_as_processes_will_see_them(
