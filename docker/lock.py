@@ -22,7 +22,7 @@ from typing import Any
 
 TOP = Path(__file__).parents[1]
 LOCKS = Path(__file__).with_name("locks")
-EXTRAS = {"cpu": ("api", "ray", "s3"), "cuda": ("api", "ray", "s3", "gpu")}
+EXTRAS = {"cpu": ("api", "ray", "s3", "otlp"), "cuda": ("api", "ray", "s3", "otlp", "gpu")}
 """Of our package, that each image has."""
 CONSTRAINTS = {"cpu": "constraints-cpu.txt", "cuda": "constraints-gpu.txt"}
 """Beside those of all."""

@@ -20,7 +20,7 @@ HERE = {
     "platform_python_implementation": "CPython", "python_full_version": PYTHON,
     "python_version": "3.11", "os_name": "posix", "sys_platform": "linux", "extra": "",
 }  # fmt: skip
-EXTRAS = {"cpu": ("api", "ray", "s3"), "cuda": ("api", "ray", "s3", "gpu")}
+EXTRAS = {"cpu": ("api", "ray", "s3", "otlp"), "cuda": ("api", "ray", "s3", "otlp", "gpu")}
 LINE = re.compile(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}")
 PROJECT = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
 
