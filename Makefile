@@ -33,6 +33,8 @@ help:
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
 	@echo "make soak-hosts a cluster on hosts made of namespaces, under load and random faults; as root (MINUTES=60 SEED=0)"
+	@echo "make soak-changes docs/changing-machines.md typed on such hosts, under load; as root"
+	@echo "make soak-nodes what looks after engines killed again and again; as root (KILLS=20)"
 	@echo "make docs      the reference pages of docs/, made from the code"
 	@echo "make bench     the benchmarks behind the README's numbers"
 	@echo "make clean     forget .venv, caches and checkpoints"
@@ -162,10 +164,11 @@ soak-pool: $(STAMP)
 soak-changes: $(STAMP)
 	MOONCAKE_CHANGES=1 $(BIN)/pytest -q -s tests/integration/hosts/test_changes.py
 
-# What looks after engines that Ray places, killed again and again, while answers stream: make soak-nodes KILLS=20
+# What looks after engines, killed again and again: of `mooncake serve`, and of engines that Ray places on hosts made of
+# namespaces (as root). No engine may load its weights again. make soak-nodes KILLS=20
 soak-nodes: KILLS = 20
 soak-nodes: $(STAMP)
-	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/hosts/test_ray_nodes.py
+	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/serve/test_adoption.py tests/integration/hosts/test_ray_nodes.py
 
 # Hosts made of namespaces under open-loop load: a process killed, a host without power, a link cut, a slow disk, a
 # wrong clock, one after another. Logs and figures lie in build/soak-hosts. make soak-hosts MINUTES=10 SEED=3

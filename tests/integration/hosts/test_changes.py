@@ -30,15 +30,17 @@ from tests.support.serve.server_process import nano_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(5400),
     pytest.mark.skipif("MOONCAKE_CHANGES" not in os.environ, reason="by `make soak-changes`"),
 ]
 
 PAGE = Path(__file__).parents[3] / "docs" / "changing-machines.md"
 PROMPTS = [f"{n} quick brown foxes jump over the lazy dog. " * 40 for n in range(2, 6)]
 LENGTHS = (8, 24)
-RATE = 2.0
-WHOLE_S = 400.0
+RATE = 0.5
+SILENCE_S = 240.0
+"""Far more than anything takes but on a machine that has something else to do."""
+WHOLE_S = 900.0
 STEP_S = 0.2
 ROLES = ("gateway", "prefill", "decode", "kvstore")
 STAY = ("grow", "rotate the secret", "rotate certificates")
@@ -83,7 +85,9 @@ class Operator(DescribedCluster):
         """What was done, and when; the fault names the machine whose gateway may end."""
         for name in "ab":
             self.start(name, is_former=True)
-        plan = {"prompts": PROMPTS, "lengths": LENGTHS, "seed": 0, "rate": RATE}
+        plan = {
+            "prompts": PROMPTS, "lengths": LENGTHS, "seed": 0, "rate": RATE, "silence_s": SILENCE_S,
+        }  # fmt: skip
         first = machines[0].path(f"{HOME}/k2/a/ca.pem")
         self.asker = Asker(machines[2], machines[:2], first, plan)
 
@@ -249,8 +253,7 @@ class Operator(DescribedCluster):
                     span.fault.host == one["host"] and span.touches(one["from_s"], one["to_s"])
                     for span in spans
                 )
-                slow = "TimeoutError" in one.get("why", "")  # on busy cores a handshake may be
-                if one["how"] in ("refused", "away") and not ended and not slow:
+                if one["how"] in ("refused", "away") and not ended:
                     found.append(f"request {answer['answer']}: {one}")
             ids = right[answer["prompt"]][: answer["length"]]
             found += problems_of(answer, ids, spans)

@@ -16,7 +16,9 @@ import pytest
 from mooncake.launch.host.descendants import Descendants
 from tests.support.serve.server_process import STOP_S, ServerProcess, nano_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "1"))
+"""Of each kind of process that looks after workers: `make soak-nodes` sets more."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * NUM_KILLS)]
 
 WORKERS = {"prefill-0", "decode-0", "kvstore-0"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -86,6 +88,11 @@ def test_the_next_start_adopts_the_workers_of_one_that_was_killed(
         expected, _ = ask(server)
         pids = server.wait_for_workers(WORKERS)
         kill(server)
+    for _ in range(NUM_KILLS - 1):
+        with serving(checkpoint, port) as server:
+            server.wait_until_serving()
+            assert server.wait_for_workers(WORKERS) == pids
+            kill(server)
     with serving(checkpoint, port) as server:
         server.wait_until_serving()
         assert server.wait_for_workers(WORKERS) == pids
@@ -108,28 +115,26 @@ def test_the_next_start_adopts_the_workers_of_one_that_was_killed(
     assert have_ended(orphans)
 
 
-@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
-def test_a_process_of_ray_is_killed_while_an_answer_streams(
-    checkpoint: Path, port: int, daemon: str
-) -> None:
+def test_processes_of_ray_are_killed_while_answers_stream(checkpoint: Path, port: int) -> None:
     with serving(checkpoint, port) as server:
         server.wait_until_serving()
         expected, _ = ask(server, 400)
         pids = server.wait_for_workers(WORKERS)
-        found: list[tuple[list[int], int]] = []
-        asking = threading.Thread(target=lambda: found.append(ask(server, 400)))
-        asking.start()
-        with Descendants(server.process.pid) as descendants:
-            [pid] = [
-                each for each in descendants.pids
-                if Path(f"/proc/{each}/comm").read_text().strip() == daemon
-            ]  # fmt: skip
-        os.kill(pid, signal.SIGKILL)
-        server.wait_for("Ray has ended here and is started again")
-        asking.join(END_S)
-        assert [tokens for tokens, _ in found] == [expected]
-        server.wait_for("Ray runs again")
-        assert server.worker_pids() == pids
+        for number, daemon in enumerate(["raylet", "gcs_server"] * NUM_KILLS, 1):
+            found: list[tuple[list[int], int]] = []
+            asking = threading.Thread(target=lambda to=found: to.append(ask(server, 400)))
+            asking.start()
+            with Descendants(server.process.pid) as descendants:
+                [pid] = [
+                    each for each in descendants.pids
+                    if Path(f"/proc/{each}/comm").read_text().strip() == daemon
+                ]  # fmt: skip
+            os.kill(pid, signal.SIGKILL)
+            server.wait_for("Ray has ended here and is started again", number=number)
+            asking.join(END_S)
+            assert [tokens for tokens, _ in found] == [expected], daemon
+            server.wait_for("Ray runs again", number=number)
+            assert server.worker_pids() == pids, f"{daemon}: no weights are loaded again"
         os.kill(pids["prefill-0"], signal.SIGKILL)
         others = server.wait_for_workers(WORKERS, without=[pids["prefill-0"]])
         assert {**pids, "prefill-0": others["prefill-0"]} == others

@@ -55,13 +55,13 @@ class ServerProcess:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, pattern: str, seconds: float = START_S) -> re.Match[str]:
-        """Wait until a line of the output matches."""
+    def wait_for(self, pattern: str, seconds: float = START_S, *, number: int = 1) -> re.Match[str]:
+        """Wait until so many lines of the output match; return the last match."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            for line in list(self.lines):
-                if match := re.search(pattern, line):
-                    return match
+            matches = [each for line in list(self.lines) if (each := re.search(pattern, line))]
+            if len(matches) >= number:
+                return matches[number - 1]
             if self.process.poll() is not None and not self._reader.is_alive():
                 break
             time.sleep(POLL_S)

@@ -35,6 +35,8 @@ WHOLE_S = 300.0
 LAST_S = 600.0
 """The last answers must have come by then."""
 IDLE_S = 90.0
+SILENCE_S = 60.0
+"""A try that hears nothing for so long is given up."""
 STEP_S, LOOK_S = 0.5, 5.0
 LENGTHS = (8, 24, 64)
 PROMPTS = [
@@ -62,7 +64,8 @@ class Soak:
             self._cluster = SoakCluster(hosts, model, self._folder)
             self._watch = Watch(list(self._cluster.machines.values()))
             plan = {
-                "prompts": PROMPTS, "lengths": LENGTHS, "seed": self._seed, "rate": self._rate
+                "prompts": PROMPTS, "lengths": LENGTHS, "seed": self._seed, "rate": self._rate,
+                "silence_s": SILENCE_S,
             }  # fmt: skip
             self._cluster.start_asker(plan)
             began_s = time.time()

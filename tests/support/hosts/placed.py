@@ -1,0 +1,100 @@
+"""A cluster whose file has Ray place the engines, on hosts made of namespaces: what runs there, and
+what looks after it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.hosts.described import DescribedCluster
+from tests.support.hosts.hosts import SHARED, Host, Program
+
+WORKERS = {"prefill": 1, "decode": 2}
+"""What Ray places."""
+WORKER, GCS, RAYLET = "[w]orker_program", "[g]cs/gcs_server", "[r]aylet/raylet"
+NODE, UP = "[-]-ray-node", "[u]p k2.yaml$"
+"""What pgrep finds processes by: a worker; and of what looks after workers Ray's two, the one that
+starts these, and `mooncake up`.
+"""
+END_S = 400.0
+ASK = """
+import ssl, sys, urllib.request
+context = ssl.create_default_context(cafile="here/ca.pem")
+url, body = sys.argv[1:]
+asked = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+print(urllib.request.urlopen(asked, timeout=250, context=context).read().decode())
+"""
+
+
+def description(model: Path) -> dict[str, Any]:
+    """Return the file of the cluster, but for the addresses of its machines."""
+    return {
+        "model": f"{SHARED}/{model.name}",
+        "ray": dict(WORKERS),
+        "machines": {name: {"gateway": 1, "kvstore": 1} for name in "ab"},
+        "settings": {"dtype": "float32", "kv-cache-memory-bytes": "32MiB"},
+        "kvstore": {"kvstore-dram-bytes": "32MiB"},
+    }
+
+
+class Placed(DescribedCluster):
+    """Machines, and what Ray has placed there."""
+
+    def __init__(self, machines: Sequence[Host], model: Path) -> None:
+        super().__init__(machines, description(model))
+        self.machines = list(machines)
+        self._model = model.name
+        self.programs: dict[str, Program] = {}
+        """What runs on each machine."""
+        self._said: list[Program] = []
+
+    def type_up(self, host: Host) -> Program:
+        self.programs[host.name] = self.up(host)
+        self._said.append(self.programs[host.name])
+        return self.programs[host.name]
+
+    def pids(self, host: Host, pattern: str) -> set[str]:
+        return set(host.check("sh", "-c", f"pgrep -f '{pattern}' || true").split())
+
+    def kill(self, host: Host, pattern: str) -> None:
+        end_s = time.monotonic() + END_S
+        while not (pids := self.pids(host, pattern)):
+            assert time.monotonic() < end_s, f"nothing to kill: {pattern}"
+        host.check("kill", "-9", *pids)
+
+    def workers(self) -> dict[str, set[str]]:
+        return {each.name: self.pids(each, WORKER) for each in self.machines}
+
+    def head(self) -> Host:
+        """Return the machine that is Ray's head, once there is one alone."""
+        end_s = time.monotonic() + END_S
+        while time.monotonic() < end_s:
+            heads = [each for each in self.machines if self.pids(each, GCS)]
+            if len(heads) == 1:
+                return heads[0]
+        raise AssertionError("the machines do not agree on a head")
+
+    def num_watched(self) -> int:
+        """Return how often a head has said that it looks after all workers."""
+        return sum(each.output.count("Ray looks after") for each in self._said)
+
+    def await_watched(self, number: int) -> None:
+        end_s = time.monotonic() + END_S
+        while self.num_watched() < number:
+            assert time.monotonic() < end_s, [each.output for each in self._said]
+            time.sleep(0.1)
+
+    def answer(self, host: Host, prompt: str, num_tokens: int) -> list[int]:
+        """Return the tokens of an answer of the gateway on a machine."""
+        body = {
+            "model": self._model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        url = f"https://{host.address}:8000/v1/completions"
+        said = host.check(sys.executable, "-c", ASK, url, json.dumps(body), seconds=END_S)
+        return list(json.loads(said)["choices"][0]["token_ids"])
