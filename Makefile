@@ -77,7 +77,7 @@ PROCESSES ?= 3
 SHOW ?= -q
 PURE_TESTS := tests/unit tests/kernels tests/sim tests/property tests/fuzz
 PROCESS_TESTS := tests/integration tests/conformance
-PYTEST := MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest --maxprocesses 4 --dist loadfile
+PYTEST := MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: check test-python
 test-python: test-pure test-processes
 
@@ -85,11 +85,11 @@ test-pure: $(STAMP)
 	$(PYTEST) $(SHOW) -m "$(MARK)" -n auto $(PURE_TESTS)
 
 test-processes: $(STAMP) helm
-	$(PYTEST) $(SHOW) --no-loadscope-reorder -m "$(MARK)" -n $(PROCESSES) $(PROCESS_TESTS)
+	$(PYTEST) $(SHOW) -m "$(MARK)" -n $(PROCESSES) $(PROCESS_TESTS)
 
 # Soaks, clusters of processes, comparisons with transformers: what `make test` leaves out.
 test-slow: $(STAMP) helm
-	$(PYTEST) --no-loadscope-reorder -v -p tests.support.timed_tests -m "slow and not alone" -n $(PROCESSES) \
+	$(PYTEST) -v -p tests.support.timed_tests -m "slow and not alone" -n $(PROCESSES) \
 	  $(PROCESS_TESTS) $(PURE_TESTS)
 
 # Those that bear nothing beside them, because they measure: all other runs leave them out.

@@ -15,7 +15,7 @@ LONGEST = (
     "integration/hosts/test_up.py",
     "integration/launch/test_ranks.py", "integration/serve", "integration/kubelet",
     "integration/hosts", "integration/image", "integration/model", "integration/install",
-    "integration/pool",
+    "integration/pool", "sim", "fuzz", "property",
 )  # fmt: skip
 """Files and folders that take minutes, the longest first. They begin before the others, so that
 none of them still runs in one process after the others have ended.
