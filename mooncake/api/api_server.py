@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 
 from mooncake import __version__
-from mooncake.api.backend import Backend, Control, EventStream
+from mooncake.api.backend import Backend, EventStream
 from mooncake.api.config import ApiConfig
 from mooncake.api.constrained.checker import SchemaChecker, SchemaToCheck
 from mooncake.api.constrained.constraints import Constraint
 from mooncake.api.errors import shorten
+from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.generation.beam_search import BeamStream
 from mooncake.api.generation.generation import Call, Choice, TextOptions
 from mooncake.api.generation.review import Review
@@ -79,7 +80,7 @@ class ApiServer(Serving):
         recent: Callable[[], Any] | None = None,
         vitals: Callable[[], Sequence[Vitals]] | None = None,
         receipts: Receipts | None = None,
-        control: Control | None = None,
+        control: GatewayBackend | None = None,
     ) -> None:
         """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page.
         `vitals` returns the state of this process' workers, if it has any.

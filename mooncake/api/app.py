@@ -18,11 +18,12 @@ from starlette.responses import Response
 
 from mooncake import __version__
 from mooncake.api.api_server import ApiServer
-from mooncake.api.backend import Backend, Control
+from mooncake.api.backend import Backend
 from mooncake.api.batches.in_process import ask
 from mooncake.api.batches.service import BatchService
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
+from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.http.access import RECEIPT, Access, Keyring, unlimited_keys
 from mooncake.api.http.access_log import AccessLog
 from mooncake.api.http.event_loop import watch_loop
@@ -128,7 +129,7 @@ def create_app(
     vitals: Callable[[], Sequence[Vitals]] | None = None,
     tracer: Tracer | None = None,
     receipts: Receipts | None = None,
-    control: Control | None = None,
+    control: GatewayBackend | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 

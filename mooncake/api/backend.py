@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent, Sink
-from mooncake.base.cluster_mode import ClusterMode
 
 SUBMIT_BYTES = 1 << 18
 """Approximate bytes of prompts that are submitted at a time: a few milliseconds."""
@@ -64,34 +63,6 @@ class Backend(Protocol):
 
     def drain(self) -> None:
         """Accept no new requests from now on; finish those that run."""
-
-
-class Control(Protocol):
-    """Carries out what operators want of the whole cluster. An order returns when it is carried
-    out. It goes on when its caller gives up.
-
-    Raises:
-        MooncakeError: it cannot be carried out, or takes long; the message says what it waits for.
-    """
-
-    @property
-    def mode(self) -> ClusterMode:
-        """The mode that is wanted now."""
-
-    async def pause(self, *, aborts: bool) -> None:
-        """Take no more requests, and wait for those that run or end them."""
-
-    async def resume(self) -> None:
-        """Take requests again."""
-
-    async def sleep(self, level: int, *, aborts: bool) -> None:
-        """Let all engines sleep, once the requests that run have finished or were ended."""
-
-    async def wake(self) -> None:
-        """Wake all engines."""
-
-    async def update_weights(self, model: str) -> None:
-        """Replace the weights of all engines by those in a directory of their machines."""
 
 
 class EventStream:

@@ -37,8 +37,9 @@ RETRY_TICK_S = 1.0
 
 
 class GatewayBackend:
-    """A `Backend` and a `Control` over the gateway machine. Call `start` and `stop` in the loop.
-    `metrics` renders the series that the machine's recorder keeps, for an operator or for others.
+    """A `Backend` over the gateway machine, which also takes operators' orders for the whole
+    cluster. Call `start` and `stop` in the loop. `metrics` renders the series that the machine's
+    recorder keeps, for an operator or for others.
     """
 
     def __init__(
@@ -108,25 +109,17 @@ class GatewayBackend:
 
     @property
     def mode(self) -> ClusterMode:
+        """The mode that is wanted now."""
         return self._gateway.control.mode
 
-    async def pause(self, *, aborts: bool) -> None:
-        await self._order(lambda control, done: control.pause(done, aborts=aborts))
+    async def order(self, give: Callable[[ModeControl, Done], None]) -> None:
+        """Give an order, such as `lambda control, done: control.wake(done)`. Return when it is
+        carried out. It goes on when its caller gives up.
 
-    async def resume(self) -> None:
-        await self._order(lambda control, done: control.resume(done))
-
-    async def sleep(self, level: int, *, aborts: bool) -> None:
-        await self._order(lambda control, done: control.sleep(level, done, aborts=aborts))
-
-    async def wake(self) -> None:
-        await self._order(lambda control, done: control.wake(done))
-
-    async def update_weights(self, model: str) -> None:
-        await self._order(lambda control, done: control.update_weights(model, done))
-
-    async def _order(self, give: Callable[[ModeControl, Done], None]) -> None:
-        """Give the machine an order, and wait until it is carried out."""
+        Raises:
+            MooncakeError: it cannot be carried out, or takes long; the message says what it waits
+                for.
+        """
         done: asyncio.Future[MooncakeError | None] = asyncio.get_running_loop().create_future()
 
         def end(error: MooncakeError | None) -> None:

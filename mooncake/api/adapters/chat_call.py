@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec import UNSET
 
 from mooncake.api.api_server import ApiServer
-from mooncake.api.constrained.constraints import Thinking, asks_form, chat_constraint
+from mooncake.api.constrained.constraints import Thinking, chat_constraint
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import (
@@ -52,7 +52,7 @@ async def new_chat_call(
         lambda: _prompt(api_server, body), tenant
     )
     review = None
-    if calls or asks_form(body):
+    if calls or body.asks_form:
         sampling, review = await api_server.compiling.run(
             lambda: _constrained(api_server, body, tokens, sampling, calls=calls), tenant
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.api.api_server import THREAD_CHARS, THREAD_SEQUENCES, ApiServer
-from mooncake.api.constrained.constraints import answer_form, asks_form, form_constraint
+from mooncake.api.constrained.constraints import answer_form, form_constraint
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import (
@@ -36,7 +36,7 @@ async def new_completion_call(
     check_sequences(len(asked), body, api_server.config)
     if not asked:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
-    if asks_form(body) or body.bad_words:
+    if body.asks_form or body.bad_words:
         # Checking a large schema and many bad words takes milliseconds: no stream may stutter.
         shared, review = await api_server.compiling.run(lambda: _sampling(api_server, body), tenant)
     else:

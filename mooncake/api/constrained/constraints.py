@@ -63,17 +63,6 @@ class Thinking(msgspec.Struct, frozen=True):
     """True if the prompt ends inside a think block."""
 
 
-_FORMS = (
-    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar",
-)  # fmt: skip
-
-
-def asks_form(fields: GenerationFields) -> bool:
-    """Return whether a request has a field that asks for a form of its answer."""
-    return any(getattr(fields, name) is not None for name in _FORMS)
-
-
 def answer_form(fields: GenerationFields) -> Form | None:
     """Return the form that the request asks for; None = any text.
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.errors import forbidden
 from mooncake.api.http.limits import Account, InFlight, Limited, Shares
-from mooncake.api.http.repeats import Repeats
+from mooncake.api.http.repeats import HEADER, Repeats
 from mooncake.api.http.response import ErrorResponse
 from mooncake.base import Clock, IdSource, MooncakeError, Priority, Unauthorized
 from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
@@ -222,7 +222,8 @@ class Access:
             return
         try:
             with self._entered(account, state, headers):
-                await self._repeats(scope, receive, named_send)
+                app = self._repeats if HEADER in headers else self._app
+                await app(scope, receive, named_send)
         except Limited as limited:
             await ErrorResponse(limited)(scope, receive, named_send)
 

@@ -186,7 +186,7 @@ class _Answer:
 
 
 class Repeats:
-    """ASGI application around the routes.
+    """ASGI application around the routes, for requests with a key.
 
     The first request with a key does not depend on its connection. If the connection breaks, the
     request continues for `ApiConfig.linger_s`, and the caller's permits are held meanwhile. A
@@ -210,10 +210,7 @@ class Repeats:
         return (owner, key) in self._running or key in self._kept.get(owner, ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = Headers(scope=scope).get(HEADER)
-        if key is None:
-            await self._app(scope, receive, send)
-            return
+        key = Headers(scope=scope)[HEADER]
         if not _KEY.fullmatch(key):
             error = InvalidRequest(f"{HEADER}: must be 1 to 255 printable ASCII characters")
             await ErrorResponse(error)(scope, receive, send)

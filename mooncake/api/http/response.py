@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -82,9 +82,11 @@ class OpenAiRenderer(Generic[Body]):
         self._model = api_server.names[0]
         self._fingerprint = api_server.fingerprint
         self._created = api_server.now_s()
-        self._speller = LogprobSpeller(
-            api_server.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
-        )
+        self._tokenizer = api_server.model.tokenizer
+
+    @cached_property
+    def _speller(self) -> LogprobSpeller:
+        return LogprobSpeller(self._tokenizer, as_ids=bool(self._body.return_tokens_as_token_ids))
 
     def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
         """Return the last events of a stream that `error` cut off."""

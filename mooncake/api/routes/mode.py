@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mooncake.api.api_server import ApiServer
-from mooncake.api.backend import Control
 from mooncake.api.errors import ErrorReply, forbidden, shorten
+from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import json_response
 from mooncake.api.schema.mode import ModeReply, UpdateWeightsRequest
@@ -56,7 +56,7 @@ def mode_routes(api_server: ApiServer) -> APIRouter:
     router = APIRouter()
     described = operation(None, ModeReply, ErrorReply)
 
-    def control(request: Request) -> Control:
+    def control(request: Request) -> GatewayBackend:
         """Return what carries out orders. Raises ApiError for who may not give any."""
         if api_server.control is None or not api_server.config.enable_sleep_mode:
             raise forbidden(
@@ -74,26 +74,26 @@ def mode_routes(api_server: ApiServer) -> APIRouter:
     async def pause(request: Request) -> Response:
         """Take no more requests; they get 503. Answers when none runs any more."""
         aborts = _chosen(request, _MODE) == "abort"
-        await control(request).pause(aborts=aborts)
+        await control(request).order(lambda to, done: to.pause(done, aborts=aborts))
         return reply()
 
     @router.post("/resume", openapi_extra=described)
     async def resume(request: Request) -> Response:
         """Take requests again."""
-        await control(request).resume()
+        await control(request).order(lambda to, done: to.resume(done))
         return reply()
 
     @router.post("/sleep", openapi_extra=described | _parameters(_LEVEL, _MODE))
     async def sleep(request: Request) -> Response:
         """Free the memory of all engines. Answers when they sleep; requests get 503 meanwhile."""
         level, aborts = int(_chosen(request, _LEVEL)), _chosen(request, _MODE) == "abort"
-        await control(request).sleep(level, aborts=aborts)
+        await control(request).order(lambda to, done: to.sleep(level, done, aborts=aborts))
         return reply()
 
     @router.post("/wake_up", openapi_extra=described)
     async def wake_up(request: Request) -> Response:
         """Wake all engines. Answers when they can compute again."""
-        await control(request).wake()
+        await control(request).order(lambda to, done: to.wake(done))
         return reply()
 
     @router.get("/is_sleeping", openapi_extra=described)
@@ -112,7 +112,7 @@ def mode_routes(api_server: ApiServer) -> APIRouter:
         """
         orders = control(request)
         body = await read_body(request, UpdateWeightsRequest, api_server)
-        await orders.update_weights(body.path)
+        await orders.order(lambda to, done: to.update_weights(body.path, done))
         return reply()
 
     return router

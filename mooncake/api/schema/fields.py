@@ -301,6 +301,12 @@ class SharedFields(SamplingFields, RequestBody, Markable):
         return unknown
 
 
+_FORMS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar",
+)  # fmt: skip
+
+
 class GenerationFields(AnswerFields, SharedFields):
     """The fields that the bodies of chat and completions have in common."""
 
@@ -326,6 +332,11 @@ class GenerationFields(AnswerFields, SharedFields):
     def stops(self) -> list[str]:
         """The stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def asks_form(self) -> bool:
+        """True if a field asks for a form of the answer."""
+        return any(getattr(self, name) is not None for name in _FORMS)
 
     @property
     def include_usage(self) -> bool:

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from mooncake.api.http.access import OPERATOR_PATHS
-from mooncake.base import InvalidRequest
+from mooncake.base import InvalidRequest, MooncakeError
 from mooncake.base.cluster_mode import ClusterMode, Weights
+from mooncake.scheduler.gateway.mode_control import Done
 from tests.integration.api.test_access import bearer, key, limited_api_server
 from tests.support.api.server import ScriptedBackend, says
 
@@ -25,27 +26,36 @@ class Orders:
         self.mode = ClusterMode()
         self.given: list[tuple[Any, ...]] = []
 
-    async def pause(self, *, aborts: bool) -> None:
-        self.given.append(("pause", aborts))
-        self.mode = self.mode.changed("g", paused=True, sleep_level=0)
+    async def order(self, give: Callable[[Orders, Done], None]) -> None:
+        ends: list[MooncakeError | None] = []
+        give(self, ends.append)
+        [error] = ends
+        if error is not None:
+            raise error
 
-    async def resume(self) -> None:
-        self.given.append(("resume",))
-        self.mode = self.mode.changed("g", paused=False, sleep_level=0)
+    def pause(self, done: Done, *, aborts: bool) -> None:
+        self._do(done, ("pause", aborts), self.mode.changed("g", paused=True, sleep_level=0))
 
-    async def sleep(self, level: int, *, aborts: bool) -> None:
-        self.given.append(("sleep", level, aborts))
-        self.mode = self.mode.changed("g", paused=False, sleep_level=level)
+    def resume(self, done: Done) -> None:
+        self._do(done, ("resume",), self.mode.changed("g", paused=False, sleep_level=0))
 
-    async def wake(self) -> None:
-        self.given.append(("wake",))
-        self.mode = self.mode.changed("g", paused=False, sleep_level=0)
+    def sleep(self, level: int, done: Done, *, aborts: bool) -> None:
+        mode = self.mode.changed("g", paused=False, sleep_level=level)
+        self._do(done, ("sleep", level, aborts), mode)
 
-    async def update_weights(self, model: str) -> None:
+    def wake(self, done: Done) -> None:
+        self._do(done, ("wake",), self.mode.changed("g", paused=False, sleep_level=0))
+
+    def update_weights(self, model: str, done: Done) -> None:
         if model == "/wrong":
-            raise InvalidRequest("decode-0: /wrong: no such directory", param="model")
-        self.given.append(("update", model))
-        self.mode = ClusterMode(weights=Weights(1, model, "r2", "f2"))
+            done(InvalidRequest("decode-0: /wrong: no such directory", param="model"))
+            return
+        self._do(done, ("update", model), ClusterMode(weights=Weights(1, model, "r2", "f2")))
+
+    def _do(self, done: Done, given: tuple[Any, ...], mode: ClusterMode) -> None:
+        self.given.append(given)
+        self.mode = mode
+        done(None)
 
 
 def run(
@@ -147,7 +157,7 @@ def test_a_probe_says_that_the_cluster_is_paused() -> None:
         backend.is_ready = False
         orders = Orders()
         async with limited_api_server(backend, limits=OPEN, control=orders) as client:
-            await orders.pause(aborts=False)
+            orders.pause(lambda _: None, aborts=False)
             reply = await client.get("/health")
             assert reply.status_code == 503
             assert "paused (POST /resume)" in reply.json()["error"]["message"]
