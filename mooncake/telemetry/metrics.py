@@ -29,6 +29,7 @@ from mooncake.telemetry.events import (
     WorkerLeft,
     WorkerReported,
 )
+from mooncake.telemetry.recent import Recent
 from mooncake.telemetry.series import (
     BuildInfo,
     CacheInfo,
@@ -70,6 +71,8 @@ class Metrics:
         self._requests = RequestSeries(self._registry, model_name)
         self._tenants = TenantSeries(self._operators, model_name)
         self._workers = WorkerSeries(self._registry, model_name)
+        self.recent = Recent()
+        """The same figures of the last minute, for the cluster page."""
         self._live: dict[str, _Live] = {}
         self._counters: dict[str, dict[str, float]] = {}
 
@@ -93,6 +96,7 @@ class Metrics:
                 self._on_accepted(event)
             case Refused():
                 self._requests.refused(event.reason, event.status)
+                self.recent.refused(event)
             case Placed():
                 self._on_placed(event)
             case FirstToken():
@@ -149,6 +153,7 @@ class Metrics:
         ttft_s = event.at_s - live.accepted_s
         live.first_token_s = live.last_token_s = event.at_s
         self._requests.ttft_s.observe(ttft_s)
+        self.recent.first_token(event.at_s, ttft_s, live.num_prompt_tokens, event.num_cached_tokens)
         self._requests.prompt_tokens.inc(live.num_prompt_tokens)
         self._requests.cached_tokens.inc(event.num_cached_tokens)
         self._requests.cache_queries.inc(live.num_prompt_tokens)
@@ -171,8 +176,9 @@ class Metrics:
         if live is None:
             return
         self._requests.tokens_per_event.observe(event.num_tokens)
-        if event.start > 0:
-            gap_s = event.at_s - live.last_token_s
+        gap_s = event.at_s - live.last_token_s if event.start > 0 else None
+        self.recent.tokens(event.at_s, event.num_tokens, gap_s)
+        if gap_s is not None:
             live.last_token_s = event.at_s
             live.gaps_s.append(gap_s)
             self._requests.gap_s.observe(gap_s)

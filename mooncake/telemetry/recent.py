@@ -1,7 +1,7 @@
 """The recent status: latencies, hit rate, output rate and refusals of the last minute.
 
-It is derived from lifetime events, with bounded memory under any load. The cluster page shows it.
-`metrics.py` has the series that are kept and summed over gateways.
+Its memory is bounded under any load. The cluster page shows it. `metrics.py` has the series that
+are kept and summed over gateways.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from mooncake.telemetry.events import Accepted, AnyEvent, Finished, FirstToken, Refused, Tokens
+from mooncake.telemetry.events import Refused
 from mooncake.telemetry.stats import percentile
 
 WINDOW_S = 60.0
@@ -63,11 +63,9 @@ class _Samples(Generic[Value]):
 
 
 class Recent:
-    """A recorder that keeps the last minute."""
+    """Keeps the last minute. `Metrics`, which follows each request, tells it."""
 
     def __init__(self) -> None:
-        self._live: dict[str, tuple[Accepted, float]] = {}
-        """Requests accepted and not finished, with the time of their last token."""
         self._ttft_s: _Samples[float] = _Samples()
         self._gap_s: _Samples[float] = _Samples()
         self._prompts: _Samples[tuple[int, int]] = _Samples()
@@ -77,41 +75,23 @@ class Recent:
         """
         self._refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
 
-    def record(self, event: AnyEvent) -> None:
-        """Take `event`. Kinds that are not needed here are ignored."""
-        match event:
-            case Accepted():
-                self._live[event.request_id] = (event, event.at_s)
-            case FirstToken():
-                self._on_first_token(event)
-            case Tokens():
-                self._on_tokens(event)
-            case Finished():
-                self._live.pop(event.request_id, None)
-            case Refused():
-                self._refusals.appendleft(event)
-            case _:
-                pass
+    def refused(self, event: Refused) -> None:
+        self._refusals.appendleft(event)
 
-    def _on_first_token(self, event: FirstToken) -> None:
-        if event.request_id not in self._live:
-            return
-        accepted, _ = self._live[event.request_id]
-        self._live[event.request_id] = (accepted, event.at_s)
-        self._ttft_s.add(event.at_s, event.at_s - accepted.at_s)
-        self._prompts.add(event.at_s, (accepted.num_prompt_tokens, event.num_cached_tokens))
+    def first_token(
+        self, at_s: float, ttft_s: float, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        self._ttft_s.add(at_s, ttft_s)
+        self._prompts.add(at_s, (num_prompt_tokens, num_cached_tokens))
 
-    def _on_tokens(self, event: Tokens) -> None:
-        if event.request_id not in self._live:
-            return
-        second, number = int(event.at_s), event.num_tokens
+    def tokens(self, at_s: float, number: int, gap_s: float | None) -> None:
+        """Count output tokens; `gap_s`: the time since those before, if there were any."""
+        second = int(at_s)
         if self._outputs and self._outputs[-1][0] == second:
             number += self._outputs.pop()[1]
         self._outputs.append((second, number))
-        if event.start > 0:
-            accepted, last_s = self._live[event.request_id]
-            self._live[event.request_id] = (accepted, event.at_s)
-            self._gap_s.add(event.at_s, event.at_s - last_s)
+        if gap_s is not None:
+            self._gap_s.add(at_s, gap_s)
 
     def status(self, now: float) -> RecentStatus:
         """Return the status of the time up to `now`, on the events' clock."""

@@ -6,7 +6,7 @@ Owns the `prometheus_client` objects; knows no events.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -315,21 +315,10 @@ class WorkerSeries:
         ).labels(model_name)
         self._nodes: dict[str, tuple[Role, str]] = {}
         """The role of each live worker, and its node."""
-        self._running = gauge("worker_requests_running", "Sequences in a worker's batch.")
-        self._waiting = gauge("worker_requests_waiting", "Sequences waiting on a worker.")
-        self._queued = gauge("worker_queued_tokens", "Prompt tokens accepted, not yet computed.")
-        self._context = gauge("worker_context_tokens", "Tokens in the KV of running sequences.")
-        self._total = gauge("worker_blocks", "KV blocks of a worker.")
-        self._free = gauge("worker_free_blocks", "KV blocks free, cached ones included.")
-        self._cached = gauge("worker_cached_blocks", "Free KV blocks that hold reusable content.")
-        self._usage = gauge("kv_cache_usage_perc", "Share of a worker's KV blocks in use, 0 to 1.")
+        self._gauges = {name: gauge(name, text) for name, (text, _) in _LOADS.items()}
         self._cost_error = gauge(
             "cost_model_error_ratio", "Mean relative error of predicted step times."
         )
-        self._gauges = (
-            self._running, self._waiting, self._queued, self._context, self._total, self._free,
-            self._cached, self._usage, self._cost_error,
-        )  # fmt: skip
         labels = ["model_name", "worker", "name"]
         self._counts = Counter(
             "mooncake:worker_events", "Counters that a worker reports.", labels, registry=registry
@@ -344,9 +333,10 @@ class WorkerSeries:
         """Lost workers whose counters are still kept. The one that left first comes first."""
         self._named = {
             (from_pool, name): Counter(
-                f"mooncake:{series}", text, ["model_name"], registry=registry
+                f"mooncake:{_RENAMED.get(name, name)}", text, ["model_name"], registry=registry
             ).labels(model_name)
-            for from_pool, name, series, text in _NAMED_COUNTS
+            for from_pool, counts in ((False, _ENGINE_COUNTS), (True, _POOL_COUNTS))
+            for name, text in counts.items()
         }
 
     def joined(self, worker_id: str, role: Role, num_blocks: int, node_id: str) -> None:
@@ -356,7 +346,8 @@ class WorkerSeries:
         self._gone.pop(worker_id, None)
         self._up.labels(self._model_name, role.value).inc()
         self._lost.labels(self._model_name, role.value)
-        self._total.labels(self._model_name, worker_id, role.value).set(num_blocks)
+        blocks = self._gauges["worker_blocks"]
+        blocks.labels(self._model_name, worker_id, role.value).set(num_blocks)
 
     def wanted(self, role: Role, number: int) -> None:
         """Set how many replicas of a role there should be."""
@@ -370,7 +361,7 @@ class WorkerSeries:
         self._count_engines_without_pool()
         self._up.labels(self._model_name, role.value).dec()
         self._lost.labels(self._model_name, role.value).inc()
-        for gauge in self._gauges:
+        for gauge in (*self._gauges.values(), self._cost_error):
             gauge.remove(self._model_name, worker_id, role.value)
         self._gone[worker_id] = None
         if len(self._gone) > MAX_GONE_WORKERS:
@@ -388,19 +379,9 @@ class WorkerSeries:
         self, worker_id: str, role: Role, load: WorkerLoad, cost_error_ratio: float | None
     ) -> None:
         """Set the gauges of a worker to its newest load."""
-        total = load.num_total_blocks
-        values = {
-            self._running: load.num_running,
-            self._waiting: load.num_waiting,
-            self._queued: load.num_queued_tokens,
-            self._context: load.num_context_tokens,
-            self._total: total,
-            self._free: load.num_free_blocks,
-            self._cached: load.num_cached_blocks,
-            self._usage: (total - load.num_free_blocks) / total if total else 0.0,
-        }
-        for gauge, value in values.items():
-            gauge.labels(self._model_name, worker_id, role.value).set(value)
+        for name, (_, value_of) in _LOADS.items():
+            gauge = self._gauges[name].labels(self._model_name, worker_id, role.value)
+            gauge.set(value_of(load))
         if cost_error_ratio is not None:
             self._cost_error.labels(self._model_name, worker_id, role.value).set(cost_error_ratio)
 
@@ -419,58 +400,49 @@ class WorkerSeries:
 
 _ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos_"
 """The name of an engine's counter of accepted drafts, without the position's number."""
-_NAMED_COUNTS = (
-    (False, "preemptions", "num_preemptions", "Sequences preempted for lack of blocks."),
-    (
-        False,
-        "spec_decode_num_drafts",
-        "spec_decode_num_drafts",
-        "Steps of a sequence that computed drafts of its next tokens.",
+_ENGINE_COUNTS = {
+    "preemptions": "Sequences preempted for lack of blocks.",
+    "spec_decode_num_drafts": "Steps of a sequence that computed drafts of its next tokens.",
+    "spec_decode_num_draft_tokens": "Drafts computed.",
+    "spec_decode_num_accepted_tokens": "Accepted drafts: tokens that needed no step of their own.",
+    "blocks_fetched": "KV blocks fetched from a pool node.",
+    "blocks_prefetched": "KV blocks of busy prefixes fetched before a request asked for them.",
+    "fetches_failed": "Fetches of blocks that failed (each counts as a miss).",
+    "blocks_put": "KV blocks written through to a pool node.",
+    "blocks_fetched_corrupt": "KV blocks that arrived from a pool node with a wrong checksum.",
+    "blocks_pushed_compared": "KV blocks that decode has compared with the checksums of what "
+    "prefill sent.",
+    "blocks_pushed_corrupt": "KV blocks that differed from what prefill sent; they were computed "
+    "again.",
+}
+"""Counters of an engine that have a series without a worker's name -> their help text."""
+_POOL_COUNTS = {"blocks_evicted": "KV blocks that a pool node evicted."}
+"""The same of a pool node."""
+_RENAMED = {"preemptions": "num_preemptions", "blocks_evicted": "pool_blocks_evicted"}
+"""Such counters whose series has another name."""
+
+
+def _usage(load: WorkerLoad) -> float:
+    total = load.num_total_blocks
+    return (total - load.num_free_blocks) / total if total else 0.0
+
+
+_LOADS: dict[str, tuple[str, Callable[[WorkerLoad], float]]] = {
+    "worker_requests_running": ("Sequences in a worker's batch.", lambda load: load.num_running),
+    "worker_requests_waiting": ("Sequences waiting on a worker.", lambda load: load.num_waiting),
+    "worker_queued_tokens": (
+        "Prompt tokens accepted, not yet computed.", lambda load: load.num_queued_tokens,
     ),
-    (
-        False,
-        "spec_decode_num_draft_tokens",
-        "spec_decode_num_draft_tokens",
-        "Drafts computed.",
+    "worker_context_tokens": (
+        "Tokens in the KV of running sequences.", lambda load: load.num_context_tokens,
     ),
-    (
-        False,
-        "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens",
-        "Accepted drafts: tokens that needed no step of their own.",
+    "worker_blocks": ("KV blocks of a worker.", lambda load: load.num_total_blocks),
+    "worker_free_blocks": (
+        "KV blocks free, cached ones included.", lambda load: load.num_free_blocks,
     ),
-    (False, "blocks_fetched", "blocks_fetched", "KV blocks fetched from a pool node."),
-    (
-        False,
-        "blocks_prefetched",
-        "blocks_prefetched",
-        "KV blocks of busy prefixes fetched before a request asked for them.",
+    "worker_cached_blocks": (
+        "Free KV blocks that hold reusable content.", lambda load: load.num_cached_blocks,
     ),
-    (
-        False,
-        "fetches_failed",
-        "fetches_failed",
-        "Fetches of blocks that failed (each counts as a miss).",
-    ),
-    (False, "blocks_put", "blocks_put", "KV blocks written through to a pool node."),
-    (
-        False,
-        "blocks_fetched_corrupt",
-        "blocks_fetched_corrupt",
-        "KV blocks that arrived from a pool node with a wrong checksum.",
-    ),
-    (
-        False,
-        "blocks_pushed_compared",
-        "blocks_pushed_compared",
-        "KV blocks that decode has compared with the checksums of what prefill sent.",
-    ),
-    (
-        False,
-        "blocks_pushed_corrupt",
-        "blocks_pushed_corrupt",
-        "KV blocks that differed from what prefill sent; they were computed again.",
-    ),
-    (True, "blocks_evicted", "pool_blocks_evicted", "KV blocks that a pool node evicted."),
-)
-"""(counted by a pool node and not by an engine, name of the counter there, series, help text)."""
+    "kv_cache_usage_perc": ("Share of a worker's KV blocks in use, 0 to 1.", _usage),
+}  # fmt: skip
+"""Gauge of a worker -> its help text, and how its value is read from a load report."""

@@ -45,7 +45,6 @@ from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.health import Vitals
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.receipts import Receipts
-from mooncake.telemetry.recent import Recent
 from mooncake.telemetry.series import BuildInfo, CacheInfo
 from mooncake.telemetry.traces import Tracer
 
@@ -79,8 +78,7 @@ class GatewayProcess:
             layout=plan.layout.fingerprint[:LAYOUT_DIGITS],
         )  # fmt: skip
         self._metrics = Metrics(model_name, build, *_cache_infos(plan))
-        self._recent = Recent()
-        recorders = Recorders(self._metrics, self._recent)
+        recorders = Recorders(self._metrics)
         self._recorders = recorders
         self.channel = channel
         self._app: Any = None
@@ -150,7 +148,7 @@ class GatewayProcess:
                 api_server,
                 clock=self._clock,
                 recorder=self._recorders,
-                recent=lambda: self._recent.status(self._clock.now()),
+                recent=lambda: self._metrics.recent.status(self._clock.now()),
                 vitals=vitals,
                 tracer=self._tracer(config, opened),
                 receipts=self._receipts(api_server),
