@@ -75,13 +75,11 @@ class EngineLoad(_Fact, frozen=True):
     """Negative when more were promised than there are."""
     num_sequences: Count
     num_context_tokens: Count
-    stream_coefficients: tuple[float, ...] = ()
-    """Empty where a release recorded it that predicted streams like chunks of one token."""
-    num_prompts: Count | None = None
-    """How many of its sequences have a prompt to compute. None where a release recorded it that did
-    not count the streams beside a prompt.
-    """
-    num_queued_tokens: Count = 0
+    stream_coefficients: tuple[float, ...]
+    """Those of its cost model for streams."""
+    num_prompts: Count
+    """How many of its sequences have a prompt to compute."""
+    num_queued_tokens: Count
 
 
 class BundledWorker(_Fact, frozen=True):
@@ -224,10 +222,6 @@ class _RecordedCost(StepCostModel):
 
     def __init__(self, load: EngineLoad, num_stages: int) -> None:
         super().__init__(num_stages=num_stages)
-        if len(load.coefficients) == NUM_COEFFICIENTS and not load.stream_coefficients:
-            fixed, token, pair, square, read = load.coefficients
-            streams = fixed, token + square, pair + read
-            load = msgspec.structs.replace(load, stream_coefficients=streams)
         for name, found, wanted in (
             ("coefficients", load.coefficients, NUM_COEFFICIENTS),
             ("stream_coefficients", load.stream_coefficients, NUM_STREAM_COEFFICIENTS),
@@ -268,8 +262,7 @@ class _RecordedView(InstanceView):
         return self.recorded.num_sequences
 
     def num_prompts(self) -> int:
-        known = self.recorded.num_prompts
-        return self.recorded.num_sequences if known is None else known
+        return self.recorded.num_prompts
 
     def num_queued_tokens(self) -> int:
         return self.recorded.num_queued_tokens
