@@ -7,9 +7,24 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+EventT_co = TypeVar("EventT_co", covariant=True)
+
+
+class Polled(Protocol[EventT_co]):
+    """A port whose events a driver's loop takes."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when an event is there."""
+
+    def poll(self) -> Sequence[EventT_co]:
+        """Return the events since the last call, oldest first, without waiting."""
+
+    def close(self) -> None:
+        """End what runs. Afterwards nothing of it touches memory."""
 
 
 class Mailbox(Generic[T]):

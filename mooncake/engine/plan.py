@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from mooncake.base.mailbox import Polled
 from mooncake.base.request import Failure, Grammar, SamplingParams, TokenLogprobs
 from mooncake.engine.ranks.kv_moves import OfRank
 
@@ -131,14 +132,5 @@ class Runner(Protocol):
         """Start a step; never blocks. Exactly one `StepResult` follows, after any `LayerDone`s."""
 
 
-class PolledRunner(Runner, Protocol):
+class PolledRunner(Runner, Polled[RunnerEvent], Protocol):
     """A runner that a driver's loop polls."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when an event is there."""
-
-    def poll(self) -> Sequence[RunnerEvent]:
-        """Return the events since the last call, oldest first, without waiting."""
-
-    def close(self) -> None:
-        """Finish the running step and free the model."""

@@ -50,19 +50,6 @@ class Hasher(Protocol):
         """Begin to hash the blocks in `pages`; return the operation's id."""
 
 
-class PolledHasher(Hasher, Protocol):
-    """A hasher that a driver's loop reads."""
-
-    def fileno(self) -> int:
-        """A descriptor that becomes readable when an operation ended."""
-
-    def poll(self) -> Sequence[Hashed]:
-        """Return what ended since the last call, without waiting."""
-
-    def close(self) -> None:
-        """End what runs. Afterwards nothing reads the pages."""
-
-
 class FoundParts:
     """The parts of one block's checksum that the memories of an instance found."""
 

@@ -118,19 +118,6 @@ class Disks(Protocol):
         """Compute the checksums of blocks in the arena; return the operation's id."""
 
 
-class PolledDisks(Disks, Protocol):
-    """Disks that a driver's loop reads."""
-
-    def fileno(self) -> int:
-        """A descriptor that becomes readable when an operation ended."""
-
-    def poll(self) -> Sequence[DiskDone | DiskScanned]:
-        """Return what ended since the last call, without waiting."""
-
-    def close(self) -> None:
-        """End what runs and release the disks. The node must not be driven any more."""
-
-
 class NoDisks:
     """`Disks` of a node that has none."""
 

@@ -66,7 +66,7 @@ NOTHING = (None, None)
 
 class FileDisks:
     """Reads and writes the disks of one node, with a few threads each. See `Disks`, and
-    `PolledDisks` for events.
+    `Polled` for events.
     """
 
     def __init__(

@@ -17,10 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from mooncake.base import Clock, Machine, MonotonicClock, MooncakeError, PeerLost, WorkerRef
-from mooncake.base.mailbox import Mailbox
-from mooncake.engine.plan import PolledRunner
-from mooncake.instance.mover import PolledHasher
-from mooncake.kvstore.storage.disk import PolledDisks
+from mooncake.base.mailbox import Mailbox, Polled
 from mooncake.transfer.engine import PolledTransfer
 
 _log = logging.getLogger(__name__)
@@ -63,13 +60,13 @@ class Driver:
         channel: EventSource,
         *,
         transfer: PolledTransfer | None = None,
-        runner: PolledRunner | None = None,
-        disks: PolledDisks | None = None,
-        hasher: PolledHasher | None = None,
+        polled: Sequence[Polled[msgspec.Struct]] = (),
         clock: Clock | None = None,
         own: WorkerRef | None = None,
     ) -> None:
-        """Drive `machine`, whose name in the cluster is `own` (workers have one)."""
+        """Drive `machine`, whose name in the cluster is `own` (workers have one). `polled`: its
+        other ports.
+        """
         self._machine = machine
         self._own = own
         self._clock = clock or MonotonicClock()
@@ -78,8 +75,7 @@ class Driver:
         ]
         if transfer is not None:
             self._sources.append((transfer.fileno(), transfer.events))
-        ports = (runner, disks, hasher)
-        self._sources += [(port.fileno(), port.poll) for port in ports if port is not None]
+        self._sources += [(port.fileno(), port.poll) for port in polled]
         self._lock = threading.Lock()
         self._calls: Mailbox[_Call] = Mailbox()
         self._stopping = False

@@ -28,7 +28,7 @@ AT_ONCE = 8
 
 
 class PageHasher:
-    """Computes the checksums of one engine's pages: its `PolledHasher`."""
+    """Computes the checksums of one engine's pages: its `Hasher`, which is `Polled`."""
 
     def __init__(self, region: Region, pages: PageArray) -> None:
         layout = pages.layout

@@ -69,7 +69,9 @@ class _Memory:
         own = OwnPages(pages, self.transfer, self.region, self._hasher)
         self.inbox: Mailbox[msgspec.Struct] = Mailbox()
         self.machine = FollowerMoves(own, answer)
-        self._driver = Driver(self.machine, self.inbox, transfer=self.transfer, hasher=self._hasher)
+        self._driver = Driver(
+            self.machine, self.inbox, transfer=self.transfer, polled=[self._hasher]
+        )
         self._thread = threading.Thread(target=self._run, name="rank-moves", daemon=True)
         self._thread.start()
 

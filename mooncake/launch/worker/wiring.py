@@ -23,6 +23,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.mailbox import Polled
 from mooncake.base.messages import Asleep, CheckWeights
 from mooncake.decode import DecodeWorker
 from mooncake.engine.engine import Engine
@@ -213,11 +214,11 @@ def build(
         opened.callback(pages.free)  # a worker that comes back in another role takes as many
     opened.callback(transfer.unregister, region)
     opened.callback(runner.close)
+    polled: list[Polled[msgspec.Struct]] = [runner]
     if hasher is not None:
         opened.callback(hasher.close)
-    return Worker(
-        machine, ref, channel, opened, transfer=transfer, runner=runner, hasher=hasher, seeds=seeds
-    )
+        polled.append(hasher)
+    return Worker(machine, ref, channel, opened, transfer=transfer, polled=polled, seeds=seeds)
 
 
 def _pool_node(
@@ -239,7 +240,9 @@ def _pool_node(
         raise
     opened.callback(transfer.unregister, node.region)
     opened.callback(disks.close)  # its threads read and write the memory that goes next
-    return Worker(node, hello.worker, channel, opened, transfer=transfer, disks=disks, seeds=seeds)
+    return Worker(
+        node, hello.worker, channel, opened, transfer=transfer, polled=[disks], seeds=seeds
+    )
 
 
 def _followers(

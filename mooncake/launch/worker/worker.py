@@ -5,21 +5,21 @@ machine. Its process drives it (`process`), or a thread (`cluster.colocated`).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client.core import Metric
 
 from mooncake.base import Drain, PeerLost, Role, WorkerRef
+from mooncake.base.mailbox import Polled
 from mooncake.base.messages import NextLife
 from mooncake.base.pool_messages import PoolState
-from mooncake.engine.plan import PolledRunner
 from mooncake.identity import Credential
 from mooncake.instance import RoleWorker
-from mooncake.instance.mover import PolledHasher
 from mooncake.instance.sleeper import Sleeper
 from mooncake.kvstore.node.node import KvNode
-from mooncake.kvstore.storage.disk import PolledDisks
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health
 from mooncake.launch.host.link_metrics import link_families
@@ -52,9 +52,7 @@ class Worker:
         opened: contextlib.ExitStack,
         *,
         transfer: PolledTransfer | None = None,
-        runner: PolledRunner | None = None,
-        disks: PolledDisks | None = None,
-        hasher: PolledHasher | None = None,
+        polled: Sequence[Polled[msgspec.Struct]] = (),
         seeds: SeedAddresses | None = None,
     ) -> None:
         """Own what `opened` closes from now on: the ports, and the memory that they use. `seeds`
@@ -67,9 +65,7 @@ class Worker:
         self._seeds = seeds
         self._admin: PoolAdmin | None = None
         self._met = ""
-        self.driver = Driver(
-            machine, channel, transfer=transfer, runner=runner, disks=disks, hasher=hasher, own=ref
-        )
+        self.driver = Driver(machine, channel, transfer=transfer, polled=polled, own=ref)
         self._leaves = False
         self.driver.stop_when(lambda machine: machine.next_life is not None, None)
         self._opened = opened.pop_all()
@@ -150,7 +146,7 @@ class Worker:
         def done(machine: Any) -> bool:
             if isinstance(machine, KvNode):
                 return machine.drained
-            return bool(machine.quiet and (machine.instance.relieved or not waits))
+            return bool(machine.quiet and (machine.instance.membership.relieved or not waits))
 
         self.driver.call(lambda machine, now: machine.handle(Drain(), now))
         self.driver.stop_when(done, limit_s)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mooncake.base.errors import TransferError
-from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.batches import Job
 from mooncake.transfer.device import DeviceMemory
-from mooncake.transfer.engine import Op, TransferOp
-from mooncake.transfer.grants import Fence
+from mooncake.transfer.engine import Op
 from mooncake.transfer.regions import DeviceRegion
 from mooncake.transfer.staging import wire
 from mooncake.transfer.staging.flow import Flow
+
+if TYPE_CHECKING:  # it imports this package
+    from mooncake.transfer.router import RoutedTransfer
 
 _LOG = logging.getLogger(__name__)
 DIRECT = "rdma"
@@ -28,33 +29,6 @@ DIRECT = "rdma"
 
 Post = Callable[[Callable[[], None]], None]
 """Runs a call in the staging loop; from any thread."""
-
-
-class Carrier(Protocol):
-    """The protocols between host memories; one of them may also reach devices."""
-
-    def go_on(self, job: Job) -> None:
-        """Hand a job that touches no device to the protocols."""
-
-    def carry(
-        self,
-        op: Op,
-        peer: SegmentRef,
-        ops: Sequence[TransferOp],
-        on_end: Callable[[Job], None],
-        only: str | None = None,
-        grant: int = 0,
-    ) -> Job:
-        """Move `ops` as a batch of their own; `on_end` is called once, from any thread."""
-
-    def stop(self, job: Job, reason: str) -> None:
-        """Ask a batch to end."""
-
-    def fence(self, grant: int) -> Fence:
-        """Return whether something may still be written by a revoked grant."""
-
-    def reaches(self, peer: SegmentRef, protocol: str) -> bool:
-        """Return whether a protocol is worth trying."""
 
 
 def settle_all(memories: Sequence[DeviceMemory], post: Post, then: Callable[[], None]) -> None:
@@ -88,7 +62,7 @@ class DirectMoves:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: RoutedTransfer,
         post: Post,
         stage: Callable[[Flow, Iterable[int]], None],
         ended: Callable[[Flow], None],

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from mooncake.transfer.batches import Job
 from mooncake.transfer.device import HOST, DeviceMemory
@@ -30,11 +31,14 @@ from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.regions import RangeRefused, RegionTable
 from mooncake.transfer.staging import wire
-from mooncake.transfer.staging.direct import Carrier, DirectMoves, settle_all
+from mooncake.transfer.staging.direct import DirectMoves, settle_all
 from mooncake.transfer.staging.flow import Flow, SliceTransfer, Step, cut_loads
 from mooncake.transfer.staging.owner import StagingOwner
 from mooncake.transfer.staging.peer import StagingPeer
 from mooncake.transfer.staging.slots import Arena, FairSlots, StagingLimits
+
+if TYPE_CHECKING:  # it imports this package
+    from mooncake.transfer.router import RoutedTransfer
 
 _LOG = logging.getLogger(__name__)
 PROTOCOL = "stage"
@@ -48,7 +52,7 @@ class StagingEngine:
         self,
         credentials: Credentials,
         table: RegionTable,
-        carrier: Carrier,
+        carrier: RoutedTransfer,
         limits: StagingLimits,
         listen: ListenAddress,
     ) -> None:

@@ -124,7 +124,7 @@ def session(
     )  # fmt: skip
     drivers = [
         Driver(front, channels["gateway"], clock=clock),
-        Driver(node, channels["kv"], transfer=transfer, disks=disks, clock=clock),
+        Driver(node, channels["kv"], transfer=transfer, polled=[disks], clock=clock),
     ]
     threads = [threading.Thread(target=driver.run) for driver in drivers]
     for thread in threads:

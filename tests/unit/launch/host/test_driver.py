@@ -81,7 +81,9 @@ class Rig:
         self.peer = InprocChannel(network, "peer")
         self.transfer, self.runner = Port(), Port()
         self.machine = Recorder()
-        self.driver = Driver(self.machine, self.channel, transfer=self.transfer, runner=self.runner)
+        self.driver = Driver(
+            self.machine, self.channel, transfer=self.transfer, polled=[self.runner]
+        )
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
