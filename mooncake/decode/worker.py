@@ -219,7 +219,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
                 if held and now - job.asked_s >= every_s and job.task.prefill is not None:
                     self._send_reserved(job, now)
                     old[job.task.prefill] = None
-            self.instance.ask_about(list(old))
+            self.instance.membership.ask_about(list(old))
         return self._next_ask_s
 
     def _compute_here(self, job: DecodeJob, now: float) -> None:

@@ -127,7 +127,7 @@ class Instance:
         """True if the worker wants to leave."""
         self.next_life: NextLife | None = None
         """How the worker comes back once nothing is in progress here; None: it does not."""
-        self._membership = Membership(
+        self.membership = Membership(
             hello,
             ports.channel,
             ports.gateway_address,
@@ -196,13 +196,13 @@ class Instance:
             case BorrowWeights():
                 self._on_borrow(event)
             case Welcome():
-                self._membership.on_welcome(event)
+                self.membership.on_welcome(event)
             case WhoAreYou():
-                self._membership.on_who_are_you(event)
+                self.membership.on_who_are_you(event)
             case Refused():
-                self._membership.on_refused(event)
+                self.membership.on_refused(event)
             case PeerLost():
-                self._membership.on_peer_lost(event.worker)
+                self.membership.on_peer_lost(event.worker)
                 self._reader.on_peer_lost(event.worker, now)
                 self._writer.on_peer_lost(event.worker, now)
                 self.page_pins.on_peer_lost(event.worker)
@@ -223,7 +223,7 @@ class Instance:
         outputs = self.engine.on_step(result, now)
         sample = self.engine.cost_sample()
         if sample is not None:
-            self._membership.add_sample(sample)
+            self.membership.add_sample(sample)
         return outputs
 
     def tick(self, now: float) -> float:
@@ -231,11 +231,11 @@ class Instance:
         self._read_ahead.advance(now, leaving=self.draining)
         wakes = [self._reader.tick(now), self._writer.tick(now), self.reservations.tick(now)]
         readers, wake_s = self.page_pins.tick(now)
-        self.ask_about(readers)
+        self.membership.ask_about(readers)
         wakes.append(wake_s)
-        self._membership.send_blocks(*self.pool.drain_events())
+        self.membership.send_blocks(*self.pool.drain_events())
         self._flush()
-        wakes.append(self._membership.tick(now, self.load))
+        wakes.append(self.membership.tick(now, self.load))
         return min(wake for wake in wakes if wake is not None)
 
     # ------------------------------------------------------------ what roles do
@@ -243,7 +243,7 @@ class Instance:
     @property
     def kvstore(self) -> WorkerRef | None:
         """The pool node of this machine, if one is known."""
-        return self._membership.kvstore
+        return self.membership.kvstore
 
     def next_sequence_id(self) -> int:
         self._last_sequence_id += 1
@@ -251,14 +251,6 @@ class Instance:
 
     def send(self, worker: WorkerRef, message: AnyMessage) -> None:
         self._channel.send(worker.address, message)
-
-    def ask_about(self, peers: list[WorkerRef]) -> None:
-        """Ask the gateways whether these peers are alive; `PeerLost` comes for each lost one."""
-        self._membership.ask_about(peers)
-
-    def lost_gateways(self) -> list[WorkerRef]:
-        """Return the gateways that were lost since the last call."""
-        return self._membership.lost_gateways()
 
     def queue_output(self, gateway: WorkerRef, output: RequestOutput) -> None:
         """Send an output with the next tick; all outputs of a tick leave in one message."""
@@ -381,21 +373,6 @@ class Instance:
         other reads them any more. One that comes back keeps none for others.
         """
         return self.draining and self.next_life is None and self._own_pages.has_whole_blocks
-
-    @property
-    def gateway_addresses(self) -> list[str]:
-        """The addresses of all gateways known."""
-        return self._membership.gateway_addresses
-
-    @property
-    def relieved(self) -> bool:
-        """True if others of this role have taken the worker's place, at every gateway."""
-        return self._membership.relieved
-
-    @property
-    def joined(self) -> bool:
-        """True if a gateway knows this worker. Until then it gets no requests."""
-        return self._membership.welcomed
 
     @property
     def quiet(self) -> bool:

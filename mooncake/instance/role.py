@@ -62,8 +62,8 @@ class RoleWorker(ABC, Generic[JobT]):
 
     @property
     def joined(self) -> bool:
-        """True if a gateway knows this worker."""
-        return self.instance.joined
+        """True if a gateway knows this worker. Until then it gets no requests."""
+        return self.instance.membership.welcomed
 
     @property
     def draining(self) -> bool:
@@ -73,7 +73,7 @@ class RoleWorker(ABC, Generic[JobT]):
     @property
     def gateways(self) -> list[str]:
         """The addresses of all gateways known."""
-        return self.instance.gateway_addresses
+        return self.instance.membership.gateway_addresses
 
     @property
     def next_life(self) -> NextLife | None:
@@ -138,7 +138,7 @@ class RoleWorker(ABC, Generic[JobT]):
     def _end_orphans(self, now: float) -> None:
         """Fail and end the jobs of lost gateways. One that is alive after all places them again."""
         failure = Failure.unavailable("its gateway was lost")
-        for gateway in self.instance.lost_gateways():
+        for gateway in self.instance.membership.lost_gateways():
             for job in self._jobs.of_gateway(gateway):
                 self.instance.fail(job.task, failure)
                 self._end(job, now)

@@ -456,7 +456,9 @@ class World:
             return
         instance = machine.instance
         leaves = instance.draining and instance.next_life is None
-        if machine.next_life is not None or (leaves and machine.quiet and instance.relieved):
+        if machine.next_life is not None or (
+            leaves and machine.quiet and instance.membership.relieved
+        ):
             self._depart(worker)
 
     def _depart(self, worker: Worker) -> None:

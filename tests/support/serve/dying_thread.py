@@ -57,7 +57,7 @@ def started(worker: Worker) -> None:
 
 
 def is_joined(machine: object) -> bool:
-    return bool(getattr(machine, "instance", machine).joined)  # type: ignore[attr-defined]
+    return bool(machine.joined)  # type: ignore[attr-defined]
 
 
 def main() -> None:
