@@ -210,15 +210,16 @@ def build(
         ),
     )
     machine = PrefillWorker(instance) if settings.role is Role.PREFILL else DecodeWorker(instance)
-    if pages is not None:
-        opened.callback(pages.free)  # a worker that comes back in another role takes as many
     opened.callback(transfer.unregister, region)
     opened.callback(runner.close)
     polled: list[Polled[msgspec.Struct]] = [runner]
     if hasher is not None:
         opened.callback(hasher.close)
         polled.append(hasher)
-    return Worker(machine, ref, channel, opened, transfer=transfer, polled=polled, seeds=seeds)
+    return Worker(
+        machine, ref, channel, opened,
+        transfer=transfer, polled=polled, seeds=seeds, pages=pages,
+    )  # fmt: skip
 
 
 def _pool_node(

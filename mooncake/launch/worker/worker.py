@@ -31,8 +31,9 @@ from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.transfer.engine import PolledTransfer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a worker without a model has no torch either
     from mooncake.launch.worker.health_port import HealthPort
+    from mooncake.model.device.pages import PageMemory
 
 FIGURES_S = 2.0
 """A driver that does not answer within this time is left out of the metrics."""
@@ -54,15 +55,18 @@ class Worker:
         transfer: PolledTransfer | None = None,
         polled: Sequence[Polled[msgspec.Struct]] = (),
         seeds: SeedAddresses | None = None,
+        pages: PageMemory | None = None,
     ) -> None:
         """Own what `opened` closes from now on: the ports, and the memory that they use. `seeds`
-        are addresses at which to look for gateways. One that sleeps has no `transfer`.
+        are addresses at which to look for gateways. One that sleeps has no `transfer`. `pages` are
+        those on a device, in which copies may be under way until the transfer engine has ended.
         """
         self.machine = machine
         self.ref = ref
         self._channel = channel
         self._transfer = transfer
         self._seeds = seeds
+        self._pages = pages
         self._admin: PoolAdmin | None = None
         self._met = ""
         self.driver = Driver(machine, channel, transfer=transfer, polled=polled, own=ref)
@@ -176,7 +180,11 @@ class Worker:
         if isinstance(self.machine, RoleWorker) and self.machine.instance.engine.hung:
             self._opened.pop_all()
             self._channel.close()
+            return
         self._opened.close()
+        if self._pages is not None:
+            self._pages.free()  # a worker that comes back in another role takes as many
+            self._pages = None
 
 
 def _figures(machine: WorkerMachine) -> EngineFigures | PoolState:
