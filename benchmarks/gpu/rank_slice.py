@@ -185,7 +185,7 @@ def slice_step(bench: Bench, *, batch: int, context: int, dcp: bool) -> Work:
         kv = KvTensors.allocate(layout, batch * pages, bench.device)
         kv.pages.normal_()
         steps = Steps()
-        graphs = DecodeGraphs(model, kv, steps, most_rows=batch, most_pages=pages)
+        graphs = DecodeGraphs(model, kv, steps, most_sequences=batch, most_pages=pages)
         slots = [
             StepSlot(
                 sequence_id=row, start=context - 1, tokens=[7 * row + 1],

@@ -23,6 +23,7 @@ from mooncake.model.layers.rows import Embedding, Head, RmsNorm, Rope
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.stages import Stage
+from mooncake.model.read_states import ReadStates
 
 
 class Layer:
@@ -193,28 +194,31 @@ class KimiK2:
         inputs: StepInputs,
         kv: KvTensors,
         after_write: Callable[[int], None] | None = None,
-        read: Callable[[int, torch.Tensor], None] | None = None,
+        read: ReadStates | None = None,
     ) -> torch.Tensor:
         """Return the final hidden states of the output rows, [rows, hidden], before the last norm.
         A stage before the last returns the states of all rows, which go to the next stage.
 
         Writes the KV of all rows. All ranks that share a layer's KV call `after_write(layer)` as
-        soon as it and all layers' before it are written. `read(layer, states)` gets the input of
-        each layer, [rows, hidden], which is overwritten afterwards, and at last the result. The
-        last layer attends only for rows whose output is used.
+        soon as it and all layers' before it are written. `read` gets the states that it reads, also
+        those of the stages before. The last layer attends only for rows whose output is used.
         """
-        stage = self.stage
+        stage, rows = self.stage, len(inputs.tokens)
         stage.begin()
         if self.exchange is not None:
-            self.exchange.agree(len(inputs.tokens), inputs.outputs.num_rows)
+            self.exchange.agree(rows, inputs.outputs.num_rows)
         x = None
         if not stage.is_first:
-            x = stage.receive(self._placed.new_empty(len(inputs.tokens), self.spec.hidden_size))
+            num = 1 + (0 if read is None else read.num_before(stage.layers[0]))
+            got = stage.receive(self._placed.new_empty(num * rows, self.spec.hidden_size))
+            x, *states = got.chunk(num)
+            if read is not None:
+                read.take(states)
             if after_write is not None:
                 after_write(stage.layers[0] - 1)
         x = self.compute(inputs, kv, x, after_write, read)
         if not stage.is_last:
-            stage.send(x)
+            stage.send(x if read is None else torch.cat((x, *read.found)))
         return x
 
     def compute(
@@ -223,7 +227,7 @@ class KimiK2:
         kv: KvTensors,
         states: torch.Tensor | None,
         after_write: Callable[[int], None] | None = None,
-        read: Callable[[int, torch.Tensor], None] | None = None,
+        read: ReadStates | None = None,
     ) -> torch.Tensor:
         """Return what this stage makes of the `states` that it got, which may be overwritten; None:
         it is the first one. Exchanges nothing with other stages. The rest is that of `forward`.
@@ -235,8 +239,8 @@ class KimiK2:
         last = self.spec.num_hidden_layers - 1
         for number, layer in zip(stage.layers, self._layers, strict=True):
             stage.go_on()
-            if read is not None:
-                read(number, x)
+            if read is not None and number in read.layers:
+                read(number, x.clone() if update is None else x + update)
             queries = inputs.queries if number < last else inputs.outputs
             if number == last and self.exchange is not None:
                 self.exchange.in_last_layer()
@@ -246,7 +250,7 @@ class KimiK2:
             )
         if update is not None:
             x = x.add_(update)
-        if stage.is_last and read is not None:
+        if stage.is_last and read is not None and last + 1 in read.layers:
             read(last + 1, x)
         return x
 

@@ -74,6 +74,7 @@ def load_model(
     eplb: EplbConfig | None = None,
     host: HostExperts | None = None,
     with_mtp: bool = False,
+    drafts: bool = False,
     copies: Copies | None = None,
 ) -> KimiK2:
     """Return the model of `checkpoint` with weights as `dtype` on `device`; where a `group` of
@@ -83,6 +84,7 @@ def load_model(
     eplb: how these place them anew while they are used; None: never.
     host: what keeps and computes the routed experts, in DRAM; None: they lie on `device`.
     with_mtp: load the first MTP layer too, which shares embedding and head with the model.
+    drafts: this or another layer drafts, on the last stage.
     copies: to `device`, for stages; None: it is the host.
 
     Packed layer by layer, the experts of one by several threads: beside the finished weights never
@@ -107,7 +109,9 @@ def load_model(
             placement = first_placement(num_experts, num_slots)
             held = slots_of(placement, sharing.all.rank, sharing.all.size)
         backends = backends or Backends()
-        to = _Place(dtype, device, backends, stage, context, host, sharing, held, eplb, with_mtp)
+        to = _Place(
+            dtype, device, backends, stage, context, host, sharing, held, eplb, with_mtp, drafts
+        )
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -126,6 +130,7 @@ class _Place:
     """The routed experts of each layer in this rank's slots; None: all."""
     eplb: EplbConfig | None
     with_mtp: bool
+    drafts: bool
 
 
 class _Loader:
@@ -156,7 +161,8 @@ class _Loader:
         self._held = range(source.spec.n_routed_experts) if to.held is None else to.held
         self._with_mtp = to.with_mtp
         self._shapes = tensor_shapes(source.spec, with_mtp=to.with_mtp)
-        held = [name for name in self._shapes if is_held(source.spec, name, to.stage.layers)]
+        self._is_held = partial(is_held, source.spec, layers=to.stage.layers, drafts=to.drafts)
+        held = [name for name in self._shapes if self._is_held(name)]
         routed = sum(ROUTED in name for name in held)
         others = routed - routed * len(self._held) // max(1, source.spec.n_routed_experts)
         self._num_held = len(held) - others
@@ -168,7 +174,7 @@ class _Loader:
         self._source.check_names(tensor_shapes(spec))
         table, stage = "model.embed_tokens.weight", self._stage
         embedding = None
-        if is_held(spec, table, stage.layers):
+        if self._is_held(table):
             embedding = Embedding(self._read(table), self._group if self._part(table) else None)
         rope = Rope(spec, self._device, self._backends)
         layers = [self._layer(number, rope) for number in stage.layers]
@@ -177,7 +183,9 @@ class _Loader:
         fixed = self._backends.deterministic
         rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
         placed = torch.empty(0, dtype=self._dtype, device=self._device)
-        mtp = self._mtp(spec.num_hidden_layers, rope) if self._with_mtp else None
+        mtp = None
+        if self._with_mtp and stage.is_last:
+            mtp = self._mtp(spec.num_hidden_layers, rope)
         return KimiK2(
             spec, placed, embedding, layers, output, rope, rule, stage, self._context,
             self._sharing, self._eplb, mtp,

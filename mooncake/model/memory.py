@@ -169,13 +169,13 @@ def held_weights(
     if not options.experts_apart:
         held = weights_bytes(
             spec, dtype, shape=shape, layers=layers, redundant=redundant, kept=kept,
-            with_mtp=options.with_mtp, router=router,
+            with_mtp=options.with_mtp, drafts=options.drafts, router=router,
         )  # fmt: skip
         return HeldWeights(held, 0)
     beside = None
     if stored is not None:
         beside = _kept_by_host(options, dtype, stored, elsewhere=elsewhere)
-    parts = _parts(spec, shape, layers, options.with_mtp)
+    parts = _parts(spec, shape, layers, options.with_mtp, options.drafts)
     on_device = in_dram = 0
     for name in parts:
         if ROUTED in name:
@@ -196,6 +196,7 @@ def weights_bytes(
     redundant: int = 0,
     kept: Kept | None = None,
     with_mtp: bool = False,
+    drafts: bool = False,
     router: str = "float32",
 ) -> int:
     """Return the bytes of the weights that a rank of `shape` holds: its parts (see `tensor_cuts`),
@@ -204,9 +205,9 @@ def weights_bytes(
 
     redundant: copies of routed experts that the ranks hold beside one of each. kept: the weights
     that stay as stored; None: quantized weights are widened when they are loaded. with_mtp: also
-    count the MTP layer.
+    count the MTP layer. drafts: see `is_held`.
     """
-    parts = _parts(spec, shape, layers, with_mtp)
+    parts = _parts(spec, shape, layers, with_mtp, drafts)
     return sum(
         _num_alike(spec, shape, redundant, name) * _held_bytes(name, parts, dtype, kept, router)
         for name in parts
@@ -214,7 +215,7 @@ def weights_bytes(
 
 
 def _parts(
-    spec: ModelSpec, shape: Shape, layers: range | None, with_mtp: bool
+    spec: ModelSpec, shape: Shape, layers: range | None, with_mtp: bool, drafts: bool
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of one rank's part of each tensor. One routed expert of a layer stands for
     all, because they are alike. Others of its stage hold as much.
@@ -222,7 +223,7 @@ def _parts(
     return {
         name: part_shape(whole, cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1), shape.tp)
         for name, whole in tensor_shapes(spec, one_expert=True, with_mtp=with_mtp).items()
-        if layers is None or is_held(spec, name, layers)
+        if layers is None or is_held(spec, name, layers, drafts=drafts)
     }
 
 

@@ -27,6 +27,7 @@ from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies
+from mooncake.model.device.graphs import most_rows
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.device.prefill_graphs import MOST_TOKENS
 from mooncake.model.drafts.eagle3 import Eagle3Head
@@ -43,7 +44,7 @@ from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.rank_device import RankDevice
-from mooncake.model.running.computed_step import CapturedSteps, capture_steps
+from mooncake.model.running.computed_step import capture_steps
 from mooncake.model.running.follower import join_experts
 from mooncake.model.running.runner import ModelRunner
 from mooncake.model.warm_up import Limits, warm_up
@@ -232,9 +233,8 @@ class ModelSource:
         ranks = measure() if self.lead is None else self.lead.measure(asked, measure)
         if not self._options.measure_pages:
             return config.num_blocks
-        if self._head is not None:
-            windows = self._head.spec.window_bytes(config.max_num_seqs, self._dtype.itemsize)
-            ranks = [rank.beside(windows) for rank in ranks]
+        tp, drafted = self._options.shape.tp, self._draft_bytes(config)
+        ranks = [*(rank.beside(drafted) for rank in ranks[:tp]), *ranks[tp:]]
         page = PageArray(layout, homes, homes)
         each = pages_that_fit(
             ranks,
@@ -243,6 +243,22 @@ class ModelSource:
             least_pages=-(-config.num_pages(config.max_model_len) // homes),
         )
         return each * homes
+
+    def _draft_bytes(self, config: EngineConfig) -> int:
+        """Return what drafts take on a rank of the last stage beside what was measured: a head's
+        windows, and the logits and states of the rows that captured steps have for drafts.
+        """
+        if config.speculation is None:
+            return 0
+        assert self._model is not None
+        spec, item = self._model.spec, self._dtype.itemsize
+        reads = () if self._head is None else self._head.spec.layers
+        windows = 0
+        if self._head is not None:
+            windows = self._head.spec.window_bytes(config.max_num_seqs, item)
+        rows = most_rows(config.max_num_seqs, config.speculation.num_speculative_tokens)
+        logits = (rows - config.max_num_seqs) * spec.vocab_size * torch.float32.itemsize
+        return windows + logits + rows * len(reads) * spec.hidden_size * item
 
     def runner(
         self,
@@ -273,16 +289,21 @@ class ModelSource:
         else:
             kv = KvTensors.view(held, pages)
         drafted = 0 if config.speculation is None else config.max_num_seqs
+        copies = self._device.open_copies()
+        layer = draft_layer(model, self._head, kv, drafted, copies or HostCopies())
+        reads = () if layer is None else layer.reads
+        sizes = self._captured(config, reads)
         if self.lead is not None:
             own = self._options.own_memories
             if descriptor is None and not own:
                 raise InternalError("several ranks need pages that other processes can map")
-            sizes = self._captured(config)
-            pages_of_all = UsePages(array, num_threads, sizes, own, transfer, drafted)
+            pages_of_all = UsePages(array, num_threads, sizes, own, transfer, drafted, reads)
             self.memories = self.lead.use_pages(pages_of_all, None if own else descriptor)
         self._grammars.read_vocabulary()
-        copies = self._device.open_copies()
-        captured = self._capture(model, kv, config, copies)
+        captured = None
+        graphs = self._device.open_graphs() if sizes.most_rows else None
+        if graphs is not None:  # all ranks capture at once
+            captured = capture_steps(model, kv, graphs, sizes, copies, reads)
         if isinstance(pages, PageMemory) and captured is not None:
             pages.last_guess = lambda: captured.decode.last_guess
         runner = ModelRunner(
@@ -294,7 +315,7 @@ class ModelSource:
             copies=copies,
             lead=self.lead,
             peers=self._peers,
-            draft_layer=draft_layer(model, self._head, kv, drafted, copies or HostCopies()),
+            draft_layer=layer,
         )
         if self._peers is not None:
             self._peers.wait_until_ready()
@@ -319,30 +340,21 @@ class ModelSource:
         peers.use(ranks.all)
         return ranks
 
-    def _capture(
-        self, model: KimiK2, kv: KvTensors, config: EngineConfig, copies: Copies | None
-    ) -> CapturedSteps | None:
-        """Return captured steps if there are any. All ranks capture them at once."""
-        sizes = self._captured(config)
-        graphs = self._device.open_graphs() if sizes.most_rows else None
-        return None if graphs is None else capture_steps(model, kv, graphs, sizes, copies)
-
-    def _captured(self, config: EngineConfig) -> CapturedSizes:
+    def _captured(self, config: EngineConfig, reads: tuple[int, ...]) -> CapturedSizes:
         """Return what steps are captured: none where the device or the backends do not allow any,
-        what drafts reads the states of each step, or the host computes experts. None with prompts
-        where ranks share contexts out and gather those of prompts, are stages, or share experts
-        with ranks of other instances, which have prompts of other sizes.
+        or the host computes experts. None with prompts where `reads` names states that drafts are
+        made from, or ranks share contexts out and gather those of prompts, are stages, or share
+        experts with ranks of other instances, which have prompts of other sizes.
         """
         model, shape = self._model, self._options.shape
         assert model is not None
         kernels = (self._device.backends.attention, self._device.backends.moe)
         can = self._device.is_gpu and kernels == (TRITON, TRITON)
-        drafts = model.mtp is not None or self._head is not None
-        can = can and self._device.expert_backends is None and not drafts
-        can = can and model.spec.rope_interleave
+        can = can and self._device.expert_backends is None and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return CapturedSizes()
-        alone = config.num_homes == shape.pp == shape.dp == 1
+        alone = config.num_homes == shape.pp == shape.dp == 1 and not reads
         most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if alone else 0
-        pages = config.num_pages(config.max_model_len)
-        return CapturedSizes(config.max_num_seqs, pages, most_tokens)
+        pages, drafts = config.num_pages(config.max_model_len), config.speculation
+        most_drafts = 0 if drafts is None else drafts.num_speculative_tokens
+        return CapturedSizes(config.max_num_seqs, pages, most_tokens, most_drafts)

@@ -80,6 +80,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A directory that `mooncake compile` wrote; None: code is compiled here."""
 
     @property
+    def drafts(self) -> bool:
+        """Whether a layer drafts, from states of the model."""
+        return self.with_mtp or self.draft_model is not None
+
+    @property
     def group_kind(self) -> str:
         """The transport by which ranks exchange tensors: "nccl" on GPUs. Otherwise, unless the user
         chose another, it is one shared memory, because they run on one machine.
@@ -104,8 +109,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.own_memories:
             return pages
-        stages = stage_layers(pages.layout.num_layers, self.shape.pp)
-        return pages.of_rank(rank, stages[self.shape.stage_of(rank)])
+        num_layers, shape = pages.layout.num_layers, self.shape
+        layers = stage_layers(num_layers - self.with_mtp, shape.pp)[shape.stage_of(rank)]
+        if shape.stage_of(rank) == shape.pp - 1:  # an MTP layer lies behind those of the model
+            layers = range(layers.start, num_layers)
+        return pages.of_rank(rank, layers)
 
     @property
     def experts_apart(self) -> bool:

@@ -113,6 +113,7 @@ class RankDevice:
             eplb=options.eplb,
             host=self.host_experts(),
             with_mtp=options.with_mtp,
+            drafts=options.drafts,
             copies=self.open_copies(),
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake.base import GenerateRequest, KvLayout, SamplingParams, pack_tokens
-from mooncake.engine.config import MTP, EngineConfig, SpeculativeConfig
+from mooncake.engine.config import EAGLE3, MTP, EngineConfig, SpeculativeConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence as Running
@@ -97,12 +97,15 @@ def served(
     backend: str = "reference",
     peers: Peers | None = None,
     drafts: SpeculativeConfig | None = None,
+    config: EngineConfig = CONFIG,
     **options: Any,
 ) -> Iterator[Served]:
     """Open a checkpoint as a worker's process does, with followers where it has several ranks, and
     close it. peers: the workers with which it shares experts. drafts: where they come from.
     """
     with_mtp = drafts is not None and drafts.method == MTP
+    if drafts is not None and drafts.method == EAGLE3:
+        options["draft_model"] = drafts.model
     made = ModelOptions(
         device=device, attention_backend=backend, moe_backend=backend, num_threads=1,
         with_mtp=with_mtp, **options,
@@ -118,7 +121,7 @@ def served(
         source.load()
         shape = made.shape
         config = dataclasses.replace(
-            CONFIG, num_homes=shape.dcp, num_stages=shape.pp, speculation=drafts
+            config, num_homes=shape.dcp, num_stages=shape.pp, speculation=drafts
         )
         if shape.pp > 1:
             config = dataclasses.replace(config, max_steps_in_flight=shape.pp + 1)
@@ -126,9 +129,9 @@ def served(
             assert source.num_pages(layout, config) >= config.num_blocks
         pages: memoryview | PageMemory
         if source.owns_pages:
-            pages = source.device_pages(layout, CONFIG.num_blocks)
+            pages = source.device_pages(layout, config.num_blocks)
         else:
-            pages = memoryview(bytearray(CONFIG.num_blocks * layout.block_bytes))
+            pages = memoryview(bytearray(config.num_blocks * layout.block_bytes))
         runner = source.runner(layout, config, pages, num_threads=1)
         try:
             yield Served(source, runner, pages, config)

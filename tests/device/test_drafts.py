@@ -1,25 +1,34 @@
-"""Steps with drafts on emulated GPUs, by one rank and by two, with the tokens of one rank on the
-CPU that computes no drafts.
+"""Steps with drafts on emulated GPUs, by one rank and by several, with the tokens of one rank on
+the CPU that computes no drafts, and as many right drafts as that rank makes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from mooncake.base import SamplingParams, Shape
-from mooncake.engine.config import MTP, NGRAM, SpeculativeConfig
+from mooncake.engine.config import EAGLE3, MTP, NGRAM, SpeculativeConfig
 from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, RowCost
 from mooncake.launch.worker import rank_processes
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from tests.device.served import Joins, prompt, served
+from mooncake.model.checkpoint.weights import Checkpoint
+from mooncake.model.device.graphs import DecodeGraphs
+from tests.device.served import Joins, Served, prompt, served
 from tests.device.test_ranks import CAPTURED, EAGER
 from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import followers_emulated
 from tests.support.cuda.streams import RANDOM
+from tests.support.model.eagle3_heads import (
+    knowing_head,
+    mla_config_of,
+    random_tensors,
+    write_head,
+)
 
 pytestmark = pytest.mark.usefixtures("forked")
 JOINS: Joins = {
@@ -29,11 +38,11 @@ JOINS: Joins = {
     ],
     2: [(prompt(14, 2), SamplingParams(temperature=0, max_tokens=12))],
 }
-SETTINGS = {NGRAM: {"prompt_lookup_min": 1}, MTP: {}}
+MLA = "eagle3 with MLA"
 
 
 @pytest.fixture(scope="module")
-def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of k2-nano with an MTP layer."""
     path = tmp_path_factory.mktemp("nano") / "mtp"
     layers = {"num_nextn_predict_layers": 1}
@@ -41,34 +50,99 @@ def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(with_mtp: Path) -> dict[int, list[int]]:
+def wanted(checkpoint: Path) -> dict[int, list[int]]:
     """The tokens of one rank on the CPU, which computes no drafts."""
-    with served(with_mtp, "cpu") as engine:
+    with served(checkpoint, "cpu") as engine:
         return engine.run(JOINS)
+
+
+@pytest.fixture(scope="module")
+def methods(checkpoint: Path, wanted: dict[int, list[int]]) -> dict[str, SpeculativeConfig]:
+    """Two drafts by each method. One head knows the answers, and the one with MLA is random."""
+    folder, spec = checkpoint.parent, Checkpoint.open(checkpoint).spec
+    prompts = [tokens for step in JOINS.values() for tokens, _ in step]
+    texts = [[*tokens, *wanted[number]] for number, tokens in enumerate(prompts)]
+    config = mla_config_of(spec, draft_vocab_size=None)
+    heads = {
+        EAGLE3: knowing_head(checkpoint, folder / "head", texts),
+        MLA: write_head(folder / "mla", config, random_tensors(config, spec)),
+    }
+    return {
+        NGRAM: SpeculativeConfig(method=NGRAM, num_speculative_tokens=2, prompt_lookup_min=1),
+        MTP: SpeculativeConfig(method=MTP, num_speculative_tokens=2),
+    } | {
+        name: SpeculativeConfig(method=EAGLE3, num_speculative_tokens=2, model=str(head))
+        for name, head in heads.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def counted(
+    checkpoint: Path, wanted: dict[int, list[int]], methods: dict[str, SpeculativeConfig]
+) -> dict[str, dict[str, float]]:
+    """What one rank on the CPU counts of the drafts of each method."""
+    found = {}
+    for name, drafts in methods.items():
+        with every_other_step(), served(checkpoint, "cpu", drafts=drafts) as engine:
+            assert engine.run(JOINS) == wanted
+            found[name] = of_drafts(engine)
+    assert found[EAGLE3][ACCEPTED_TOKENS] > found[EAGLE3][DRAFT_TOKENS] / 3
+    return found
+
+
+def every_other_step() -> Any:
+    """Have every other step compute drafts, whatever the last ones took."""
+    return mock.patch.object(RowCost, "known", False)
+
+
+def of_drafts(engine: Served) -> dict[str, float]:
+    return {name: engine.engine.counters[name] for name in (DRAFT_TOKENS, ACCEPTED_TOKENS)}
 
 
 @pytest.mark.parametrize(
     ("words", "backend", "method"),
     [
-        ("tp1", EAGER, MTP), ("tp2-dcp2", EAGER, MTP), ("tp2", CAPTURED, NGRAM),
+        ("tp1", EAGER, MTP), ("tp1", CAPTURED, EAGLE3), ("tp2", CAPTURED, NGRAM),
+        ("tp2-dcp2", CAPTURED, MTP), ("tp2-ep2", CAPTURED, MLA), ("tp1-pp2", EAGER, EAGLE3),
+        ("tp2-pp2-dcp2", CAPTURED, EAGLE3), ("tp1-pp2", CAPTURED, MTP),
     ],
 )  # fmt: skip
 def test_drafts_change_no_token(
-    with_mtp: Path, wanted: dict[int, list[int]], words: str, backend: str, method: str
+    checkpoint: Path,
+    wanted: dict[int, list[int]],
+    methods: dict[str, SpeculativeConfig],
+    counted: dict[str, dict[str, float]],
+    words: str,
+    backend: str,
+    method: str,
 ) -> None:
     shape = Shape.parse(words)
     machine = {"num_devices": shape.num_ranks, "order": RANDOM, "seed": 3}
-    drafts = SpeculativeConfig(method=method, num_speculative_tokens=2, **SETTINGS[method])
+    replays = mock.patch.object(
+        DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay
+    )
     with (
         mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),  # also where four share two cores
-        mock.patch.object(RowCost, "known", False),  # every other step has drafts, whatever it took
+        every_other_step(),
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),
+        replays as replayed,
     ):
-        with served(with_mtp, "cuda", backend, drafts=drafts, shape=shape) as engine:
+        drafts = methods[method]
+        with served(checkpoint, "cuda", backend, drafts=drafts, shape=shape) as engine:
             assert engine.run(JOINS) == wanted
-            counters = engine.engine.counters
-            assert counters[DRAFT_TOKENS] > counters[ACCEPTED_TOKENS] > 0
+            found, alone = of_drafts(engine), counted[method]
+            if shape.pp == 1:
+                assert found == alone
+            else:  # other sequences share a step
+                assert found[ACCEPTED_TOKENS] / found[DRAFT_TOKENS] == pytest.approx(
+                    alone[ACCEPTED_TOKENS] / alone[DRAFT_TOKENS], abs=0.1
+                )
             engine.engine.check_integrity([], [])
+            engine.runner.check_integrity()
         gpus.finish()
+    most = max(
+        (slot.num_drafts for call in replayed.mock_calls for slot in call.args[1]), default=0
+    )
+    assert most == (2 if backend == CAPTURED else 0), "steps with drafts are replayed"

@@ -17,7 +17,9 @@ import torch
 
 from mooncake.base import SamplingParams, Shape, SystemIds
 from mooncake.base.rights import CredentialRole
+from mooncake.engine.config import EAGLE3, SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig
+from mooncake.engine.speculation import ACCEPTED_TOKENS
 from mooncake.identity import own_credential
 from mooncake.launch.worker import expert_peers
 from mooncake.model.expert_balancing import MOVES
@@ -29,6 +31,7 @@ from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import RANK_S, followers_emulated
 from tests.support.cuda.streams import LATE, RANDOM
+from tests.support.model.eagle3_heads import knowing_head
 
 pytestmark = pytest.mark.usefixtures("forked")
 SECRET = "0123456789abcdef" * 2
@@ -45,10 +48,10 @@ def wanted(nano: Path) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
 
 def engine_of_two(
     number: int, name: str, path: Path, words: str, backend: str, machine: dict[str, Any],
-    eplb: EplbConfig | None, *all_joins: Joins,
+    options: dict[str, Any], *all_joins: Joins,
 ) -> Iterator[Any]:  # fmt: skip
     """Open an engine that shares its experts, and yield what it makes of some requests, and of
-    further ones.
+    further ones. options: of `served`.
     """
     torch.set_num_threads(1)
     shape = Shape.parse(words)
@@ -62,11 +65,11 @@ def engine_of_two(
     ):
         credential = own_credential(SECRET, CredentialRole.WORKER)
         peers = expert_peers.meet(group, credential, ModelOptions(device="cuda", shape=shape))
-        options = {"shape": shape, "eplb": eplb, "measure_pages": True}
-        with served(path, "cuda", backend, peers, **options) as engine:
+        options = {"measure_pages": True, **options}
+        with served(path, "cuda", backend, peers, shape=shape, **options) as engine:
             for turn, joins in enumerate(all_joins):
                 found = engine.run(joins, first=10 * turn) if joins else {}
-                yield found, engine.logprobs, engine.counters
+                yield found, engine.logprobs, engine.counters | engine.engine.counters
         gpus.finish()
 
 
@@ -96,7 +99,17 @@ def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_c
     engines = Processes(
         engine_of_two,
         [
-            (number, name, nano, words, backend, machine, eplb, PARTS[number], alone[number])
+            (
+                number,
+                name,
+                nano,
+                words,
+                backend,
+                machine,
+                {"eplb": eplb},
+                PARTS[number],
+                alone[number],
+            )
             for number in range(2)
         ],
     )
@@ -114,6 +127,43 @@ def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_c
     assert [each.exitcode for each in engines.each] == [0, 0]
 
 
+def test_a_head_drafts_in_captured_steps_that_engines_agree_on(
+    nano: Path, wanted: tuple[dict[int, list[int]], dict[int, list[float]]], tmp_path: Path
+) -> None:
+    """Steps of one engine have drafts while those of the other have none, or others."""
+    tokens, name = wanted[0], group_name()
+    machine = {"num_devices": 1, "order": RANDOM, "seed": 5}
+    prompts = [each for step in JOINS.values() for each, _ in step]
+    texts = [[*each, *tokens[number]] for number, each in enumerate(prompts)]
+    head = knowing_head(nano, tmp_path / "head", texts)
+    drafts = SpeculativeConfig(method=EAGLE3, num_speculative_tokens=2, model=str(head))
+    engines = Processes(
+        engine_of_two,
+        [
+            (
+                number,
+                name,
+                nano,
+                "tp1-dp2-ep2",
+                CAPTURED,
+                machine,
+                {"drafts": drafts},
+                PARTS[number],
+            )
+            for number in range(2)
+        ],
+    )
+    found = engines.found()
+    assert not any(isinstance(each, str) for each in found), found
+    assert [each for part, *_ in found for each in part.values()] == [
+        tokens[each] for each in (0, 2, 1)
+    ]
+    assert all(counters[ACCEPTED_TOKENS] > 0 for *_, counters in found)
+    engines.go_on()
+    engines.join()
+    assert [each.exitcode for each in engines.each] == [0, 0]
+
+
 def test_an_engine_that_is_killed_ends_the_other_in_its_exchange(nano: Path) -> None:
     name, machine = group_name(), {"num_devices": 1}
     short: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=3))]}
@@ -122,7 +172,7 @@ def test_an_engine_that_is_killed_ends_the_other_in_its_exchange(nano: Path) -> 
     engines = Processes(
         engine_of_two,
         [
-            (number, name, nano, "tp1-dp2-ep2", CAPTURED, machine, None, *parts[number])
+            (number, name, nano, "tp1-dp2-ep2", CAPTURED, machine, {}, *parts[number])
             for number in range(2)
         ],
     )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake.engine.plan import StepSlot
-from mooncake.engine.ranks.step_log import RankMessage, StepWriter, UsePages, Way
+from mooncake.engine.ranks.step_log import Drafted, RankMessage, StepWriter, UsePages, Way
 
 SIGN_S = 1.0
 """Seconds between two signs of life of a rank."""
@@ -68,6 +68,10 @@ class LeadRanks:
         reported_as: see `RankStep`.
         """
         self._followers.tell(self._writer.pack(slots, logprob_rows, way, reported_as=reported_as))
+
+    def drafted(self, slots: Sequence[StepSlot]) -> None:
+        """Tell stages before the last which drafts were made for a step that they have heard of."""
+        self._followers.tell(Drafted.of(slots))
 
     def gone(self, rank: int) -> None:
         """Record that a follower's process has ended."""

@@ -8,6 +8,7 @@ and a follower refuses a step that is not the next one.
 from __future__ import annotations
 
 import enum
+import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -45,6 +46,8 @@ class CapturedSizes(msgspec.Struct, frozen=True, array_like=True):
     """The most pages of one sequence in any step."""
     most_tokens: int = 0
     """The most rows of a step with prompts."""
+    most_drafts: int = 0
+    """The most drafts of one sequence in a decode step."""
 
 
 class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
@@ -64,6 +67,8 @@ class UsePages(msgspec.Struct, frozen=True, tag="pages", array_like=True):
     """
     num_drafted: int = 0
     """The most sequences for which a head of its own KV drafts; 0: none does."""
+    reads: tuple[int, ...] = ()
+    """The layers whose inputs are read by what drafts; see `ReadStates`. Stages pass them on."""
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step", array_like=True):
@@ -98,6 +103,34 @@ class Ahead(msgspec.Struct, frozen=True, tag="ahead", array_like=True):
     """
 
 
+class Drafted(msgspec.Struct, frozen=True, tag="drafted", array_like=True):
+    """The drafts of the next step that leaves them to the model, for stages before the last. The
+    ranks of the last stage have made them, and know them.
+    """
+
+    tokens: bytes
+    """Those of all its sequences."""
+
+    @classmethod
+    def of(cls, slots: Iterable[StepSlot]) -> Drafted:
+        """Return the drafts of the slots of a step."""
+        return cls(array(_TOKENS, [token for slot in slots for token in slot.drafts]).tobytes())
+
+    def put_into(self, slots: Sequence[StepSlot]) -> list[StepSlot]:
+        """Return the slots of the step with these drafts."""
+        drafts = iter(_column(_TOKENS, self.tokens))
+        return [
+            msgspec.structs.replace(
+                slot,
+                tokens=[
+                    *slot.tokens[: len(slot.tokens) - slot.num_drafts],
+                    *itertools.islice(drafts, slot.num_drafts),
+                ],
+            )
+            for slot in slots
+        ]
+
+
 class Held(msgspec.Struct, frozen=True, tag="held", array_like=True):
     """What a follower that has heard every step holds. Nothing depends on it; it serves as
     a check.
@@ -122,7 +155,7 @@ class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
     """The context of the longest sequence."""
 
 
-RankMessage = UsePages | RankStep | Ahead | Held | Measure | Alive | RankWord
+RankMessage = UsePages | RankStep | Drafted | Ahead | Held | Measure | Alive | RankWord
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)

@@ -424,7 +424,6 @@ def _draft_bytes(config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Sh
         _check_mtp(model, shapes)
     if (head := _draft_model(config)) is None:
         return 0
-    _check_draft_ranks(EAGLE3, shapes)
     files = Eagle3Files.open(Path(head), model.spec)
     item = DTYPE_BYTES[model.dtype]
     return files.num_bytes(item) + files.spec.window_bytes(config.max_num_seqs, item)
@@ -445,15 +444,11 @@ def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
             f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
             "the method ngram needs none"
         )
-    _check_draft_ranks(MTP, shapes)
-
-
-def _check_draft_ranks(method: str, shapes: Mapping[Role, Shape]) -> None:
-    others = [str(shape) for shape in shapes.values() if shape.pp > 1 or shape.ep > 1]
+    others = [str(shape) for shape in shapes.values() if shape.dp > 1 or shape.pp > 1]
     if others:
         raise ConfigError(
-            f"speculative-config: {method} is not for stages or shared experts ({others[0]}); the "
-            "method ngram works with both"
+            f"speculative-config: mtp is not for stages, nor for engines that share experts "
+            f"({others[0]}); eagle3 and ngram work with both"
         )
 
 

@@ -56,7 +56,7 @@ class RankNeeds:
     step_sequences: int
     max_model_len: int
     draft_bytes: int = 0
-    """Bytes of a head that makes drafts, besides the model."""
+    """Bytes of a head that makes drafts, besides the model; the last stage has it."""
 
     @property
     def on_gpu(self) -> bool:
@@ -149,9 +149,12 @@ def _rank_memory(
         layers=layers,
         elsewhere=needs.elsewhere,
     )
+    num_kv_layers, draft_bytes = len(layers), 0
+    if stage == shape.pp - 1:  # an MTP layer has KV behind that of the model's layers
+        num_kv_layers, draft_bytes = needs.layout.num_layers - layers.start, needs.draft_bytes
     return RankMemory(
         layers=layers,
-        weights=held.on_device + needs.draft_bytes,
+        weights=held.on_device + draft_bytes,
         dram=held.in_dram,
         activations=workspace_bytes(
             needs.spec,
@@ -163,7 +166,7 @@ def _rank_memory(
         communication=communication,
         libraries=libraries,
         num_pages=math.ceil(num_pages / shape.dcp),
-        block_bytes=needs.layout.slice_bytes * len(layers),
+        block_bytes=needs.layout.slice_bytes * num_kv_layers,
     )
 
 

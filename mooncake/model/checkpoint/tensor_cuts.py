@@ -87,15 +87,15 @@ def cut_of(
     return None
 
 
-def is_held(spec: ModelSpec, name: str, layers: range) -> bool:
+def is_held(spec: ModelSpec, name: str, layers: range, *, drafts: bool = False) -> bool:
     """Whether the stage with these layers has tensor `name`, or parts of it. The last stage has
-    what comes after all layers.
+    what comes after all layers and, if a layer `drafts` there, the embedding, too.
     """
     if name.startswith("model.layers."):
         return min(int(name.split(".", 3)[2]), spec.num_hidden_layers - 1) in layers
     is_first, is_last = 0 in layers, spec.num_hidden_layers - 1 in layers
     if "embed_tokens" in name:
-        return is_first or (is_last and spec.tie_word_embeddings)
+        return is_first or (is_last and (drafts or spec.tie_word_embeddings))
     return is_last
 
 

@@ -1,4 +1,5 @@
-"""Decode steps over fixed buffers: one captured graph for each batch size of a ladder.
+"""Decode steps over fixed buffers: one captured graph for each number of rows of a ladder. A
+sequence has a row for its last token, and one for each draft behind it.
 
 Owns the tensors a captured step reads; a step fills them and replays. Unused rows of a batch have
 no KV place and no context. What captures is a port: CUDA graphs, or nothing at all. Where ranks
@@ -15,6 +16,7 @@ out wrong is dropped and leaves no trace.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,17 +26,22 @@ from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.engine.plan import StepSlot
 from mooncake.model.copies import Copies, HostCopies, Mark
-from mooncake.model.inputs import Queries, StepInputs
+from mooncake.model.inputs import Queries, SlotRows, StepInputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.read_states import ReadStates
 
 Replay = Callable[[], torch.Tensor]
 """Runs a captured step again on the present content of its input tensors. It always returns the
 same output tensor.
 """
 
-_TOKENS, _POSITIONS, _PLACES, _LENGTHS = range(4)
-_UNUSED = (0, 0, -1, 0)
+_TOKENS, _POSITIONS, _PLACES, _LENGTHS, _ENDS = range(5)
+_UNUSED = (0, 0, -1)
+MOST_ROWS = 256
+"""The rows of the largest captured step with drafts, unless there may be as many sequences. Larger
+steps take the device longer than the host.
+"""
 _SETTLED = 8
 """After this many decode steps of the same sequences (or fewer) in a row, a step is begun on a
 guess. A wrong guess costs a step; a right one saves the host's part of it.
@@ -95,8 +102,27 @@ class _Ahead:
         return found
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What the rows of a step read and write.
+
+    rows: (token, position, place) of each. spans: (page table, tokens in this rank's pages, rows)
+    of each run of rows that end one context.
+    """
+
+    rows: Sequence[tuple[int, int, int]]
+    spans: Sequence[tuple[Sequence[int], int, int]]
+
+
+def most_rows(most_sequences: int, most_drafts: int) -> int:
+    """Return the rows of the largest captured step, of which each sequence has one and its
+    drafts.
+    """
+    return max(most_sequences, min(most_sequences * (1 + most_drafts), MOST_ROWS))
+
+
 class DecodeGraphs:
-    """Logits of steps in which every sequence has one new token."""
+    """Logits of steps in which every sequence has one new token, and perhaps drafts behind it."""
 
     def __init__(
         self,
@@ -104,35 +130,44 @@ class DecodeGraphs:
         kv: KvTensors,
         port: GraphPort,
         *,
-        most_rows: int,
+        most_sequences: int,
         most_pages: int,
         copies: Copies | None = None,
+        most_drafts: int = 0,
+        reads: tuple[int, ...] = (),
     ) -> None:
         """Capture every size, the largest first: smaller ones then fit into its memory.
 
         most_pages: the most pages in a sequence's table. copies: to the model's device; None: the
-        model is on the host.
+        model is on the host. most_drafts: the most drafts of a sequence. reads: the layers whose
+        inputs `read_rows` returns; see `ReadStates`.
         """
         self._model = model
         self._kv = kv
         self._block_tokens = kv.layout.block_tokens
         self._most_pages = most_pages
+        self._most_drafts = most_drafts
         self._copies = copies or HostCopies()
-        self._values = torch.zeros(4, most_rows, dtype=torch.int64, device=model.device)
-        self._table = torch.zeros(most_rows, most_pages, dtype=torch.int32, device=model.device)
+        device, hidden = model.device, model.spec.hidden_size
+        rows = most_rows(most_sequences, most_drafts)
+        self._values = torch.zeros(5, rows, dtype=torch.int64, device=device)
+        self._table = torch.zeros(rows, most_pages, dtype=torch.int32, device=device)
         # One for all sizes: a graph keeps its outputs, and float32 logits are large.
         width, dtype = model.spec.vocab_size, torch.float32
         if not model.stage.is_last:
-            width, dtype = model.spec.hidden_size, model.dtype
-        self._made = torch.empty(most_rows, width, dtype=dtype, device=model.device)
+            width, dtype = hidden, model.dtype
+        self._made = torch.empty(rows, width, dtype=dtype, device=device)
         self._got: torch.Tensor | None = None
         """The rows that the stage before sends; None: this stage is the first."""
         if not model.stage.is_first:
-            states = most_rows, model.spec.hidden_size
-            self._got = torch.zeros(states, dtype=model.dtype, device=model.device)
-        self._starts = torch.arange(most_rows + 1, dtype=torch.int32, device=model.device)
-        self._written: list[list[int]] = [[] for _ in range(most_rows)]
-        self._sizes = ladder(most_rows)
+            self._got = torch.zeros(rows, hidden, dtype=model.dtype, device=device)
+        self._reads = reads
+        self._read = torch.zeros(len(reads), rows, hidden, dtype=model.dtype, device=device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        # Where ranks share contexts out, each row sees its own part of these.
+        self._joins_rows = most_drafts > 0 and kv.home.num_homes == 1
+        self._written: list[list[int]] = [[] for _ in range(rows)]
+        self._sizes = ladder(rows)
         self._replays: dict[int, Replay] = {}
         self._ahead: _Ahead | None = None
         self.last_guess: Mark | None = None
@@ -141,7 +176,7 @@ class DecodeGraphs:
         """
         self._last: Sequence[StepSlot] = ()
         self._num_alike = 0
-        self._fill([], most_rows)
+        self._fill(_Rows([], []), rows)
         for size in reversed(self._sizes):
             if model.exchange is not None:
                 model.exchange.fix(size)
@@ -149,8 +184,10 @@ class DecodeGraphs:
 
     def takes(self, slots: Sequence[StepSlot]) -> bool:
         """Whether a step of these slots can be replayed."""
-        return 0 < len(slots) <= self._sizes[-1] and all(
-            len(slot.tokens) == 1 and len(slot.pages) <= self._most_pages for slot in slots
+        return 0 < sum(len(slot.tokens) for slot in slots) <= self._sizes[-1] and all(
+            len(slot.tokens) == 1 + slot.num_drafts <= 1 + self._most_drafts
+            and len(slot.pages) <= self._most_pages
+            for slot in slots
         )
 
     def has_begun(self, slots: Sequence[StepSlot]) -> bool:
@@ -158,8 +195,9 @@ class DecodeGraphs:
         return self._ahead is not None and self._ahead.rows(slots) is not None
 
     def logits(self, slots: Sequence[StepSlot]) -> torch.Tensor:
-        """Return [slots, vocab] float32, overwritten by the next call; of a stage before the last
-        [slots, hidden]. Waits for no device, unless stages pass something on.
+        """Return [rows, vocab] float32 of all tokens of the slots, overwritten by the next call; of
+        a stage before the last [rows, hidden]. Waits for no device, unless stages pass something
+        on.
 
         Raises:
             ValueError: a page table does not cover its sequence.
@@ -176,7 +214,17 @@ class DecodeGraphs:
     def replay(self, slots: Sequence[StepSlot]) -> torch.Tensor:
         """Return `logits` of a step that did not run ahead, or whose guess was wrong."""
         self._ahead = None
-        return self._replay([self._entry(slot) for slot in slots], slots)
+        return self._replay(self._rows(slots))
+
+    def read_rows(self, slots: Sequence[StepSlot]) -> tuple[list[SlotRows], torch.Tensor]:
+        """Return where the rows of the last step's slots lie in what it has read, and what `reads`
+        names of them, [rows, read width], overwritten by the next step.
+        """
+        rows, first = [], 0
+        for slot in slots:
+            rows.append(SlotRows(slot, first, len(slot.tokens)))
+            first += len(slot.tokens)
+        return rows, torch.cat(list(self._read[:, :first]), dim=-1)
 
     def serve(self) -> None:
         """Take part, without rows, in a step of other instances that share experts."""
@@ -187,7 +235,7 @@ class DecodeGraphs:
         if not size:
             model.serve_agreed()
             return
-        self._fill([], size)
+        self._fill(_Rows([], []), size)
         self._replays[size]()
 
     def settled(self, slots: Sequence[StepSlot]) -> bool:
@@ -196,7 +244,10 @@ class DecodeGraphs:
         """
         if self._model.exchange is not None:  # other instances would have to guess, too
             return False
-        room = all(slot.start + 1 < len(slot.pages) * self._block_tokens for slot in slots)
+        room = all(
+            len(slot.tokens) == 1 and slot.start + 1 < len(slot.pages) * self._block_tokens
+            for slot in slots
+        )
         return self._num_alike >= _SETTLED and room
 
     def run_ahead(self, slots: Sequence[StepSlot], tokens: torch.Tensor) -> None:
@@ -206,8 +257,7 @@ class DecodeGraphs:
         Overwrites the logits of that step. The guess counts once `confirm` has given the host the
         tokens.
         """
-        entries = [self._entry(slot, 1) for slot in slots]
-        self._ahead = _Ahead(slots, self._replay(entries, slots, tokens))
+        self._ahead = _Ahead(slots, self._replay(self._rows(slots, 1), tokens))
         self.last_guess = self._copies.mark()
 
     def confirm(self, tokens: Sequence[int]) -> None:
@@ -227,25 +277,26 @@ class DecodeGraphs:
         self._num_alike = self._num_alike + 1 if alike else 0
         self._last = slots
 
-    def _replay(
-        self,
-        entries: list[tuple[int, int, int, int]],
-        slots: Sequence[StepSlot],
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _replay(self, rows: _Rows, tokens: torch.Tensor | None = None) -> torch.Tensor:
         self._model.between_steps()
-        size, step = self._agreed(self._sizes[bisect.bisect_left(self._sizes, len(slots))])
-        self._fill(slots, size, entries)
+        num_rows = len(rows.rows)
+        size, step = self._agreed(self._sizes[bisect.bisect_left(self._sizes, num_rows)])
+        self._fill(rows, size)
         if tokens is not None:
-            self._values[_TOKENS, : len(slots)].copy_(tokens)
-        stage, got = self._model.stage, self._got
+            self._values[_TOKENS, :num_rows].copy_(tokens)
+        stage, got, reads = self._model.stage, self._got, ReadStates(self._reads)
         stage.begin()
         if got is not None:
-            got[:size].copy_(stage.receive(got[:size]))
+            num = reads.num_before(stage.layers[0])
+            came = stage.receive(got.new_empty((1 + num) * size, got.shape[1]))
+            got[:size].copy_(came[:size])
+            if num:
+                self._read[:num, :size].copy_(came[size:].view(num, size, -1))
         made = step()
         if not stage.is_last:
-            stage.send(made)
-        return made[: len(slots)]
+            num = reads.num_before(stage.layers[-1] + 1)
+            stage.send(torch.cat((made, *self._read[:num, :size])) if num else made)
+        return made[:num_rows]
 
     def _agreed(self, size: int) -> tuple[int, Replay]:
         """Return how many rows a step that needs `size` computes, and the step. When an instance
@@ -261,63 +312,83 @@ class DecodeGraphs:
     def _step(self, size: int) -> Callable[[], torch.Tensor]:
         model, values, made = self._model, self._values, self._made[:size]
         got = None if self._got is None else self._got[:size]
+        most = 1 + self._most_drafts if self._joins_rows else 1
 
         def step() -> torch.Tensor:
+            if self._joins_rows:
+                self._starts[1 : size + 1].copy_(values[_ENDS, :size])
             batch = PagedBatch(
                 self._starts[: size + 1],
                 values[_LENGTHS, :size].to(torch.int32),
                 self._table[:size],
-                max_rows=1,
+                max_rows=most,
             )
             positions = values[_POSITIONS, :size]
             queries = Queries(positions, None, (), (), size, batch)
             inputs = StepInputs(
                 values[_TOKENS, :size], positions, values[_PLACES, :size], queries, queries, ()
             )
-            states = model.compute(inputs, self._kv, got)
+            read = ReadStates(self._reads, self._read[:, :size]) if self._reads else None
+            states = model.compute(inputs, self._kv, got, None, read)
             return model.logits(states, made) if model.stage.is_last else made.copy_(states)
 
         return step
 
-    def _fill(
-        self,
-        slots: Sequence[StepSlot],
-        size: int,
-        entries: Sequence[tuple[int, int, int, int]] = (),
-    ) -> None:
+    def _fill(self, step: _Rows, size: int) -> None:
         """Write the step into the tensors that replays read."""
-        whole = [*entries, *[_UNUSED] * (size - len(entries))]
-        columns = torch.tensor(whole, dtype=torch.int64).t().contiguous()
+        rows = [*step.rows, *[_UNUSED] * (size - len(step.rows))]
+        lengths = [length for _, length, _ in step.spans]
+        ends = list(itertools.accumulate(count for _, _, count in step.spans))
+        no_spans = size - len(lengths)
+        columns = torch.tensor(
+            [*zip(*rows, strict=True), lengths + [0] * no_spans, ends + [len(step.rows)] * no_spans]
+        )
         self._values[:, :size].copy_(self._copies.send(columns))
-        changed = [row for row, slot in enumerate(slots) if self._written[row] != slot.pages]
+        tables = [pages for pages, _, _ in step.spans]
+        changed = [at for at, pages in enumerate(tables) if self._written[at] != pages]
         if not changed:
             return
         first, last = changed[0], changed[-1] + 1
-        width = max(len(slot.pages) for slot in slots[first:last])
+        width = max(len(pages) for pages in tables[first:last])
         table = torch.zeros(last - first, width, dtype=torch.int32)
-        for row in range(first, last):
-            self._written[row] = list(slots[row].pages)
-            pages = self._mine(slots[row].pages)
-            table[row - first, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        for at in range(first, last):
+            self._written[at] = list(tables[at])
+            pages = self._mine(tables[at])
+            table[at - first, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self._table[first:last, :width].copy_(self._copies.send(table))
 
-    def _entry(self, slot: StepSlot, ahead: int = 0) -> tuple[int, int, int, int]:
-        start = slot.start + ahead
-        page, offset = divmod(start, self._block_tokens)
+    def _rows(self, slots: Sequence[StepSlot], ahead: int = 0) -> _Rows:
+        """Return the rows of all tokens of `slots`, or those `ahead` tokens after them."""
+        rows, spans = [], []
+        for slot in slots:
+            for number, token in enumerate(slot.tokens):
+                place, length = self._place(slot, slot.start + number + ahead)
+                rows.append((token, slot.start + number + ahead, place))
+                if not self._joins_rows:
+                    spans.append((slot.pages, length, 1))
+            if self._joins_rows:
+                spans.append((slot.pages, length, len(slot.tokens)))
+        return _Rows(rows, spans)
+
+    def _place(self, slot: StepSlot, at: int) -> tuple[int, int]:
+        """Return where the KV of a sequence's token goes, and how many tokens up to it lie in this
+        rank's pages.
+        """
+        page, offset = divmod(at, self._block_tokens)
         if page >= len(slot.pages):
             raise ValueError(
-                f"sequence {slot.sequence_id}: {slot.start + 1} tokens need {page + 1} pages, the "
-                f"table has {len(slot.pages)}"
+                f"sequence {slot.sequence_id}: {at + 1} tokens need {page + 1} pages, the table "
+                f"has {len(slot.pages)}"
             )
         if self._kv.home.num_homes == 1:
-            return slot.tokens[0], start, slot.pages[page] * self._block_tokens + offset, start + 1
+            return slot.pages[page] * self._block_tokens + offset, at + 1
         # What of the context lies in this rank's pages, and whether the token does.
         mine, last = self._mine(slot.pages[: page + 1]), self._mine([slot.pages[page]])
         length = len(mine) * self._block_tokens
         if not last:
-            return slot.tokens[0], start, -1, length
+            return -1, length
         place = last[0] * self._block_tokens + offset
-        return slot.tokens[0], start, place, length - self._block_tokens + offset + 1
+        return place, length - self._block_tokens + offset + 1
 
     def _mine(self, pages: Sequence[int]) -> Sequence[int]:
         """Return the pages that this rank holds, as it counts them."""

@@ -17,12 +17,13 @@ from mooncake.model.kv_tensors import KvTensors
 
 
 def load_head(path: str | None, model: KimiK2, backends: Backends) -> Eagle3Head | None:
-    """Return the EAGLE-3 head in the directory `path`; None: there is none.
+    """Return the EAGLE-3 head in the directory `path`; None: there is none, or ranks of a later
+    stage have it.
 
     Raises:
         CheckpointError: it is not complete, or the head of another model.
     """
-    if path is None:
+    if path is None or not model.stage.is_last:
         return None
     return Eagle3Head(Eagle3Files.open(Path(path), model.spec), model, backends)
 
@@ -30,7 +31,7 @@ def load_head(path: str | None, model: KimiK2, backends: Backends) -> Eagle3Head
 def draft_layer(
     model: KimiK2, head: Eagle3Head | None, kv: KvTensors, num_sequences: int, copies: Copies
 ) -> DraftLayer | None:
-    """Return the layer that drafts over these pages, if there is one.
+    """Return the layer that drafts over these pages, if this rank has one.
 
     num_sequences: the most sequences whose KV a head keeps; 0: the head is not used.
     """

@@ -64,25 +64,6 @@ class DraftLayer(Protocol):
         """Raise AssertionError when it holds memory of other sequences than these."""
 
 
-class ReadStates:
-    """The states of one step that a layer reads. A forward pass calls it with all states."""
-
-    def __init__(self, reads: tuple[int, ...], num_layers: int) -> None:
-        self._reads = reads
-        self._num_layers = num_layers
-        self._found: list[torch.Tensor] = []
-
-    def __call__(self, layer: int, states: torch.Tensor) -> None:
-        """Keep the input of `layer` if it is read. The caller may overwrite it afterwards."""
-        if layer in self._reads:
-            self._found.append(states if layer == self._num_layers else states.clone())
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """The states [rows, read width], in the order of the step's rows."""
-        return self._found[0] if len(self._found) == 1 else torch.cat(self._found, dim=-1)
-
-
 @dataclass
 class _Left:
     """The rows of a sequence that are not computed yet: those from place `first` on."""
@@ -116,26 +97,12 @@ class ModelDrafts:
     answers do not change.
     """
 
-    def __init__(
-        self, layer: DraftLayer, num_layers: int, copies: Copies, group: Group | None = None
-    ) -> None:
-        """num_layers: the model's number of layers. group: the ranks that all compute the layer in
-        the same way.
-        """
+    def __init__(self, layer: DraftLayer, copies: Copies, group: Group | None = None) -> None:
+        """`group`: the ranks that all compute the layer in the same way."""
         self._layer = layer
-        self._num_layers = num_layers
         self._copies = copies
         self._group = group or Solo()
         self._left: dict[int, _Left] = {}
-
-    @property
-    def reads_all_outputs(self) -> bool:
-        """Whether the last layer must compute all rows."""
-        return self._num_layers in self._layer.reads
-
-    def read_states(self) -> ReadStates:
-        """Return the object that is to receive the states of a step."""
-        return ReadStates(self._layer.reads, self._num_layers)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Drop sequences that have ended, or begin anew."""
@@ -183,7 +150,7 @@ class ModelDrafts:
     def keep(
         self,
         step_rows: Sequence[SlotRows],
-        read: ReadStates,
+        every: torch.Tensor,
         sampled: Mapping[int, list[int]] | None,
         *,
         handed_on: bool,
@@ -191,12 +158,12 @@ class ModelDrafts:
         """Keep the states of a step, and compute the rows that must be final by now. Return whether
         there were any.
 
-        step_rows: the rows of all slots in `read`. sampled: the step's tokens by sequence; None:
-        another rank has them. handed_on: blocks go to other engines, with the row of the token just
-        sampled if there is room for it.
+        step_rows: the rows of all slots in `every`, [rows, read width]; these may be overwritten
+        afterwards. sampled: the step's tokens by sequence; None: another rank has them. handed_on:
+        blocks go to other engines, with the row of the token just sampled if there is room for it.
         """
         tokens_of = self._gathered([each.slot for each in step_rows], sampled or {})
-        every, block_tokens = read.rows, self._layer.block_tokens
+        block_tokens = self._layer.block_tokens
         rows, states = [], []
         for each in step_rows:
             slot = each.slot

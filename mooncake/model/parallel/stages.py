@@ -59,9 +59,9 @@ class Stage:
 
     def kv_layers(self, num_layers: int) -> range:
         """Return the layers whose KV this rank's pages hold, of the `num_layers` that pages have.
-        These are more than the model's if a layer makes drafts, which is for engines of one stage.
+        If these are more than the model's, because a layer makes drafts, the last stage has it.
         """
-        return range(num_layers) if self.is_first and self.is_last else self.layers
+        return range(self.layers.start, num_layers) if self.is_last else self.layers
 
     def connect(self, row: torch.Tensor) -> None:
         """Connect to the stages beside this one, by passing a row of activations through all; all

@@ -1,4 +1,4 @@
-"""A step as every rank of an instance computes it: drafts, forward pass and logits, with all
+"""A step as every rank of an instance computes it: forward pass, logits and what is kept, with all
 exchanges in one order. The pass is replayed when the step is short, else run eagerly. The lead
 samples from the logits; the others compute their part of them.
 """
@@ -19,6 +19,7 @@ from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.inputs import PageTables, StepInputs, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.read_states import ReadStates
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,20 @@ class CapturedSteps:
 
 
 def capture_steps(
-    model: KimiK2, kv: KvTensors, port: GraphPort, sizes: CapturedSizes, copies: Copies | None
+    model: KimiK2,
+    kv: KvTensors,
+    port: GraphPort,
+    sizes: CapturedSizes,
+    copies: Copies | None,
+    reads: tuple[int, ...] = (),
 ) -> CapturedSteps:
-    """Capture steps of these sizes. All ranks call this at once. copies: see `DecodeGraphs`."""
+    """Capture steps of these sizes. All ranks call this at once. The rest: see `DecodeGraphs`."""
     rows, pages, tokens = sizes.most_rows, sizes.most_pages, sizes.most_tokens
     with torch.inference_mode():
-        decode = DecodeGraphs(model, kv, port, most_rows=rows, most_pages=pages, copies=copies)
+        decode = DecodeGraphs(
+            model, kv, port, most_sequences=rows, most_pages=pages, copies=copies,
+            most_drafts=sizes.most_drafts, reads=reads,
+        )  # fmt: skip
         if not tokens:
             return CapturedSteps(decode)
         prompts = PrefillGraphs(
@@ -60,7 +69,7 @@ class ForwardPass:
         slots: Sequence[StepSlot],
         whole: frozenset[int],
         after_write: Callable[[int], None] | None = None,
-        read: Callable[[int, torch.Tensor], None] | None = None,
+        read: ReadStates | None = None,
     ) -> tuple[StepInputs, torch.Tensor]:
         """Return a step's inputs and the final hidden states of its output rows.
 
@@ -101,30 +110,25 @@ class ComputedStep:
         forward: ForwardPass,
         copies: Copies,
         drafts: ModelDrafts | None,
+        reads: tuple[int, ...],
         slots: Sequence[StepSlot],
         prompt_rows: Mapping[int, int],
         after_write: Callable[[int], None] | None,
     ) -> None:
         """prompt_rows: the sequences for which all rows are wanted -> how many of these become
-        logits. drafts: makes the drafts that the slots leave to the model. after_write: see
+        logits. drafts: has made the drafts that a plan left to the model; None: nothing drafts, or
+        only ranks of another stage. reads: the layers whose states it reads. after_write: see
         `KimiK2.forward`.
         """
         self._model = model
         self._copies = copies
         self._drafts = drafts
         self._prompt_rows = prompt_rows
-        self._read = None
         wanted = frozenset(prompt_rows)
-        if drafts is not None:
-            slots, self._read = drafts.make(slots), drafts.read_states()
-            if drafts.reads_all_outputs:
-                wanted = frozenset(slot.sequence_id for slot in slots)
+        if model.spec.num_hidden_layers in reads:
+            wanted = frozenset(slot.sequence_id for slot in slots)
+        self._read = ReadStates(reads) if reads else None
         self._inputs, self._hidden = forward(slots, wanted, after_write, self._read)
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether `keep` writes more rows of pages."""
-        return self._drafts is not None
 
     @property
     def sampled(self) -> list[StepSlot]:
@@ -163,4 +167,5 @@ class ComputedStep:
         """
         if self._drafts is None or self._read is None:
             return False
-        return self._drafts.keep(self._inputs.input_rows, self._read, sampled, handed_on=handed_on)
+        rows, states = self._inputs.input_rows, self._read.rows
+        return self._drafts.keep(rows, states, sampled, handed_on=handed_on)

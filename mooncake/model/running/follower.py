@@ -5,6 +5,7 @@ It owns its process: the process ends with its lead, and any error ends it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import mmap
@@ -25,7 +26,7 @@ import torch
 from mooncake.base import MooncakeError, PageArray
 from mooncake.base.vital_thread import VitalThread
 from mooncake.crypto.keys import KeyRing
-from mooncake.engine.plan import StepSlot
+from mooncake.engine.plan import BY_MODEL, StepSlot
 from mooncake.engine.ranks.kv_moves import (
     ALL_LAYERS,
     Alive,
@@ -40,6 +41,7 @@ from mooncake.engine.ranks.rank_group import LEAD_SILENT_S, SIGN_S
 from mooncake.engine.ranks.step_log import (
     Ahead,
     CapturedSizes,
+    Drafted,
     Held,
     Measure,
     RankMessage,
@@ -220,24 +222,34 @@ class Follower:
         self._forward: ForwardPass | None = None
         self._head = head
         self._drafts: ModelDrafts | None = None
+        self._reads: tuple[int, ...] = ()
+        self._words: Iterator[Word] = iter(())
+        self._later: collections.deque[Word] = collections.deque()
+        """Messages that have come before they are due."""
 
-    def use(self, kv: KvTensors, sizes: CapturedSizes, num_drafted: int = 0) -> None:
+    def use(
+        self,
+        kv: KvTensors,
+        sizes: CapturedSizes,
+        num_drafted: int = 0,
+        reads: tuple[int, ...] = (),
+    ) -> None:
         """Compute over these pages. No sequence is known any more. Steps of `sizes` are captured
-        together with the lead's. num_drafted: see `UsePages`.
+        together with the lead's. num_drafted, reads: see `UsePages`.
         """
         self._reader = StepReader()
         self._num_steps = 0
         self._drafts = None  # frees what an engine in another role had
+        self._reads = reads
         layer = draft_layer(self._model, self._head, kv, num_drafted, self._copier)
         if layer is not None:
-            num_layers = self._model.spec.num_hidden_layers
-            self._drafts = ModelDrafts(layer, num_layers, self._copier, self._group)
+            self._drafts = ModelDrafts(layer, self._copier, self._model.stage.ranks)
         self._group.meet()
         prompts = None
         if sizes.most_rows:
             graphs = self._open_graphs()
             assert graphs is not None, "the lead captures steps and this rank does not"
-            captured = capture_steps(self._model, kv, graphs, sizes, self._copies)
+            captured = capture_steps(self._model, kv, graphs, sizes, self._copies, reads)
             self._decoder, prompts = captured.decode, captured.prompts
             if self._memory is not None:
                 last = lambda: captured.decode.last_guess  # noqa: E731
@@ -247,38 +259,54 @@ class Follower:
     def step(self, step: RankStep) -> None:
         """Compute this rank's part of a step, with all exchanges in the lead's order."""
         assert self._forward is not None, "a step came before pages"
-        slots = self._last = self._reader.slots(step)
+        slots: Sequence[StepSlot] = self._reader.slots(step)
+        self._last = slots
         self._num_steps += 1
         self._reached(0)
+        if self._drafts is not None:
+            self._drafts.forget(step.forgotten)
         if not slots:  # a step of other instances that share experts with this one
             with torch.inference_mode():
                 (self._decoder or self._model).serve()
             self._model.stage.ranks.meet()
             self._reached(ALL_LAYERS)
             return
-        if step.way is not Way.AS_IT_COMES:
-            self._replay(slots, step.way)
-            self._reached(ALL_LAYERS)
-            return
         with torch.inference_mode():
-            self._compute(slots, step)
+            slots = self._drafted(slots)
+            if step.way is not Way.AS_IT_COMES:
+                self._replay(slots, step.way)
+            else:
+                self._compute(slots, step)
+        if step.way is not Way.AS_IT_COMES and self._drafts is None:
+            self._reached(ALL_LAYERS)  # its last exchange came after all writes to pages
+            return
         # Other ranks may be at later or earlier steps by now.
         self._model.stage.ranks.meet()
         self._reached(ALL_LAYERS)
 
+    def _drafted(self, slots: Sequence[StepSlot]) -> Sequence[StepSlot]:
+        """Return the slots of a step with the drafts that its plan left to the model."""
+        if not any(BY_MODEL in slot.drafts for slot in slots):
+            return slots
+        if self._drafts is not None:
+            return self._drafts.make(slots)
+        while True:  # the last stage makes them, once it has sampled the tokens before them
+            word = next(self._words)
+            if isinstance(word[0], Drafted):
+                return word[0].put_into(slots)
+            self._later.append(word)
+
     def _compute(self, slots: Sequence[StepSlot], step: RankStep) -> None:
         """Compute a step without a captured one, as the lead's runner does."""
         assert self._forward is not None
-        if self._drafts is not None:
-            self._drafts.forget(step.forgotten)
 
         def after_write(layer: int) -> None:
             of_stage = self._speaks and layer in self._model.stage.layers
             self._reached(layer + 1, step.reported_as if of_stage else None)
 
         computed = ComputedStep(
-            self._model, self._forward, self._copier, self._drafts, slots, step.logprob_rows,
-            after_write,
+            self._model, self._forward, self._copier, self._drafts, self._reads, slots,
+            step.logprob_rows, after_write,
         )  # fmt: skip
         if self._model.stage.is_last:
             for _ in computed.prompt_logits():
@@ -303,11 +331,12 @@ class Follower:
             self._answer(written)
 
     def _replay(self, slots: Sequence[StepSlot], way: Way) -> None:
-        """Replay a step unless it has begun. Its last exchange comes after all writes to pages."""
+        """Replay a step unless it has begun, as the lead's runner does."""
         assert self._decoder is not None, "no steps were captured"
         if way is Way.REPLAYED:
-            with torch.inference_mode():
-                self._decoder.replay(slots)
+            self._decoder.replay(slots)
+        if self._drafts is not None:
+            self._drafts.keep(*self._decoder.read_rows(slots), None, handed_on=False)
 
     def ahead(self) -> None:
         """Begin the decode step after the last one."""
@@ -320,7 +349,9 @@ class Follower:
 
     def follow(self, words: Iterable[Word]) -> None:
         """Carry out the lead's messages about steps and pages until it sends no more."""
-        for message, descriptor in words:
+        self._words = iter(words)
+        while word := self._later.popleft() if self._later else next(self._words, None):
+            message, descriptor = word
             if isinstance(message, RankStep):
                 self.step(message)
             elif isinstance(message, Held):
@@ -331,7 +362,7 @@ class Follower:
                 self.measure(message)
             elif isinstance(message, UsePages):
                 kv = self._pages(message, descriptor)
-                self.use(kv, message.captured, message.num_drafted)
+                self.use(kv, message.captured, message.num_drafted, message.reads)
                 if message.num_threads is not None:
                     torch.set_num_threads(message.num_threads)
 

@@ -20,6 +20,7 @@ from mooncake.base.mailbox import Mailbox
 from mooncake.base.parallel import stage_layers
 from mooncake.base.vital_thread import VitalThread
 from mooncake.engine.plan import (
+    BY_MODEL,
     Counted,
     LayerDone,
     RunnerEvent,
@@ -93,9 +94,8 @@ class ModelRunner:
         self._lead = lead
         self._drafts: ModelDrafts | None = None
         if draft_layer is not None:
-            self._drafts = ModelDrafts(
-                draft_layer, model.spec.num_hidden_layers, self._copies, model.stage.ranks
-            )
+            self._drafts = ModelDrafts(draft_layer, self._copies, model.stage.ranks)
+        self._reads = () if draft_layer is None else draft_layer.reads
         self._peers = peers
         self._stages: StageTimes | None = None
         """The times of stages; None when no stage comes before this one's."""
@@ -371,9 +371,10 @@ class ModelRunner:
         if self._peers is not None:
             assert self._model.exchange is not None
             self._peers.wake(self._model.exchange.num_steps + 1)
+        slots = self._drafted(plan.slots)
         if self._decoder is not None:
             if way is not Way.AS_IT_COMES:
-                return self._decode(self._decoder, plan)
+                return self._decode(self._decoder, plan.step_id, slots)
             self._decoder.interrupt()
 
         def after_write(layer: int) -> None:
@@ -382,7 +383,7 @@ class ModelRunner:
             self._layers.add(LayerDone(step_id=plan.step_id, layer=layer), self._copies.mark())
 
         computed = ComputedStep(
-            self._model, self._forward, self._copies, self._drafts, plan.slots,
+            self._model, self._forward, self._copies, self._drafts, self._reads, slots,
             self._prompt_rows(plan), after_write if plan.report_layers else None,
         )  # fmt: skip
         logprobs: dict[int, list[TokenLogprobs]] = {s.sequence_id: [] for s in self._whole(plan)}
@@ -392,7 +393,7 @@ class ModelRunner:
             following = self._following(slot)[begin : begin + len(piece)]
             logprobs[slot.sequence_id] += self._sampler.prompt_logprobs(piece, following, num)
         logits = computed.sampled_logits()
-        if not computed.has_drafts:
+        if self._drafts is None:
             self._leave_pages()
         failures = self._sampler.broken([slot.sequence_id for slot in computed.sampled])
         result = StepResult(
@@ -401,11 +402,21 @@ class ModelRunner:
         if logits is not None:
             self._sample(logits, computed.sampled, result)
         written = computed.keep(result.tokens, handed_on=plan.report_layers)
-        if computed.has_drafts:
+        if self._drafts is not None:
             self._leave_pages()
         if written or not result.tokens:  # tokens would have come last
             self._wait()
         return result
+
+    def _drafted(self, slots: Sequence[StepSlot]) -> Sequence[StepSlot]:
+        """Return the slots of a step with the drafts that its plan left to the model."""
+        if self._drafts is None or not any(BY_MODEL in slot.drafts for slot in slots):
+            return slots
+        slots = self._drafts.make(slots)
+        if self._untold is not None:
+            assert self._lead is not None
+            self._lead.ranks.drafted(slots)
+        return slots
 
     def _leave_pages(self) -> None:
         """Return when no rank writes to pages of this step any more."""
@@ -446,21 +457,22 @@ class ModelRunner:
             ]
         raise AssertionError("rounds end with the drafts")
 
-    def _decode(self, decoder: DecodeGraphs, plan: StepPlan) -> StepResult:
+    def _decode(self, decoder: DecodeGraphs, step_id: int, slots: Sequence[StepSlot]) -> StepResult:
         """Replay a step. When the batch has settled, begin the next step before this one's tokens
         are read.
         """
-        slots = plan.slots
         logits = decoder.logits(slots)
-        if self._lead is not None:
+        if self._lead is not None and self._drafts is None:
             self._lead.reached(ALL_LAYERS)
         asked = [slot.sequence_id for slot in slots if slot.sample]
-        failures = self._sampler.broken(asked)
-        result = StepResult(step_id=plan.step_id, seconds=0.0, failures=failures)
+        result = StepResult(step_id=step_id, seconds=0.0, failures=self._sampler.broken(asked))
+        if self._drafts is not None or any(slot.num_drafts for slot in slots):
+            self._sample_drafted(decoder, logits, slots, result)
+            return result
         rows = [
             row
             for row, slot in enumerate(slots)
-            if slot.sample and slot.sequence_id not in failures
+            if slot.sample and slot.sequence_id not in result.failures
         ]
         if not rows:
             self._wait()
@@ -483,6 +495,30 @@ class ModelRunner:
             # Whoever gets these tokens may give the pages of an ended sequence to others.
             self._lead.wait_until_guesses_are_heard()
         return result
+
+    def _sample_drafted(
+        self,
+        decoder: DecodeGraphs,
+        logits: torch.Tensor,
+        slots: Sequence[StepSlot],
+        result: StepResult,
+    ) -> None:
+        """Sample from a replayed step with drafts, or of a model whose states are read for them,
+        and keep these states.
+        """
+        sampled = [slot for slot in slots if slot.sample]
+        if len(sampled) < len(slots):
+            sampling = [slot.sample for slot in slots for _ in slot.tokens]
+            rows = [row for row, wanted in enumerate(sampling) if wanted]
+            logits = logits.index_select(0, self._copies.send(torch.tensor(rows)))
+        self._sample(logits, sampled, result)
+        written = False
+        if self._drafts is not None:
+            rows_of, states = decoder.read_rows(slots)
+            written = self._drafts.keep(rows_of, states, result.tokens, handed_on=False)
+            self._leave_pages()
+        if written or not result.tokens:  # tokens would have come last
+            self._wait()
 
     def _wait(self) -> None:
         """Block until the device has finished the step, so that its pages may be reused."""

@@ -168,16 +168,31 @@ def test_deterministic_answers_are_equal_in_bfloat16_too(
     assert found == found[:1] * 4
 
 
-def test_a_head_drafts_for_two_ranks(
-    model: Path, truth: list[list[int]], methods: dict[str, SpeculativeConfig]
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("eagle3", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("eagle3", {"pipeline_parallel_size": 2}),
+        ("mtp", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_two_ranks_draft(
+    model: Path,
+    truth: list[list[int]],
+    methods: dict[str, SpeculativeConfig],
+    method: str,
+    shape: dict[str, Any],
 ) -> None:
-    """Two processes, each with the whole head."""
-    speculation = methods["eagle3"]
+    """Two processes: each has the whole head or a part of the MTP layer, whose KV prefill hands
+    over; or the last stage has the head, and states of the first one go there.
+    """
+    apart = int(method == "mtp")
     with model_cluster(
-        model, 0, 1, kvstore=0, speculative_config=speculation, tensor_parallel_size=2, **SETTINGS
+        model, apart, 1, kvstore=apart, speculative_config=methods[method], **shape, **SETTINGS
     ) as cluster:
         assert answers(cluster, model) == truth
-        assert cluster.counter(ACCEPTED_TOKENS) > 0
+        assert answers(cluster, model) == truth, "from the cache"
+        assert cluster.counter(DRAFT_TOKENS if method == "mtp" else ACCEPTED_TOKENS) > 0
 
 
 def test_a_head_with_mla(model: Path, truth: list[list[int]], tmp_path: Path) -> None:

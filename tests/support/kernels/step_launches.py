@@ -136,7 +136,7 @@ def launches(
     steps = Steps()
     with torch.inference_mode(), noted(names) as found:
         kv = KvTensors.allocate(layout, 1, META)
-        DecodeGraphs(model, kv, steps, most_rows=rows, most_pages=4)
+        DecodeGraphs(model, kv, steps, most_sequences=rows, most_pages=4)
         found.clear()
         steps.by_rows[rows]()
     return found

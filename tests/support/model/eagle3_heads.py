@@ -24,6 +24,7 @@ from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.loading import load_model
+from mooncake.model.read_states import ReadStates
 from tests.support.model.tiny_models import CPU, kv_for, slot
 
 Tensors = dict[str, torch.Tensor]
@@ -149,13 +150,8 @@ def knowing_head(model: Path, out: Path, texts: Sequence[Sequence[int]]) -> Path
 def states_of(model: KimiK2, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
     """Return what goes into some layers, of all tokens of a text, side by side."""
     num_pages = -(-len(tokens) // 16)
-    kv, found = kv_for(model.spec, num_pages), []
-
-    def see(layer: int, states: torch.Tensor) -> None:
-        if layer in layers:
-            found.append(states.clone())
-
+    kv, read = kv_for(model.spec, num_pages), ReadStates(tuple(layers))
     every = slot(1, 0, tokens, range(num_pages))
     inputs = build_inputs([every], frozenset([1]), kv.page_shape, lambda *_: True)
-    model.forward(inputs, kv, read=see)
-    return torch.cat(found, dim=-1)
+    model.forward(inputs, kv, read=read)
+    return read.rows

@@ -31,6 +31,7 @@ from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows, KvWindows
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.read_states import ReadStates
 from tests.support.model.eagle3_heads import (
     Tensors,
     config_of,
@@ -189,7 +190,7 @@ def test_drafts_are_those_of_the_whole_text(model: KimiK2, tmp_path: Path, kind:
     head, reference = head_of(model, tmp_path, **KINDS[kind])
     rows = Eagle3Rows(head, 2, HostCopies())
     kv, num_compared, step = kv_for(model.spec), 0, 0
-    drafting = ModelDrafts(rows, model.spec.num_hidden_layers, HostCopies())
+    drafting = ModelDrafts(rows, HostCopies())
     texts = {key: random_tokens(LENGTH + 8, seed=key) for key in PAGES}
     computed = dict.fromkeys(PAGES, 0)
     with torch.inference_mode():
@@ -214,12 +215,13 @@ def test_drafts_are_those_of_the_whole_text(model: KimiK2, tmp_path: Path, kind:
                 wrong = [(text[at + 1 + len(right)] + 1) % 211] * (num - len(right))
                 known = asked.tokens[: len(asked.tokens) - num]
                 given.append(slot(key, at, known, PAGES[key], drafts=[*right, *wrong]))
-            wanted = frozenset(num_right) if drafting.reads_all_outputs else frozenset[int]()
+            all_rows = model.spec.num_hidden_layers in head.spec.layers
+            wanted = frozenset(num_right) if all_rows else frozenset[int]()
             inputs = build_inputs(given, wanted, kv.page_shape, model.prefers_absorbed)
-            read = drafting.read_states()
+            read = ReadStates(head.spec.layers)
             model.forward(inputs, kv, read=read)
             samples = {key: [0] * (1 + num) for key, num in num_right.items()}
-            drafting.keep(inputs.input_rows, read, samples, handed_on=True)
+            drafting.keep(inputs.input_rows, read.rows, samples, handed_on=True)
             for each in given:
                 num_new = len(each.tokens) - each.num_drafts + num_right[each.sequence_id]
                 computed[each.sequence_id] += num_new
@@ -236,17 +238,17 @@ def test_a_sequence_from_elsewhere_begins_without_what_was_before(
 ) -> None:
     """Its second step drafts as of a text that begins with its first token here."""
     head, reference = head_of(model, tmp_path)
-    drafting = ModelDrafts(Eagle3Rows(head, 1, HostCopies()), 3, HostCopies())
+    drafting = ModelDrafts(Eagle3Rows(head, 1, HostCopies()), HostCopies())
     text, kv = random_tokens(40, seed=9), kv_for(model.spec)
     rule = model.prefers_absorbed
     with torch.inference_mode():
         before = slot(1, 0, text[:37], [0, 1, 2], sample=False)
         model.forward(build_inputs([before], frozenset(), kv.page_shape, rule), kv)
         first = slot(1, 37, text[37:38], [0, 1, 2])
-        inputs, read = build_inputs([first], frozenset(), kv.page_shape, rule), None
-        read = drafting.read_states()
+        inputs = build_inputs([first], frozenset(), kv.page_shape, rule)
+        read = ReadStates(head.spec.layers)
         model.forward(inputs, kv, read=read)
-        drafting.keep(inputs.input_rows, read, {1: [text[38]]}, handed_on=False)
+        drafting.keep(inputs.input_rows, read.rows, {1: [text[38]]}, handed_on=False)
         asked = slot(1, 38, text[38:39], [0, 1, 2], drafts=[BY_MODEL])
         [made] = drafting.make([asked])
         fused = reference.fused(reference.read(text[:38])[-1:])

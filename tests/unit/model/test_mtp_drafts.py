@@ -14,6 +14,7 @@ from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
+from mooncake.model.read_states import ReadStates
 from mooncake.train.batches import Batch, packed
 from mooncake.train.checkpoint import named_tensors
 from mooncake.train.model import TrainedK2
@@ -55,7 +56,7 @@ def pages_of(spec: ModelSpec) -> KvTensors:
 
 def drafts_over(model: KimiK2, kv: KvTensors) -> ModelDrafts:
     copies = HostCopies()
-    return ModelDrafts(MtpRows(model, kv, copies), model.spec.num_hidden_layers, copies)
+    return ModelDrafts(MtpRows(model, kv, copies), copies)
 
 
 def batch_of(tokens: list[int]) -> Batch:
@@ -119,10 +120,10 @@ def test_drafts_and_full_blocks_are_those_of_the_whole_text(
                 given.append(slot(key, at, asked.tokens[: -num or None], PAGES[key], drafts=drafts))
             every = frozenset(num_right)
             inputs = build_inputs(given, every, kv.page_shape, model.prefers_absorbed)
-            read = drafting.read_states()
+            read = ReadStates((model.spec.num_hidden_layers,))
             model.forward(inputs, kv, read=read)
             samples = {key: [0] * (1 + num) for key, num in num_right.items()}
-            drafting.keep(inputs.input_rows, read, samples, handed_on=False)
+            drafting.keep(inputs.input_rows, read.rows, samples, handed_on=False)
             for each in given:
                 num_new = len(each.tokens) - each.num_drafts + num_right[each.sequence_id]
                 computed[each.sequence_id] += num_new
@@ -145,9 +146,9 @@ def step(
     handed_on: bool = False,
 ) -> None:  # fmt: skip
     inputs = build_inputs([asked], frozenset([1]), kv.page_shape, model.prefers_absorbed)
-    read = drafting.read_states()
+    read = ReadStates((model.spec.num_hidden_layers,))
     model.forward(inputs, kv, read=read)
-    drafting.keep(inputs.input_rows, read, {1: [sampled]}, handed_on=handed_on)
+    drafting.keep(inputs.input_rows, read.rows, {1: [sampled]}, handed_on=handed_on)
 
 
 @pytest.mark.parametrize("num_prompt", [21, 31, 32])

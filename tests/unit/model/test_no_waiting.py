@@ -115,7 +115,7 @@ def test_a_decode_step_reads_nothing(launches: list[str]) -> None:
         source, dtype=torch.bfloat16, device=NOWHERE, backends=Backends("triton", "triton")
     )
     kv = KvTensors.allocate(layout_for(model.spec), 8, NOWHERE)
-    graphs = DecodeGraphs(model, kv, EagerSteps(), most_rows=4, most_pages=3, copies=copies)
+    graphs = DecodeGraphs(model, kv, EagerSteps(), most_sequences=4, most_pages=3, copies=copies)
     sampler = Sampler(
         VOCAB, copies=copies, ops=SamplingOps(draw=kernel("draw", "triton"), waits=False)
     )
@@ -200,7 +200,7 @@ class Bench:
         kv, copies = kv_for(model.spec, 40), LateCopies(self.log)
         with torch.inference_mode():
             decoder = DecodeGraphs(
-                model, kv, Recorder(self.log), most_rows=4, most_pages=8, copies=copies
+                model, kv, Recorder(self.log), most_sequences=4, most_pages=8, copies=copies
             )
         self.runner = ModelRunner(
             model, kv, Sampler(VOCAB, copies=copies), num_threads=1,
@@ -285,7 +285,7 @@ def test_a_guess_that_is_not_confirmed_is_dropped(
     log: list[str] = []
     kv = kv_for(model.spec)
     with torch.inference_mode():
-        graphs = DecodeGraphs(model, kv, Recorder(log), most_rows=2, most_pages=2)
+        graphs = DecodeGraphs(model, kv, Recorder(log), most_sequences=2, most_pages=2)
         first = slot(1, 0, [5], [3])
         wanted = graphs.logits([first]).clone()
         for spoil in (None, [8], [9]):

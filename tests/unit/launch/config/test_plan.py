@@ -346,7 +346,10 @@ def test_where_an_mtp_layer_cannot_draft_says_so(tmp_path: Path, model: Path) ->
         plan_for(model, speculative_config=MTP)
     other = write_config_only(tmp_path / "mtp", num_nextn_predict_layers=1)
     assert plan_for(other, speculative_config=MTP, tensor_parallel_size=2).options.with_mtp
-    with pytest.raises(ConfigError, match=r"mtp is not for stages or shared experts \(tp1-pp2\)"):
+    shared = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    with pytest.raises(ConfigError, match=r"mtp is not for stages, .* share experts \(tp1-dp2"):
+        plan_for(other, speculative_config=MTP, decode=2, **shared)
+    with pytest.raises(ConfigError, match=r"mtp is not for stages, nor .* \(tp1-pp2\)"):
         plan_for(other, speculative_config=MTP, pipeline_parallel_size=2)
 
 
@@ -367,8 +370,14 @@ def test_a_head_has_weights_and_kv_of_its_own(tmp_path: Path, model: Path) -> No
     wide = rank_of(plan).weights - rank_of(plain).weights - rows * 2 * 2 * 16 * 4
     assert wide == 2 * more, "it takes what it takes when loaded, not what its files take"
     assert plan_for(model, speculative_config=eagle3, tensor_parallel_size=2).options.draft_model
-    with pytest.raises(ConfigError, match=r"eagle3 is not for stages or shared experts .tp1-pp2"):
-        plan_for(model, speculative_config=eagle3, pipeline_parallel_size=2)
+    stages = {"pipeline_parallel_size": 2, "dtype": "float32"}
+    found = [
+        plan_for(model, **stages, **each).ranks[Role.DECODE].stages
+        for each in ({"speculative_config": eagle3}, {})
+    ]
+    assert found[0][0].weights == found[1][0].weights, "the last stage has it"
+    embedding = 4 * spec.vocab_size * spec.hidden_size
+    assert found[0][1].weights - found[1][1].weights == 2 * more + rows * 2 * 2 * 16 * 4 + embedding
     other = write_config_only(tmp_path / "other", hidden_size=128)
     with pytest.raises(CheckpointError, match=r"target_hidden_size=.* is not the model's .128."):
         plan_for(other, speculative_config=eagle3)

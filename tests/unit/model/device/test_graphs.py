@@ -14,11 +14,13 @@ from mooncake.base import ConfigError, Failure, KvLayout, PageArray, SamplingPar
 from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, ladder
+from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.memory import GpuMemory, pages_that_fit
+from mooncake.model.read_states import ReadStates
 from mooncake.model.running.computed_step import CapturedSteps
 from mooncake.model.running.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks
@@ -56,7 +58,7 @@ def test_replays_give_what_steps_do_and_touch_no_other_page(model: KimiK2) -> No
     recorder = Recorder()
     kv, other = kv_for(model.spec), kv_for(model.spec)
     with torch.inference_mode():
-        graphs = DecodeGraphs(model, kv, recorder, most_rows=5, most_pages=6)
+        graphs = DecodeGraphs(model, kv, recorder, most_sequences=5, most_pages=6)
     assert recorder.captured == [5, 4, 2, 1]
     assert not kv.pages.any(), "capturing wrote KV"
     tables = {1: [9, 3, 7], 2: [0], 3: [11, 5]}
@@ -79,11 +81,51 @@ def test_replays_give_what_steps_do_and_touch_no_other_page(model: KimiK2) -> No
     assert recorder.replayed == [4, 2, 4, 1]
 
 
+def test_drafts_are_rows_of_replays_whose_states_are_read(model: KimiK2) -> None:
+    """Some sequences have drafts, and others none; what an earlier step has left is not seen."""
+    reads = (0, 1, model.spec.num_hidden_layers)
+    recorder, kv, other = Recorder(), kv_for(model.spec), kv_for(model.spec)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(
+            model, kv, recorder, most_sequences=3, most_pages=6, most_drafts=3, reads=reads
+        )
+    assert recorder.captured == [12, 8, 4, 2, 1]
+    tables = {1: [9, 3, 7], 2: [0], 3: [11, 5]}
+    at = {1: 40, 2: 3, 3: 14}
+    for pages in (kv, other):
+        forward(model, pages, [slot(s, 0, random_tokens(at[s], s), tables[s]) for s in tables])
+    for drafts in ({1: 2, 2: 0, 3: 3}, {3: 0, 1: 0}, {2: 3}, {1: 0, 3: 1, 2: 3}):
+        slots = [
+            slot(s, at[s], [10 + s], tables[s], drafts=[7 * s + n for n in range(num)])
+            for s, num in drafts.items()
+        ]
+        for s, num in drafts.items():
+            at[s] += 1 + num // 2
+        assert graphs.takes(slots)
+        every, read = frozenset(drafts), ReadStates(reads)
+        with torch.inference_mode():
+            found = graphs.logits(slots).clone()
+            rows, states = graphs.read_rows(slots)
+            inputs = build_inputs(slots, every, other.page_shape, lambda *_: True)
+            logits = model.logits(model.forward(inputs, other, read=read))
+        places = {each.slot.sequence_id: each for each in inputs.input_rows}
+        for mine in rows:
+            wanted = places[mine.slot.sequence_id]
+            here, there = (slice(e.first, e.first + e.num_rows) for e in (mine, wanted))
+            torch.testing.assert_close(found[here], logits[there], atol=2e-4, rtol=0)
+            torch.testing.assert_close(states[here], read.rows[there], atol=1e-4, rtol=0)
+        torch.testing.assert_close(kv.pages, other.pages, atol=1e-4, rtol=0)
+    assert recorder.replayed == [8, 2, 4, 8]
+    assert not graphs.takes([slot(1, 3, [5], [0], drafts=[1, 2, 3, 4])]), "more than captured"
+
+
 def test_all_sizes_share_one_tensor_of_logits() -> None:
     """Each captured size keeps its outputs: 8 GB at 1,024 sequences of Kimi-K2."""
     model = load_model(source_of(truth("plain")), dtype=torch.float32, device=CPU)
     with torch.inference_mode():
-        graphs = DecodeGraphs(model, kv_for(model.spec), EagerSteps(), most_rows=4, most_pages=2)
+        graphs = DecodeGraphs(
+            model, kv_for(model.spec), EagerSteps(), most_sequences=4, most_pages=2
+        )
         found = [graphs.logits([slot(n, 3, [n], [n]) for n in range(rows)]) for rows in (1, 3, 4)]
     assert [each.shape[0] for each in found] == [1, 3, 4]
     assert len({each.untyped_storage().data_ptr() for each in found}) == 1
@@ -92,7 +134,9 @@ def test_all_sizes_share_one_tensor_of_logits() -> None:
 def test_what_cannot_be_replayed() -> None:
     model = load_model(source_of(truth("plain")), dtype=torch.float32, device=CPU)
     with torch.inference_mode():
-        graphs = DecodeGraphs(model, kv_for(model.spec), EagerSteps(), most_rows=2, most_pages=2)
+        graphs = DecodeGraphs(
+            model, kv_for(model.spec), EagerSteps(), most_sequences=2, most_pages=2
+        )
     one = slot(1, 3, [5], [0])
     assert graphs.takes([one])
     assert not graphs.takes([])
@@ -111,7 +155,7 @@ def test_the_runner_samples_from_replays() -> None:
     for captured in (False, True):
         recorder, kv = Recorder(), kv_for(model.spec)
         with torch.inference_mode():
-            decoder = DecodeGraphs(model, kv, recorder, most_rows=4, most_pages=3)
+            decoder = DecodeGraphs(model, kv, recorder, most_sequences=4, most_pages=3)
         runner = ModelRunner(
             model, kv, PickySampler(211), num_threads=1,
             captured=CapturedSteps(decoder) if captured else None,
@@ -251,16 +295,21 @@ def test_replays_of_ranks_give_what_steps_of_one_do(
     def capture(rank: int) -> DecodeGraphs:
         with torch.inference_mode():
             return DecodeGraphs(
-                ranks.models[rank], ranks.kv[rank], Recorder(), most_rows=5, most_pages=6
-            )
+                ranks.models[rank], ranks.kv[rank], Recorder(), most_sequences=5, most_pages=6,
+                most_drafts=2,
+            )  # fmt: skip
 
     graphs = ranks.on_all(capture)
     for step in range(3):  # sequence 3 goes on into its second page
         slots = [
-            slot(number, len(prompts[number]) + step, [50 + 10 * number + step], tables[number])
+            slot(
+                number, len(prompts[number]) + step, [50 + 10 * number + step], tables[number],
+                drafts=[8, 9][: number * step % 3],
+            )
             for number in tables
-        ]
-        wanted = torch.cat(list(forward(one, kv, slots).values()))
+        ]  # fmt: skip
+        found_by_one = forward(one, kv, slots)
+        wanted = torch.cat([found_by_one[number] for number in tables])
 
         def replay(rank: int, slots: list[StepSlot] = slots) -> torch.Tensor:
             with torch.inference_mode():
@@ -282,7 +331,7 @@ def test_rows_of_replays_are_counted_and_those_of_captures_are_not() -> None:
     def run(rank: int) -> list[list[int]]:
         model = ranks.models[rank]
         with torch.inference_mode():
-            graphs = DecodeGraphs(model, ranks.kv[rank], Recorder(), most_rows=4, most_pages=2)
+            graphs = DecodeGraphs(model, ranks.kv[rank], Recorder(), most_sequences=4, most_pages=2)
             for step in range(2):
                 graphs.logits([slot(1, step, [5], [3]), slot(2, step, [6], [4])])
         return [layer.counts.tolist() for layer in model.expert_slots]
