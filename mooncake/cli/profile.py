@@ -107,7 +107,7 @@ def _document(found: Fit) -> dict[str, Any]:
 
 def _show_experts(timings: list[dict[str, Any]], console: Console) -> None:
     """Print how one layer's experts were timed by each candidate, to choose between them."""
-    rows = [["kind", "tokens", "compiled code, ms", "oneDNN (widened first), ms", "taken"]]
+    rows = [["kind", "tokens", "compiled code, CPU ms", "oneDNN (widened first), CPU ms", "taken"]]
     for found in timings:
         few_s, many_s = found["few_s"], found["many_s"]
         taken = "compiled" if few_s <= many_s else "oneDNN"

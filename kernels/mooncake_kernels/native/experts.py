@@ -69,7 +69,7 @@ class _Experts:
             return f"{code}, any number of tokens"
         last = measured(self._few.kind)[-1]
         times = (
-            f"(measured with {last.tokens}: {1e3 * last.few_s:.1f} ms a layer and "
+            f"(measured with {last.tokens}: {1e3 * last.few_s:.1f} CPU ms a layer and "
             f"{1e3 * last.many_s:.1f} by oneDNN)"
         )
         if self._few_tokens == math.inf:

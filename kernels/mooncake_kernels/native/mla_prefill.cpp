@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int KEYS = 1024;          // that are expanded at a time
-constexpr int KEYS_OF_A_TURN = 256;  // whose scores are kept at a time
+constexpr int KEYS_OF_A_TURN = 128;  // whose scores are kept at a time, in the first cache
 constexpr int ROWS_AT_ONCE = ROWS_OF_TILES;
 
 struct Span {
@@ -70,33 +70,42 @@ struct Known {
     float *sums, *maximum, *total;
 };
 
-// Turns scores [num][ROWS_AT_ONCE] of the keys from `first` on into shares in the order of a weight,
-// and weighs what is known already against them. A row at position p sees keys up to p.
-void share(float* scores, int first, int num, const int32_t* positions, int value, const Known& known, bf16* shares) {
+// Turns scores [num][ROWS_AT_ONCE] of LANES rows and of the keys from `first` on into shares in the
+// order of a weight; `seen(key)`: which of the rows see it. Returns what earlier sums count for.
+template <class Seen>
+Floats share(const float* scores, int first, int num, float* maximum, float* total, bf16* shares, const Seen& seen) {
+    Floats now = load(maximum);
+    for (int key = 0; key < num; ++key) now = _mm512_mask_max_ps(now, seen(first + key), now, load(scores + key * ROWS_AT_ONCE));
+    const Floats kept = power_of_e(load(maximum) - now);
+    Floats sums[2] = {load(total) * kept, all(0.0f)};
+    for (int key = 0; key < num; key += 2) {
+        Floats each[2];
+        for (int odd = 0; odd < 2; ++odd) {
+            const Floats made = power_of_e(load(scores + (key + odd) * ROWS_AT_ONCE) - now);
+            each[odd] = _mm512_maskz_mov_ps(seen(first + key + odd), made);
+            sums[odd] = sums[odd] + each[odd];
+        }
+        _mm512_storeu_si512(shares + (int64_t)key * OUTS_OF_TILES, pairs_of(each[0], each[1]));
+    }
+    store(maximum, now);
+    store(total, sums[0] + sums[1]);
+    return kept;
+}
+
+// The same of all rows, at these positions, which see keys up to their own; weighs what is known of
+// earlier keys against these.
+void share(const float* scores, int first, int num, const int32_t* positions, int value, const Known& known, bf16* shares) {
     for (int half = 0; half < ROWS_AT_ONCE; half += LANES) {
         const __m512i position = _mm512_loadu_si512(positions + half);
-        const auto seen = [&](int key) { return _mm512_cmpge_epi32_mask(position, _mm512_set1_epi32(first + key)); };
-        const bool all_seen = seen(num - 1) == 0xFFFF;
-        Floats most_of = load(known.maximum + half);
-        for (int key = 0; key < num; ++key) {
-            const Floats score = load(scores + key * ROWS_AT_ONCE + half);
-            most_of = all_seen ? most(most_of, score) : _mm512_mask_max_ps(most_of, seen(key), most_of, score);
-        }
-        const Floats kept = power_of_e(load(known.maximum + half) - most_of);
-        const __mmask16 changed = _mm512_cmp_ps_mask(load(known.maximum + half), most_of, _CMP_NEQ_UQ);
-        Floats total = load(known.total + half) * kept;
-        for (int key = 0; key < num; key += 2) {
-            Floats each[2];
-            for (int odd = 0; odd < 2; ++odd) {
-                each[odd] = power_of_e(load(scores + (key + odd) * ROWS_AT_ONCE + half) - most_of);
-                if (!all_seen) each[odd] = _mm512_maskz_mov_ps(seen(key + odd), each[odd]);
-                total = total + each[odd];
-            }
-            _mm512_storeu_si512(shares + (int64_t)key * OUTS_OF_TILES + 2 * half, pairs_of(each[0], each[1]));
-        }
-        store(known.maximum + half, most_of);
-        store(known.total + half, total);
-        if (changed)
+        const auto up_to_own = [&](int key) { return _mm512_cmpge_epi32_mask(position, _mm512_set1_epi32(key)); };
+        const auto each = [](int) { return (__mmask16)0xFFFF; };
+        const Floats before = load(known.maximum + half);
+        float *maximum = known.maximum + half, *total = known.total + half;
+        bf16* to = shares + 2 * half;
+        const bool whole = up_to_own(first + num - 1) == 0xFFFF;
+        const Floats kept = whole ? share(scores + half, first, num, maximum, total, to, each)
+                                  : share(scores + half, first, num, maximum, total, to, up_to_own);
+        if (first && _mm512_cmp_ps_mask(before, load(maximum), _CMP_NEQ_UQ))
             for (int out = 0; out < value; ++out) {
                 float* sum = known.sums + out * ROWS_AT_ONCE + half;
                 store(sum, load(sum) * kept);
@@ -138,7 +147,6 @@ void attend(const Span& of, int head, int begin, int end) {
     bf16* shares = padded + ROWS_AT_ONCE * width;
     for (int block = 0; block < blocks; ++block) {
         float* known = of_blocks + (int64_t)block * known_size;
-        std::fill(known, known + of.value * ROWS_AT_ONCE, 0.0f);
         std::fill(known + of.value * ROWS_AT_ONCE, known + (of.value + 1) * ROWS_AT_ONCE, -INFINITY);
         std::fill(known + (of.value + 1) * ROWS_AT_ONCE, known + known_size, 0.0f);
     }
@@ -181,9 +189,12 @@ void attend(const Span& of, int head, int begin, int end) {
                     tiles.multiply(query, 0, OUTS_OF_TILES, width, ROWS_OF_TILES, keys + (int64_t)(turn + key) * width,
                                    width, scores + key * ROWS_AT_ONCE);
                 share(scores, chunk + turn, some, positions, of.value, known, shares);
-                for (int out = 0; out < of.value; out += ROWS_OF_TILES)
-                    tiles.multiply<true>(shares, 0, OUTS_OF_TILES, some, ROWS_OF_TILES, values + (int64_t)out * columns + turn,
-                                         columns, sums + out * ROWS_AT_ONCE);
+                for (int out = 0; out < of.value; out += ROWS_OF_TILES) {
+                    const bf16* from = values + (int64_t)out * columns + turn;
+                    float* to = sums + out * ROWS_AT_ONCE;
+                    if (chunk + turn) tiles.multiply<true>(shares, 0, OUTS_OF_TILES, some, ROWS_OF_TILES, from, columns, to);
+                    else tiles.multiply(shares, 0, OUTS_OF_TILES, some, ROWS_OF_TILES, from, columns, to);
+                }
             }
         }
     }
