@@ -509,7 +509,7 @@ class Batcher:
         """Return the cached pages that `sequence` can reuse: whole blocks, but never the one with
         its last known token, which must be computed to sample the next.
         """
-        if not self._config.enable_prefix_caching or sequence.pages:
+        if sequence.pages:
             return []
         if sequence.prompt_logprobs is not None:
             return []  # log-probabilities of the prompt come only from computing it

@@ -97,8 +97,10 @@ class BlockPool:
     first.
     """
 
-    def __init__(self, num_blocks: int, num_homes: int = 1) -> None:
-        """`num_homes`: the number of ranks that each hold an equal share of the pages, in order."""
+    def __init__(self, num_blocks: int, num_homes: int = 1, *, caches: bool = True) -> None:
+        """`num_homes`: the number of ranks that each hold an equal share of the pages, in order. If
+        it `caches` nothing, all pages stay private.
+        """
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one page, not {num_blocks}")
         if num_blocks % num_homes:
@@ -111,6 +113,7 @@ class BlockPool:
         ]
         self._cached: dict[int, None] = {}  # an ordered set, the least recently released first
         self._cache = PrefixCache()
+        self._caches = caches
 
     @property
     def num_blocks(self) -> int:
@@ -208,14 +211,15 @@ class BlockPool:
     def publish(self, key: BlockKey, page: int) -> bool:
         """Cache a held page under `key`; nothing may write to it any more.
 
-        Returns False when another page is published under `key`. Then this page stays private.
+        Returns False when another page is published under `key`, or the pool caches nothing. Then
+        this page stays private.
 
         Raises:
             ValueError: the page is not held, or is published under another key.
         """
         if self._refs[page] < 1:
             raise ValueError(f"page {page} is not held and cannot be published")
-        return self._cache.publish(key, page)
+        return self._caches and self._cache.publish(key, page)
 
     def forget(self, key: BlockKey) -> None:
         """Remove `key` from the cache, for instance because its content proved to be wrong."""

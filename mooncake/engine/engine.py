@@ -101,7 +101,8 @@ class Engine:
         names.
         """
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.num_homes)
+        caches = config.enable_prefix_caching
+        self.pool = BlockPool(config.num_blocks, config.num_homes, caches=caches)
         self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         """Counts since start, for `WorkerLoad.counters`."""
         self._expert_rows: list[int] = []
@@ -485,8 +486,6 @@ class Engine:
 
     def _publish(self, sequence: Sequence) -> None:
         """Publish the blocks of `sequence` that have become full."""
-        if not self.config.enable_prefix_caching:
-            return
         num_full = sequence.num_computed // self.config.block_tokens
         for index in range(sequence.num_published, num_full):
             self.pool.publish(sequence.keys[index], sequence.pages[index])

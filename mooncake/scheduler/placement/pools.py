@@ -32,6 +32,8 @@ HALF_LIFE_S = 60.0
 MAX_WATCHED = 1 << 16
 MAX_COMPARED = 1 << 14
 """The busiest blocks are found among so many that were used last, in about ten milliseconds."""
+MAX_CHAINS = 64
+"""So many of the busiest chains are named at most."""
 MAX_OTHERS = 2
 """The number of alternative replicas that a worker is given for each source."""
 FEW = 8
@@ -200,8 +202,9 @@ class Replication:
         return length
 
     def busiest(self, num_blocks: int) -> list[list[BlockKey]]:
-        """Return the `num_blocks` blocks with the most uses, as chains from their first block on.
-        Chains may have the same head. Blocks that were used once, or not for long, are left out.
+        """Return the `num_blocks` blocks with the most uses, as chains from their first block on:
+        those of the `MAX_CHAINS` chains whose ends were used most. Chains may have the same head.
+        Blocks that were used once, or not for long, are left out.
         """
         latest = list(islice(reversed(self._heat.items()), MAX_COMPARED))
         again = [(key, heat) for key, heat in reversed(latest) if heat.uses > 1]
@@ -212,14 +215,13 @@ class Replication:
                 chosen[key] = heat.parent
         chains = []
         inner = set(chosen.values())
-        for last in chosen:
-            if last not in inner:
-                chain: list[BlockKey] = []
-                at: BlockKey | None = last
-                while at is not None:
-                    chain.append(at)
-                    at = chosen[at]
-                chains.append(chain[::-1])
+        for last in islice((key for key in chosen if key not in inner), MAX_CHAINS):
+            chain: list[BlockKey] = []
+            at: BlockKey | None = last
+            while at is not None:
+                chain.append(at)
+                at = chosen[at]
+            chains.append(chain[::-1])
         return chains
 
     def forget(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 from mooncake.base import BlockKey, WorkerHello, WorkerRef
 from mooncake.base.messages import Prefetch, StopPrefetch
@@ -22,8 +21,6 @@ from mooncake.scheduler.requests.record import RequestRecord
 
 MAX_REQUESTS = 4
 """How many requests of the queue are served: they are likely to be placed next."""
-MAX_RUNS = 64
-"""An engine that joins is told to read so many prefixes at most."""
 CHUNK_BYTES = 512 << 20
 GIVE_UP_S = 10.0
 """A block that is not loaded by then is given up: its node has no room for it."""
@@ -97,7 +94,7 @@ class ReadAhead:
 
     def welcome(self, joined: WorkerHello) -> None:
         """Tell an engine that joins to read the busiest prefixes from the pools."""
-        for keys, sources in islice(self._conductor.busiest(joined), MAX_RUNS):
+        for keys, sources in self._conductor.busiest(joined):
             self._last_ticket += 1
             self._channel.send(
                 joined.worker.address,

@@ -29,7 +29,8 @@ class Planner:
 
     def __init__(self, cost: StepCostModel | None = None, **config: Any) -> None:
         self.config = replace(ROOMY, **config)
-        self.pool = BlockPool(self.config.num_blocks)
+        caches = self.config.enable_prefix_caching
+        self.pool = BlockPool(self.config.num_blocks, caches=caches)
         self.batcher = Batcher(self.config, self.pool, cost=cost)
         self.last_id = 0
 

@@ -81,6 +81,14 @@ def test_a_sequence_is_described_to_the_runner_once() -> None:
     assert bench.runner.plans[-1].ended == [first.sequence_id]
 
 
+def test_without_prefix_caching_no_page_gets_a_key() -> None:
+    bench = Bench(enable_prefix_caching=False)
+    bench.add([1] * 8, max_tokens=2)
+    bench.run()
+    assert bench.engine.pool.inventory() == []
+    assert bench.engine.pool.num_free == bench.engine.pool.num_blocks
+
+
 def test_a_preempted_sequence_is_started_anew_with_its_tokens() -> None:
     bench = Bench(num_blocks=6, enable_prefix_caching=False)
     first = bench.add([1] * 8, max_tokens=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mooncake.base import BlockSource, PinBlocks, PinGranted, Unpin, WorkerRef
 from mooncake.base.request import CacheHits
+from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.reuse import Fetches, PrefixReuse
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
@@ -185,6 +186,21 @@ class Reuse:
             lambda pages, at: self.gathered.append(pages),
         )
         self.reuse.start(scene.engine_pair.heap.now())
+
+
+def test_blocks_fetched_without_prefix_caching_serve_their_request_only() -> None:
+    scene = Scene()
+    pool = scene.engine_pair.pool = BlockPool(4, caches=False)
+    reuse = Reuse(scene, [BlockSource(store=STORE, first=0, stop=2)])
+    scene.engine_pair.run()
+    expected = [scene.engine_pair.fill_pool(5, 50), scene.engine_pair.fill_pool(2, 20)]
+    scene.grant([5, 2])
+    scene.engine_pair.run()
+    [pages] = reuse.gathered
+    assert [scene.engine_pair.page_bytes(page) for page in pages] == expected
+    assert pool.match(KEYS) == pool.inventory() == pool.drain_events()[0] == []
+    pool.release(pages)
+    assert pool.num_free == 4, "nothing is kept"
 
 
 def test_reuse_without_sources_leaves_matching_to_the_engine() -> None:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from mooncake.api.constrained.grammar import ToolRule, json_rule, lark_text, tool_rules
-from mooncake.api.constrained.schema_graph import MAX_DEPTH, MAX_NESTING, MAX_PARTS, check_schema
+from mooncake.api.constrained.schema_graph import (
+    MAX_DEPTH,
+    MAX_NESTING,
+    MAX_PARTS,
+    MAX_PROPERTIES,
+    check_schema,
+)
 from mooncake.api.text.answer import Marker
 from mooncake.base import InvalidRequest
 
@@ -79,7 +85,7 @@ def test_a_large_cycle_counts_whole_wherever_it_is_entered() -> None:
 
 
 def test_wide_is_not_deep() -> None:
-    names = {f"a{i}": {"$ref": "#/$defs/one"} for i in range(3_000)}
+    names = {f"a{i}": {"$ref": "#/$defs/one"} for i in range(1_000)}
     check_schema({"properties": names, "$defs": {"one": {"type": "string"}}}, "x")
 
 
@@ -100,6 +106,24 @@ def test_size_has_a_limit() -> None:
     assert check_schema(most, "x") == MAX_PARTS
     with pytest.raises(InvalidRequest, match="objects and lists"):
         check_schema({"anyOf": [*most["anyOf"], {}]}, "x")
+
+
+def test_an_object_declares_few_properties() -> None:
+    """The time to compile them grows with their square."""
+    half: dict[str, Any] = {"properties": {f"a{n}": {} for n in range(MAX_PROPERTIES // 2)}}
+    other: dict[str, Any] = {"properties": {f"b{n}": {} for n in range(MAX_PROPERTIES // 2)}}
+    more: dict[str, Any] = {"properties": {"c": {}}}
+    check_schema({"allOf": [half, {"$ref": "#/$defs/b"}], "$defs": {"b": other}}, "x")
+    check_schema({"anyOf": [half | {"title": "a"}, other, more]}, "x")
+    wide = {"properties": half["properties"] | other["properties"] | more["properties"]}
+    for schema in (
+        wide,
+        {"items": wide},
+        {"allOf": [half, other, more]},
+        {"$ref": "#/$defs/b", "allOf": [half], "$defs": {"b": other | {"allOf": [more]}}},
+    ):
+        with pytest.raises(InvalidRequest, match="more than 1000 properties"):
+            check_schema(schema, "x")
 
 
 def test_the_schemas_of_all_tools_share_the_limit() -> None:

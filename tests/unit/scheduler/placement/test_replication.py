@@ -7,6 +7,7 @@ from itertools import repeat
 from mooncake.scheduler.placement.pools import (
     HALF_LIFE_S,
     HOT_BLOCKS,
+    MAX_CHAINS,
     MAX_COMPARED,
     MAX_WATCHED,
     Replication,
@@ -90,6 +91,18 @@ def test_the_busiest_blocks_are_whole_chains_the_busiest_first() -> None:
     assert subject.busiest(6) == [[*shared, *yours], [*shared, mine[0]]]
     assert subject.busiest(2) == [shared[:2]]
     assert subject.busiest(0) == []
+
+
+def test_of_many_chains_with_one_head_only_some_are_walked() -> None:
+    """Each has up to 128 blocks: 16,000 chains would be two million steps in one join."""
+    subject = Replication(0.0)
+    shared = keys(HOT_BLOCKS - 1)
+    for number in range(MAX_CHAINS + 20):
+        use(subject, [*shared, *keys(1, name=number + 1)], number, number + 0.5)
+    chains = subject.busiest(MAX_COMPARED)
+    assert len(chains) == MAX_CHAINS
+    assert all(chain[:-1] == shared for chain in chains)
+    assert len({chain[-1] for chain in chains}) == MAX_CHAINS
 
 
 def test_what_was_busy_long_ago_comes_after_what_is_now() -> None:

@@ -200,7 +200,7 @@ def test_it_reads_no_more_than_the_bytes_allowed() -> None:
 
 
 def test_it_is_told_of_few_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.scheduler.requests.read_ahead.MAX_RUNS", 1)
+    monkeypatch.setattr("mooncake.scheduler.placement.pools.MAX_CHAINS", 1)
     harness = Busy()
     assert [run.keys for run in harness.told(harness.join("p1", Role.PREFILL))] == [
         harness.keys("a")
