@@ -46,6 +46,7 @@ from benchmarks.support.goodput_figures import (
     table,
 )
 from benchmarks.support.goodput_twin import compared, plan_of, read_profile, twin
+from benchmarks.support.kept_runs import KeptRuns
 from benchmarks.support.servers import (
     BUILD,
     MAX_MODEL_LEN,
@@ -338,7 +339,8 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in args.only or () if name not in known]:
         print(f"no server is called {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
-    kept = _kept(args.out)
+    keeping = KeptRuns(args.out, Trial)
+    kept = keeping.read()
     trials = [] if args.foretell else list(kept)
     done = {(trial.load, trial.rate, trial.seed, trial.server) for trial in trials}
     title = f"goodput of {args.model.name}, {'simulated' if args.foretell else machine()}"
@@ -353,7 +355,7 @@ def main(argv: Sequence[str]) -> int:
                 trials.append(foretold(args, known[name], kept, load, rate, seed))
             continue
         trials.append(trial := measure(args, known[name], load, rate, seed))
-        _keep(args.out, trial)
+        keeping.add(trial)
         print(
             f"{load} {rate:g}/s seed {seed} {name}: {trial.share(limits):.0%} good of "
             f"{len(trial.outcomes)}, load average {trial.load_average:.1f}",
@@ -372,19 +374,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _limits(args: argparse.Namespace) -> Limits:
     return Limits(ttft_s=args.ttft_s, tbt_s=args.tbt_ms / 1e3)
-
-
-def _kept(path: Path | None) -> list[Trial]:
-    """Return the trials that an earlier run has written: this one goes on behind them."""
-    if path is None or not path.exists():
-        return []
-    return msgspec.json.Decoder(Trial).decode_lines(path.read_bytes())
-
-
-def _keep(path: Path | None, trial: Trial) -> None:
-    if path is not None:
-        with path.open("ab") as out:
-            out.write(msgspec.json.encode(trial) + b"\n")
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

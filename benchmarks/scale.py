@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks.support.goodput_figures import Highest, Limits, Outcome, Trial, highest_rate
+from benchmarks.support.kept_runs import KeptRuns
 from mooncake.base import Shape
 from mooncake.launch.config.shipped import figures
 from mooncake.scheduler.config import SchedulerConfig
@@ -151,7 +150,8 @@ def search(
     Slower all settings go on, since short steps are good where there is time for all prompts;
     faster those that are among the best by any limits.
     """
-    known = {(run.load, run.system, run.server, round(run.rate, 6)): run for run in _kept(args.out)}
+    kept = KeptRuns(args.out, Run)
+    known = {(run.load, run.system, run.server, round(run.rate, 6)): run for run in kept.read()}
     systems: dict[str, list[Setting]] = {}
     for setting in settings(engines_on(hardware)):
         if not args.only or any(part in setting.system for part in args.only):
@@ -162,7 +162,7 @@ def search(
         run = known.get((hardware, setting.system, setting.name, round(rate, 6)))
         if run is None:
             run = play(hardware, setting, lines, speed)
-            _keep(args.out, run)
+            kept.add(run)
         return run
 
     for tried in systems.values():
@@ -281,18 +281,6 @@ def constants(hardware: str) -> list[str]:
     lines = [f"{each.name}, {what}: {source}" for each in (known, model)
              for what, source in each.sources.items()]  # fmt: skip
     return [*lines, known.remark]
-
-
-def _kept(path: Path | None) -> list[Run]:
-    if path is None or not path.exists():
-        return []
-    return msgspec.json.Decoder(Run).decode_lines(path.read_bytes())
-
-
-def _keep(path: Path | None, run: Run) -> None:
-    if path is not None:
-        with path.open("ab") as out:
-            out.write(msgspec.json.encode(run) + b"\n")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,13 +22,13 @@ from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.compiling import SilentRanks
 from mooncake.model.device.cuda import CudaSide
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.device.prefill_graphs import PrefillGraphs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
-from mooncake.model.parallel.group import Solo
 from mooncake.model.running.computed_step import ForwardPass
 
 RANKS = 8
@@ -59,22 +59,6 @@ TINY = {
 def whole_spec(tiny: bool) -> ModelSpec:
     """Return the shape of the whole model, of which the loader takes one rank's parts."""
     return ModelSpec.from_config({**KIMI_K2, **(TINY if tiny else {})})
-
-
-class FirstRank(Solo):
-    """The first of eight ranks, whose others are silent: what they would send is its own again."""
-
-    rank = 0
-    size = RANKS
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` as often as there are ranks."""
-        return x.repeat(1, RANKS)
-
-    def part(self, size: int) -> FirstRank:
-        """Return this group: the ranks are one stage."""
-        assert size == RANKS
-        return self
 
 
 class RandomRank:
@@ -165,7 +149,7 @@ def _model(device: torch.device, tiny: bool) -> tuple[KimiK2, SharedContext]:
     source = RandomRank(whole_spec(tiny), device)
     with torch.inference_mode():
         model = load_model(
-            source, dtype=torch.bfloat16, device=device, backends=backends, group=FirstRank()
+            source, dtype=torch.bfloat16, device=device, backends=backends, group=SilentRanks(RANKS)
         )
     return model, backends
 

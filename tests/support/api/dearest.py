@@ -23,6 +23,7 @@ from mooncake.api.bounds import (
     STOP_IDS,
 )
 from mooncake.api.config import ApiConfig
+from mooncake.api.constrained.schema_graph import MAX_PROPERTIES
 from mooncake.api.schema.chat import MAX_TOOLS
 from mooncake.api.schema.fields import INT64_MAX, MAX_ITEMS
 from mooncake.base.large_settings import MAX_SETTINGS_BYTES
@@ -61,10 +62,9 @@ LONG = {"max_tokens": CONTEXT - 64, "ignore_eos": True}
 FULL_TEXT = "the " * (LIMITS.max_body_bytes // 5)
 """Most of what a body may have."""
 CONTEXT_IDS = [40 + at % 900 for at in range(CONTEXT - 40)]
-PROPERTIES = 2000
 
 
-def schema(num: int = PROPERTIES) -> dict[str, Any]:
+def schema(num: int = MAX_PROPERTIES) -> dict[str, Any]:
     """Return a schema of so many properties."""
     kinds = [{"type": "string"}, {"type": "integer"}, {"enum": ["a", "b"]}, {"type": "boolean"}]
     properties = {f"field_{at}": kinds[at % 4] for at in range(num)}

@@ -20,7 +20,7 @@ from mooncake_kernels.triton.device import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.predict import MULTIPROCESSORS
-from benchmarks.gpu.rank_slice import KIMI_K2, RANKS, FirstRank, Steps
+from benchmarks.gpu.rank_slice import KIMI_K2, RANKS, Steps
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.model.backends import Backends, SideStream
 from mooncake.model.checkpoint.quant_format import (
@@ -30,7 +30,7 @@ from mooncake.model.checkpoint.quant_format import (
     Int4Group,
     QuantFormat,
 )
-from mooncake.model.compiling import META, ShapesOnly
+from mooncake.model.compiling import META, ShapesOnly, SilentRanks
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -113,7 +113,7 @@ def model_of(
         dtype=torch.bfloat16,
         device=META,
         backends=Backends("triton", "triton", deterministic=deterministic, side=side),
-        group=FirstRank() if num_ranks == RANKS else None,
+        group=SilentRanks(RANKS) if num_ranks == RANKS else None,
     )
 
 
