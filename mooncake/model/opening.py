@@ -157,8 +157,24 @@ class ModelSource:
                 self._give_back()
                 if self.lead is not None:
                     self.lead.wait_until_loaded()
-                self._head = load_head(self._options.draft_model, model, self._device.backends)
+                if self._options.head_at_start:
+                    self._load_head(model)
                 self._model = model
+
+    def _load_head(self, model: KimiK2) -> None:
+        """Load the head that drafts unless it is loaded, or there is none."""
+        if self._head is None:
+            self._head = load_head(self._options.draft_model, model, self._device.backends)
+
+    def _most_drafted(self, config: EngineConfig) -> int:
+        """Return for how many sequences an engine drafts at most. If it does, its head is loaded
+        then.
+        """
+        if config.speculation is None:
+            return 0
+        assert self._model is not None
+        self._load_head(self._model)
+        return config.max_num_seqs
 
     def _give_back(self) -> None:
         """Free what lent weights take."""
@@ -222,8 +238,9 @@ class ModelSource:
         assert self._model is not None
         homes = config.num_homes
         asked = Measure(
-            layout, homes, config.max_batched_tokens, config.max_num_seqs, config.max_model_len
-        )
+            layout, homes, config.max_batched_tokens, config.max_num_seqs, config.max_model_len,
+            self._most_drafted(config),
+        )  # fmt: skip
         model, sampler = self._model, self._sampler(self._device.open_copies())
         group = None if self.lead is None else self.lead.group
 
@@ -288,7 +305,7 @@ class ModelSource:
             kv = self._device.allocate(held)
         else:
             kv = KvTensors.view(held, pages)
-        drafted = 0 if config.speculation is None else config.max_num_seqs
+        drafted = self._most_drafted(config)
         copies = self._device.open_copies()
         layer = draft_layer(model, self._head, kv, drafted, copies or HostCopies())
         reads = () if layer is None else layer.reads

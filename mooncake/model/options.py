@@ -74,6 +74,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to load the model's first MTP layer, which makes drafts."""
     draft_model: str | None = None
     """The directory of an EAGLE-3 head, which makes drafts; None: no head makes any."""
+    head_at_start: bool = True
+    """Whether to load that head with the weights. False: an engine that drafts later loads it."""
     graphs: bool = True
     """Whether decode steps on a GPU are captured once and replayed."""
     compile_cache: str | None = None

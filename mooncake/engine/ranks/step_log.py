@@ -153,6 +153,8 @@ class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
     step_sequences: int
     context_tokens: int
     """The context of the longest sequence."""
+    num_drafted: int = 0
+    """See `UsePages`: the head is there before memory is measured."""
 
 
 RankMessage = UsePages | RankStep | Drafted | Ahead | Held | Measure | Alive | RankWord

@@ -135,7 +135,10 @@ def cluster_workers(
             audit_log=config.audit_log,
             options=plan.options
             if role is Role.KVSTORE
-            else msgspec.structs.replace(plan.options, shape=plan.ranks[role].shape),
+            else msgspec.structs.replace(
+                plan.options, shape=plan.ranks[role].shape,
+                head_at_start=role is not Role.PREFILL,  # it samples one token of each sequence
+            ),
             stage_hosts=[]
             if role is Role.KVSTORE or plan.ranks[role].shape.pp == 1
             else list(plan.stage_hosts),
@@ -322,6 +325,7 @@ def joining_workers(config: ServeConfig, facts: ClusterFacts, secret: str) -> li
                 if config.rank_backend == "auto"
                 else config.rank_backend,
                 measure_pages=each.options.measure_pages,
+                head_at_start=each.options.head_at_start,
                 gpu_memory_utilization=each.options.gpu_memory_utilization,
                 weights_key=each.options.weights_key,
             ),

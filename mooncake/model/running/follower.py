@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -189,7 +190,7 @@ class Follower:
         device_pages: Callable[[PageArray], PageMemory] | None = None,
         answer: Callable[[RankAnswer], None] = lambda _: None,
         guesses: Guesses | None = None,
-        head: Eagle3Head | None = None,
+        open_head: Callable[[], Eagle3Head | None] = lambda: None,
     ) -> None:
         """open_graphs: makes the port that captures decode steps over some pages. meter: measures
         memory. Both run on all ranks at once. None: neither this rank nor the lead can. moves:
@@ -197,7 +198,7 @@ class Follower:
         back; None: the device is the host. device_pages: makes pages in the device's own memory;
         None: they are in the host's. answer: tells the lead which layers are written, from one
         thread at a time. guesses: the guesses of which the thread that listens to the lead has
-        heard. head: drafts, beside the same head of all ranks; None: there is none.
+        heard. open_head: returns what drafts, beside the same head of all ranks, if there is one.
         """
         self._model = model
         self._guesses = guesses or Guesses()
@@ -220,7 +221,8 @@ class Follower:
         self.rank = group.rank
         self._reader = StepReader()
         self._forward: ForwardPass | None = None
-        self._head = head
+        self._open_head = open_head
+        self._head: Eagle3Head | None = None
         self._drafts: ModelDrafts | None = None
         self._reads: tuple[int, ...] = ()
         self._words: Iterator[Word] = iter(())
@@ -241,6 +243,7 @@ class Follower:
         self._num_steps = 0
         self._drafts = None  # frees what an engine in another role had
         self._reads = reads
+        self._load_head(num_drafted)
         layer = draft_layer(self._model, self._head, kv, num_drafted, self._copier)
         if layer is not None:
             self._drafts = ModelDrafts(layer, self._copier, self._model.stage.ranks)
@@ -347,6 +350,11 @@ class Follower:
             self._decoder.run_ahead(self._last, tokens)
         self._guesses.begin()
 
+    def _load_head(self, num_drafted: int) -> None:
+        """Load the head unless it is loaded, or nothing is drafted."""
+        if num_drafted and self._head is None:
+            self._head = self._open_head()
+
     def follow(self, words: Iterable[Word]) -> None:
         """Carry out the lead's messages about steps and pages until it sends no more."""
         self._words = iter(words)
@@ -395,6 +403,7 @@ class Follower:
     def measure(self, asked: Measure) -> None:
         """Measure the memory of this rank with the others."""
         assert self._meter is not None, "the lead measures memory and this rank does not"
+        self._load_head(asked.num_drafted)
         measure_memory(self._model, self._meter, asked, self._group)
         self._group.meet()
 
@@ -452,7 +461,9 @@ def run(
         model = device.load(checkpoint, group, sharing)
         if borrowed is not None:
             borrowed.close()
-        head = load_head(options.draft_model, model, device.backends)
+        open_head = cache(partial(load_head, options.draft_model, model, device.backends))
+        if options.head_at_start:
+            open_head()
     except MooncakeError as error:
         say(msgspec.msgpack.encode(Loaded(error.message)))
         return
@@ -469,7 +480,7 @@ def run(
         device.pages if device.owns_pages else None,
         lambda answer: say(encode_answer(answer)),
         guesses,
-        head,
+        open_head,
     )
     try:
         follower.follow(iter(words.get, None))

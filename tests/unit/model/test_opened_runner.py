@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mooncake_kernels.dispatch import TRITON, kernel
 
 from mooncake.base import KvLayout
-from mooncake.engine.config import EngineConfig
+from mooncake.engine.config import EAGLE3, EngineConfig, SpeculativeConfig
 from mooncake.model import opening
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
@@ -19,6 +20,7 @@ from mooncake.model.layers.sampler import PLAIN_OPS, Sampler, SamplingOps
 from mooncake.model.memory import GpuMemory
 from mooncake.model.options import ModelOptions
 from mooncake.model.rank_device import RankDevice
+from tests.support.model.eagle3_heads import config_of, random_tensors, write_head
 
 
 @pytest.mark.parametrize("backend", ["auto", TRITON])
@@ -46,6 +48,34 @@ def test_tokens_are_drawn_and_penalized_where_the_model_computes(
     source.runner(layout, config, pages, num_threads=None).close()
     on_triton = SamplingOps(kernel("draw", TRITON), kernel("penalize", TRITON), waits=False)
     assert given["ops"] == (on_triton if backend == TRITON else PLAIN_OPS)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_head_that_drafts_later_is_loaded_when_an_engine_drafts(
+    tmp_path: Path, at_start: bool
+) -> None:
+    """A prefill worker never drafts, unless it changes its role."""
+    path = init_checkpoint("k2-nano", 0, tmp_path / "nano", dtype="float32")
+    spec = Checkpoint.open(path).spec
+    head = config_of(spec)
+    options = ModelOptions(
+        draft_model=str(write_head(tmp_path / "head", head, random_tensors(head, spec))),
+        head_at_start=at_start,
+    )
+    source = opening.ModelSource(path, "float32", options)
+    layout = KvLayout.for_model(spec, block_tokens=16, dtype="float32", weights_revision="none")
+    config = EngineConfig(
+        num_blocks=2, max_num_seqs=1, max_batched_tokens=16, max_chunk_tokens=16,
+        max_model_len=32, max_waiting=1, block_tokens=16,
+    )  # fmt: skip
+    speculation = SpeculativeConfig(method=EAGLE3, num_speculative_tokens=1, model="head")
+    drafting = replace(config, speculation=speculation)
+    pages = memoryview(bytearray(2 * layout.block_bytes))
+    source.runner(layout, config, pages, num_threads=None).close()
+    assert (source._head is not None) == at_start
+    runner = source.runner(layout, drafting, pages, num_threads=None)
+    assert runner._drafts is not None
+    runner.close()
 
 
 @pytest.mark.parametrize("measured", [False, True])

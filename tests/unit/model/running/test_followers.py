@@ -173,7 +173,7 @@ class Instance:
                 answer=lambda answer, rank=rank: send(  # type: ignore[misc]
                     self.links[rank - 1], encode_answer(answer)
                 ),
-                head=heads[rank],
+                open_head=lambda rank=rank: heads[rank],  # type: ignore[misc]
             )
             for rank in range(1, num_ranks)
         ]
