@@ -136,7 +136,8 @@ def cluster_workers(
             options=plan.options
             if role is Role.KVSTORE
             else msgspec.structs.replace(
-                plan.options, shape=plan.ranks[role].shape,
+                plan.options,
+                shape=plan.ranks[role].shape,
                 head_at_start=role is not Role.PREFILL,  # it samples one token of each sequence
             ),
             stage_hosts=[]
