@@ -11,16 +11,23 @@ from rich.console import Console
 
 from mooncake.base import ConfigError, Shape
 from mooncake.cli.command import Command
-from mooncake.cli.replay import replay_bundle
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.config.sim_settings import SimulateSettings
 from mooncake.scheduler.config import SchedulerConfig
+from mooncake.scheduler.placement.choice_replay import BundledPlacement, replay
 from mooncake.sim import console as terminal
 from mooncake.sim.faults.plan import KINDS
 from mooncake.sim.faults.random_faults import Trial, TrialReport, describe_failure
 from mooncake.sim.faults.run import FaultyRun
-from mooncake.sim.files import as_json, check_writable, read_faults, read_trace, write
+from mooncake.sim.files import (
+    as_json,
+    check_writable,
+    read_bundle,
+    read_faults,
+    read_trace,
+    write,
+)
 from mooncake.sim.results.report import comparison_page, page
 from mooncake.sim.results.result import result_of
 from mooncake.sim.scaling import FIXED
@@ -30,6 +37,7 @@ from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 from mooncake.telemetry.terminal import progress, show_rows
 
 RANDOM = "random"
+NOBODY = "nobody: no worker is large enough"
 EXAMPLES = """\
 mooncake simulate --trace trace.jsonl --model llama3-70b --hardware a800x8 --prefill 8 --decode 8
 mooncake simulate --trace trace.jsonl --model kimi-k2-thinking --hardware h200x8 \\
@@ -149,6 +157,38 @@ def _end(wanted: SimulateSettings, report: TrialReport, html: str, command: str)
         return 0
     print(describe_failure(report, command))
     return 1
+
+
+def replay_bundle(file: str, json: str | None) -> int:
+    """Print who was chosen for each placement and who is chosen now; 1 where these differ."""
+    bundle = read_bundle(file)
+    rows = [["request", "attempt", "chosen then", "chosen now"]]
+    replayed = []
+    same = True
+    for entry in bundle.placements:
+        then, now = _then(entry.placement), _now(entry.placement)
+        same = same and then == now
+        rows.append([entry.request_id, str(entry.attempt), then, now])
+        replayed.append(
+            {"request_id": entry.request_id, "attempt": entry.attempt, "then": then, "now": now}
+        )
+    write(json, as_json({"receipt": bundle.receipt, "same": same, "placements": replayed}))
+    title = f"{bundle.receipt}: " + ("the same workers" if same else "OTHER WORKERS are chosen now")
+    show_rows(title, rows, Console())
+    return 0 if same else 1
+
+
+def _then(placement: BundledPlacement) -> str:
+    return _pair(placement.prefill, placement.decode)
+
+
+def _now(placement: BundledPlacement) -> str:
+    chosen = replay(placement)
+    return NOBODY if chosen is None else _pair(*chosen)
+
+
+def _pair(prefill: str | None, decode: str) -> str:
+    return f"{decode} alone" if prefill is None else f"{prefill} -> {decode}"
 
 
 COMMANDS = (

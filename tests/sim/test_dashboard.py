@@ -13,8 +13,8 @@ import pytest
 from mooncake.base import FinishReason, Role, WorkerLoad
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.host.families import render
-from mooncake.launch.host.link_metrics import link_families
 from mooncake.launch.pool_node.metrics import node_families
+from mooncake.launch.worker.metrics import link_families
 from mooncake.sim import simulation as simulated
 from mooncake.sim.measure import Measures
 from mooncake.sim.results.plots import Line, lines_plot

@@ -34,7 +34,6 @@ from mooncake.base.any_message import AnyMessage
 from mooncake.cli.command import Command, Flag
 from mooncake.cli.registry import EXIT_CODES, describe
 from mooncake.kvstore.node.blocks import COUNTERS
-from mooncake.launch.host import link_metrics
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.worker import metrics as worker_metrics
 from mooncake.telemetry.series import (
@@ -142,7 +141,7 @@ def metrics() -> list[str]:
         "Prometheus' own client has for memory, CPU time and descriptors.", "",
     ]  # fmt: skip
     tenants = {name: text for name, (text, _) in pool_metrics.TENANT_GAUGES.items()}
-    links = {name: text for name, (text, _) in link_metrics.COUNTS.items()}
+    links = {name: text for name, (text, _) in worker_metrics.LINK_COUNTS.items()}
     slices = {"slice_seconds": "time from posting a slice to its arrival"}
     health, stuck = worker_metrics.HEALTH.items()
     engines = {name: text for name, (text, _) in worker_metrics.GAUGES.items()}
@@ -157,8 +156,8 @@ def metrics() -> list[str]:
         *_of_node("pool_", "gauge", ["worker"], pool_metrics.GAUGES),
         *_of_node("pool_", "gauge", ["worker", "tenant", "tier"], tenants),
         *_of_node("pool_", "counter", ["worker"], COUNTERS),
-        *_of_node("transfer_", "counter", link_metrics.LABELS, links),
-        *_of_node("transfer_", "histogram", link_metrics.LATENCY_LABELS, slices),
+        *_of_node("transfer_", "counter", worker_metrics.LINK_LABELS, links),
+        *_of_node("transfer_", "histogram", worker_metrics.LATENCY_LABELS, slices),
     ]
     return [*lines, *table(["series", "kind", "labels", "meaning"], rows)]
 

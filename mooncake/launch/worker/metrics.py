@@ -7,15 +7,22 @@ Reads the worker between two events of its driver. The series of a gateway about
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from mooncake import __version__
 from mooncake.base import Role, WorkerLoad
 from mooncake.launch.host.build import revision
 from mooncake.launch.host.families import families
 from mooncake.telemetry.health import Probe, Vitals, judge
+from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkSnapshot
 
 LABELS = ["worker", "role"]
 BUILD_LABELS = [*LABELS, "version", "revision"]
@@ -83,3 +90,35 @@ def engine_families(worker: str, role: Role, figures: EngineFigures) -> Iterator
     events = {COUNTS: ("counters that a worker keeps", float)}
     rows = [((*values, name), value) for name, value in figures.load.counters.items()]
     yield from families(CounterMetricFamily, "worker_", events, [*LABELS, "name"], rows)
+
+
+LINK_LABELS = ["worker", "protocol", "nic", "peer"]
+LATENCY_LABELS = LINK_LABELS[:-1]
+"""Labels of the latency histogram. It has many series, so it sums over all peers."""
+LINK_COUNTS: dict[str, tuple[str, Callable[[LinkSnapshot], float]]] = {
+    "bytes": ("bytes moved over a link", lambda link: link.num_bytes),
+    "busy_seconds": (
+        "time during which something was under way; bytes divided by this is the link's speed",
+        lambda link: link.busy_s,
+    ),
+    "retries": ("slices that were sent again", lambda link: link.num_retries),
+    "failures": ("number of times that the link broke", lambda link: link.num_failures),
+}
+"""Name of a counter of a link -> its help text, and how its value is read."""
+_BOUNDS = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_S), "+Inf"]
+
+
+def link_families(worker: str, links: Sequence[LinkSnapshot]) -> Iterator[Metric]:
+    """Yield the families of one worker's links: counters of each link, a histogram of each NIC."""
+    rows = [((worker, link.protocol, link.nic, link.peer), link) for link in links]
+    yield from families(CounterMetricFamily, "transfer_", LINK_COUNTS, LINK_LABELS, rows)
+    text = "time from posting a slice to its arrival"
+    latency = HistogramMetricFamily("mooncake_transfer_slice_seconds", text, labels=LATENCY_LABELS)
+    of_nics: dict[tuple[str, ...], list[LinkSnapshot]] = {}
+    for labels, link in rows:
+        of_nics.setdefault(labels[:-1], []).append(link)
+    for nic, of_nic in of_nics.items():
+        counts = map(sum, zip(*(link.latency_buckets for link in of_nic), strict=True))
+        buckets = list(zip(_BOUNDS, accumulate(counts), strict=True))
+        latency.add_metric(nic, buckets, sum_value=sum(link.latency_s for link in of_nic))
+    yield latency

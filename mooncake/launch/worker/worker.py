@@ -22,10 +22,9 @@ from mooncake.instance.sleeper import Sleeper
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Facts, Health
-from mooncake.launch.host.link_metrics import link_families
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.metrics import node_families
-from mooncake.launch.worker.metrics import EngineFigures, engine_families
+from mooncake.launch.worker.metrics import EngineFigures, engine_families, link_families
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.seed_addresses import SeedAddresses

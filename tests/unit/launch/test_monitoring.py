@@ -11,9 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from mooncake.base import FinishReason, Role, WorkerLoad, WorkerRef
 from mooncake.base.pool_messages import PoolState
 from mooncake.launch.host.families import render
-from mooncake.launch.host.link_metrics import link_families
 from mooncake.launch.pool_node.metrics import node_families
-from mooncake.launch.worker.metrics import EngineFigures, engine_families, health_families
+from mooncake.launch.worker.metrics import (
+    EngineFigures,
+    engine_families,
+    health_families,
+    link_families,
+)
 from mooncake.telemetry.events import (
     Accepted,
     Finished,

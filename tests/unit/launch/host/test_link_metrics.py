@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake.launch.host.families import render
-from mooncake.launch.host.link_metrics import link_families
+from mooncake.launch.worker.metrics import link_families
 from mooncake.transfer.link_stats import LATENCY_BOUNDS_S, LinkStats
 
 
