@@ -92,9 +92,11 @@ test-slow: $(STAMP) helm
 	$(PYTEST) -v -p tests.support.timed_tests -m "slow and not alone" -n $(PROCESSES) \
 	  $(PROCESS_TESTS) $(PURE_TESTS)
 
-# Those that bear nothing beside them, because they measure: all other runs leave them out.
+# Those from which nothing may take the cores, because they measure or wait for a limit of Ray: all other runs leave
+# them out.
+ALONE_TESTS ?= tests/integration
 test-alone: $(STAMP)
-	$(BIN)/pytest -v -m alone tests/integration
+	$(BIN)/pytest -v -m alone $(ALONE_TESTS)
 
 test-all: EXAMPLES = all
 test-all: MARK = not alone

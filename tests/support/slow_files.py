@@ -11,8 +11,7 @@ SLOW_FOLDERS = [INTEGRATION / name for name in ("install", "model", "pool", "ser
 APART = ("slow", "alone")
 """Markers of tests that are run apart: few files hold some."""
 LONGEST = (
-    "integration/hosts/test_ray_nodes.py", "integration/kubelet/test_guide.py",
-    "integration/hosts/test_up.py",
+    "integration/kubelet/test_guide.py", "integration/hosts/test_up.py",
     "integration/launch/test_ranks.py", "integration/serve", "integration/kubelet",
     "integration/hosts", "integration/image", "integration/model", "integration/install",
     "integration/pool", "sim", "fuzz", "property",

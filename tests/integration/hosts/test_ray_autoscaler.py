@@ -18,6 +18,7 @@ from tests.support.serve.server_process import nano_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,  # Ray gives its processes 15 s to start, whatever else runs
     pytest.mark.timeout(1800),
 ]
 

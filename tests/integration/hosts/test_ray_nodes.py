@@ -20,6 +20,7 @@ NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "1"))
 """Of each kind of process: `make soak-nodes` sets more."""
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,  # Ray gives its processes 15 s to start, whatever else runs
     pytest.mark.timeout(1500 * NUM_KILLS),
 ]
 
