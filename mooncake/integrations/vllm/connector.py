@@ -138,12 +138,18 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.start_loads(self._get_connector_metadata().jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads end between steps."""
+        """Do nothing: loads end between steps.
+
+        A load within a step holds up the step's other requests. vLLM also lends its blocks to
+        other requests before it hears that they did not come.
+        """
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks are saved whole, after the step."""
+        """Do nothing: blocks are saved whole, after the step, because a block of the pool has all
+        layers.
+        """
 
     def wait_for_save(self) -> None:
         """Copy the blocks that the step has completed. They go to the pool during the next
