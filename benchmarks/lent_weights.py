@@ -6,7 +6,8 @@ round: the whole file by plain reads of the transfer engine, three pieces at a t
 worker reads weights, where each piece is checked before anyone sees it. Prints the median of each
 and of their ratios, for connections as they are and with MACs, which is the default between
 machines. CPU seconds are those of both processes for each GB: they tell more than times where other
-work shares the cores, since the loopback is bound by them.
+work shares the cores, since the loopback is bound by them. Prints also what a lender's threads
+spend to copy the file to windows, from which NICs read it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import queue
 import statistics
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -37,6 +40,7 @@ from mooncake.model.checkpoint.files.revision import (
 )
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.file_memory import FileMemory
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.router import RoutedTransfer
 
@@ -98,6 +102,22 @@ def checked(reader: PieceReader, num_bytes: int) -> float:
     return num_bytes / (time.perf_counter() - begun) / 1e9
 
 
+def copied(content: PlainBytes) -> float:
+    """Copy the file to a window, piece by piece; return CPU seconds for a GB."""
+    window = memoryview(bytearray(PIECE_BYTES))
+    with ThreadPoolExecutor(1) as thread:
+        memory = FileMemory(content.read(0, content.num_bytes), thread)
+        for _ in range(2):  # the first time touches the memory
+            before = time.process_time()
+            for begin, end in pieces_of(content.num_bytes):
+                told: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+                memory.copy_out([(begin, end - begin)], window, told.put)
+                if (error := told.get()) is not None:
+                    raise RuntimeError(error)
+            spent_s = time.process_time() - before
+    return spent_s * 1e9 / content.num_bytes
+
+
 def main(argv: Sequence[str]) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks lent_weights", description=__doc__)
@@ -135,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
             transfer.close()
         ours.send("done")
         process.join()
+        copy_s = copied(PlainBytes(path))
     print(f"{machine()}; {format_bytes(size)}, {args.rounds} rounds, load {load()}\n")
     print("| connection | plain reads, GB/s | as weights, GB/s | of the link | CPU s for a GB |")
     print("|---|---|---|---|---|")
@@ -142,4 +163,5 @@ def main(argv: Sequence[str]) -> int:
         link, way, plain_s, way_s = map(statistics.median, zip(*found_rows, strict=True))
         share = statistics.median(row[1] / row[0] for row in found_rows)
         print(f"| {name} | {link:.2f} | {way:.2f} | {share:.2f} | {plain_s:.2f}, {way_s:.2f} |")
+    print(f"\nto windows: {copy_s:.2f} CPU s for a GB")
     return 0

@@ -2,11 +2,11 @@
 lent-weights-simulated`.
 
 Counts the pieces that each rank of an engine needs, from the shapes and cuts of the model's
-tensors, and plays their way on the simulator's clock: the lender's loops, the card, the borrower's
-loops, the threads that check pieces, the memory of the borrower, the way to the GPU. Each is a
-queue that serves pieces in the order in which they come. Prints how long the load takes, and which
-queue was busy for most of it. Figures of machines come from `configs/hardware`, others from
-`FIGURES`, each with its source.
+tensors, and plays their way on the simulator's clock: the lender's loops, or its threads that copy
+to windows, its memory, the cards, the borrower's loops, the threads that check pieces, the memory
+of the borrower, the way to the GPU. Each is a queue that serves pieces in the order in which they
+come. Prints how long the load takes, and which queue was busy for most of it. Figures of machines
+come from `configs/hardware`, others from `FIGURES`, each with its source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from mooncake.base import ModelSpec, Shape
 from mooncake.launch.config.shipped import configs, figures
-from mooncake.launch.worker.weights_lender import MAX_LOOPS
+from mooncake.launch.worker.weights_lender import MAX_COPIES, MAX_LOOPS
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES
 from mooncake.model.checkpoint.quant_format import is_quantized, parse_quantization
 from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of
@@ -30,6 +30,7 @@ from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.placing import MAX_THREADS
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.cost_model import HardwareFigures
+from mooncake.transfer.file_memory import PART_BYTES
 from mooncake.transfer.tcp.backend import PeerLimits
 
 FIGURES = {
@@ -43,6 +44,16 @@ FIGURES = {
         "XXH128 on one core of an i7-9700K, README of xxHash 0.8; the checksum of a piece is of "
         "this family",
     ),
+    "copy_s_per_byte": (
+        0.18e-9,
+        "CPU seconds of a thread that copies a mapped file to windows, `python -m benchmarks "
+        "lent-weights` on 2 cores of an Intel Xeon (Emerald Rapids) beside other work",
+    ),
+    "window_s": (
+        0.12e-3,
+        "the lender's loop for a window: half of the 0.24 ms of CPU that windows of 4 KiB cost "
+        "both sides over TCP, on the same machine",
+    ),
     "memory_bytes_per_s": (
         2 * 8 * 4.8e9 * 8,
         "nominal: 2 processors with 8 channels of DDR5-4800, Intel's data sheet of the Xeon "
@@ -54,6 +65,10 @@ IN_FLIGHT = 3
 """Pieces that a rank has asked for and not checked: one, and two ahead of it."""
 NUM_CONNECTIONS = PeerLimits().num_connections
 """Of a rank to its lender, each in a loop of its own."""
+LEND_PASSES = 4
+"""How often a byte goes through the lender's memory: three times as it is copied to a window, which
+is fetched before it is written, and once to the card. By TCP it is no more.
+"""
 CHECK_PASSES, OWN_PASSES, KERNEL_PASSES = 2, 3, 2
 """How often a byte goes through the borrower's memory: from the card and into the check; of a
 rank's own parts into a pinned buffer (two) and to the GPU; over TCP once more through the kernel
@@ -115,12 +130,19 @@ def stages(hardware: HardwareFigures, way: str, used: float) -> list[Stage]:
     ranks keep.
     """
     ranks, tcp = hardware.num_gpus, way == "tcp"
-    loop_s, check, memory = (FIGURES[name][0] for name in FIGURES)
+    loop_s, check, copy_s, window_s, memory = (FIGURES[name][0] for name in FIGURES)
     loops = Stage("the lender's loops", loop_s, num_servers=MAX_LOOPS, is_shared=True)
     link = Stage("the cards", ranks / hardware.link_bytes_per_s)
+    sharers = PIECE_BYTES // PART_BYTES
+    lends = [
+        Stage("the lender's windows", window_s / PIECE_BYTES, is_shared=True),
+        # Threads share a piece, so that it is soon there.
+        Stage("the lender's copies", copy_s / sharers, MAX_COPIES // sharers, is_shared=True),
+    ]
     passes = CHECK_PASSES + used * OWN_PASSES + (KERNEL_PASSES if tcp else 0)
     return [
-        *([loops] if tcp else []),
+        *([loops] if tcp else lends),
+        Stage("the lender's memory", LEND_PASSES / memory, is_shared=True),
         link,
         *([Stage("the borrower's loops", loop_s, num_servers=NUM_CONNECTIONS)] if tcp else []),
         Stage("the checks", 1 / check, num_servers=MAX_THREADS),

@@ -243,9 +243,14 @@ class RegionTable:
             raise TransferError(f"{label}: only writable, contiguous memory can be registered")
         return self._add(buffer.cast("B"), label, None, read_only=read_only)
 
-    def register_device(self, memory: DeviceMemory, label: str) -> DeviceRegion:
-        """Register memory of a device. Raises TransferError."""
+    def register_device(
+        self, memory: DeviceMemory, label: str, *, read_only: bool = False
+    ) -> DeviceRegion:
+        """Register memory of a device. Peers that want to write to it are refused if it is
+        `read_only`. Raises TransferError.
+        """
         region = DeviceRegion(self._new_id(label), label, memory)
+        region.read_only = read_only
         self._admit(region)
         return region
 

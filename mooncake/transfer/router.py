@@ -144,15 +144,20 @@ class RoutedTransfer:
         """
         return self._regions.register(buffer, label, read_only=read_only)
 
-    def register_device(self, memory: DeviceMemory, label: str) -> DeviceRegion:
-        """Register memory the host cannot address.
+    def register_device(
+        self, memory: DeviceMemory, label: str, *, read_only: bool = False
+    ) -> DeviceRegion:
+        """Register memory that is reached through windows, such as memory that the host cannot
+        address.
+
+        read_only: refuse peers that want to write to it. NICs must not reach such memory.
 
         Raises TransferError when there is not enough host memory to stand before it.
         """
         if self._staging is None:
             raise TransferError(f"{label}: this transfer engine cannot move memory of a device")
         self._staging.open(memory)
-        return self._regions.register_device(memory, label)
+        return self._regions.register_device(memory, label, read_only=read_only)
 
     def unregister(self, region: Region) -> None:
         """Withdraw a region: peers are refused, and on return none of our threads touches it.

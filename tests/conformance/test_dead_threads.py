@@ -102,6 +102,7 @@ THREADS = {
     "launch/worker/rank_processes.py:ThreadPoolExecutor": TOLD,
     "launch/worker/sealed_link.py:Thread": ONE,
     "launch/worker/weights_lender.py:Thread": OWN,
+    "launch/worker/weights_lender.py:ThreadPoolExecutor": OWN,
     "model/checkpoint/making/encrypt.py:ThreadPoolExecutor": TOLD,
     "model/checkpoint/making/presets.py:ThreadPoolExecutor": TOLD,
     "model/checkpoint/files/revision.py:ThreadPoolExecutor": TOLD,
@@ -174,6 +175,9 @@ SHOWN_BY = {
     "launch/worker/weights_lender.py:Thread": (
         "tests/unit/launch/worker/test_borrowed_weights.py::"
         "test_a_lender_that_fails_says_so_and_lends_on"
+    ),
+    "launch/worker/weights_lender.py:ThreadPoolExecutor": (
+        "tests/unit/transfer/test_file_memory.py::test_a_copy_that_fails_is_told"
     ),
     "model/device/cuda_memory.py:VitalThread": "test_copies_of_a_device",
     "model/copies.py:VitalThread": "test_layers_of_a_device",

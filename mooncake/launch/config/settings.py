@@ -105,7 +105,7 @@ class ServeConfig:
         "shell runs it")
     weights_from: str = setting(FROM_FILES, OneOf(FROM_FILES, FROM_ENGINES), MODEL, "WHERE",
         "where a worker that joins reads the weights: files; engines: from an engine that serves "
-        "them, over TCP, or from the files if none does")
+        "them, or from the files if none does")
     device: str = setting("auto", OneOf(*DEVICES), MODEL, "NAME",
         "device that computes; auto: a CUDA GPU if there is one")
     gpu_memory_utilization: float = owned(ModelOptions, "gpu_memory_utilization", share, MODEL,

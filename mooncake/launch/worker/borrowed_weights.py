@@ -38,7 +38,7 @@ from mooncake.crypto.keys import KeyRing
 from mooncake.identity import Credential
 from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
 from mooncake.launch.worker.rank_moves import credential_of, on_this_machine
-from mooncake.launch.worker.weights_lender import over_tcp
+from mooncake.launch.worker.weights_lender import ways
 from mooncake.model.checkpoint.files.checkpoint_files import (
     CheckpointFiles,
     LentFiles,
@@ -88,15 +88,26 @@ class _Lender:
         listen = dataclasses.replace(config.tcp.listen, ports=None)
         config = dataclasses.replace(config, tcp=dataclasses.replace(config.tcp, listen=listen))
         self._began_s = time.monotonic()
+        for number, way in enumerate(options := ways(config), 1):
+            try:
+                self._open(way, lent, credential)
+                break
+            except MooncakeError as error:
+                if number == len(options):
+                    raise
+                _log.warning("weights are read by TCP: %s", error.message)
+        self._numbers = {file.name: number for number, file in enumerate(lent.files)}
+
+    def _open(self, way: TransferConfig, lent: WeightsLent, credential: Credential) -> None:
+        assert lent.segment is not None
         self._transfer = open_transfer(
-            over_tcp(config), SystemIds().hex(8), MonotonicClock(), credential=credential
+            way, SystemIds().hex(8), MonotonicClock(), credential=credential
         )
         try:
             self._reader = PieceReader(self._transfer, lent.segment, lent.files, self.name)
         except BaseException:
             self._transfer.close()
             raise
-        self._numbers = {file.name: number for number, file in enumerate(lent.files)}
 
     def read(self, name: str, begin: int, end: int) -> memoryview:
         return self._reader.read(self._numbers[name], begin, end)

@@ -5,8 +5,8 @@ There is one lender for a process. It lends the weights that the engine serves, 
 engine that sleeps has checked to serve them next. Loans go on through the lives of its workers, for
 as long as these weights are meant. Owns the transfer engine of each revision, which is opened when
 somebody asks first, and a thread for as long as there is a question. The bytes of the files lie in
-the page cache: lending takes no memory of the worker. By TCP only, because a NIC would pin all
-files in memory, and could write to them.
+the page cache. TCP sends them from there. NICs get windows only, into which pieces are copied: they
+would pin all files in memory, and could write to them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mooncake.base import MonotonicClock, MooncakeError, SystemIds
@@ -23,24 +24,45 @@ from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
 from mooncake.identity import Credential
 from mooncake.model.checkpoint.files.checkpoint_files import plain_weights
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
-from mooncake.model.checkpoint.files.revision import file_digests, piece_sums, weights_revision
+from mooncake.model.checkpoint.files.revision import (
+    PIECE_BYTES,
+    file_digests,
+    piece_sums,
+    pieces_of,
+    weights_revision,
+)
 from mooncake.rpc.channel import Channel
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.file_memory import FileMemory
 from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.staging.slots import StagingLimits
 
 _log = logging.getLogger(__name__)
 
+RDMA = "rdma"
 MAX_LOOPS = 8
 """Threads that send what is lent, each to some of the ranks that read; no more than cores."""
+MAX_WINDOWS = 24
+"""Pieces in windows for NICs: three for each of eight ranks, as many as they ask for."""
+MAX_COPIES = 32
+"""Threads that copy pieces to windows; no more than cores."""
 MAX_CHECKED = 2
 """Weights that are lent beside those that are served: the last that were checked."""
 MAX_ASKERS = 64
 """Workers that wait for an answer. Others are refused, and ask another engine or read files."""
 
 
-def over_tcp(config: TransferConfig) -> TransferConfig:
-    """Return the settings of a transfer engine for weights."""
-    return dataclasses.replace(config, protocols=["tcp"])
+def ways(config: TransferConfig) -> Sequence[TransferConfig]:
+    """Return the settings of transfer engines for weights, for a worker with this one; the first
+    that can be opened serves. A NIC may refuse to pin the memory that it needs.
+    """
+    limits = StagingLimits(
+        slot_bytes=PIECE_BYTES, num_slots=0, num_windows=MAX_WINDOWS, compares=False
+    )
+    by_tcp = dataclasses.replace(config, protocols=["tcp"], staging=limits)
+    if RDMA not in config.protocols:
+        return [by_tcp]
+    return [dataclasses.replace(by_tcp, protocols=[RDMA, "tcp"]), by_tcp]
 
 
 @dataclasses.dataclass
@@ -62,11 +84,10 @@ class WeightsLender:
         files.
         """
         self._worker_id = worker_id
-        num_loops = min(MAX_LOOPS, os.cpu_count() or 1)
-        config = dataclasses.replace(over_tcp(config), num_io_threads=num_loops)
-        self._open: Callable[[], RoutedTransfer] = lambda: open_transfer(
-            config, SystemIds().hex(8), MonotonicClock(), credential=credential
-        )
+        self._num_cores = os.cpu_count() or 1
+        config = dataclasses.replace(config, num_io_threads=min(MAX_LOOPS, self._num_cores))
+        self._ways = ways(config)
+        self._credential = credential
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._lock = threading.Lock()
         self._channel: Channel | None = None
@@ -194,19 +215,46 @@ class WeightsLender:
         self, contents: list[PlainBytes], digests: dict[str, str], sums: dict[str, bytes]
     ) -> tuple[RoutedTransfer, list[LentFile]]:
         """Return a transfer engine by which these files can be read, and where they are there."""
-        transfer = self._open()
+        for way in self._ways:
+            try:
+                transfer, regions = self._open(way, contents)
+                break
+            except MooncakeError as error:
+                if way is self._ways[-1]:
+                    raise
+                _log.warning("weights are lent by TCP only: %s", error.message)
+        return transfer, [
+            LentFile(
+                name := content.path.name, content.num_bytes, region, digests[name], sums[name]
+            )
+            for content, region in zip(contents, regions, strict=True)
+        ]
+
+    def _open(
+        self, way: TransferConfig, contents: list[PlainBytes]
+    ) -> tuple[RoutedTransfer, list[int]]:
+        """Return a transfer engine, and the regions of these files there."""
+        sizes = [content.num_bytes for content in contents]
+        limits = dataclasses.replace(
+            way.staging, slot_bytes=min(PIECE_BYTES, max(sizes)),
+            num_windows=min(MAX_WINDOWS, sum(len(pieces_of(size)) for size in sizes)),
+        )  # fmt: skip
+        transfer = open_transfer(
+            dataclasses.replace(way, staging=limits), SystemIds().hex(8), MonotonicClock(),
+            credential=self._credential,
+        )  # fmt: skip
+        views = [content.read(0, content.num_bytes) for content in contents]
         try:
+            if RDMA not in way.protocols:
+                return transfer, [
+                    transfer.register(view, "weights", read_only=True).region_id for view in views
+                ]
+            copies = ThreadPoolExecutor(min(MAX_COPIES, self._num_cores), "lend-weights-copy")
+            transfer.add_closer(copies.shutdown)
+            memories = [FileMemory(view, copies) for view in views]
             return transfer, [
-                LentFile(
-                    name := content.path.name,
-                    content.num_bytes,
-                    transfer.register(
-                        content.read(0, content.num_bytes), "weights", read_only=True
-                    ).region_id,
-                    digests[name],
-                    sums[name],
-                )
-                for content in contents
+                transfer.register_device(memory, "weights", read_only=True).region_id
+                for memory in memories
             ]
         except BaseException:
             transfer.close()

@@ -78,7 +78,8 @@ class StagingOwner:
         self.table = table
         self.arena = arena
         self.loop = loop
-        self.compares = credentials.protection is not Protection.NONE
+        limits = arena.limits
+        self.compares = limits.compares and credentials.protection is not Protection.NONE
         """True if what passes through windows is compared: the protocols may not protect it."""
         self.windows = FairSlots(arena.limits.num_windows)
         self.num_copying = 0

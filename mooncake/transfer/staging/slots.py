@@ -113,6 +113,10 @@ class StagingLimits:
     """Windows of one peer that we hold or wait for."""
     max_windows_asked: int = 64
     """The connection of a client that asks for more windows at a time is closed."""
+    compares: bool = True
+    """Compare what passes through windows where connections carry MACs. False: who reads compares
+    it with sums of its own.
+    """
     num_sessions: int = 4096
     connect_s: float = 5.0
     fence_s: float = 5.0

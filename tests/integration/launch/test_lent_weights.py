@@ -5,6 +5,7 @@ from.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import queue
@@ -24,17 +25,20 @@ from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.host.descendants import has_ended
-from mooncake.launch.worker import piece_reader
+from mooncake.launch.worker import piece_reader, weights_lender
+from mooncake.launch.worker.borrowed_weights import _Lender
 from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
 from mooncake.launch.worker.weights_lender import MAX_LOOPS, WeightsLender
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES, file_digests, piece_sums
 from mooncake.model.checkpoint.making.presets import init_checkpoint
+from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.tcp.backend import TcpBackend
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.transfer.driving import move
 
 SECRET = "a secret of the test"
 SERVES = r"\) serves; Ctrl-C"
@@ -270,6 +274,60 @@ def test_ranks_that_read_at_once_have_all_loops_of_their_lender(
         [backend] = offer.transfer.backends
         assert isinstance(backend, TcpBackend)
         assert len({session.loop for session in backend._server.listener.sessions}) == MAX_LOOPS
+
+
+def test_weights_are_read_through_fewer_windows_than_there_are_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NICs read them, but by TCP. Nobody writes to what is lent, and no window is lost."""
+    model = nano_checkpoint(tmp_path)
+    revision = CheckpointFiles.open(model).revision()
+    by_tcp = TransferConfig(secret=SECRET, host="h", protocols=["tcp"], protection=Protection.MAC)
+    config = dataclasses.replace(by_tcp, protocols=["rdma", "tcp"])
+    opens = weights_lender.open_transfer
+    monkeypatch.setattr(weights_lender, "MAX_WINDOWS", 2)
+    monkeypatch.setattr(
+        weights_lender, "open_transfer",
+        lambda way, *rest, **more: opens(
+            dataclasses.replace(way, protocols=["tcp"]), *rest, **more
+        ),
+    )  # fmt: skip
+    credential, answers = own_credential(SECRET, CredentialRole.WORKER), Answers()
+    lender = WeightsLender("decode-0", config, credential, None)
+    with ExitStack() as opened:
+        opened.callback(lender.close)
+        lender.serve(answers, revision, model)  # type: ignore[arg-type]
+        lender.ask(
+            BorrowWeights(asker=WorkerRef("new", "1", "tcp://x"), ticket=3, revision=revision)
+        )
+        lent = answers.sent.get(timeout=60)
+        assert len(lent.files) > 2, "pieces"
+        assert lent.segment is not None, lent.error
+
+        def read(_: int) -> bool:
+            reader = _Lender(lent, by_tcp, credential)
+            opened.callback(reader.close)
+            return all(
+                reader.read(each.name, 0, each.num_bytes) == (model / each.name).read_bytes()
+                for each in lent.files
+            )
+
+        with ThreadPoolExecutor(4) as ranks:
+            assert all(ranks.map(read, range(4)))
+        writer = open_transfer(by_tcp, "writer", MonotonicClock())
+        opened.callback(writer.close)
+        own = writer.allocate(100, "bytes to write")
+        operation = TransferOp(own.region_id, 0, lent.files[0].region, 0, 100)
+        for grant in (0, 2**16):
+            done = move(writer, Op.WRITE, lent.segment, [operation], grant=grant)
+            assert "(weights) is only read" in str(done.error)
+        [offer] = lender._offers.values()
+        assert offer.transfer is not None
+        staging = offer.transfer.staging_engine
+        assert staging is not None
+        assert staging._owner is not None
+        assert staging._owner.windows.num_slots == 2
+        offer.transfer.check_integrity()
 
 
 def lend(path: Path, pipe: Connection) -> None:

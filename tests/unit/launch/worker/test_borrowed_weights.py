@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import pytest
 
-from mooncake.base import CheckpointError, MonotonicClock, WorkerRef
+from mooncake.base import (
+    CheckpointError,
+    ConfigError,
+    MonotonicClock,
+    TransferError,
+    WorkerRef,
+)
 from mooncake.base.messages import BorrowWeights, LentFile, Refused, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
@@ -304,6 +311,53 @@ def test_an_engine_lends_the_files_of_its_revision(checkpoint: Path) -> None:
         )
         assert "is no file of weights" in check_lent(bad, config, wanted)
     lender.close()
+    lender.close()
+
+
+@pytest.mark.parametrize("failing", ["open", "pin"])
+def test_where_a_nic_cannot_be_used_weights_go_by_tcp(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Both the lender and who reads find that out."""
+    by_rdma = dataclasses.replace(TCP, protocols=["rdma", "tcp"])
+    opened: list[Sequence[str]] = []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TransferError("a NIC pins no memory")
+
+    def opens(open_plain: Any) -> Any:
+        def with_nic(way: TransferConfig, *rest: Any, **more: Any) -> Any:
+            opened.append(way.protocols)
+            if "rdma" not in way.protocols:
+                return open_plain(way, *rest, **more)
+            if failing == "open":
+                raise ConfigError("this machine shows no RDMA device")
+            transfer = open_plain(way, *rest, **more)
+            monkeypatch.setattr(transfer, "register_device", refuse)
+            monkeypatch.setattr(transfer, "allocate", refuse)
+            return transfer
+
+        return with_nic
+
+    for module in (weights_lender, borrowed_weights):
+        monkeypatch.setattr(module, "open_transfer", opens(module.open_transfer))
+    lender, channel = WeightsLender("decode-0", by_rdma, CREDENTIAL, None), Channel()
+    wanted = CheckpointFiles.open(checkpoint).revision()
+    lender.serve(channel, wanted, checkpoint)  # type: ignore[arg-type]
+    lent = asked(lender, channel, wanted)
+    assert lent.segment is not None, lent.error
+    reader = _Lender(lent, by_rdma, CREDENTIAL)
+    name = lent.files[0].name
+    assert reader.read(name, 3, 900) == (checkpoint / name).read_bytes()[3:900]
+    assert opened == [["rdma", "tcp"], ["tcp"]] * 2
+    why = "no RDMA device" if failing == "open" else "pins no memory"
+    assert [why in record.message for record in caplog.records if "by TCP" in record.message] == [
+        True, True,
+    ]  # fmt: skip
+    reader.close()
     lender.close()
 
 
