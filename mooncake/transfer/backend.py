@@ -47,8 +47,5 @@ class Backend(Protocol):
         cannot. The caller has passed all gates of this process since the grant was revoked.
         """
 
-    def pump(self) -> None:
-        """Do what this backend does in the driver's own thread; called by every `poll`."""
-
     def close(self) -> None:
         """Refuse peers and free everything; open jobs were stopped before."""

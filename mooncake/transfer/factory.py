@@ -154,6 +154,8 @@ def open_transfer(
         if {"inproc", "shm"} & set(config.protocols):
             pool = CopyPool(fabric.gates, config.num_copy_threads, "transfer-copy")
             router.add_closer(pool.close)
+            if not config.num_copy_threads:
+                router.add_pump(pool.pump)
             if "inproc" in config.protocols:
                 router.add_backend(InprocBackend(engine_id, fabric, table, pool, router))
             if "shm" in config.protocols:

@@ -200,9 +200,7 @@ class CopyPool:
             self._ready.notify(len(parts))
 
     def pump(self) -> None:
-        """Copy all parts queued so far in the caller's thread, if the pool has no threads."""
-        if self._threads:
-            return
+        """Copy all parts queued so far in the caller's thread. Only for a pool without threads."""
         for _ in range(len(self._parts)):
             with self._ready:
                 if not self._parts:
@@ -326,9 +324,6 @@ class InprocBackend:
 
     def stop_sent(self, job: Job) -> None:
         """Do nothing: the copying threads look at the job between steps."""
-
-    def pump(self) -> None:
-        self._pool.pump()
 
     def fence(self, grant: int) -> Fence:
         """Return CLOSED: the gates were passed since, so nothing is in hand."""

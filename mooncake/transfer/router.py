@@ -64,6 +64,7 @@ class RoutedTransfer:
         self._questions: Questions | None = None
         self._heard: deque[Asked | AskEnded] = deque()
         self._closers: list[Callable[[], None]] = []
+        self._pumps: list[Callable[[], None]] = []
         self._loop: IoLoop | None = None
         self._timer: Timer | None = None
         self._armed_s = 0.0
@@ -102,6 +103,10 @@ class RoutedTransfer:
     def add_closer(self, close: Callable[[], None]) -> None:
         """Have `close` called at the end, after all backends, in the order added."""
         self._closers.append(close)
+
+    def add_pump(self, pump: Callable[[], None]) -> None:
+        """Have `pump` called by every `poll`."""
+        self._pumps.append(pump)
 
     def add_staging_engine(self, staging_engine: StagingEngine) -> None:
         """Have `staging_engine` move batches that touch device memory; without it none can be
@@ -362,8 +367,8 @@ class RoutedTransfer:
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
         self.expire()  # before anything more is done for those whose time is up
-        for backend in self._backends:
-            backend.pump()
+        for pump in self._pumps:
+            pump()
         return self._batches.poll()
 
     def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:

@@ -173,9 +173,6 @@ class RdmaBackend:
         """
         return self._owner.fence(grant)
 
-    def pump(self) -> None:
-        """Do nothing: the loop does all work."""
-
     def close(self) -> None:
         """Refuse peers, tear all paths down; done when the loop has ended."""
         self.loop.post(self._close)

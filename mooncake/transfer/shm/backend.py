@@ -86,9 +86,6 @@ class ShmBackend:
         """
         return Fence.OPEN if self._owner.is_held(grant) else Fence.CLOSED
 
-    def pump(self) -> None:
-        self.pool.pump()
-
     def close(self) -> None:
         """Refuse peers and unmap their memory. That is done when the loop has ended."""
         self._owner.close()

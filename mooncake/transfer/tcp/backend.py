@@ -285,9 +285,6 @@ class TcpBackend:
         del grant
         return Fence.CLOSED
 
-    def pump(self) -> None:
-        """Do nothing: the I/O loops do all work."""
-
     def close(self) -> None:
         """Refuse peers and break all connections. That is done when the loops have ended."""
         self._server.close()

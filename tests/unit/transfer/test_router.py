@@ -273,9 +273,6 @@ class Fussy(Backend):
             self.stopped.append(job)
             job.give_back()
 
-    def pump(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
