@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[4]
 START_S = 300.0
 WHOLE_S = 300.0
 """After a fault the cluster must be whole again by then."""
+MOST = 256
+"""Answers that may be still to come; more are a problem."""
 LAST_S = 600.0
 """The last answers must have come by then."""
 IDLE_S = 90.0
@@ -65,7 +67,7 @@ class Soak:
             self._watch = Watch(list(self._cluster.machines.values()))
             plan = {
                 "prompts": PROMPTS, "lengths": LENGTHS, "seed": self._seed, "rate": self._rate,
-                "silence_s": SILENCE_S,
+                "silence_s": SILENCE_S, "most": MOST,
             }  # fmt: skip
             self._cluster.start_asker(plan)
             began_s = time.time()

@@ -3,10 +3,10 @@ its own, which runs on a host with the standard library alone.
 
     python load.py PLAN
 
-PLAN is a file of JSON; a try that hears nothing for its `silence_s` is given up. Lines of JSON on
-stdout say what the gateways know, and how each answer came about, with all tries that it took.
-SIGUSR1 begins the asking, the first SIGTERM ends it, and the second one the program, once all
-answers have come.
+PLAN is a file of JSON. A try that hears nothing for its `silence_s` is given up, and while `most`
+answers are still to come nothing more is asked. Lines of JSON on stdout say what the gateways know,
+and how each answer came about, with all tries that it took. SIGUSR1 begins the asking, the first
+SIGTERM ends it, and the second one the program, once all answers have come.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ PAUSE_S = 0.5
 LOOK_S = 2.0
 UNHEARD_S = 5.0
 """A worker that a gateway has not heard for so long does not count as up."""
-MAX_RUNNING = 256
 REFUSALS = (429, 503)
 
 
@@ -71,7 +70,7 @@ class Load:
             while not self._ends and (left_s := due_s - time.monotonic()) > 0:
                 time.sleep(min(left_s, 0.1))
             with self._lock:
-                full = self._running >= MAX_RUNNING
+                full = self._running >= self._plan["most"]
                 self._running += not full
             if full:
                 self._say({"not_sent": number})
