@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pauses", description=__doc__)
     parser.add_argument("--of", choices=CLUSTERS, nargs="+", default=[*CLUSTERS])
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--clients", type=int, default=3, help="how many stream (3)")
+    parser.add_argument("--clients", type=int, default=8, help="how many stream (8)")
     parser.add_argument("--limit-s", type=float, default=180.0, help="how long a fault may last")
     given = parser.parse_args(argv)
     for name in given.of:
