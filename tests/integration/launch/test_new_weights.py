@@ -16,7 +16,6 @@ import pytest
 from mooncake.base import FinalEvent, FinishReason, GenerateRequest, InvalidRequest, KvLayout
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.launch.worker.held_model import HeldModel
-from mooncake.scheduler.gateway.mode_control import Done, ModeControl
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import LocalWorld, read_hashes, request
@@ -45,18 +44,11 @@ class World(LocalWorld):
 
     def __init__(self, model_path: str, **settings: Any) -> None:
         super().__init__(model_path, kvstore=1, **settings)
+        self.control = self.gateway_process.backend
 
     @property
     def mode(self) -> ClusterMode:
-        return self.gateway_process.backend.mode
-
-    async def order(self, name: str, *given: object, **more: object) -> None:
-        """Give an order by its name in `ModeControl`."""
-
-        def give(control: ModeControl, done: Done) -> None:
-            getattr(control, name)(*given, done=done, **more)
-
-        await self.gateway_process.backend.order(give)
+        return self.control.mode
 
     def layout_of(self, path: str) -> KvLayout:
         signature, revision = read_hashes(path)
@@ -96,11 +88,11 @@ def test_a_cluster_that_slept_gives_the_same_tokens_from_the_pool(
             await world.check(world.layout)
             await world.settle()
             num_opened = len(world.models)
-            await world.order("sleep", level, aborts=False)
+            await world.control.sleep(level, aborts=False)
             assert set(world.states().values()) == {"up", "asleep"}, "the pool is up"
             asked, _, final = await world.ask(PROMPT)
             assert final.reason is FinishReason.REJECTED, asked
-            await world.order("wake")
+            await world.control.wake()
             assert len(world.models) - num_opened == level - 1, "opened again where it was dropped"
             assert await world.check(world.layout) > 0, "the pool has the prompt"
             await world.settle()
@@ -118,11 +110,11 @@ def test_new_weights_compute_every_token_and_find_no_block_of_the_old(model: str
             world.gateway_process.weights_told.append(told.append)
             await world.check(world.layout)
             assert await world.check(world.layout) > 0
-            await world.order("pause", aborts=False)
-            await world.order("update_weights", new)
+            await world.control.pause(aborts=False)
+            await world.control.update_weights(new)
             assert world.mode.weights.fingerprint == layout.fingerprint
             assert told == [world.mode.weights]
-            await world.order("resume")
+            await world.control.resume()
             assert await world.check(layout) == 0
             assert await world.check(layout) > 0
             await world.settle()
@@ -157,9 +149,9 @@ def test_under_load_each_answer_is_of_one_set_of_weights(model: str, new: str) -
 
             clients = [asyncio.create_task(client(number)) for number in range(8)]
             await world.until(lambda: counts[0] > 8)
-            await world.order("pause", aborts=True)
-            await world.order("update_weights", new)
-            await world.order("resume")
+            await world.control.pause(aborts=True)
+            await world.control.update_weights(new)
+            await world.control.resume()
             before = counts[0]
             await world.until(lambda: counts[1] > 8)
             done.set()
@@ -179,12 +171,12 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(
 
     async def serve() -> None:
         async with World(model, prefill=1, decode=1) as world:
-            await world.order("pause", aborts=False)
+            await world.control.pause(aborts=False)
             for path, why in ((str(other), "intermediate_size"), ("/nowhere", "no such directory")):
                 with pytest.raises(InvalidRequest, match=why):
-                    await world.order("update_weights", path)
+                    await world.control.update_weights(path)
             assert world.mode.weights.number == 0
-            await world.order("resume")
+            await world.control.resume()
             await world.check(world.layout)
 
     run(serve())
@@ -199,10 +191,10 @@ def test_a_check_that_fails_is_told_and_the_old_weights_serve_on(
     async def serve() -> None:
         async with World(model, colocated=True) as world:
             monkeypatch.setattr(HeldModel, "check", fail)
-            await world.order("pause", aborts=False)
+            await world.control.pause(aborts=False)
             with pytest.raises(InvalidRequest, match=r"cannot be checked \(RuntimeError\)"):
-                await world.order("update_weights", new)
-            await world.order("resume")
+                await world.control.update_weights(new)
+            await world.control.resume()
             await world.check(world.layout)
 
     run(serve())
@@ -212,9 +204,9 @@ def test_a_worker_that_starts_with_the_old_weights_loads_the_new_ones(model: str
     async def serve() -> None:
         async with World(model, prefill=1, decode=1) as world:
             layout = world.layout_of(new)
-            await world.order("pause", aborts=False)
-            await world.order("update_weights", new)
-            await world.order("resume")
+            await world.control.pause(aborts=False)
+            await world.control.update_weights(new)
+            await world.control.resume()
             [settings] = [each for each in world.workers if each.worker_id == "decode-0"]
             late = msgspec.structs.replace(settings, worker_id="decode-1")
             await asyncio.to_thread(world.cluster.start, [late])
@@ -226,12 +218,18 @@ def test_a_worker_that_starts_with_the_old_weights_loads_the_new_ones(model: str
 
 
 def test_weights_may_change_while_engines_sleep(model: str, new: str) -> None:
+    """After an order in vain they sleep on."""
+
     async def serve() -> None:
         async with World(model, prefill=1, decode=1) as world:
-            await world.order("sleep", 2, aborts=False)
-            await world.order("update_weights", new)
+            await world.control.sleep(2, aborts=False)
+            with pytest.raises(InvalidRequest, match="no such directory"):
+                await world.control.update_weights("/nowhere")
             assert "asleep" in world.states().values()
-            await world.order("wake")
+            assert world.mode.sleep_level == 2
+            await world.control.update_weights(new)
+            assert "asleep" in world.states().values()
+            await world.control.wake()
             await world.check(world.layout_of(new))
 
     run(serve())
