@@ -444,11 +444,11 @@ def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
             f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
             "the method ngram needs none"
         )
-    others = [str(shape) for shape in shapes.values() if shape.dp > 1 or shape.pp > 1]
-    if others:
+    shared = [str(shape) for shape in shapes.values() if shape.dp > 1]
+    if shared:
         raise ConfigError(
-            f"speculative-config: mtp is not for stages, nor for engines that share experts "
-            f"({others[0]}); eagle3 and ngram work with both"
+            f"speculative-config: mtp is not for engines that share experts ({shared[0]}), since "
+            "its layer has some, too; eagle3 and ngram are"
         )
 
 

@@ -174,6 +174,7 @@ def test_deterministic_answers_are_equal_in_bfloat16_too(
         ("eagle3", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("eagle3", {"pipeline_parallel_size": 2}),
         ("mtp", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("mtp", {"pipeline_parallel_size": 2}),
     ],
 )
 def test_two_ranks_draft(
@@ -184,12 +185,13 @@ def test_two_ranks_draft(
     shape: dict[str, Any],
 ) -> None:
     """Two processes: each has the whole head or a part of the MTP layer, whose KV prefill hands
-    over; or the last stage has the head, and states of the first one go there.
+    over; or the last stage has what drafts, and states of the first one go there.
     """
     apart = int(method == "mtp")
     with model_cluster(
-        model, apart, 1, kvstore=apart, speculative_config=methods[method], **shape, **SETTINGS
-    ) as cluster:
+        model, apart, 1, kvstore=apart, by_role=apart > 0, speculative_config=methods[method],
+        **shape, **SETTINGS,
+    ) as cluster:  # fmt: skip
         assert answers(cluster, model) == truth
         assert answers(cluster, model) == truth, "from the cache"
         assert cluster.counter(DRAFT_TOKENS if method == "mtp" else ACCEPTED_TOKENS) > 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from mooncake.base import CheckpointError, ConfigError, Role
+from mooncake.base import CheckpointError, ConfigError, PageArray, Role
 from mooncake.crypto.keys import KeyRing
 from mooncake.launch.cluster import checks
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
@@ -347,10 +348,29 @@ def test_where_an_mtp_layer_cannot_draft_says_so(tmp_path: Path, model: Path) ->
     other = write_config_only(tmp_path / "mtp", num_nextn_predict_layers=1)
     assert plan_for(other, speculative_config=MTP, tensor_parallel_size=2).options.with_mtp
     shared = {"data_parallel_size": 2, "enable_expert_parallel": True}
-    with pytest.raises(ConfigError, match=r"mtp is not for stages, .* share experts \(tp1-dp2"):
+    with pytest.raises(ConfigError, match=r"mtp is not for engines that share experts \(tp1-dp2"):
         plan_for(other, speculative_config=MTP, decode=2, **shared)
-    with pytest.raises(ConfigError, match=r"mtp is not for stages, nor .* \(tp1-pp2\)"):
-        plan_for(other, speculative_config=MTP, pipeline_parallel_size=2)
+
+
+def test_the_last_of_several_stages_has_what_drafts(tmp_path: Path) -> None:
+    """Its layer, the layer's KV and the embedding that it reads."""
+    model = write_config_only(tmp_path / "mtp", num_nextn_predict_layers=1)
+    stages = {"pipeline_parallel_size": 2}
+    with_it, plain = (
+        plan_for(model, **stages, **each) for each in ({"speculative_config": MTP}, {})
+    )
+    first, last = with_it.ranks[Role.DECODE].stages
+    without = plain.ranks[Role.DECODE].stages
+    assert (first.weights, first.block_bytes) == (without[0].weights, without[0].block_bytes)
+    of_layer = with_it.layout.slice_bytes
+    assert last.block_bytes == without[1].block_bytes + of_layer
+    spec = with_it.model.spec
+    embedding = 2 * spec.vocab_size * spec.hidden_size
+    assert last.weights - without[1].weights > embedding
+    options = msgspec.structs.replace(with_it.options, device="cuda")
+    pages = PageArray(with_it.layout, 4)
+    held = [options.held_by(rank, pages).layers for rank in range(2)]
+    assert held == [range(2, 4), range(2)]
 
 
 def test_a_head_has_weights_and_kv_of_its_own(tmp_path: Path, model: Path) -> None:
