@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from mooncake.base import FinishReason, MooncakeError, PeerLost, Role, WorkerRef
+from mooncake.base import (
+    BlockSource,
+    FinishReason,
+    MooncakeError,
+    PeerLost,
+    Role,
+    WorkerRef,
+)
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.messages import (
     OWN_RELEASE,
     Asleep,
     CheckWeights,
     GatewayNews,
+    Prefetch,
     Restart,
     WeightsChecked,
     Welcome,
 )
-from tests.support.scheduler.scheduling import GATEWAY, Client, Pair, ref, request
+from tests.support.scheduler.scheduling import (
+    GATEWAY,
+    Client,
+    Pair,
+    keys_of,
+    ref,
+    request,
+    snapshot,
+)
 
 NEW = "layout-2"
 OTHER = WorkerRef("gateway-2", "g0", "other-address")
@@ -170,6 +187,27 @@ def test_engines_sleep_and_wake_and_the_pool_stays() -> None:
     orders.come_back()
     assert orders.ended == [None, None]
     assert not orders.submit(request("r")).finals
+
+
+def test_an_engine_that_wakes_is_told_to_read_the_busiest_prefix_ahead() -> None:
+    """Once, when it joins again: its pages were given up while it slept."""
+    orders = Orders()
+    prompt = request("", 41, 1)
+    for number in range(2):
+        orders.submit(msgspec.structs.replace(prompt, request_id=f"r{number}"))
+    busy = keys_of(prompt)
+    orders.gateway.handle(snapshot(orders.kv0, busy), orders.now)
+    orders.control.sleep(1, orders.ended.append, aborts=True)
+    orders.fall_asleep()
+    orders.control.wake(orders.ended.append)
+    orders.tick()
+    assert orders.channel.of(Prefetch) == []
+    orders.come_back()
+    assert orders.ended == [None, None]
+    [told] = orders.channel.of(Prefetch)
+    assert orders.channel.of(Prefetch, ref("p0", "e1").address) == [told]
+    assert told.keys == busy
+    assert told.sources == [BlockSource(store=orders.kv0, first=0, stop=len(busy))]
 
 
 def test_an_engine_that_did_not_hear_that_it_is_to_wake_is_told_again() -> None:
