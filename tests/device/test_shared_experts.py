@@ -26,6 +26,7 @@ from mooncake.model.expert_balancing import MOVES
 from mooncake.model.options import ExpertGroup, ModelOptions
 from tests.device.processes import Processes
 from tests.device.served import Joins, prompt, served
+from tests.device.test_drafts import every_other_step
 from tests.device.test_ranks import CAPTURED, EAGER, JOINS
 from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
@@ -59,6 +60,7 @@ def engine_of_two(
     group = ExpertGroup(name=name, number=number, size=shape.dp, workers=workers)
     with (
         mock.patch.object(expert_peers, "EXCHANGE_S", RANK_S),
+        every_other_step(),
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),
@@ -158,7 +160,7 @@ def test_a_head_drafts_in_captured_steps_that_engines_agree_on(
     assert [each for part, *_ in found for each in part.values()] == [
         tokens[each] for each in (0, 2, 1)
     ]
-    assert all(counters[ACCEPTED_TOKENS] > 0 for *_, counters in found)
+    assert sum(counters[ACCEPTED_TOKENS] for *_, counters in found) > 0
     engines.go_on()
     engines.join()
     assert [each.exitcode for each in engines.each] == [0, 0]
