@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import random
 from pathlib import Path
@@ -36,11 +37,18 @@ class Answers:
         self.sent.put(message)
 
 
+def one_tensor(name: str, draw: random.Random, num_bytes: int) -> bytes:
+    """Return the content of a file with a tensor of random bytes."""
+    named = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({name: named}).encode()
+    return len(header).to_bytes(8, "little") + header + draw.randbytes(num_bytes)
+
+
 def test_weights_are_read_over_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_lender, "MAX_WINDOWS", 2)
     (tmp_path / "config.json").write_text("{}")
     draw = random.Random(1)
-    contents = {f"model-{n}.safetensors": draw.randbytes(n * 2**20 + n) for n in range(1, 5)}
+    contents = {f"model-{n}.safetensors": one_tensor(f"w{n}", draw, n * 2**20) for n in range(1, 5)}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     digests = file_digests([PlainBytes(tmp_path / name) for name in contents])
