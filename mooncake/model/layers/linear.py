@@ -137,7 +137,10 @@ class Fp8Linear:
         return self._multiply(x, to)
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
-        """Do nothing, because compiled code takes any number of rows."""
+        """Multiply so many rows, if a library does with the weight widened."""
+        del adding
+        if self.few is not None and rows > self.few.most:
+            self.few(torch.zeros(rows, self.few.ins, dtype=torch.bfloat16))
 
 
 class SummedProduct:
