@@ -270,7 +270,8 @@ class Gateway:
 
     def change_role(self, worker_id: str, role: Role, now: float) -> bool:
         """Tell a prefill or decode worker to finish its requests and restart in the other role.
-        Returns False when there is no such worker, or another one is changing.
+        Returns False when there is no such worker, it shares its experts, or another one is
+        changing.
         """
         return self._switching.start(RoleChange(worker_id, role), now)
 

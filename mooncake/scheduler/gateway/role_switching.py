@@ -155,7 +155,8 @@ class RoleBalance:
             self._wanted, self._wanted_since_s = wanted, now
         if wanted is None or now - self._wanted_since_s < self._config.role_switch_after_s:
             return None
-        return RoleChange(_donor(prefills, decodes, wanted).worker_id, wanted)
+        donor = _donor(prefills, decodes, wanted)
+        return None if donor is None else RoleChange(donor.worker_id, wanted)
 
     def reset(self) -> None:
         """Drop the averages, because the pools are about to change or have just changed."""
@@ -174,7 +175,8 @@ class RoleBalance:
         for role, more in ((Role.PREFILL, 1), (Role.DECODE, -1)):
             then = seen.served(num_prefills + more, num_decodes - more, needs)
             receivers = num_prefills if more > 0 else num_decodes
-            if then < served * (1 + MIN_GAIN / receivers):
+            donor = _donor(prefills, decodes, role)
+            if donor is None or then < served * (1 + MIN_GAIN / receivers):
                 continue
             fewer = (num_prefills, num_decodes - 1) if more > 0 else (num_prefills - 1, num_decodes)
             meanwhile = seen.served(*fewer, needs)
@@ -182,7 +184,7 @@ class RoleBalance:
                 (then - served) * seen.offered_per_s * HORIZON * self._config.role_switch_after_s
             )
             lost = (served - meanwhile) * seen.offered_per_s * self._config.role_switch_drain_s
-            if gained >= lost + _donor(prefills, decodes, role).load.num_running:
+            if gained >= lost + donor.load.num_running:
                 return role
         return None
 
@@ -233,9 +235,12 @@ class RoleBalance:
 
 def _donor(
     prefills: Sequence[InstanceView], decodes: Sequence[InstanceView], wanted: Role
-) -> InstanceView:
-    """Return the worker that a change to this role would disturb least."""
-    return min(decodes if wanted is Role.PREFILL else prefills, key=_in_use)
+) -> InstanceView | None:
+    """Return the worker that a change to this role would disturb least. Workers that share their
+    experts keep their role; None: all of the other role do.
+    """
+    pool = decodes if wanted is Role.PREFILL else prefills
+    return min((view for view in pool if not view.hello.expert_group), key=_in_use, default=None)
 
 
 def _in_use(view: InstanceView) -> tuple[int, int, str]:
@@ -312,11 +317,13 @@ class RoleSwitching:
         )
 
     def start(self, change: RoleChange, now: float) -> bool:
-        """Start a role change. Return False when another is in progress or there is no such
-        worker.
+        """Start a role change. Return False when another is in progress, there is no such worker,
+        or it shares its experts.
         """
         member = self._membership.get(change.worker_id)
         if self._current is not None or member is None or member.hello.role is change.role:
+            return False
+        if member.hello.expert_group:
             return False
         self._next_s = now + CHECK_S
         logger.info("worker %s is to become %s", change.worker_id, change.role.value)

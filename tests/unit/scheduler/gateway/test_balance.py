@@ -1,5 +1,7 @@
 """A worker changes its role when one pool has been pressed for long and the other can spare one."""
 
+import msgspec
+
 from mooncake.base import Role, WorkerLoad
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.role_switching import RoleBalance, RoleChange, Traffic
@@ -134,6 +136,21 @@ def test_the_least_used_worker_goes_and_draining_ones_do_not_count() -> None:
     assert change == RoleChange("decode1", Role.PREFILL)
     cluster.views[3].draining = True
     assert cluster.look(BUSY, IDLE, 300) is None, "one is left"
+
+
+def test_workers_that_share_their_experts_keep_their_role() -> None:
+    """They end together. They may have joined a cluster whose other workers change theirs."""
+    cluster = Cluster(2, 3)
+    for index in (2, 3, 4):
+        view = cluster.views[index]
+        group = "" if index == 4 else "decode-0 of here"
+        cluster.views[index] = InstanceView.of(
+            msgspec.structs.replace(view.hello, expert_group=group)
+        )
+    assert cluster.look(BUSY, IDLE, 120) == RoleChange("decode2", Role.PREFILL)
+    del cluster.views[4]
+    cluster.balance.reset()
+    assert cluster.look(BUSY, IDLE, 300) is None
 
 
 def test_after_a_change_the_wait_begins_anew() -> None:

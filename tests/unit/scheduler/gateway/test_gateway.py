@@ -296,6 +296,14 @@ def test_workers_that_move_kv_by_anything_but_what_is_required_are_not_used(
     )
 
 
+def test_a_worker_that_shares_its_experts_keeps_its_role(harness: Pair) -> None:
+    shares = harness.join("d1", Role.DECODE, expert_group="d1 and another")
+    assert not harness.gateway.change_role("d1", Role.PREFILL, 0.0)
+    assert harness.channel.of(Drain, shares.address) == []
+    assert harness.gateway.change_role("d0", Role.PREFILL, 0.0)
+    assert harness.channel.of(Drain, harness.d0.address)
+
+
 def test_a_worker_of_a_release_that_speaks_no_common_version_is_told_so(harness: Pair) -> None:
     later = Release("9.0", OWN_RELEASE.version + 2, OWN_RELEASE.version + 1)
     newcomer = msgspec.structs.replace(hello("d1", Role.DECODE), release=later)
