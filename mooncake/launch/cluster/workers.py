@@ -24,7 +24,7 @@ from mooncake.launch.cluster.facts import ClusterFacts, NotUp, when_up
 from mooncake.launch.cluster.log_file import DEFAULT_LEVEL
 from mooncake.launch.cluster.report import Show, WorkerRow
 from mooncake.launch.config.options import values_of
-from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
+from mooncake.launch.config.plan import ServePlan, check_memory, check_no_sharing, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
@@ -304,6 +304,8 @@ def joining_workers(config: ServeConfig, facts: ClusterFacts, secret: str) -> li
     check_memory(plan, machine_facts.available_bytes())
     host = machine_facts.host_name()
     own = cluster_workers(local, plan, facts.gateway_address, secret, host)
+    if template.options.with_mtp:  # whatever this command says of drafts
+        check_no_sharing(each.options.shape for each in own)
     name = f"{config.role}-{host}-{SystemIds().hex(3)}"
     names = [name] if len(own) == 1 else [f"{name}-{number}" for number in range(len(own))]
     return [

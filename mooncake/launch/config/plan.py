@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -444,11 +444,16 @@ def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
             f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
             "the method ngram needs none"
         )
-    shared = [str(shape) for shape in shapes.values() if shape.dp > 1]
+    check_no_sharing(shapes.values())
+
+
+def check_no_sharing(shapes: Iterable[Shape]) -> None:
+    """Raise ConfigError if engines of these shapes share experts: they cannot have an MTP layer."""
+    shared = [str(shape) for shape in shapes if shape.dp > 1]
     if shared:
         raise ConfigError(
-            f"speculative-config: mtp is not for engines that share experts ({shared[0]}), since "
-            "its layer has some, too; eagle3 and ngram are"
+            "speculative-config (of the whole cluster): mtp is not for engines that share experts "
+            f"({shared[0]}), since its layer has some, too; eagle3 and ngram are"
         )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from mooncake.base import Shape
+from mooncake.base import ConfigError, Shape
 from mooncake.base.cluster_mode import Weights
 from mooncake.launch.cluster.facts import encode_facts, read_facts, with_weights
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
@@ -60,6 +61,19 @@ def test_workers_that_share_their_experts_join_together(facts: ClusterFacts) -> 
     again = joining_workers(resolve(given, None, {}), facts, "hush")[0].expert_group
     assert again is not None
     assert len({*groups, again.name}) == 2, "another group meets elsewhere"
+
+
+def test_workers_that_share_their_experts_do_not_join_where_an_mtp_layer_drafts(
+    facts: ClusterFacts,
+) -> None:
+    """They would load it, and it has experts, too. Others join and load it."""
+    options = msgspec.structs.replace(facts.worker.options, with_mtp=True)
+    drafts = msgspec.structs.replace(
+        facts, worker=msgspec.structs.replace(facts.worker, options=options)
+    )
+    assert joining(drafts, "decode", tensor_parallel_size=2).options.with_mtp
+    with pytest.raises(ConfigError, match=r"mtp is not for engines that share experts \(tp1-dp4"):
+        joining(drafts, "decode", data_parallel_size=4, enable_expert_parallel=True)
 
 
 def test_a_worker_that_joins_alone_shares_no_experts_with_those_of_the_cluster(
