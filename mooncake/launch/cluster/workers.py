@@ -33,7 +33,7 @@ from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.settings import WorkerSettings
-from mooncake.model.options import FROM_FILES, ExpertGroup
+from mooncake.model.options import FROM_FILES, ExpertGroup, ModelOptions
 from mooncake.telemetry.health import Vitals
 from mooncake.transfer.factory import check_usable, choose_protocols
 from mooncake.transfer.net.endpoint import ListenAddress
@@ -304,8 +304,8 @@ def joining_workers(config: ServeConfig, facts: ClusterFacts, secret: str) -> li
     check_memory(plan, machine_facts.available_bytes())
     host = machine_facts.host_name()
     own = cluster_workers(local, plan, facts.gateway_address, secret, host)
-    if template.options.with_mtp:  # whatever this command says of drafts
-        check_no_sharing(each.options.shape for each in own)
+    if config.role != Role.KVSTORE:
+        _check_mtp(template.options, own[0].options)
     name = f"{config.role}-{host}-{SystemIds().hex(3)}"
     names = [name] if len(own) == 1 else [f"{name}-{number}" for number in range(len(own))]
     return [
@@ -328,10 +328,23 @@ def joining_workers(config: ServeConfig, facts: ClusterFacts, secret: str) -> li
                 if config.rank_backend == "auto"
                 else config.rank_backend,
                 measure_pages=each.options.measure_pages,
-                head_at_start=each.options.head_at_start,
+                draft_model=each.options.draft_model, head_at_start=each.options.head_at_start,
                 gpu_memory_utilization=each.options.gpu_memory_utilization,
                 weights_key=each.options.weights_key,
             ),
         )
         for each, worker_id in zip(own, names, strict=True)
     ]  # fmt: skip
+
+
+def _check_mtp(cluster: ModelOptions, own: ModelOptions) -> None:
+    """Raise ConfigError if engines with these options cannot join. Blocks of all engines have the
+    KV of an MTP layer, or those of none.
+    """
+    if cluster.with_mtp:
+        check_no_sharing([own.shape])
+    elif own.with_mtp:
+        raise ConfigError(
+            "speculative-config: mtp: blocks of the cluster that is joined have no KV of an MTP "
+            "layer; leave it out, or start the cluster with it"
+        )

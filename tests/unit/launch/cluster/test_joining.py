@@ -16,7 +16,9 @@ from mooncake.launch.cluster.workers import cluster_workers, joining_workers, ow
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.model.checkpoint.weights import Checkpoint
 from tests.support.model.checkpoints import write_config_only
+from tests.support.model.eagle3_heads import config_of, random_tensors, write_head
 
 APART = {
     "pipeline_parallel_size": 2, "rank_backend": "gloo", "bind_host": "10.0.0.7",
@@ -71,9 +73,30 @@ def test_workers_that_share_their_experts_do_not_join_where_an_mtp_layer_drafts(
     drafts = msgspec.structs.replace(
         facts, worker=msgspec.structs.replace(facts.worker, options=options)
     )
-    assert joining(drafts, "decode", tensor_parallel_size=2).options.with_mtp
+    joined = joining(drafts, "decode", tensor_parallel_size=2)
+    assert joined.options.with_mtp
+    assert joined.engine.speculation is None
     with pytest.raises(ConfigError, match=r"mtp is not for engines that share experts \(tp1-dp4"):
         joining(drafts, "decode", data_parallel_size=4, enable_expert_parallel=True)
+
+
+def test_a_worker_that_joins_has_a_head_of_its_own_or_none(
+    facts: ClusterFacts, tmp_path: Path
+) -> None:
+    """Blocks have nothing of it. Those of an MTP layer have, so it does not draft for one alone."""
+    spec = Checkpoint.open(Path(facts.worker.model)).spec
+    head = config_of(spec)
+    folder = str(write_head(tmp_path / "head", head, random_tensors(head, spec)))
+    drafts = {"method": "eagle3", "num_speculative_tokens": 2, "model": folder}
+    options = joining(facts, "decode", speculative_config=drafts).options
+    assert options.draft_model == folder
+    with_head = msgspec.structs.replace(facts.worker, options=options)
+    others = msgspec.structs.replace(facts, worker=with_head)
+    assert joining(others, "decode").options.draft_model is None
+    mtp = {"method": "mtp", "num_speculative_tokens": 2}
+    model = write_config_only(tmp_path / "mtp", num_nextn_predict_layers=1)
+    with pytest.raises(ConfigError, match="joined have no KV of an MTP layer"):
+        joining(facts, "decode", model=str(model), speculative_config=mtp)
 
 
 def test_a_worker_that_joins_alone_shares_no_experts_with_those_of_the_cluster(
