@@ -22,6 +22,7 @@ from mooncake.base import (
     MonotonicClock,
     MooncakeError,
     SystemIds,
+    TransferError,
     WorkerRef,
     format_bytes,
 )
@@ -114,7 +115,10 @@ class _Lender:
 
     def close(self) -> None:
         """Free the memory, once nobody reads any more."""
-        self._reader.close()
+        try:
+            self._reader.close()
+        except TransferError as error:  # a NIC has failed, and lets go when it is closed
+            _log.warning("weights: %s", error.message)
         self._transfer.close()
         num_bytes, took_s = self._reader.num_bytes, time.monotonic() - self._began_s
         _log.info(

@@ -502,6 +502,25 @@ def test_a_loan_that_ends_goes_on_with_files(
     source.close()
 
 
+def test_a_loan_goes_on_when_a_nic_does_not_let_go_of_the_memory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The transfer engine is closed all the same."""
+
+    def refuse(*_: object) -> None:
+        raise TransferError("a NIC keeps its registration")
+
+    ends_after(monkeypatch, 0)
+    weights = Loans(monkeypatch, checkpoint, checkpoint).weights()
+    lender: Any = weights._source
+    monkeypatch.setattr(lender._transfer, "unregister", refuse)
+    name, content = next(iter(weights.files.contents.items()))
+    assert content.read(3, 90) == (checkpoint / name).read_bytes()[3:90]
+    assert lender._transfer._closed
+    assert any("a NIC keeps its registration" in each for each in caplog.messages)
+    weights.close()
+
+
 @pytest.mark.parametrize("num_reads", [0, 1, 9])
 def test_a_loan_that_ends_goes_on_with_another_engine(
     checkpoint: Path, tmp_path: Path, num_reads: int, monkeypatch: pytest.MonkeyPatch
