@@ -19,13 +19,18 @@ MAX_DEPTH = 800
 """The most objects and lists on a path from the root, with references followed. The library needs a
 stack of 8 MiB for 2,400."""
 MAX_PARTS = 10_000
-"""The most objects and lists in the schemas of one grammar. Compiling so many takes half a second,
-in which the other sequences of a step wait."""
+"""The most objects and lists in the schemas of one grammar, and values in those that `const` and
+`enum` give. Compiling so many takes half a second, in which the other sequences of a step wait.
+"""
 
 MAX_PROPERTIES = 1_000
-"""The most properties that one object may declare, in all schemas that hold for it together
-(`allOf`). The time to compile them grows with their square: 9,000 take 2.6 s of a CPU, 1,000 a
-fiftieth of that.
+"""The most properties that one object may declare, require or be given, in all schemas that hold
+for it together (`allOf`). The time to compile them grows with their square: 9,000 take 2.6 s of a
+CPU, 1,000 a fiftieth of that.
+"""
+MAX_NAME_PATTERNS = 100
+"""The most patterns for names of properties (`patternProperties`) of one object, counted alike. 200
+take a second of a CPU to compile, 300 take six.
 """
 MAX_PATTERNS = 3
 """The most patterns and formats that one text must match together (`allOf`). Each further one makes
@@ -62,6 +67,8 @@ def check_schema(schema: dict[str, Any], param: str) -> int:
 
 
 _Count = Callable[[dict[str, Any]], int]
+_TOO_MANY = "more than {} {} (allOf counts together)"
+_PROPERTIES = "properties are declared for one object"
 
 
 def _num_patterns(part: dict[str, Any]) -> int:
@@ -69,8 +76,16 @@ def _num_patterns(part: dict[str, Any]) -> int:
 
 
 def _num_properties(part: dict[str, Any]) -> int:
-    declared = part.get("properties")
-    return len(declared) if isinstance(declared, dict) else 0
+    declared, required = part.get("properties"), part.get("required")
+    names = set(declared) if isinstance(declared, dict) else set()
+    if isinstance(required, list):
+        names.update(name for name in required if isinstance(name, str))
+    return len(names)
+
+
+def _num_name_patterns(part: dict[str, Any]) -> int:
+    patterns = part.get("patternProperties")
+    return len(patterns) if isinstance(patterns, dict) else 0
 
 
 class _Graph:
@@ -82,12 +97,14 @@ class _Graph:
         self._parts: dict[int, _Part] = {id(schema): schema}
         self._children: dict[int, list[int]] = {}
         self._targets: dict[int, int] = {}
+        self._num_values = 0
+        """Of those in the objects and lists that `const` and `enum` give."""
         self._walk()
         self._resolve()
 
     @property
     def num_parts(self) -> int:
-        return len(self._parts)
+        return len(self._parts) + self._num_values
 
     def _refusal(self, problem: str) -> InvalidRequest:
         return InvalidRequest(f"{self._param}: {problem}", param=self._param)
@@ -102,12 +119,30 @@ class _Graph:
                 self._children[id(part)] = [id(each) for each, _ in inner]
                 self._parts.update((id(each), each) for each, _ in inner)
                 below += inner
+                if isinstance(part, dict) and not is_map:
+                    self._num_values += self._given(part)
+            if self.num_parts > MAX_PARTS:
+                raise self._refusal(f"the schema has more than {MAX_PARTS} objects and lists")
             if not below:
                 return
-            if len(self._parts) > MAX_PARTS:
-                raise self._refusal(f"the schema has more than {MAX_PARTS} objects and lists")
             level = below
         raise self._refusal(f"the schema is nested more than {MAX_NESTING} deep; use $defs")
+
+    def _given(self, part: dict[str, Any]) -> int:
+        """Return how many values lie in the objects and lists that a schema gives as they are."""
+        enum = part.get("enum")
+        rest: list[Any] = [part.get("const"), *(enum if isinstance(enum, list) else ())]
+        count = 0
+        while rest:
+            value = rest.pop()
+            if isinstance(value, dict):
+                if len(value) > MAX_PROPERTIES:
+                    raise self._refusal(_TOO_MANY.format(MAX_PROPERTIES, _PROPERTIES))
+                value = list(value.values())
+            if isinstance(value, list):
+                count += len(value)
+                rest += value
+        return count
 
     def _resolve(self) -> None:
         for which, part in self._parts.items():
@@ -142,11 +177,12 @@ class _Graph:
         """
         for own, most, what in (
             (_num_patterns, MAX_PATTERNS, "patterns and formats hold for one text"),
-            (_num_properties, MAX_PROPERTIES, "properties are declared for one object"),
+            (_num_properties, MAX_PROPERTIES, _PROPERTIES),
+            (_num_name_patterns, MAX_NAME_PATTERNS, "patternProperties hold for one object"),
         ):
             known: dict[int, int] = {}
             if any(self._together(which, own, known) > most for which in reversed(self._parts)):
-                raise self._refusal(f"more than {most} {what} (allOf counts together)")
+                raise self._refusal(_TOO_MANY.format(most, what))
 
     def _together(self, which: int, own: _Count, known: dict[int, int]) -> int:
         """Return the most of what `own` counts that holds for one value valid against this part."""

@@ -12,6 +12,7 @@ import pytest
 from mooncake.api.constrained.grammar import ToolRule, json_rule, lark_text, tool_rules
 from mooncake.api.constrained.schema_graph import (
     MAX_DEPTH,
+    MAX_NAME_PATTERNS,
     MAX_NESTING,
     MAX_PARTS,
     MAX_PROPERTIES,
@@ -124,6 +125,42 @@ def test_an_object_declares_few_properties() -> None:
     ):
         with pytest.raises(InvalidRequest, match="more than 1000 properties"):
             check_schema(schema, "x")
+
+
+def test_an_object_requires_and_is_given_few_properties() -> None:
+    """They are compiled as those that it declares."""
+    names = [f"a{n}" for n in range(MAX_PROPERTIES)]
+    declared: dict[str, Any] = {"properties": dict.fromkeys(names, {})}
+    given = dict.fromkeys(names, 1)
+    check_schema(declared | {"required": names, "enum": [given, [given]]}, "x")
+    for schema in (
+        {"required": [*names, "more"]},
+        declared | {"required": ["more"]},
+        {"allOf": [declared, {"required": names}]},
+        {"const": given | {"more": 1}},
+        {"items": {"enum": ["a", {"b": [given | {"more": 1}]}]}},
+    ):
+        with pytest.raises(InvalidRequest, match="more than 1000 properties"):
+            check_schema(schema, "x")
+
+
+def test_an_object_has_few_patterns_of_names() -> None:
+    half = [{f"^{which}{n}$": {} for n in range(MAX_NAME_PATTERNS // 2)} for which in "ab"]
+    check_schema({"allOf": [{"patternProperties": each} for each in half]}, "x")
+    for schema in (
+        {"patternProperties": half[0] | half[1] | {"^c$": {}}},
+        {"patternProperties": half[0] | {"^c$": {}}, "allOf": [{"patternProperties": half[1]}]},
+    ):
+        with pytest.raises(InvalidRequest, match="more than 100 patternProperties"):
+            check_schema(schema, "x")
+
+
+def test_values_that_a_schema_gives_count() -> None:
+    assert check_schema({"enum": ["a"] * 3 * MAX_PARTS, "const": 1}, "x") == 1
+    assert check_schema({"const": [1, {"a": [2]}]}, "x") == 1 + 4
+    for given in ({"const": [0] * MAX_PARTS}, {"enum": [[0]] * MAX_PARTS}):
+        with pytest.raises(InvalidRequest, match="more than 10000 objects and lists"):
+            check_schema({"items": given}, "x")
 
 
 def test_the_schemas_of_all_tools_share_the_limit() -> None:
