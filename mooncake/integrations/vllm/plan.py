@@ -23,7 +23,7 @@ class RequestView(Protocol):
     num_preemptions: int
     all_token_ids: Sequence[int]
     cache_salt: str | None
-    kv_transfer_params: Mapping[str, Any] | None
+    kv_transfer_params: Any
 
 
 class Answer(Protocol):
@@ -227,7 +227,7 @@ class Planner:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or not self._use.gives:
             return None
-        if not (tracked.request.kv_transfer_params or {}).get("do_remote_decode"):
+        if not _params(tracked.request).get("do_remote_decode"):
             return None
         return {PROMISED: tracked.num_found * tracked.chain.chunk_tokens}
 
@@ -250,7 +250,15 @@ class Planner:
         return tracked
 
 
+def _params(request: RequestView) -> Mapping[str, Any]:
+    """Return the parameters that came with a request. vLLM takes them from `vllm_xargs` of a body
+    too, unchecked: anything that is not an object counts as none.
+    """
+    params = request.kv_transfer_params
+    return params if isinstance(params, Mapping) else {}
+
+
 def _promised_tokens(request: RequestView) -> int:
     """Return how many leading tokens another engine has promised to give to the pool."""
-    number = (request.kv_transfer_params or {}).get(PROMISED)
+    number = _params(request).get(PROMISED)
     return number if isinstance(number, int) and number > 0 else 0

@@ -24,7 +24,7 @@ class Request:
     all_token_ids: list[int]
     num_preemptions: int = 0
     cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -258,12 +258,13 @@ def test_what_one_engine_promises_another_waits_for(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [None, {}, {"mooncake_tokens": "8"}, {"mooncake_tokens": -8}, {"mooncake_tokens": 3}],
+    [
+        None, {}, {"mooncake_tokens": "8"}, {"mooncake_tokens": -8}, {"mooncake_tokens": 3},
+        "mooncake_tokens", 8, ["do_remote_decode"],
+    ],
     ids=repr,
-)
-def test_whatever_is_no_promise_is_not_waited_for(
-    pool: Pool, params: dict[str, Any] | None
-) -> None:
+)  # fmt: skip
+def test_whatever_is_no_promise_is_not_waited_for(pool: Pool, params: Any) -> None:
     planner = make(pool)
     planner.num_new_matched(Request("r", TOKENS, kv_transfer_params=params), 0, 0.0)
     assert pool.asked[0].promised == (0, 0.0)
