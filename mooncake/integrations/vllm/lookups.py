@@ -32,6 +32,8 @@ class _Question:
     promised: int
     until_s: float
     """How long promised chunks are waited for."""
+    again_s: float = 0.0
+    """When it is tried once more."""
     answer: Future[int] = field(default_factory=Future)
 
 
@@ -44,9 +46,9 @@ class PoolLookups:
         self._packing: Packing | None = None
         self._questions: queue.Queue[_Question | None] = queue.Queue(MAX_WAITING)
         self._unkept: deque[_Question] = deque()
-        """Questions whose promised chunks are not all there yet."""
-        self._again_s = 0.0
-        """When they are tried once more."""
+        """Questions whose promised chunks are not all there yet, the one that is due first coming
+        first.
+        """
         self._answered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool lookups", daemon=True)
         self._thread.start()
@@ -80,6 +82,9 @@ class PoolLookups:
         self._thread.join()
 
     def _run(self) -> None:
+        """Answer questions. After each new one at most one other is tried again: however many wait
+        for what was promised, the new ones go on.
+        """
         self._reach()
         while True:
             try:
@@ -92,16 +97,14 @@ class PoolLookups:
                     self._link.close()
                     return
                 self._answer(question)
-            if self._unkept and time.monotonic() >= self._again_s:
-                for _ in range(len(self._unkept)):
-                    self._answer(self._unkept.popleft())
-                self._again_s = time.monotonic() + AGAIN_S
+            if self._unkept and time.monotonic() >= self._unkept[0].again_s:
+                self._answer(self._unkept.popleft())
 
     def _pause_s(self) -> float | None:
         """Return how long there is nothing to do unless somebody asks."""
         if self._packing is None:
             return REACH_S
-        return max(0.0, self._again_s - time.monotonic()) if self._unkept else None
+        return max(0.0, self._unkept[0].again_s - time.monotonic()) if self._unkept else None
 
     def _answer(self, question: _Question) -> None:
         found = self._found(question.chain)
@@ -111,6 +114,7 @@ class PoolLookups:
             and time.monotonic() < question.until_s
             and len(self._unkept) < MAX_WAITING
         ):
+            question.again_s = time.monotonic() + AGAIN_S
             self._unkept.append(question)
             return
         question.answer.set_result(found or 0)

@@ -60,9 +60,14 @@ class Session:
         """Blocks at the end of each run that are not there."""
         self.asked = threading.Semaphore(0)
         """Released with each look-up."""
+        self.permits: threading.Semaphore | None = None
+        """Each look-up takes one; None: as many as there are look-ups."""
 
     def match(self, keys: list[bytes]) -> int:
+        permits = self.permits
         self.asked.release()
+        if permits is not None:
+            permits.acquire()
         if self.error is not None:
             raise self.error
         return max(0, len(keys) - self.missing)
@@ -185,4 +190,26 @@ def test_a_promise_is_not_waited_for_while_the_pool_fails(world: World) -> None:
         world.opened[0].error = TransferError("broken")
         assert lookups.ask(CHAIN, promised=4, within_s=60).result(10) == 0
     finally:
+        lookups.close()
+
+
+def test_a_new_look_up_waits_for_one_other_whatever_is_promised(world: World) -> None:
+    """Whoever asks with promises that nobody keeps holds up only its own requests."""
+    lookups, permits = open_lookups(world), threading.Semaphore(0)
+    try:
+        assert lookups.ask(CHAIN).result(10) == 3
+        [session] = world.opened
+        waiting = [lookups.ask(CHAIN, promised=4, within_s=60) for _ in range(20)]
+        assert lookups.ask(CHAIN).result(10) == 3, "and those before it have been tried"
+        session.permits = permits
+        while session.asked.acquire(blocking=False):
+            pass
+        assert session.asked.acquire(timeout=10), "one is tried again"
+        new = lookups.ask(CHAIN)
+        permits.release(2)
+        assert new.result(10) == 3
+        assert not any(answer.done() for answer in waiting)
+    finally:
+        world.opened[0].permits = None
+        permits.release()
         lookups.close()
