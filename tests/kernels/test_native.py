@@ -378,6 +378,7 @@ def test_instructions_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(build, "cpu_flags", lambda flags=flags: flags)
         monkeypatch.setattr(build, "_tiles_permitted", lambda permitted=permitted: permitted)
         assert build.isa() is wanted
+        assert build.has_amx() == (permitted and "amx_bf16" in flags)
 
 
 def test_instructions_are_no_more_than_onednn_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def isa() -> Isa:
     """
     here = _usable_flags()
     for wanted in ISAS:
-        if wanted.needed <= here and (wanted is not AMX or _tiles_permitted()):
+        if wanted.needed <= here and (wanted is not AMX or has_amx()):
             return wanted
     raise CannotBuild(f"this CPU has no {', '.join(sorted(AVX2.needed - here))}")
 
@@ -289,8 +289,8 @@ def has_bf16() -> bool:
 
 
 def has_amx() -> bool:
-    """Return whether this CPU multiplies tiles of bfloat16."""
-    return "amx_bf16" in _usable_flags()
+    """Return whether this CPU multiplies tiles of bfloat16, and Linux lets this process do it."""
+    return "amx_bf16" in _usable_flags() and _tiles_permitted()
 
 
 def _checked(folder: Path) -> Path:
