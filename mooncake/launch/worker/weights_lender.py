@@ -243,8 +243,8 @@ class WeightsLender:
             dataclasses.replace(way, staging=limits), SystemIds().hex(8), MonotonicClock(),
             credential=self._credential,
         )  # fmt: skip
-        views = [content.read(0, content.num_bytes) for content in contents]
         try:
+            views = [content.read(0, content.num_bytes) for content in contents]
             if RDMA not in way.protocols:
                 return transfer, [
                     transfer.register(view, "weights", read_only=True).region_id for view in views
