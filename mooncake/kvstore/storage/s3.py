@@ -8,11 +8,13 @@ variables, files of the user, the role of the machine or the pod.
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from typing import Any
 
+import botocore
 import botocore.session
 from botocore.awsrequest import (
     AWSHTTPConnection,
@@ -31,6 +33,7 @@ from mooncake.kvstore.storage.bucket import StoreError
 CONNECT_S = 2.0
 WRITE_S = 10.0
 CHUNK_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
 _ABSENT = frozenset({"NoSuchKey", "404"})
 
 
@@ -85,6 +88,24 @@ class _TlsConnections(AWSHTTPSConnectionPool):  # type: ignore[misc]
     ConnectionCls = _TlsConnection
 
 
+def bound_answers(client: Any) -> None:
+    """Have a client give up answers that have not come whole in time. No setting of botocore does
+    it, and these attributes are its own: the log says so if a release of it has others.
+    """
+    kinds = {"http": _Connections, "https": _TlsConnections}
+    try:
+        http = client._endpoint.http_session  # noqa: SLF001
+        http._pool_classes_by_scheme.update(kinds)  # noqa: SLF001
+        used = http._manager.pool_classes_by_scheme  # noqa: SLF001
+    except AttributeError:
+        used = {}
+    if any(used.get(scheme) is not kind for scheme, kind in kinds.items()):
+        _log.warning(
+            "answers of the bucket are not bounded with botocore %s: a server that sends a byte "
+            "now and then may hold threads of this node", botocore.__version__,
+        )  # fmt: skip
+
+
 class S3Store:
     """See `ObjectStore`."""
 
@@ -118,9 +139,7 @@ class S3Store:
                     response_checksum_validation="when_required",
                 ),
             )
-            # No setting bounds an answer as a whole.
-            kinds = {"http": _Connections, "https": _TlsConnections}
-            made._endpoint.http_session._pool_classes_by_scheme.update(kinds)  # noqa: SLF001
+            bound_answers(made)
             return made
 
         try:

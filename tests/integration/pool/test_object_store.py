@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,24 @@ def test_an_object_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, at_on
         finally:
             over.set()
             thread.join()
+
+
+def test_a_release_of_botocore_in_which_answers_are_not_bounded_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mooncake.kvstore.storage.s3 import S3Store, bound_answers
+
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    S3Store(ObjectStoreConfig(bucket="b", num_bytes=1, endpoint="http://127.0.0.1:1"), 1, 1.0)
+    assert "not bounded" not in caplog.text
+    copies = SimpleNamespace(
+        _pool_classes_by_scheme={}, _manager=SimpleNamespace(pool_classes_by_scheme={})
+    )
+    for other in (SimpleNamespace(), SimpleNamespace(http_session=copies)):
+        bound_answers(SimpleNamespace(_endpoint=other))
+        assert "not bounded" in caplog.text
+        caplog.clear()
 
 
 def test_a_block_may_take_as_long_to_send_as_to_be_answered(server: S3Server) -> None:
