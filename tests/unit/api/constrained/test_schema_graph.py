@@ -130,7 +130,7 @@ def test_an_object_declares_few_properties() -> None:
 def test_an_object_requires_and_is_given_few_properties() -> None:
     """They are compiled as those that it declares."""
     names = [f"a{n}" for n in range(MAX_PROPERTIES)]
-    declared: dict[str, Any] = {"properties": dict.fromkeys(names, {})}
+    declared: dict[str, Any] = {"properties": {name: {} for name in names}}
     given = dict.fromkeys(names, 1)
     check_schema(declared | {"required": names, "enum": [given, [given]]}, "x")
     for schema in (
