@@ -157,6 +157,8 @@ class Planner:
             return 0, False
         if tracked.answer is None:
             promised = min(_promised_tokens(request) // size, most)
+            if promised * size <= num_computed:
+                promised = 0  # the engine has all of it
             within_s = self._use.load_timeout_s if promised else 0.0
             chain = tracked.chain.upto(request.all_token_ids, most)
             tracked.answer = self._lookups.ask(chain, promised, within_s)

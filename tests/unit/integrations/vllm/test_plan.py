@@ -275,3 +275,10 @@ def test_no_more_is_waited_for_than_the_prompt_has(pool: Pool) -> None:
     params = {"mooncake_tokens": 10**6}
     make(pool).num_new_matched(Request("r", TOKENS, kv_transfer_params=params), 0, 0.0)
     assert pool.asked[0].promised == (4, 5.0)
+
+
+def test_what_the_engine_has_itself_is_not_waited_for(pool: Pool) -> None:
+    params = {"mooncake_tokens": 8}
+    make(pool).num_new_matched(Request("r", TOKENS, kv_transfer_params=params), 8, 0.0)
+    make(pool).num_new_matched(Request("r", TOKENS, kv_transfer_params=params), 4, 0.0)
+    assert [asked.promised for asked in pool.asked] == [(0, 0.0), (2, 5.0)]
