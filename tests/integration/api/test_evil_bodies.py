@@ -59,6 +59,16 @@ EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "too wide schema": (
         400, CHAT, says_user("x", guided_json={"properties": {f"p{n}": {} for n in range(9_000)}}),
     ),
+    "many required names": (
+        400, CHAT, says_user("x", guided_json={"required": [f"p{n}" for n in range(9_000)]}),
+    ),
+    "many patterns of names": (
+        400, CHAT,
+        says_user("x", guided_json={"patternProperties": {f"^p{n}$": {} for n in range(500)}}),
+    ),
+    "a wide constant": (
+        400, CHAT, says_user("x", guided_json={"const": {f"p{n}": 1 for n in range(9_000)}}),
+    ),
     "patterns without an end": (400, CHAT, says_user("x", guided_grammar=LARK + "\\/" * 49_000)),
     "strings without an end": (400, CHAT, says_user("x", guided_grammar=LARK + '\\"' * 49_000)),
     "long stops of many choices": (
