@@ -47,7 +47,11 @@ def tokens_of(cluster: ModelCluster, name: str) -> list[list[int]]:
 
 
 def pages_of(workers: WatchedWorkers, worker_id: str) -> Region:
-    return workers._workers[worker_id]._region
+    worker: Any = workers._workers[worker_id]
+    pages: Region = worker._transfer._regions.find_any(
+        worker.machine.instance._own_pages.region_id, 0, 0
+    )
+    return pages
 
 
 @pytest.mark.parametrize("protocol", ["inproc", "tcp", "shm"])
