@@ -105,7 +105,7 @@ def test_memory_and_threads_are_planned_for_all_that_one_machine_may_hold(tmp_pa
     words = {"model": model, "autoscale": "prefill=1..2,decode=1..5", "kvstore": 0}
     config = resolve({**words, "bind_host": "127.0.0.1"}, None, {})
     plan = make_plan(config, 14)
-    assert (plan.num_prefills, plan.num_decodes, plan.num_threads) == (2, 5, 2)
+    assert (plan.num_prefills, plan.num_decodes, plan.options.num_threads) == (2, 5, 2)
     config = resolve({**words, "bind_host": "10.0.0.1", "decode": 2}, None, {})
     plan = make_plan(config, 14)
     assert (plan.num_prefills, plan.num_decodes) == (1, 2), "others are on other machines"

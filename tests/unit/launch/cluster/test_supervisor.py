@@ -446,5 +446,5 @@ def test_what_a_worker_needs_is_set_aside_until_it_has_ended(
 def test_a_pool_node_needs_no_cpu_of_ray() -> None:
     supervisor = Supervisor(lambda _: None, cpus_aside=True)
     assert supervisor._needs(worker_settings(role=Role.KVSTORE)) == {}
-    two = worker_settings(num_threads=3, options=ModelOptions(shape=Shape(tp=2)))
+    two = worker_settings(options=ModelOptions(shape=Shape(tp=2), num_threads=3))
     assert supervisor._needs(two) == {"CPU": 6.0}

@@ -20,6 +20,7 @@ from mooncake.base import (
 from mooncake.base.messages import OWN_RELEASE, AskCluster, ClusterTold, GatewayNews, Release
 from mooncake.base.messages import Refused as RefusedMessage
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse, FinishInfo
+from mooncake.decode.task import DecodeJob
 from mooncake.scheduler import membership_table
 from mooncake.scheduler.placement.admission import MAX_RETRY_S
 from mooncake.scheduler.placement.block_feed import BlockFeed
@@ -41,6 +42,7 @@ from tests.support.scheduler.scheduling import (
     request,
     snapshot,
 )
+from tests.support.serve.plain_settings import LAYOUT
 
 
 @pytest.fixture
@@ -115,14 +117,18 @@ def test_without_prefill_decode_gets_it_all() -> None:
     harness.close()
 
 
-def test_sources_go_to_the_worker_that_computes_the_prompt() -> None:
+def test_sources_are_for_the_worker_that_computes_the_prompt() -> None:
     harness = Pair()
     kv0 = harness.join("kv0", Role.KVSTORE)
     long = request("r", 400)
     harness.gateway.handle(snapshot(kv0, keys_of(long), Tier.DRAM), 0.0)
     harness.submit(long)
-    assert [s.store for s in harness.tasks(harness.p0)[0].sources] == [kv0]
-    assert harness.tasks(harness.d0)[0].sources == []
+    (task,) = harness.tasks(harness.d0)
+    assert harness.tasks(harness.p0) == [task]
+    assert [source.store for source in task.sources] == [kv0]
+    for prefill, wanted in ((task.prefill, []), (None, task.sources)):
+        job = DecodeJob(msgspec.structs.replace(task, prefill=prefill), LAYOUT)
+        assert job.sources == wanted, "decode reads them where no prefill worker does"
 
 
 # ------------------------------------------------------------------ refusals
