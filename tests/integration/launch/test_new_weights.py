@@ -69,6 +69,9 @@ class World(LocalWorld):
         assert tokens == expected_output(layout, asked)
         return final.num_cached_tokens
 
+    async def update_weights(self, path: str) -> None:
+        await self.control.order(lambda to, done: to.update_weights(path, done))
+
     def states(self) -> dict[str, str]:
         """Return the state of each worker by its id."""
         return {worker.id: worker.state for worker in self.gateway_process.status().workers}
@@ -88,11 +91,11 @@ def test_a_cluster_that_slept_gives_the_same_tokens_from_the_pool(
             await world.check(world.layout)
             await world.settle()
             num_opened = len(world.models)
-            await world.control.sleep(level, aborts=False)
+            await world.control.order(lambda to, done: to.sleep(level, done, aborts=False))
             assert set(world.states().values()) == {"up", "asleep"}, "the pool is up"
             asked, _, final = await world.ask(PROMPT)
             assert final.reason is FinishReason.REJECTED, asked
-            await world.control.wake()
+            await world.control.order(lambda to, done: to.wake(done))
             assert len(world.models) - num_opened == level - 1, "opened again where it was dropped"
             assert await world.check(world.layout) > 0, "the pool has the prompt"
             await world.settle()
@@ -110,11 +113,11 @@ def test_new_weights_compute_every_token_and_find_no_block_of_the_old(model: str
             world.gateway_process.weights_told.append(told.append)
             await world.check(world.layout)
             assert await world.check(world.layout) > 0
-            await world.control.pause(aborts=False)
-            await world.control.update_weights(new)
+            await world.control.order(lambda to, done: to.pause(done, aborts=False))
+            await world.update_weights(new)
             assert world.mode.weights.fingerprint == layout.fingerprint
             assert told == [world.mode.weights]
-            await world.control.resume()
+            await world.control.order(lambda to, done: to.resume(done))
             assert await world.check(layout) == 0
             assert await world.check(layout) > 0
             await world.settle()
@@ -149,9 +152,9 @@ def test_under_load_each_answer_is_of_one_set_of_weights(model: str, new: str) -
 
             clients = [asyncio.create_task(client(number)) for number in range(8)]
             await world.until(lambda: counts[0] > 8)
-            await world.control.pause(aborts=True)
-            await world.control.update_weights(new)
-            await world.control.resume()
+            await world.control.order(lambda to, done: to.pause(done, aborts=True))
+            await world.update_weights(new)
+            await world.control.order(lambda to, done: to.resume(done))
             before = counts[0]
             await world.until(lambda: counts[1] > 8)
             done.set()
@@ -171,12 +174,12 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on(
 
     async def serve() -> None:
         async with World(model, prefill=1, decode=1) as world:
-            await world.control.pause(aborts=False)
+            await world.control.order(lambda to, done: to.pause(done, aborts=False))
             for path, why in ((str(other), "intermediate_size"), ("/nowhere", "no such directory")):
                 with pytest.raises(InvalidRequest, match=why):
-                    await world.control.update_weights(path)
+                    await world.update_weights(path)
             assert world.mode.weights.number == 0
-            await world.control.resume()
+            await world.control.order(lambda to, done: to.resume(done))
             await world.check(world.layout)
 
     run(serve())
@@ -191,10 +194,10 @@ def test_a_check_that_fails_is_told_and_the_old_weights_serve_on(
     async def serve() -> None:
         async with World(model, colocated=True) as world:
             monkeypatch.setattr(HeldModel, "check", fail)
-            await world.control.pause(aborts=False)
+            await world.control.order(lambda to, done: to.pause(done, aborts=False))
             with pytest.raises(InvalidRequest, match=r"cannot be checked \(RuntimeError\)"):
-                await world.control.update_weights(new)
-            await world.control.resume()
+                await world.update_weights(new)
+            await world.control.order(lambda to, done: to.resume(done))
             await world.check(world.layout)
 
     run(serve())
@@ -204,9 +207,9 @@ def test_a_worker_that_starts_with_the_old_weights_loads_the_new_ones(model: str
     async def serve() -> None:
         async with World(model, prefill=1, decode=1) as world:
             layout = world.layout_of(new)
-            await world.control.pause(aborts=False)
-            await world.control.update_weights(new)
-            await world.control.resume()
+            await world.control.order(lambda to, done: to.pause(done, aborts=False))
+            await world.update_weights(new)
+            await world.control.order(lambda to, done: to.resume(done))
             [settings] = [each for each in world.workers if each.worker_id == "decode-0"]
             late = msgspec.structs.replace(settings, worker_id="decode-1")
             await asyncio.to_thread(world.cluster.start, [late])
@@ -222,14 +225,14 @@ def test_weights_may_change_while_engines_sleep(model: str, new: str) -> None:
 
     async def serve() -> None:
         async with World(model, prefill=1, decode=1) as world:
-            await world.control.sleep(2, aborts=False)
+            await world.control.order(lambda to, done: to.sleep(2, done, aborts=False))
             with pytest.raises(InvalidRequest, match="no such directory"):
-                await world.control.update_weights("/nowhere")
+                await world.update_weights("/nowhere")
             assert "asleep" in world.states().values()
             assert world.mode.sleep_level == 2
-            await world.control.update_weights(new)
+            await world.update_weights(new)
             assert "asleep" in world.states().values()
-            await world.control.wake()
+            await world.control.order(lambda to, done: to.wake(done))
             await world.check(world.layout_of(new))
 
     run(serve())
