@@ -96,7 +96,7 @@ THREADS = {
     "launch/worker/far_ranks.py:Thread": ONE,
     "launch/cluster/colocated.py:Thread": OWN,
     "launch/worker/page_hasher.py:ThreadPoolExecutor": OWN,
-    "launch/worker/process.py:Thread": OWN,
+    "launch/worker/wiring.py:Thread": OWN,
     "launch/worker/rank_host.py:Thread": ONE,
     "launch/worker/rank_moves.py:Thread": OWN,
     "launch/worker/rank_processes.py:ThreadPoolExecutor": TOLD,
@@ -163,7 +163,7 @@ SHOWN_BY = {
         "test_a_machine_that_fails_is_told_and_its_worker_can_be_started_again"
     ),
     "launch/worker/page_hasher.py:ThreadPoolExecutor": "test_blocks_that_are_hashed",
-    "launch/worker/process.py:Thread": (
+    "launch/worker/wiring.py:Thread": (
         "tests/integration/launch/test_new_weights.py::"
         "test_a_check_that_fails_is_told_and_the_old_weights_serve_on"
     ),
