@@ -65,5 +65,7 @@ def test_no_form_answers_worse(
 ) -> None:
     [row] = measure(checkpoint(DEMO), [form], short)
     assert row.failures() == []
-    assert row.keeps(plain), f"{row.accuracy:.3f}, and {plain.accuracy:.3f} in bfloat16"
+    # Of forms that are as good, one in six is more than one error below: with so few samples that
+    # is chance, and which way products are computed, which is measured at load, decides it.
+    assert row.keeps(plain, 2), f"{row.accuracy:.3f}, and {plain.accuracy:.3f} in bfloat16"
     assert row.unlike(plain), "quantized, and likelihoods are those of bfloat16"
