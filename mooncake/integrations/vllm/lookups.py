@@ -101,7 +101,7 @@ class PoolLookups:
                 self._answer(self._unkept.popleft())
 
     def _pause_s(self) -> float | None:
-        """Return how long there is nothing to do unless somebody asks."""
+        """Return how long there is nothing to do unless a new question comes."""
         if self._packing is None:
             return REACH_S
         return max(0.0, self._unkept[0].again_s - time.monotonic()) if self._unkept else None
