@@ -110,23 +110,41 @@ def served(
         device=device, attention_backend=backend, moe_backend=backend, num_threads=1,
         with_mtp=with_mtp, **options,
     )  # fmt: skip
-    several = made.shape.num_ranks > 1
-    lead = start_ranks(str(path), "float32", made, peers) if several else None
-    source = ModelSource(path, "float32", made, lead=lead, peers=peers)
     layout = KvLayout.for_model(
         Checkpoint.open(path).spec, block_tokens=BLOCK_TOKENS, dtype="float32",
         weights_revision="none", with_mtp=with_mtp,
     )  # fmt: skip
+    shape = made.shape
+    config = dataclasses.replace(
+        config, num_homes=shape.dcp, num_stages=shape.pp, speculation=drafts
+    )
+    if shape.pp > 1:
+        config = dataclasses.replace(config, max_steps_in_flight=shape.pp + 1)
+    with opened(path, made, layout, config, peers, measures=peers is not None) as engine:
+        yield engine
+
+
+@contextmanager
+def opened(
+    path: Path,
+    options: ModelOptions,
+    layout: KvLayout,
+    config: EngineConfig,
+    peers: Peers | None = None,
+    *,
+    measures: bool = True,
+) -> Iterator[Served]:
+    """Open an engine of these settings in float32 as a worker's process does, and close it.
+    measures: whether it gets no more pages than its GPUs are found to have room for.
+    """
+    several = options.shape.num_ranks > 1
+    lead = start_ranks(str(path), "float32", options, peers) if several else None
+    source = ModelSource(path, "float32", options, lead=lead, peers=peers)
     try:
         source.load()
-        shape = made.shape
-        config = dataclasses.replace(
-            config, num_homes=shape.dcp, num_stages=shape.pp, speculation=drafts
-        )
-        if shape.pp > 1:
-            config = dataclasses.replace(config, max_steps_in_flight=shape.pp + 1)
-        if peers is not None:
-            assert source.num_pages(layout, config) >= config.num_blocks
+        if measures:
+            most = source.num_pages(layout, config)
+            config = dataclasses.replace(config, num_blocks=min(most, config.num_blocks))
         pages: memoryview | PageMemory
         if source.owns_pages:
             pages = source.device_pages(layout, config.num_blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.base import Role
+from mooncake.base import ConfigError, Role
 from mooncake.base.tls_files import TlsFiles
 from mooncake.launch.cluster.workers import check_transport, cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
@@ -40,6 +40,8 @@ def check_start(config: ServeConfig, plan: ServePlan, *, adopts: bool = False) -
     Raises:
         ConfigError: something is missing or too small; the message names the flag.
     """
+    if plan.refusal and plan.gpu_node is None:
+        raise ConfigError(plan.refusal)
     if not adopts:
         check_memory(plan, machine_facts.available_bytes())
     if not config.colocated and config.role is None:

@@ -116,6 +116,9 @@ def print_plan(
     console.print(workers)
     if plan.engines:
         console.print(f"\nsteps of up to {plan.steps.number} tokens: {plan.steps.why}")
+    if plan.gpu_node is not None and plan.refusal:
+        words = f"\n`serve` on one machine of {plan.gpu_node.name} refuses this: {plan.refusal}"
+        console.print(words, soft_wrap=True, highlight=False)
     shown: list[InstanceMemory] = []
     for role, _ in plan.engines:
         memory = plan.ranks[role]

@@ -157,7 +157,10 @@ def _planned(machine: Machine, part: Part, cores: int) -> tuple[ServeConfig, Ser
         config = resolve({**part.given, "dry_run": True}, None, {})
         if part.role != "gateway":
             check_transport(config)
-        return config, make_plan(config, cores)
+        plan = make_plan(config, cores)
+        if plan.refusal:
+            raise ConfigError(plan.refusal)
+        return config, plan
     except ConfigError as error:
         raise ConfigError(f"{part.name} of {machine.name}: {error.message}") from error
 

@@ -38,6 +38,7 @@ from mooncake.launch.config.rank_plan import (
     StepTokens,
     check_dram,
     check_gpus,
+    check_one_machine,
     instance_memory,
     step_tokens,
 )
@@ -103,6 +104,8 @@ class ServePlan:
     """Machines that compute the stages before the last one, first stage first, with their ports;
     empty: all ranks of an engine are on its worker's machine.
     """
+    refusal: str = ""
+    """Why `serve` on one such machine would not start this, in a dry run; empty: it would."""
 
     @property
     def num_engines(self) -> int:
@@ -281,9 +284,16 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
     num_ranks += num_decodes * shapes[Role.DECODE].num_ranks
     num_threads = config.num_threads or max(1, cores // max(1, num_ranks))
-    options = msgspec.structs.replace(
-        _options(config, model, shapes, num_ranks, gpu_node), num_threads=num_threads
-    )
+    device, num_gpus = _devices(config, gpu_node)
+    if gpu_node is None and device == "cuda" and num_gpus:
+        largest = max(shapes.values(), key=lambda shape: shape.tp)
+        check_gpus(model.spec, model.quantization, largest, num_gpus)
+    started = {Role.PREFILL: num_prefills, Role.DECODE: num_decodes}
+    refusal = _refusal(config, shapes, started, device, num_gpus)
+    if refusal and not config.dry_run:
+        raise ConfigError(refusal)
+    options = _options(config, model, shapes, device)
+    options = msgspec.structs.replace(options, num_threads=num_threads)
     needs = RankNeeds(
         spec=model.spec,
         dtype=model.dtype,
@@ -361,6 +371,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         ranks=ranks,
         gpu_node=gpu_node,
         stage_hosts=_stage_hosts(config, shapes),
+        refusal=refusal,
     )
 
 
@@ -515,45 +526,46 @@ def _gpus_here(config: ServeConfig, options: ModelOptions, num_ranks: int) -> Gp
     )
 
 
-def _options(
-    config: ServeConfig,
-    model: ModelPlan,
-    shapes: Mapping[Role, Shape],
-    num_ranks: int,
-    gpu_node: GpuNode | None,
-) -> ModelOptions:
-    """Return the options with which engines run the model. `num_ranks` is that of this worker's
-    role, otherwise decode's.
-
-    Raises:
-        ConfigError: there are more ranks than the GPUs can take.
-    """
-    largest = max(shapes.values(), key=lambda shape: shape.tp)
-    of_engines = all(shape.num_ranks == shape.dp == 1 for shape in shapes.values())
-    device, num_gpus = config.device, machine_facts.num_gpus()
+def _devices(config: ServeConfig, gpu_node: GpuNode | None) -> tuple[str, int]:
+    """Return on what engines compute, and how many GPUs their machine has."""
     if gpu_node is not None:
-        device, num_gpus = "cuda", gpu_node.num_gpus
-    if device == "auto":
-        device = "cuda" if num_gpus else "cpu"
-    here = device == "cuda" and gpu_node is None
-    if here and num_gpus:
-        check_gpus(model.spec, model.quantization, largest, num_gpus)
+        return "cuda", gpu_node.num_gpus
+    num_gpus = machine_facts.num_gpus()
+    if config.device == "auto":
+        return "cuda" if num_gpus else "cpu", num_gpus
+    return config.device, num_gpus
+
+
+def _refusal(
+    config: ServeConfig,
+    shapes: Mapping[Role, Shape],
+    started: Mapping[Role, int],
+    device: str,
+    num_gpus: int,
+) -> str:
+    """Return why `serve` on a machine with these GPUs does not start as many workers of each role
+    as `started` says; empty: it does.
+    """
+    sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
+    try:
+        for shape in shapes.values():
+            _check_served(shape, device, config)
+        if device == "cuda":
+            engines = [shapes[role] for role, number in started.items() for _ in range(number)]
+            check_one_machine(engines, num_gpus, sized=sized is not None)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def _options(
+    config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Shape], device: str
+) -> ModelOptions:
+    """Return the options with which engines run the model. Raises ConfigError: they cannot."""
     for shape in shapes.values():
         if device == "cpu" and shape.num_ranks > 1 and config.moe_backend == "triton":
             raise ConfigError("moe-backend=triton: ranks on CPUs do not use it; leave it out")
-        if not config.dry_run:
-            _check_served(shape, device, config)
     sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
-    if here and num_ranks > 1 and not num_gpus:
-        raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
-    shared = sized is not None and of_engines
-    if here and num_ranks > 1 and num_ranks > num_gpus and not shared:
-        kind = "engines" if of_engines else "ranks"
-        raise ConfigError(
-            f"device=cuda: {num_ranks} {kind} and {num_gpus} GPU: each takes all its memory. "
-            "Engines that share one need pages of a given size: --kv-cache-memory-bytes or "
-            "--num-gpu-blocks-override; else use fewer, --colocated, or --device cpu"
-        )
     values = values_of(config, ModelOptions)
     values["eplb"] = _eplb(config, model.spec, shapes)
     return ModelOptions(

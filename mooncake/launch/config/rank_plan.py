@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from mooncake.base import ConfigError, KvLayout, ModelSpec, Shape, format_bytes
-from mooncake.base.parallel import TP_FLAG, divisors, stage_layers
+from mooncake.base.parallel import DP_FLAG, PP_FLAG, TP_FLAG, divisors, stage_layers
 from mooncake.model.checkpoint.quant_format import INT4_GROUP, Int4Group, QuantFormat
 from mooncake.model.checkpoint.tensor_cuts import cuts, said_of_cuts
 from mooncake.model.memory import (
@@ -319,6 +319,38 @@ def check_gpus(
     if shape.tp > num_gpus:
         able = said_of_cuts(cuts(spec, quantization, num_gpus))
         raise ConfigError(f"{_too_many(shape, num_gpus)}; here {able}")
+
+
+def check_one_machine(engines: Sequence[Shape], num_gpus: int, *, sized: bool) -> None:
+    """Raise ConfigError if a machine's GPUs do not take the ranks of all these engines, of which
+    those that share experts count each. Engines of one rank, with pages of a given size (`sized`),
+    may share a GPU.
+    """
+    num_ranks = sum(shape.num_ranks for shape in engines)
+    of_engines = all(shape.num_ranks == shape.dp == 1 for shape in engines)
+    if num_ranks <= max(1, num_gpus):
+        return
+    if not num_gpus:
+        raise ConfigError("device=cuda: this machine shows no NVIDIA GPU; use --device cpu")
+    if of_engines and sized:
+        return
+    for shape in engines:
+        together = shape.num_ranks * shape.dp
+        if together <= num_gpus:
+            continue
+        flag, what = f"{PP_FLAG}={shape.pp}", "stages on GPUs are all on the worker's machine"
+        if shape.dp > 1:
+            flag, what = f"{DP_FLAG}={shape.dp}", "engines that share experts are on one machine"
+        raise ConfigError(
+            f"{flag}: {what} so far, and the {together} ranks of {shape} are more than its "
+            f"{num_gpus} GPUs; this is only planned (--dry-run)"
+        )
+    raise ConfigError(
+        f"device=cuda: {num_ranks} {'engines' if of_engines else 'ranks'} and {num_gpus} GPU: each "
+        "takes all its memory. Engines that share one need pages of a given size: "
+        "--kv-cache-memory-bytes or --num-gpu-blocks-override; else use fewer, --colocated, "
+        "or --device cpu, or start each machine's engines there (`mooncake up`)"
+    )
 
 
 def _too_many(shape: Shape, num_gpus: int) -> str:

@@ -247,6 +247,7 @@ def test_up_follows_the_credential_of_its_machine(
         ([], {"model": "nowhere"}, "model: nowhere is not a directory on here; copy"),
         ([], {"kvstore": {"kvstore-dram-bytes": "90TiB"}}, "kvstore-0 90 TiB): run fewer there"),
         ([], {"decode": {"max-model-len": "9999k"}}, "decode-0 of here: max-model-len: "),
+        ([], {"decode": {"all2all-backend": "deepep_low_latency"}}, "here: all2all-backend=deep"),
         ([], {"decode": {"device": "cuda"}}, "here has 0 GPUs, and the ranks of its"),
     ],
 )

@@ -42,7 +42,7 @@ def __getattr__(op: str) -> Any:
     made = dispatch.kernel(op, REFERENCE)
     if not isinstance(made, type):
         return lambda *args, **kwargs: queue(op, made, args, kwargs)
-    return lambda *stored: _Stored(op, made, stored)
+    return lambda *stored, in_place=False: _Stored(op, made, stored)
 
 
 class _Stored:
@@ -52,6 +52,7 @@ class _Stored:
         self._op, self._stored = op, stored
         self._reference = made(*(inner(each) for each in stored))
         the_machine().finish_all()  # a reference may read what it is made of
+        self.num_bytes = sum(each.nbytes for each in stored)
 
     def slot(self, number: int) -> list[Any]:
         """Return where the weights of an expert lie."""

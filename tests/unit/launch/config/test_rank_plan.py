@@ -276,6 +276,12 @@ def test_some_shapes_are_planned_and_not_served_yet(
             "expert_device": "cpu",
         },
         "rank-backend=gloo: ranks on GPUs exchange by NCCL": {"rank_backend": "gloo"},
+        "pipeline-parallel-size=4: stages .* so far, and the 8 ranks of tp2-pp4 are more than its "
+        "4 GPUs": {"pipeline_parallel_size": 4, "colocated": True},
+        "data-parallel-size=4: .* on one machine so far, and the 8 ranks of tp2-dp4-ep8 are more": {
+            "data_parallel_size": 4,
+            "enable_expert_parallel": True,
+        },
         "8 ranks and 4 GPU": {"prefill": 3, "num_gpu_blocks_override": 100_000},
     }
     for words, settings in refused.items():

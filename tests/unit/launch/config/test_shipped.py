@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from mooncake.base import ModelSpec
+from mooncake.base import ConfigError, ModelSpec, Role
 from mooncake.cli import main as cli
+from mooncake.engine.config import EngineConfig
+from mooncake.launch.cluster.checks import check_start
 from mooncake.launch.config import shipped
 from mooncake.launch.config.cluster_file import read_cluster_file
-from mooncake.launch.config.config import read_settings, resolve
+from mooncake.launch.config.config import read_file, read_settings, resolve
 from mooncake.launch.config.key_file import read_keys
+from mooncake.launch.config.plan import ServePlan, make_plan
+from mooncake.launch.config.rank_plan import RankMemory
+from mooncake.launch.config.shipped import figures
 from mooncake.launch.config.sim_settings import SimulateSettings
+from mooncake.launch.host import machine_facts
 from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS
 from mooncake.model.checkpoint.making.presets import preset_config, write_preset_files
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.sim.files import read_faults
+from mooncake.sim.world.cost_model import HardwareFigures
+from tests.support.model.checkpoints import write_config_only
 from tests.support.model.specs import KIMI_K2, small_config
 
 SECRET = {"MOONCAKE_CLUSTER_SECRET": "s"}
@@ -124,6 +133,63 @@ def test_each_file_is_planned_as_it_stands_without_a_checkpoint(
     monkeypatch.setattr("mooncake.launch.host.machine_facts.available_bytes", lambda: 2**40)
     monkeypatch.setattr("mooncake.launch.cluster.checks.check_disks", lambda *_: None)
     assert cli.run(["serve", "--config", str(path), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in files("serve") if path.stem != "gateway"], ids=lambda path: path.stem
+)
+def test_a_dry_run_and_serve_agree(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine like those of the plan, `serve` starts the same engines with the same memory, or
+    refuses with the words that the dry run has printed. Files that say so are only planned.
+    """
+    settings = read_file(str(path))
+    is_k2 = path.stem.startswith("k2-")
+    model = str(settings["model"])
+    config = json.loads(((shipped.shape_of(model) or Path(model)) / "config.json").read_text())
+    given: dict[str, object] = {"model": str(write_config_only(tmp_path / "model", **config))}
+    if is_k2:
+        given["hardware"] = settings.pop("hardware", f"{path.stem[3:7]}x8")
+        node = figures(str(given["hardware"]), HardwareFigures)
+        monkeypatch.setattr(machine_facts, "num_gpus", lambda: node.num_gpus)
+        monkeypatch.setattr(machine_facts, "gpu_bytes", lambda: int(node.hbm_bytes))
+    monkeypatch.setattr(machine_facts, "available_bytes", lambda: 2**42)
+    monkeypatch.setattr("mooncake.launch.cluster.checks.check_disks", lambda *_: None)
+    monkeypatch.setenv("MOONCAKE_CLUSTER_SECRET", "s")
+    words = [f"--{name}={value}" for name, value in given.items() if name != "model"]
+    assert cli.run(["serve", str(given["model"]), "--config", str(path), "--dry-run", *words]) == 0
+    planned = make_plan(resolve({**given, "dry_run": True}, str(path), SECRET), 8)
+    only_planned = settings.pop("dry_run", False)
+    config_here = resolve({**settings, "model": given["model"]}, None, SECRET)
+    shown = capsys.readouterr().out
+    if only_planned:
+        with pytest.raises(ConfigError) as refused:
+            make_plan(config_here, 8)
+        assert f"refuses this: {refused.value.message}\n" in shown
+        return
+    served = make_plan(config_here, 8)
+    check_start(config_here, served)
+    assert "refuses this" not in shown
+    assert served.steps.number == planned.steps.number
+    assert served.engines == planned.engines
+    for role, _ in served.engines:
+        assert limits_of(served, role) == limits_of(planned, role)
+        for here, there in zip(served.ranks[role].stages, planned.ranks[role].stages, strict=True):
+            assert memory_of(here) == memory_of(there)
+    assert served.options == planned.options
+    assert served.kvstore == planned.kvstore
+
+
+def limits_of(plan: ServePlan, role: Role) -> EngineConfig:
+    """Return an engine's limits without its pages, of which the start finds how many fit."""
+    return dataclasses.replace(plan.engine_of(role), num_blocks=1024)
+
+
+def memory_of(rank: RankMemory) -> tuple[object, ...]:
+    """Return what does not depend on how many pages fit."""
+    sizes = rank.weights, rank.dram, rank.communication, rank.libraries, rank.block_bytes
+    return rank.layers, *sizes
 
 
 def test_the_shipped_shapes_are_those_of_the_models() -> None:
