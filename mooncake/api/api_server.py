@@ -227,10 +227,14 @@ class ApiServer(Serving):
         options: TextOptions,
         review: Review | None = None,
         num_kept: int | None = None,
+        *,
+        keeps_answer: bool = True,
+        call_token: int | None = None,
     ) -> Call:
         """Return the call of these prompts, not yet started: `n` sequences for each prompt.
         `review` checks finished answers. `num_kept`: how many leading tokens the pool is to keep if
-        `fields` ask for it; None: the whole prompts.
+        `fields` ask for it; None: the whole prompts, and the answers if the next turn begins with
+        them. It does if `keeps_answer`; where a `call_token` is given, only with one of these.
 
         Clients may choose the same id for two calls, here or at another gateway. So the ids that
         the cluster sees end in the gateway's name and a random part.
@@ -258,7 +262,8 @@ class ApiServer(Serving):
         requests: list[GenerateRequest] = []
         keep_s = fields.keep_s
         for tokens, sampling in prompts:
-            kept = len(tokens) if num_kept is None else num_kept
+            kept = (len(tokens) if num_kept is None else num_kept) if keep_s else 0
+            keeps = keeps_answer and kept == len(tokens) and not fields.use_beam_search
             prompt = pack_tokens(tokens)
             others = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
             for which in range(len(requests), len(requests) + n):
@@ -273,8 +278,10 @@ class ApiServer(Serving):
                         ),
                         cache_salt=fields.cache_salt or "",
                         priority=request_priority(fields),
-                        num_kept_tokens=kept if keep_s else 0,
+                        num_kept_tokens=kept,
                         keep_s=keep_s,
+                        keeps_answer=keeps,
+                        call_token=call_token if keeps else None,
                     )
                 )
         choices = [

@@ -162,6 +162,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The pool keeps the KV of so many leading tokens of the prompt, as far as the tenant may."""
     keep_s: float = 0.0
     """How many seconds it is kept after the request."""
+    keeps_answer: bool = False
+    """Whether the answer is kept too, because the next turn begins with it. The whole prompt is."""
+    call_token: int | None = None
+    """The token that begins a call of a tool. Given: only an answer that holds it is kept."""
     traced: bool = False
     """Its workers report what they did for it and when (`RequestOutput.spans`)."""
 

@@ -326,7 +326,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
             job = self._jobs.of_sequence(sequence.sequence_id)
             assert job is not None, "a sequence without a job"
             if output.finish is None or output.finish.failure is None:
-                self._write_through(job, now)
+                self._write_through(job, now, ended=output.finish is not None)
             self._send_output(job, sequence, output, now)
             if output.finish is not None:
                 self.instance.engine.release(sequence)
@@ -350,17 +350,24 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         made = job.output(output, cached if first else None)
         self.instance.queue_output(job.task.gateway, made)
 
-    def _write_through(self, job: DecodeJob, now: float) -> None:
-        """Put the blocks that have become full into this node's pool."""
+    def _write_through(self, job: DecodeJob, now: float, *, ended: bool) -> None:
+        """Put the blocks that have become full into this node's pool. If the answer has `ended`,
+        tell the pool whether to keep it.
+        """
         sequence = job.sequence
         assert sequence is not None
         num_full = sequence.num_computed // self.instance.layout.block_tokens
-        if num_full <= job.num_blocks_put or self.instance.kvstore is None:
+        keeps_answer = ended and job.keeps_answer(sequence)
+        is_new = num_full > job.num_blocks_put
+        if not (is_new or keeps_answer) or self.instance.kvstore is None:
             return
         num_cached = sequence.num_cached_tokens // self.instance.layout.block_tokens
         indexes = range(max(job.num_blocks_put, num_cached), num_full)
         before = sequence.keys[job.first_own : indexes.start]
-        head = job.chain_head(before, job.num_counted - job.first_own, job.first_own)
+        head = job.chain_head(
+            before, job.num_counted - job.first_own, job.first_own,
+            sequence.num_computed if keeps_answer else 0,
+        )  # fmt: skip
         job.num_blocks_put = job.num_counted = num_full
         if not indexes:
             self.instance.report_use(head)

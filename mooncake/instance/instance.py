@@ -319,10 +319,11 @@ class Instance:
             self.write_through.put(self.kvstore, push, blocks, tenant, settled, head)
 
     def report_use(self, head: ChainHead) -> None:
-        """Tell this machine's pool node that a chain is used. Called when no block of it has to be
-        written.
+        """Tell this machine's pool node that a chain is used, and how much of it is to be kept.
+        Called when no block of it has to be written.
         """
-        if head.num_counted < len(head.keys) and self.kvstore is not None:
+        is_news = head.num_counted < len(head.keys) or head.num_kept
+        if is_news and self.kvstore is not None:
             self._writer.report_use(self.kvstore, head)
 
     def close_push(

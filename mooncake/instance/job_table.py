@@ -168,13 +168,23 @@ class Job:
         """Return the sort key of queues: smaller goes first."""
         return self.task.turn, self.task.request.priority.order
 
-    def chain_head(self, keys: list[BlockKey], num_counted: int, first: int = 0) -> ChainHead:
+    def chain_head(
+        self, keys: list[BlockKey], num_counted: int, first: int = 0, num_kept_tokens: int = 0
+    ) -> ChainHead:
         """Return what a message to a pool says of the chain before the blocks that it names, and of
-        how much of the prompt is to be kept. `first`: the number of the chain's first block.
+        how much of it is to be kept: what the request wants of its prompt, or `num_kept_tokens` if
+        that is more. `first`: the number of the chain's first block.
         """
         request = self.task.request
-        num_kept = max(0, request.num_kept_tokens // self._block_tokens - first)
+        num_tokens = max(request.num_kept_tokens, num_kept_tokens)
+        num_kept = max(0, num_tokens // self._block_tokens - first)
         return ChainHead(keys, num_counted, num_kept, request.keep_s if num_kept else 0.0)
+
+    def keeps_answer(self, sequence: Sequence) -> bool:
+        """Return whether the pool is to keep the answer, which has ended."""
+        request = self.task.request
+        is_wanted = request.call_token is None or request.call_token in sequence.output_tokens
+        return request.keeps_answer and is_wanted
 
     def new_sequence(
         self, sequence_id: int, output_tokens: list[int], pages: list[int], num_computed: int

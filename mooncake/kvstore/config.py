@@ -147,7 +147,7 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the DRAM blocks that may have hard pins; the rest remains a cache."""
     kept_share: float = 0.25
     """Share of the DRAM blocks that may be kept for requests that ask for it (`cache_control`,
-    `prompt_cache_key`); 0: nothing is kept.
+    `prompt_cache_key`, `session_id`); 0: nothing is kept.
     """
     tenant_kept_share: float = 0.125
     """The same for any one tenant. A tenant with a quota may keep half of it at most."""

@@ -59,7 +59,13 @@ async def new_chat_call(
     markers = api_server.think_markers | (api_server.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None
     options = text_options(body, markers=markers, max_calls=max_calls)
-    return api_server.new_call(name, [(tokens, sampling)], body, options, review, num_kept)
+    # Templates leave out what was thought before an answer, but not before a call of a tool.
+    thinks = _thinking(api_server, body, tokens).is_possible
+    return api_server.new_call(
+        name, [(tokens, sampling)], body, options, review, num_kept,
+        keeps_answer=calls or not thinks,
+        call_token=_marker_ids(api_server).get(Marker.CALL_BEGIN) if calls and thinks else None,
+    )  # fmt: skip
 
 
 def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], SamplingParams, int]:

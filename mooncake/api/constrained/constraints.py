@@ -62,6 +62,11 @@ class Thinking(msgspec.Struct, frozen=True):
     is_open: bool = False
     """True if the prompt ends inside a think block."""
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the answer may hold reasoning."""
+        return self.is_open or self.begin is not None
+
 
 def answer_form(fields: GenerationFields) -> Form | None:
     """Return the form that the request asks for; None = any text.

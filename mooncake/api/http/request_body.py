@@ -19,12 +19,14 @@ from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import ApiError, validation_error
 from mooncake.api.http.response import tenant_of, unless_gone
-from mooncake.api.schema.fields import RequestBody, SharedFields
+from mooncake.api.schema.fields import MAX_SESSION_CHARS, RequestBody, SharedFields
 
 ITEM_COST = 1
 """Cost of a comma: one more number or string. About 0.1 µs."""
 NODE_COST = 8
 """Cost of a colon or an opening bracket: a field, an object, a list. About 1 µs."""
+SESSION = "x-session-id"
+"""The header that names a request's session, for bodies without `session_id`."""
 Body = TypeVar("Body", bound=RequestBody)
 TURN_BYTES = 1 << 20
 """After about this many bytes of a body, other requests get a turn."""
@@ -66,8 +68,9 @@ class JsonCost:
 
 async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -> Body:
     """Read the body of `request` and check it: size, JSON, fields, the model's name. A body without
-    a seed gets one derived from the request's `Idempotency-Key`. A body of many values is validated
-    in a thread: the event loop may run between two turns of a conversation.
+    a seed gets one derived from the request's `Idempotency-Key`, and one without a session that of
+    its header. A body of many values is validated in a thread: the event loop may run between two
+    turns of a conversation.
 
     Raises:
         MooncakeError: 413 too large, 415 not JSON, 404 another model, 400 not valid, 429 too much
@@ -85,8 +88,12 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
         cost.add_text(text)
         _check_size(len(body), cost.total, config)
     api_server.check_body(fields)
-    if isinstance(fields, SharedFields) and fields.seed is None:
-        fields.seed = getattr(request.state, "seed", None)
+    if isinstance(fields, SharedFields):
+        if fields.seed is None:
+            fields.seed = getattr(request.state, "seed", None)
+        session = request.headers.get(SESSION)
+        if session and not fields.session_id:
+            fields.session_id = session[:MAX_SESSION_CHARS]
     return fields
 
 

@@ -38,10 +38,10 @@ CACHE_MARK = "cache_control"
 """Anthropic's mark for where a cached prefix ends, on requests, messages, their parts and tools."""
 KEEP_S = {"5m": 300.0, "1h": 3600.0}
 """Anthropic's times to live -> seconds for which the pool keeps a marked prefix."""
+MAX_SESSION_CHARS = 1024
 QUIET_FIELDS = frozenset(
     {
-        "metadata", "safety_identifier", "session_id", "spaces_between_special_tokens", "store",
-        "user",
+        "metadata", "safety_identifier", "spaces_between_special_tokens", "store", "user",
     }
 )  # fmt: skip
 """Fields that are accepted silently: they have no effect on the tokens here."""
@@ -254,8 +254,10 @@ class SharedFields(SamplingFields, RequestBody, Markable):
     """
     cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
     """Only requests with the same salt share cached blocks."""
-    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    prompt_cache_key: str | None = Field(default=None, max_length=MAX_SESSION_CHARS)
     """The pool keeps the prompt for 5 minutes, whatever the key is."""
+    session_id: str | None = Field(default=None, max_length=MAX_SESSION_CHARS)
+    """The same as `prompt_cache_key`. A request may name it in a header instead."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """"24h": the pool keeps the prompt for an hour, the longest that it keeps anything."""
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
@@ -268,7 +270,7 @@ class SharedFields(SamplingFields, RequestBody, Markable):
     @property
     def whole_keep_s(self) -> float:
         """Seconds for which the pool is to keep the whole prompt; 0: no field asks for it."""
-        key_s = KEEP_S["5m"] if self.prompt_cache_key else 0.0
+        key_s = KEEP_S["5m"] if self.prompt_cache_key or self.session_id else 0.0
         retention_s = KEEP_S["1h"] if self.prompt_cache_retention == "24h" else 0.0
         return max(self.mark_s, key_s, retention_s)
 

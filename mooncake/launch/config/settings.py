@@ -130,7 +130,7 @@ class ServeConfig:
         "without a quota may fill together")
     kept_share: float = owned(KvStoreConfig, "kept_share", part, POOL, "SHARE",
         "largest share of a worker's DRAM that is kept for requests which ask for it "
-        "(cache_control, prompt_cache_key); 0: nothing is kept")
+        "(cache_control, prompt_cache_key, session_id); 0: nothing is kept")
     tenant_kept_share: float = owned(KvStoreConfig, "tenant_kept_share", part, POOL, "SHARE",
         "largest share of a worker's DRAM that is kept for any one tenant")
     ssd_min_uses: int = owned(KvStoreConfig, "ssd_min_uses", count(1), POOL, "N",

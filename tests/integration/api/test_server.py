@@ -316,7 +316,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     ],
 )  # fmt: skip
 def test_fields_about_caches_change_no_token_of_the_prompt(route: str, ask: dict[str, Any]) -> None:
-    """They say what the pool keeps, and `cache_salt` who shares it, as docs/apis.md says."""
+    """They say what the pool keeps, and `cache_salt` who shares it, as docs/sessions.md says."""
     plain = {"seed": 1} | ask
     marked = json.loads(json.dumps(plain))
     places = [marked, *marked.get("tools", []), *marked.get("system", [])]
@@ -336,12 +336,16 @@ def test_fields_about_caches_change_no_token_of_the_prompt(route: str, ask: dict
             for body in (plain, marked, plain | {"cache_salt": "s"}):
                 reply = await client.post(route, json=body)
                 assert reply.status_code == 200, reply.text
-        one, other, salted = (
+            reply = await client.post(route, json=plain, headers={"X-Session-Id": "s" * 5000})
+            assert reply.status_code == 200, reply.text
+        one, other, salted, in_session = (
             msgspec.structs.replace(each, request_id="") for each in backend.requests
         )
-        kept = {"num_kept_tokens": len(one.prompt_tokens), "keep_s": 3600.0}
+        num_kept = len(one.prompt_tokens)
+        kept = {"num_kept_tokens": num_kept, "keep_s": 3600.0, "keeps_answer": True}
         assert other == msgspec.structs.replace(one, **kept)
         assert salted == msgspec.structs.replace(one, cache_salt="s")
+        assert in_session == msgspec.structs.replace(one, **kept | {"keep_s": 300.0})
 
     asyncio.run(main())
 

@@ -1,5 +1,6 @@
-"""The next turn of an agent finds its marked prefix in the pool, although others have filled all
-memory since. Gateway, prefill, decode and the pool node are processes.
+"""The next turn of an agent finds its marked prefix in the pool, and that of a session also the
+answer, although others have filled all memory since. Gateway, prefill, decode and the pool node are
+processes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def ask(server: Server, *turns: dict[str, Any]) -> dict[str, Any]:
     return usage
 
 
-def said(words: str, **mark: object) -> dict[str, Any]:
+def turn(words: str, **mark: object) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": words, **mark}]}
 
 
@@ -58,8 +59,9 @@ def test_the_next_turn_finds_the_marked_prefix_after_a_flood(tmp_path: Path) -> 
     draw = random.Random(7)
     with serving(*words, log=tmp_path / "log") as server:
         plain = text(draw)
-        assert ask(server, said(plain))["cache_read_input_tokens"] == 0
+        assert ask(server, turn(plain))["cache_read_input_tokens"] == 0
         marked, kept = keep_one(server, draw)
+        said, num_said_blocks = keep_answer(server, draw)
         put = pool(server)["counters"]["blocks_put"]
 
         def is_flooded() -> bool:
@@ -69,11 +71,13 @@ def test_the_next_turn_finds_the_marked_prefix_after_a_flood(tmp_path: Path) -> 
             return bool(load["counters"]["blocks_put"] - put > 2 * load["num_total_blocks"])
 
         wait_for("the pool was not filled", is_flooded)
-        again = ask(server, said(marked, **MARK), {"role": "assistant", "content": "so"}, said("?"))
-        lost = ask(server, said(plain), {"role": "assistant", "content": "so"}, said("?"))
+        again = ask(server, turn(marked, **MARK), {"role": "assistant", "content": "so"}, turn("?"))
+        after = server.complete([*said, 1, 2, 3], max_tokens=1)["usage"]["prompt_tokens_details"]
+        lost = ask(server, turn(plain), {"role": "assistant", "content": "so"}, turn("?"))
     assert found(lost) == 0, "without a mark it is evicted"
     assert found(again) >= (kept - 1) * BLOCK
     assert again["mooncake"]["misses"]["evicted"] == 0
+    assert found(after) >= num_said_blocks * BLOCK
 
 
 def keep_one(server: Server, draw: random.Random) -> tuple[str, int]:
@@ -83,7 +87,7 @@ def keep_one(server: Server, draw: random.Random) -> tuple[str, int]:
     deadline = time.monotonic() + WAIT_S
     while True:
         marked = text(draw)
-        kept = ask(server, said(marked, **MARK))["input_tokens"] // BLOCK
+        kept = ask(server, turn(marked, **MARK))["input_tokens"] // BLOCK
         assert kept > 2
         until, pause = time.monotonic() + 15.0, threading.Event()
         while time.monotonic() < until:
@@ -91,6 +95,25 @@ def keep_one(server: Server, draw: random.Random) -> tuple[str, int]:
                 return marked, kept
             pause.wait(0.1)
         assert time.monotonic() < deadline, "nothing is kept"
+
+
+def keep_answer(server: Server, draw: random.Random) -> tuple[list[int], int]:
+    """Return a prompt of a session with its answer, and how many whole blocks of them are kept. It
+    is the first whose puts did not time out.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        before = pool(server)["counters"].get("blocks_kept", 0)
+        prompt = [draw.randrange(512) for _ in range(2 * BLOCK + 10)]
+        asked = {"max_tokens": 2 * BLOCK, "ignore_eos": True, "session_id": "one"}
+        answer = server.complete(prompt, **asked)["choices"][0]["token_ids"]
+        num_blocks = (len(prompt) + len(answer) - 1) // BLOCK
+        until, pause = time.monotonic() + 15.0, threading.Event()
+        while time.monotonic() < until:
+            if pool(server)["counters"].get("blocks_kept", 0) >= before + num_blocks:
+                return [*prompt, *answer], num_blocks
+            pause.wait(0.1)
+        assert time.monotonic() < deadline, "no answer is kept"
 
 
 def text(draw: random.Random) -> str:

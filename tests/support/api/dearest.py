@@ -149,6 +149,7 @@ SHARED: dict[str, Dearest] = {
     "cache_salt": Dearest("s" * 128, above={"": "s" * 129}),
     "cache_control": switch({"type": "ephemeral", "ttl": "1h"}),
     "prompt_cache_key": Dearest("k" * 1024, above={"": "k" * 1025}),
+    "session_id": Dearest("s" * 1024, above={"": "s" * 1025}),
     "prompt_cache_retention": Dearest("24h", above={"": "48h"}),
     "request_id": Dearest("r" * 128, above={"": "r" * 129}),
 }

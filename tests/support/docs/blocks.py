@@ -304,6 +304,9 @@ CLASSES: dict[str, dict[str, Class]] = {
         "mooncake model init": Typed(),
         "openssl rand": Typed(),
     },
+    "docs/sessions.md": {
+        "curl http://127.0.0.1:8000": Asked(("get_weather", '"finish_reason":"tool_calls"')),
+    },
     "docs/several-machines.md": {
         "# k2.yaml": Read("cluster"),
         "mooncake cluster init k2.yaml": PLANNED,

@@ -5,8 +5,10 @@ it, in each API by its own names.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -21,6 +23,8 @@ from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.messages import MessagesRequest
 from mooncake.api.schema.responses import ResponsesRequest
+from mooncake.api.text.answer import Marker
+from mooncake.api.text.chat_template import ChatTemplate
 from mooncake.base import GenerateRequest
 from tests.support.api.server import ScriptedBackend, answer, tiny_model
 
@@ -47,6 +51,8 @@ def marked(number: int, mark: dict[str, Any]) -> list[dict[str, Any]]:
         (HOUR, 4, 3600.0),
         ({"prompt_cache_key": "session-7"}, 4, 300.0),
         ({"prompt_cache_key": ""}, 0, 0.0),
+        ({"session_id": "session-7"}, 4, 300.0),
+        ({"session_id": ""}, 0, 0.0),
         ({"prompt_cache_retention": "24h"}, 4, 3600.0),
         ({"prompt_cache_retention": "in_memory"}, 0, 0.0),
         ({"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}, 4, 300.0),
@@ -122,12 +128,19 @@ def test_the_responses_api_has_the_fields_of_the_whole_prompt() -> None:
     assert (chat.num_kept_messages, chat.keep_s) == (len(chat.messages), 3600.0)
 
 
-def requests(body: ChatRequest | CompletionRequest) -> tuple[list[GenerateRequest], ApiServer]:
+def requests(
+    body: ChatRequest | CompletionRequest, *, thinks: bool = False
+) -> tuple[list[GenerateRequest], ApiServer]:
     """Return the requests of a call, and the server that made it."""
 
     async def main() -> tuple[list[GenerateRequest], ApiServer]:
         backend = ScriptedBackend(lambda request: answer(request, [97]))
-        api_server = ApiServer(backend, tiny_model(max_model_len=1024), ApiConfig())
+        model = tiny_model(max_model_len=1024)
+        if thinks:
+            source = model.template.source + "{# <think> #}"
+            template = ChatTemplate(source, model.tokenizer.special_tokens)
+            model = dataclasses.replace(model, template=template)
+        api_server = ApiServer(backend, model, ApiConfig())
         try:
             if isinstance(body, ChatRequest):
                 call = await new_chat_call(api_server, body, "chatcmpl-x")
@@ -183,3 +196,50 @@ def test_a_request_without_marks_keeps_nothing_and_completions_keep_each_prompt(
         len(request.prompt_tokens) for request in made
     ]
     assert {request.keep_s for request in made} == {300.0}
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "whole"),
+    [
+        ({}, False),
+        ({"session_id": "s"}, True),
+        ({"messages": marked(3, MARK)}, True),
+        ({"messages": marked(1, MARK)}, False),
+        ({"tools": [TOOL | MARK]}, False),
+        ({"session_id": "s", "tools": [TOOL]}, True),
+        ({"session_id": "s", "tools": [TOOL], "tool_choice": "none"}, True),
+    ],
+)
+def test_an_answer_is_kept_where_the_next_turn_begins_with_it(
+    fields: dict[str, Any], whole: bool, thinks: bool
+) -> None:
+    """What was thought before an answer is left out of the next prompt, but not what was thought
+    before a call of a tool. So of a model that thinks only answers with calls are kept.
+    """
+    body = ChatRequest.model_validate({"messages": TURNS} | fields)
+    [request], api_server = requests(body, thinks=thinks)
+    assert api_server.thinks is thinks
+    calls = bool(body.tools) and body.tool_choice != "none"
+    [begin] = [
+        token for token, marker in api_server.tool_markers.items() if marker is Marker.CALL_BEGIN
+    ]
+    assert request.keeps_answer is (whole and (calls or not thinks))
+    assert request.call_token == (begin if whole and calls and thinks else None)
+
+
+def test_no_beam_is_kept() -> None:
+    fields = {"session_id": "s", "use_beam_search": True, "n": 2, "max_tokens": 4}
+    for request in requests(ChatRequest.model_validate({"messages": TURNS} | fields))[0]:
+        assert request.num_kept_tokens == len(request.prompt_tokens)
+        assert not request.keeps_answer
+
+
+def test_the_name_of_a_session_reaches_no_worker() -> None:
+    """So thousands of them cost no more memory than one."""
+    made = []
+    for name in ("a", "b"):
+        body = ChatRequest.model_validate({"messages": TURNS, "session_id": name, "seed": 1})
+        [request] = requests(body)[0]
+        made.append(msgspec.structs.replace(request, request_id=""))
+    assert made[0] == made[1]

@@ -127,6 +127,21 @@ def test_who_keeps_much_leaves_room_for_others_to_keep_and_to_put() -> None:
     assert len(granted.keys) == 8, "half of the node is a cache for all"
 
 
+def test_thousands_of_sessions_of_a_tenant_take_its_part_and_nothing_is_left_of_them() -> None:
+    world = node()
+    put(world, 1, 2, tenant="modest")
+    for number in range(3_000):
+        put(world, 1_000 + number, tenant="greedy", keep_s=3600.0)
+    assert world.node.state().num_kept == 2 + 4
+    assert set(keys(1, 2)) <= world.inventory
+    granted = world.start(P, keys(*range(10, 20)), "third")
+    assert len(granted.keys) == 16 - 6, "all but what is kept"
+    world.end(P, granted)
+    world.tick(world.now + 3610.0)
+    assert world.node.state().num_kept == 0
+    assert world.put(P, keys(*range(20, 36)), "third") == keys(*range(20, 36)), "all of the node"
+
+
 def test_a_tenant_at_its_quota_can_still_put() -> None:
     world = node(tenant_quota_bytes={"t": 4 * BLOCK})
     put(world, 1, 2, 3, 4, tenant="t")
