@@ -8,9 +8,10 @@ slowest tenth of its gaps is within `--tbt-ms`; one that is refused, late or fai
 Loads: `conversations` (a published trace, `--trace`: prompts a sixteenth as long, answers an
 eighth, prefixes shared as recorded, Poisson arrivals), `recorded` (the same at the trace's own
 times, scaled to the rate), `agents` (sessions of four to eight turns with tools between them, over
-one system prompt), `chats` (short questions that share nothing) and `tenants` (chats of one
-tenant, interactive and premium, beside bursts of longer requests of another, interactive and
-batch; only ours, because each tenant has a key).
+one system prompt), `sessions` (the same; each names its session, so that the pool keeps it),
+`chats` (short questions that share nothing) and `tenants` (chats of one tenant, interactive and
+premium, beside bursts of longer requests of another, interactive and batch; only ours, because each
+tenant has a key).
 
 Early rejection is what "told" does: compare a server that is told the limits with one that is not.
 `--foretell FILE` measures nothing: the simulator plays all loads on our servers.
@@ -41,6 +42,7 @@ from benchmarks.support.goodput_figures import (
     Outcome,
     Trial,
     by_party,
+    next_turns,
     relative,
     summary,
     table,
@@ -80,7 +82,7 @@ from mooncake.sim.results.plots import Line, lines_plot
 from mooncake.sim.results.report import comparison_page
 from mooncake.telemetry.stats import slow_gap_mean
 
-LOADS = ("conversations", "recorded", "agents", "chats", "tenants")
+LOADS = ("conversations", "recorded", "agents", "sessions", "chats", "tenants")
 KEYS = BUILD / "goodput-keys.yaml"
 SHARES = (0.9, 0.99)
 VLLM_CHUNKS = (256, 512, 2048)
@@ -127,6 +129,9 @@ def load_of(args: argparse.Namespace, name: str, rate: float, seed: int) -> list
     draw = _words(args.model).draw
     if name == "agents":
         return agents(args.requests, rate, draw, seed)
+    if name == "sessions":
+        found = enumerate(agents(args.requests, rate, draw, seed))
+        return [dataclasses.replace(one, name=f"session-{number}") for number, one in found]
     if name == "tenants":
         return tenants(args.requests, rate, draw, seed)
     if name == "chats":
@@ -149,14 +154,16 @@ async def play(client: HttpClient, sessions: Sequence[Session], limits: Limits) 
         ended: list[Outcome] = []
         for turn in session.turns:
             await asyncio.sleep(turn.pause_s)
+            num_said = len(said)
             said = [*said, *turn.fresh]
             patience_s = PATIENCE * (limits.ttft_s + turn.output_len * limits.tbt_s)
             try:
-                sent = _sent(client, said, turn.output_len, session.party)
+                sent = _sent(client, said, turn.output_len, session.party, session.name)
                 output = await asyncio.wait_for(sent, patience_s)
             except TimeoutError:
                 break
-            ended.append(_outcome(output, session.party))
+            outcome = _outcome(output, session.party)
+            ended.append(msgspec.structs.replace(outcome, num_said=num_said))
             if not output.success:
                 break
             said += output.token_ids
@@ -166,16 +173,19 @@ async def play(client: HttpClient, sessions: Sequence[Session], limits: Limits) 
     return [each for ended in await asyncio.gather(*map(follow, sessions)) for each in ended]
 
 
-async def _sent(client: HttpClient, prompt: list[int], output_len: int, party: str = "") -> Output:
+async def _sent(
+    client: HttpClient, prompt: list[int], output_len: int, party: str = "", session: str = ""
+) -> Output:
     sample = Sample(prompt=prompt, num_prompt_tokens=len(prompt), num_output_tokens=output_len)
-    return await ask(client, _target(party), sample, 0)
+    return await ask(client, _target(party, session), sample, 0)
 
 
-def _target(name: str) -> Target:
-    """Return the endpoint as a party uses it; without one, as the first party."""
+def _target(name: str, session: str) -> Target:
+    """Return the endpoint as a party uses it in a session; without one, as the first party."""
     party = PARTIES[name or next(iter(PARTIES))]
     headers = TARGET.headers | {"Authorization": f"Bearer {party.key}"}
     fields = TARGET.fields | ({"priority": party.priority} if name else {})
+    fields |= {"session_id": session} if session else {}
     return dataclasses.replace(TARGET, headers=headers, fields=fields)
 
 
@@ -186,7 +196,10 @@ def _outcome(output: Output, party: str) -> Outcome:
         )
         return Outcome(end=end, party=party)
     tbt_s = slow_gap_mean(output.itls_s)
-    return Outcome(end="whole", ttft_s=output.ttft_s, tbt_s=tbt_s, party=party)
+    return Outcome(
+        end="whole", ttft_s=output.ttft_s, tbt_s=tbt_s, party=party,
+        num_cached=output.num_cached_tokens,
+    )  # fmt: skip
 
 
 def _alone_turns(words: PromptSource, seed: int) -> list[Turn]:
@@ -301,7 +314,7 @@ def report(trials: Sequence[Trial], kinds: Mapping[str, Limits]) -> list[str]:
         head = f"{name}: TTFT {limits.ttft_s:.2f} s, TBT {1e3 * limits.tbt_s:.0f} ms"
         lines += ["", head, "", *table(trials, limits), "", *summary(trials, limits, SHARES)]
         lines += ["", *by_party(trials, limits)]
-    return lines
+    return [*lines, "", *next_turns(trials)]
 
 
 def write_page(path: Path, title: str, trials: Sequence[Trial], limits: Limits) -> None:

@@ -21,6 +21,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the slowest tenth of the gaps between its tokens; 0 where there is one token."""
     party: str = ""
     """Who sent it: one of `sessions.PARTIES`, or nobody in particular."""
+    num_said: int = 0
+    """Tokens of its prompt that were said in earlier turns, answers included."""
+    num_cached: int = 0
+    """Tokens of its prompt that came from a cache."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +159,38 @@ def by_party(trials: Sequence[Trial], limits: Limits) -> list[str]:
         "| load | requests/s | server | tenant and class | good | refused | ended whole "
         "| median TTFT s | median TBT ms |",
         "|---|---|---|---|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+def next_turns(trials: Sequence[Trial]) -> list[str]:
+    """Return a table in Markdown, a row for each load, rate and server: the turns of conversations
+    after the first, and how much of what was said before came from a cache. Seeds are taken
+    together. Empty: no load has such turns.
+    """
+    rows = []
+    for load, rate, server in sorted({(one.load, one.rate, one.server) for one in trials}):
+        own = [
+            outcome
+            for one in trials
+            if (one.load, one.rate, one.server) == (load, rate, server)
+            for outcome in one.outcomes
+            if outcome.num_said and outcome.end == "whole"
+        ]
+        if own:
+            said = sum(one.num_said for one in own)
+            found = sum(min(one.num_said, one.num_cached) for one in own)
+            rows.append(
+                f"| {load} | {rate:g} | {server} | {len(own)} | {said / len(own):.0f} "
+                f"| {PERCENT * found / said:.1f} % | {(said - found) / len(own):.0f} "
+                f"| {_median([one.ttft_s for one in own], 1, 2)} |"
+            )
+    if not rows:
+        return []
+    return [
+        "| load | requests/s | server | next turns | tokens said before | of these from a cache "
+        "| not from it | median TTFT s |",
+        "|---|---|---|---|---|---|---|---|",
         *rows,
     ]
 

@@ -69,6 +69,8 @@ class Session:
     turns: Sequence[Turn]
     party: str = ""
     """One of `PARTIES`; empty: nobody in particular."""
+    name: str = ""
+    """The `session_id` of its requests; empty: they have none."""
 
 
 def shorter(lines: Sequence[TraceLine], max_model_len: int) -> list[TraceLine]:

@@ -44,6 +44,8 @@ class Output:
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that came from a cache; 0 where the server does not tell."""
     start_s: float = 0.0
     """When the request was sent, by the clock of `time.perf_counter`."""
     queued_s: float = 0.0
@@ -81,8 +83,13 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -154,6 +161,8 @@ class _Reader:
             output.token_ids += event.choices[0].token_ids or ()
         if event.usage is not None and event.usage.completion_tokens is not None:
             output.num_output_tokens = event.usage.completion_tokens
+        if event.usage is not None and event.usage.prompt_tokens_details is not None:
+            output.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens or 0
 
     def end(self) -> None:
         """Fill in the fields that are known only when the answer is complete."""

@@ -13,6 +13,7 @@ from benchmarks.support.goodput_figures import (
     Outcome,
     Trial,
     highest_rate,
+    next_turns,
     relative,
     summary,
     table,
@@ -170,3 +171,16 @@ def test_tables_show_shares_by_seed_and_what_was_not_good() -> None:
     assert summary(trials, LIMITS, [0.5, 0.9])[2:] == [
         "| chats | ours | 1.50 (1.33, >= 2.00) | < 1.00 (< 1.00, < 1.00) |"
     ]
+
+
+def test_of_next_turns_the_table_says_how_much_of_what_was_said_was_found() -> None:
+    first = Outcome(end="whole", ttft_s=9.0, num_cached=64)
+    turns = [
+        Outcome(end="whole", ttft_s=0.5, num_said=100, num_cached=64),
+        Outcome(end="whole", ttft_s=1.5, num_said=300, num_cached=320),
+        Outcome(end="refused", num_said=500),
+    ]
+    lines = next_turns([trial(0.5, [first, *turns[:1]]), trial(0.5, turns[1:], seed=2)])
+    assert len(lines) == 3
+    assert lines[2] == "| chats | 0.5 | ours | 2 | 200 | 91.0 % | 18 | 1.00 |"
+    assert next_turns([trial(0.5, [first])]) == []
