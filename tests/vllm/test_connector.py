@@ -71,13 +71,13 @@ class World:
             stack.enter_context(vllm_server(name, model, *more)) for name, more in servers.items()
         )
 
-    def share(self, seed: int, length: int, node: str = "right") -> list[int]:
-        """Return a prompt whose whole blocks `first` has given to a node, and nobody to another."""
-        tokens, before = prompt(seed, length), self.pool.num_put(node)
+    def share(self, seed: int, length: int) -> list[int]:
+        """Return a prompt whose whole blocks `first` has given to `right`, and nobody to `left`."""
+        tokens, before = prompt(seed, length), self.pool.num_put("right")
         self.first.ask(tokens, 1)
         parts = whole_blocks(length + 1) // BLOCK_TOKENS * PARTS
-        until(lambda: self.pool.num_put(node) == before + parts, f"{node} has the prompt", 20)
-        time.sleep(0.5)  # the gateway hears of it
+        until(lambda: self.pool.num_put("right") == before + parts, "right has the prompt", 20)
+        self.pool.await_news("right", "left")
         return tokens
 
     def found(self, tokens: list[int]) -> int:
