@@ -1,10 +1,12 @@
-"""Workers that share experts, through HTTP: `python -m benchmarks experts [balance|speed]`.
+"""Workers that share experts: `python -m benchmarks experts [balance|speed|apart]`.
 
 `balance`: a checkpoint whose router likes experts by Zipf's law, the hottest ones all on the first
 rank, served by two decode workers that share the experts and place them anew; the table shows how
 even the ranks' rows were in each interval, from `/metrics`. `speed`: the same requests to two such
 workers and to two that each have all experts, every worker with one thread. Both servers are up at
-once and take turns, so that they meet the same load of the machine.
+once and take turns, so that they meet the same load of the machine. Both go through HTTP. `apart`
+computes what Kimi-K2's decode steps would give for a dollar if its experts were on GPUs of another
+kind than its attention.
 """
 
 from __future__ import annotations
@@ -18,19 +20,24 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.support.apart_figures import Step, best
 from benchmarks.support.servers import SERVED_NAME, Layout, load, machine, ours, running
 from mooncake.base import ModelSpec
+from mooncake.launch.config.shipped import figures
 from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME
 from mooncake.model.checkpoint.making.presets import init_checkpoint
+from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 
 SHARED = ("--decode-set", "data-parallel-size=2", "-ep")
 APART = ("--decode", "2")
@@ -205,9 +212,70 @@ def show_speed(model: Path, args: argparse.Namespace) -> None:
         print(f"\nsharing / apart: {middle:.2f}x ({low:.2f} to {high:.2f})")
 
 
+def show_apart(args: argparse.Namespace) -> None:
+    """Print the best split of each layout, and from which price on experts apart gain nothing."""
+    model = figures("kimi-k2-instruct", ModelFigures)
+    h800, h20 = (figures(name, HardwareFigures) for name in ("h800x8", "h20x8"))
+    print(f"\n{model.name}, sequences of {args.context} tokens, steps of at most "
+          f"{args.tbt_ms:g} ms, best split of up to 192 GPUs of each kind\n")  # fmt: skip
+    print("| attention + experts | GPUs | sequences a GPU | micro-batches | step ms "
+          "| attention, experts, there, back ms | tokens/s | tokens for a dollar |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|")
+    of = partial(best, model, context=args.context, limit_s=args.tbt_ms / 1e3)
+    found: dict[str, Step | None] = {
+        "H800, both (DP+EP)": of(h800, None, most_batches=2),
+        "H20, both (DP+EP)": of(h20, None, most_batches=2),
+        "H800 + H20": of(h800, h20),
+        "H800 + H20, one batch": of(h800, h20, most_batches=1),
+        "H800 + H20, one batch, rows to all": of(h800, h20, most_batches=1, gathers=True),
+        "H800 + H800": of(h800, h800),
+        "H20 + H800": of(h20, h800),
+    }
+    for name, step in found.items():
+        if step is None:
+            print(f"| {name} | none keeps the limit | | | | | | |")
+            continue
+        split = step.split
+        parts = (step.attention_s, step.experts_s, step.there_s, step.back_s)
+        shown = ", ".join(f"{1e3 * part:.1f}" for part in parts)
+        print(f"| {name} | {split} | {split.batch} | {split.num_batches} "
+              f"| {1e3 * step.seconds:.1f} | {shown} | {step.tokens_per_s:,.0f} "
+              f"| {step.tokens_per_dollar:,.0f} |")  # fmt: skip
+    together = found["H800, both (DP+EP)"]
+    if together is not None:
+        dollars = break_even(partial(of, h800), h20, together.tokens_per_dollar)
+        print(f"\nH800 + H20 gains nothing over H800 from {dollars:.2f} dollars an hour on "
+              f"for an H20; {h20.gpu_hour_dollars:.2f} are assumed")  # fmt: skip
+    print()
+    for each in (model, h800, h20):
+        print("\n".join(f"- {each.name}, {name}: {why}" for name, why in each.sources.items()))
+    print(f"- {h800.remark}\n- {h20.remark}")
+
+
+def break_even(
+    of: Callable[[HardwareFigures], Step | None], experts: HardwareFigures, wanted: float
+) -> float:
+    """Return the price of a GPU with experts, to a cent, from which on the best split gives no more
+    than the `wanted` tokens for a dollar.
+    """
+    low, high = 0, 10_000
+    while low < high:
+        cents = (low + high) // 2
+        step = of(msgspec.structs.replace(experts, gpu_hour_dollars=cents / 100))
+        if step is not None and step.tokens_per_dollar > wanted:
+            low = cents + 1
+        else:
+            high = cents
+    return low / 100
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks experts", description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("balance", "speed", "both"), default="both")
+    parser.add_argument(
+        "what", nargs="?", choices=("balance", "speed", "both", "apart"), default="both"
+    )
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a sequence (apart)")
+    parser.add_argument("--tbt-ms", type=float, default=50.0, help="the longest step (apart)")
     parser.add_argument("--preset", default="k2-tiny")
     parser.add_argument("--zipf", type=float, default=1.0, help="the exponent")
     parser.add_argument("--redundant", type=int, default=4)
@@ -218,6 +286,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
+    if args.what == "apart":
+        show_apart(args)
+        return 0
     print(f"{machine()}, load {load()}")
     with tempfile.TemporaryDirectory() as home:
         if args.what != "speed":

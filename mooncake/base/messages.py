@@ -42,6 +42,8 @@ class Role(str, Enum):
     GATEWAY = "gateway"
     CLIENT = "client"
     """Uses the pool and serves no requests."""
+    EXPERTS = "experts"
+    """Holds routed experts for decode workers, and gets no requests itself."""
 
 
 class Tier(str, Enum):

@@ -94,7 +94,7 @@ MAX_NAME_CHARS = 1024
 """The longest id, epoch and address together that a client may have, because others remember them.
 """
 _OF_TENANTS = frozenset(kind for kind in SENDERS if "tenant" in kind.__struct_fields__)
-_ENGINES = frozenset((m.Role.PREFILL, m.Role.DECODE, m.Role.KVSTORE))
+_WORKERS = frozenset((m.Role.PREFILL, m.Role.DECODE, m.Role.KVSTORE, m.Role.EXPERTS))
 _MARK_BYTES = 6
 _SCOPED = frozenset((_C, _O))
 
@@ -222,7 +222,7 @@ def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
     if sender.speaks_for_itself:
         return _beyond_itself(sender, message, whence)
     if kind is m.WorkerHello and isinstance(message, m.WorkerHello):
-        return None if message.role in _ENGINES else f"{sender.name} is no {message.role.value}"
+        return None if message.role in _WORKERS else f"{sender.name} is no {message.role.value}"
     return None
 
 

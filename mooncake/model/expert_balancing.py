@@ -81,7 +81,7 @@ class ExpertBalancer:
 
     def _count(self) -> list[list[int]]:
         """Return the rows of each expert since the last call, for each layer."""
-        counters, size = self.counters, self._ranks.all.size
+        counters, size = self.counters, self._ranks.num_holders
         counted: list[list[int]] = []
         computed = [0.0] * len(self._layers[0].counts[:-1]) if self._layers else []
         # One read for all layers, because each read waits for the device.
@@ -107,7 +107,7 @@ class ExpertBalancer:
         """Choose a layer's placement, or make a move of the layer that is being placed."""
         layer, counts = self._looked_at[0]
         if self._wanted is None:
-            self._wanted = place(counts, layer.placement, self._ranks.all.size)
+            self._wanted = place(counts, layer.placement, self._ranks.num_holders)
         move = next_move(layer.placement, self._wanted)
         if move is None:
             self._looked_at.popleft()
@@ -118,8 +118,8 @@ class ExpertBalancer:
 
     def _move(self, layer: ExpertSlots, move: Move) -> None:
         """Bring experts into their slots, then let rows go there."""
-        ranks, present = self._ranks.all, layer.placement
-        each = len(present) // ranks.size
+        ranks, place, present = self._ranks.all, self._ranks.place, layer.placement
+        each, first = len(present) // self._ranks.num_holders, self._ranks.num_without
         if len(move) == 2:
             sources = [move[1][0], move[0][0]]
         else:
@@ -128,20 +128,20 @@ class ExpertBalancer:
         kept = {
             source: [part.clone() for part in layer.weights(source % each)]
             for source in sources
-            if source // each == ranks.rank
+            if source // each == place
         }
         # When two ranks exchange, the lower one sends first and the other receives first.
         for source, (slot, _) in sorted(zip(sources, move, strict=True)):
             giver, taker = source // each, slot // each
-            if giver == taker == ranks.rank:
+            if giver == taker == place:
                 _write(kept[source], layer.weights(slot % each))
-            elif giver == ranks.rank:
+            elif giver == place:
                 for part in kept[source]:
-                    ranks.send(_flat(part), taker)
-            elif taker == ranks.rank:
+                    ranks.send(_flat(part), first + taker)
+            elif taker == place:
                 for part in layer.weights(slot % each):
                     flat = torch.empty_like(_flat(part))
-                    ranks.receive(flat, giver)
+                    ranks.receive(flat, first + giver)
                     part.copy_(flat.view(-1).view(part.dtype).view(part.shape))
         placement = list(present)
         for slot, expert in move:

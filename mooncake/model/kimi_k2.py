@@ -46,9 +46,9 @@ class Layer:
         self.write_kv = attention.write_kv
 
     @property
-    def expert_slots(self) -> ExpertSlots | None:
-        """The layer's routed experts, if ranks share them out."""
-        return self._mlp.slots if isinstance(self._mlp, Moe) else None
+    def moe(self) -> Moe | None:
+        """The layer's experts; None: it is a dense layer."""
+        return self._mlp if isinstance(self._mlp, Moe) else None
 
     def prepare(self, rows: int, most_rows: int) -> None:
         """Let a library build its code for steps of `rows` rows, at most `most_rows`."""
@@ -153,13 +153,15 @@ class KimiK2:
         sharing: ExpertRanks | None = None,
         eplb: EplbConfig | None = None,
         mtp: MtpLayer | None = None,
+        moes: list[Moe | None] | None = None,
     ) -> None:
         """placed: a tensor of the device and dtype to compute with. layers, embedding, output: the
         parts that `stage` has. prefers_absorbed: says which form of attention new tokens take.
         context: the ranks that share out the KV of every context; None: each has all. sharing: the
         ranks that share out the routed experts; None: each has all. eplb: when experts are placed
         anew. mtp: the layer that guesses tokens, with KV of its own after that of the layers; None:
-        there is none.
+        there is none. moes: all that a rank has which holds routed experts and nothing else, in
+        place of `layers`; None for a dense layer.
         """
         self.spec = spec
         self.prefers_absorbed = prefers_absorbed
@@ -169,6 +171,7 @@ class KimiK2:
         self._placed = placed
         self._embedding = embedding
         self._layers = layers
+        self._moes = [layer.moe for layer in layers] if moes is None else moes
         self._output = output
         self._rope = rope
         self._context = context
@@ -324,8 +327,12 @@ class KimiK2:
 
     def serve(self) -> None:
         """Take part in a step of other ranks in which this rank has no rows."""
-        assert self.exchange is not None, "this rank shares no experts"
         self.between_steps()
+        self.serve_pass()
+
+    def serve_pass(self) -> None:
+        """Take part in a forward pass of other ranks in which this rank has no rows."""
+        assert self.exchange is not None, "this rank shares no experts"
         self.exchange.agree(0, 0)
         self.serve_agreed()
 
@@ -333,16 +340,21 @@ class KimiK2:
         """Compute experts for other ranks in a step that has been agreed on."""
         assert self.exchange is not None, "this rank shares no experts"
         none = self._placed.new_empty(0, self.spec.hidden_size)
-        for number, layer in zip(self.stage.layers, self._layers, strict=True):
+        for number, moe in zip(self.stage.layers, self._moes, strict=True):
             if number == self.spec.num_hidden_layers - 1:
                 self.exchange.in_last_layer()
-            layer.serve(none)
+            if moe is not None:
+                moe.serve(none)
 
     @property
     def expert_slots(self) -> list[ExpertSlots]:
         """The routed experts of each layer that has some, if ranks share them out."""
-        layers = [each.expert_slots for each in self._layers]
-        return [slots for slots in layers if slots is not None]
+        return [moe.slots for moe in self._moes if moe is not None and moe.slots is not None]
+
+    @property
+    def has_rest(self) -> bool:
+        """False if this rank holds routed experts and nothing else."""
+        return bool(self._layers)
 
     @property
     def counters(self) -> dict[str, float]:

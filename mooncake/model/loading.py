@@ -102,16 +102,8 @@ def load_model(
         context = stage.ranks.part(shape.dcp) if shape.dcp > 1 else None
         if shape.ep > 1 and sharing is None:
             sharing = ExpertRanks.of_instances(stage.ranks, 1)
-        held = None
-        if sharing is not None:
-            num_experts = checkpoint.spec.n_routed_experts
-            num_slots = num_experts + (0 if eplb is None else eplb.num_redundant_experts)
-            placement = first_placement(num_experts, num_slots)
-            held = slots_of(placement, sharing.all.rank, sharing.all.size)
         backends = backends or Backends()
-        to = _Place(
-            dtype, device, backends, stage, context, host, sharing, held, eplb, with_mtp, drafts
-        )
+        to = _Place(dtype, device, backends, stage, context, host, sharing, eplb, with_mtp, drafts)
         return _Loader(checkpoint, to, progress, placer).model()
 
 
@@ -126,8 +118,6 @@ class _Place:
     context: Group | None
     host: HostExperts | None
     sharing: ExpertRanks | None
-    held: Sequence[int] | None
-    """The routed experts of each layer in this rank's slots; None: all."""
     eplb: EplbConfig | None
     with_mtp: bool
     drafts: bool
@@ -158,14 +148,22 @@ class _Loader:
         self._context = to.context
         self._sharing = to.sharing
         self._eplb = to.eplb
-        self._held = range(source.spec.n_routed_experts) if to.held is None else to.held
+        num_experts = source.spec.n_routed_experts
+        self._num_slots = num_experts + (0 if to.eplb is None else to.eplb.num_redundant_experts)
+        self._held: Sequence[int] = range(num_experts)
+        """The routed experts of each layer in this rank's slots."""
+        self._has_rest = True
+        if to.sharing is not None:
+            placement = first_placement(num_experts, self._num_slots)
+            self._held = slots_of(placement, to.sharing.place, to.sharing.num_holders)
+            self._has_rest = to.sharing.has_rest
         self._with_mtp = to.with_mtp
         self._shapes = tensor_shapes(source.spec, with_mtp=to.with_mtp)
         self._is_held = partial(is_held, source.spec, layers=to.stage.layers, drafts=to.drafts)
         held = [name for name in self._shapes if self._is_held(name)]
         routed = sum(ROUTED in name for name in held)
-        others = routed - routed * len(self._held) // max(1, source.spec.n_routed_experts)
-        self._num_held = len(held) - others
+        own = routed * len(self._held) // max(1, num_experts)
+        self._num_held = own + (len(held) - routed) * self._has_rest
         self._done = 0
         self._told = False  # by what experts are computed: all layers are alike
 
@@ -173,12 +171,15 @@ class _Loader:
         spec = self._spec
         self._source.check_names(tensor_shapes(spec))
         table, stage = "model.embed_tokens.weight", self._stage
-        embedding = None
-        if self._is_held(table):
-            embedding = Embedding(self._read(table), self._group if self._part(table) else None)
-        rope = Rope(spec, self._device, self._backends)
-        layers = [self._layer(number, rope) for number in stage.layers]
-        output = self._output(embedding) if stage.is_last else None
+        embedding, output, moes = None, None, None
+        rope, layers = Rope(spec, self._device, self._backends), list[Layer]()
+        if self._has_rest:
+            if self._is_held(table):
+                embedding = Embedding(self._read(table), self._group if self._part(table) else None)
+            layers = [self._layer(number, rope) for number in stage.layers]
+            output = self._output(embedding) if stage.is_last else None
+        else:
+            moes = [self._moe_of(number) for number in stage.layers]
         # The one form whose results do not depend on how a prompt was cut.
         fixed = self._backends.deterministic
         rule = (lambda _new, _context: True) if fixed else absorbed_is_cheaper(spec)
@@ -188,7 +189,7 @@ class _Loader:
             mtp = self._mtp(spec.num_hidden_layers, rope)
         return KimiK2(
             spec, placed, embedding, layers, output, rope, rule, stage, self._context,
-            self._sharing, self._eplb, mtp,
+            self._sharing, self._eplb, mtp, moes,
         )  # fmt: skip
 
     def _output(self, embedding: Embedding | None) -> Output:
@@ -274,7 +275,6 @@ class _Loader:
 
     def _layer(self, number: int, rope: Rope) -> Layer:
         spec, prefix = self._spec, f"model.layers.{number}."
-        dense = number < min(spec.first_k_dense_replace, spec.num_hidden_layers)
         attention = self._attention(prefix + "self_attn.")
         input_norm = self._norm(prefix + "input_layernorm.weight", spec.rms_norm_eps)
         return Layer(
@@ -289,9 +289,14 @@ class _Loader:
                 self._context,
             ),
             self._norm(prefix + "post_attention_layernorm.weight", spec.rms_norm_eps),
-            self._dense(prefix + "mlp.") if dense else self._moe(prefix + "mlp."),
+            self._moe_of(number) or self._dense(prefix + "mlp."),
             fused=self._backends.fuses,
         )
+
+    def _moe_of(self, number: int) -> Moe | None:
+        """Return the experts of a layer; None: it is a dense one."""
+        is_dense = number < min(self._spec.first_k_dense_replace, self._spec.num_hidden_layers)
+        return None if is_dense else self._moe(f"model.layers.{number}.mlp.")
 
     def _attention(self, prefix: str) -> MlaWeights:
         spec = self._spec
@@ -400,24 +405,36 @@ class _Loader:
 
     def _moe(self, prefix: str) -> Moe:
         spec = self._spec
-        router = self._router(prefix + "gate.weight")
-        bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
-        stored = self._stored(f"{prefix}experts.{self._held[0]}.gate_proj.weight")
-        if stored is None:
-            op, experts = "experts", self._plain_experts(prefix)
-        else:
-            op, experts = f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
-        shared = self._shared(prefix + "shared_experts.") if spec.n_shared_experts else None
+        router = torch.empty(0, spec.hidden_size, device=self._device)
+        bias, shared = router.new_empty(0), None
+        if self._has_rest:
+            router = self._router(prefix + "gate.weight")
+            bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
+        op, experts = self._routed(prefix)
+        if self._has_rest and spec.n_shared_experts:
+            shared = self._shared(prefix + "shared_experts.")
         weights = MoeWeights(router, bias, op, experts, shared)
         slabs, columns = 0, spec.moe_intermediate_size
         if self._backends.adds_slabs:
             slabs = self._slabs_of(columns) if self._sharing is None else slabs_of(columns)
-        made = Moe(spec, weights, self._backends, self._group, self._host, slabs, self._sharing)
+        made = Moe(
+            spec, weights, self._backends, self._group, self._host, slabs, self._sharing,
+            self._num_slots,
+        )  # fmt: skip
         if not self._told:
             self._told = True
             where = "" if self._host is None else " in DRAM"
             _log.info("%s%s are computed by %s", op, where, made.experts_by)
         return made
+
+    def _routed(self, prefix: str) -> tuple[str, tuple[torch.Tensor, ...]]:
+        """Return the op that computes the experts in this rank's slots, and their tensors."""
+        if not self._held:
+            return "experts", ()
+        stored = self._stored(f"{prefix}experts.{self._held[0]}.gate_proj.weight")
+        if stored is None:
+            return "experts", self._plain_experts(prefix)
+        return f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
 
     def _plain_experts(self, prefix: str) -> tuple[torch.Tensor, ...]:
         count, hidden = len(self._held), self._spec.hidden_size

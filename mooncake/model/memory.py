@@ -157,11 +157,13 @@ def held_weights(
     shape: Shape = _ALONE,
     layers: range | None = None,
     elsewhere: bool = False,
+    only_experts: bool = False,
 ) -> HeldWeights:
     """Return what a rank of `shape` with these options holds of a checkpoint `stored` in this
     format. In one of several stages this covers only `layers`.
 
-    elsewhere: on another machine, where code can be compiled.
+    elsewhere: on another machine, where code can be compiled. only_experts: of a worker that holds
+    routed experts for ranks of `shape`, and nothing else.
     """
     kept = kept_by(options, dtype, stored)
     router = "bfloat16" if keeps_router(options, dtype, spec) else "float32"
@@ -170,12 +172,13 @@ def held_weights(
         held = weights_bytes(
             spec, dtype, shape=shape, layers=layers, redundant=redundant, kept=kept,
             with_mtp=options.with_mtp, drafts=options.drafts, router=router,
+            only_experts=only_experts,
         )  # fmt: skip
         return HeldWeights(held, 0)
     beside = None
     if stored is not None:
         beside = _kept_by_host(options, dtype, stored, elsewhere=elsewhere)
-    parts = _parts(spec, shape, layers, options.with_mtp, options.drafts)
+    parts = _parts(spec, shape, layers, options.with_mtp, options.drafts, only_experts)
     on_device = in_dram = 0
     for name in parts:
         if ROUTED in name:
@@ -198,6 +201,7 @@ def weights_bytes(
     with_mtp: bool = False,
     drafts: bool = False,
     router: str = "float32",
+    only_experts: bool = False,
 ) -> int:
     """Return the bytes of the weights that a rank of `shape` holds: its parts (see `tensor_cuts`),
     only of `layers` when others have the rest. Routers are stored as `router`, their biases as
@@ -205,9 +209,9 @@ def weights_bytes(
 
     redundant: copies of routed experts that the ranks hold beside one of each. kept: the weights
     that stay as stored; None: quantized weights are widened when they are loaded. with_mtp: also
-    count the MTP layer. drafts: see `is_held`.
+    count the MTP layer. drafts: see `is_held`. only_experts: see `held_weights`.
     """
-    parts = _parts(spec, shape, layers, with_mtp, drafts)
+    parts = _parts(spec, shape, layers, with_mtp, drafts, only_experts)
     return sum(
         _num_alike(spec, shape, redundant, name) * _held_bytes(name, parts, dtype, kept, router)
         for name in parts
@@ -215,8 +219,9 @@ def weights_bytes(
 
 
 def _parts(
-    spec: ModelSpec, shape: Shape, layers: range | None, with_mtp: bool, drafts: bool
-) -> dict[str, tuple[int, ...]]:
+    spec: ModelSpec, shape: Shape, layers: range | None, with_mtp: bool, drafts: bool,
+    only_experts: bool,
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Return the shape of one rank's part of each tensor. One routed expert of a layer stands for
     all, because they are alike. Others of its stage hold as much.
     """
@@ -224,6 +229,7 @@ def _parts(
         name: part_shape(whole, cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1), shape.tp)
         for name, whole in tensor_shapes(spec, one_expert=True, with_mtp=with_mtp).items()
         if layers is None or is_held(spec, name, layers, drafts=drafts)
+        if not shape.experts or (ROUTED in name) == only_experts
     }
 
 
@@ -307,7 +313,7 @@ def num_communicators(shape: Shape, stage: int) -> int:
     """
     groups = {size for size in (shape.num_ranks, shape.tp, shape.dcp) if size > 1}
     pairs = (stage > 0) + (stage < shape.pp - 1)
-    return len(groups) + pairs + (shape.dp > 1)
+    return len(groups) + pairs + (shape.num_sharers > 1)
 
 
 def communication_bytes(
@@ -328,8 +334,8 @@ def communication_bytes(
     each = DTYPE_BYTES[dtype]
     rows = step_tokens * spec.hidden_size
     total = 2 * rows * each if shape.pp > 1 else 0
-    if shape.dp > 1:
-        total += 2 * shape.dp * rows * each
+    if shape.num_sharers > 1:
+        total += 2 * shape.num_sharers * rows * each
     if shape.tp > 1:
         total += rows * (DTYPE_BYTES["float32"] + each)
     if shape.dcp > 1:

@@ -248,7 +248,7 @@ class ModelSource:
             return measure_memory(model, meter, asked, group, sampler.try_out)
 
         ranks = measure() if self.lead is None else self.lead.measure(asked, measure)
-        if not self._options.measure_pages:
+        if not self._options.measure_pages or not model.has_rest:
             return config.num_blocks
         tp, drafted = self._options.shape.tp, self._draft_bytes(config)
         ranks = [*(rank.beside(drafted) for rank in ranks[:tp]), *ranks[tp:]]
@@ -281,23 +281,24 @@ class ModelSource:
         self,
         layout: KvLayout,
         config: EngineConfig,
-        pages: memoryview | DeviceMemory,
+        pages: memoryview | DeviceMemory | None,
         num_threads: int | None,
         descriptor: int | None = None,
         transfer: bytes = b"",
     ) -> ModelRunner:
-        """Return a runner of `config.num_blocks` pages. Loads the weights first if necessary.
+        """Return a runner of `config.num_blocks` pages, or of none if this rank holds routed
+        experts and nothing else. Loads the weights first if necessary.
 
         descriptor: of the memory of `pages`, which other ranks map. They need it unless they have
         memories of their own. transfer: how these ranks open a transfer engine (see `UsePages`).
         Afterwards `memories` says where peers reach them. pages: host memory, or the result of
-        `device_pages`. When the device owns its pages and none are given, the runner makes its own,
-        which transfers cannot reach.
+        `device_pages`. When none are given, or the device owns its pages and gets others, the
+        runner makes its own, which transfers cannot reach.
         """
         self.load()
         model = self._model
         assert model is not None
-        array = PageArray(layout, config.num_blocks, config.num_homes)
+        array = PageArray(layout, config.num_blocks if model.has_rest else 0, config.num_homes)
         held = self._options.held_by(0, array)
         if isinstance(pages, PageMemory):
             kv = pages.kv
@@ -316,7 +317,8 @@ class ModelSource:
                 raise InternalError("several ranks need pages that other processes can map")
             pages_of_all = UsePages(array, num_threads, sizes, own, transfer, drafted, reads)
             self.memories = self.lead.use_pages(pages_of_all, None if own else descriptor)
-        self._grammars.read_vocabulary()
+        if model.has_rest:
+            self._grammars.read_vocabulary()
         captured = None
         graphs = self._device.open_graphs() if sizes.most_rows else None
         if graphs is not None:  # all ranks capture at once
@@ -338,6 +340,10 @@ class ModelSource:
             self._peers.wait_until_ready()
         self._device.log_kernels()
         return runner
+
+    def is_released(self) -> bool:
+        """Whether no instance that uses the experts of this one takes part in further steps."""
+        return self._peers is None or self._peers.have_left(range(self._options.shape.dp))
 
     def _sampler(self, copies: Copies | None) -> Sampler:
         """Return a sampler whose kernels run where the model's do."""
@@ -361,12 +367,13 @@ class ModelSource:
         """Return what steps are captured: none where the device or the backends do not allow any,
         or the host computes experts. None with prompts where `reads` names states that drafts are
         made from, or ranks share contexts out and gather those of prompts, are stages, or share
-        experts with ranks of other instances, which have prompts of other sizes.
+        experts with ranks of other instances, which have prompts of other sizes. None at all yet
+        where other workers hold the experts.
         """
         model, shape = self._model, self._options.shape
         assert model is not None
         kernels = (self._device.backends.attention, self._device.backends.moe)
-        can = self._device.is_gpu and kernels == (TRITON, TRITON)
+        can = self._device.is_gpu and kernels == (TRITON, TRITON) and not shape.experts
         can = can and self._device.expert_backends is None and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return CapturedSizes()

@@ -87,6 +87,8 @@ def holdings(plan: ServePlan, role: Role) -> str:
     num_threads = plan.options.num_threads
     plural = "" if num_threads == 1 else "s"
     threads = "" if plan.gpu_node is not None else f", {num_threads} thread{plural}"
+    if role is Role.EXPERTS:
+        return f"{format_bytes(memory.sum(lambda rank: rank.weights))} of routed experts{threads}"
     kv = format_bytes(memory.sum(lambda rank: rank.kv))
     return f"{ranks}{kv} KV, {tokens} tokens{threads}"
 
@@ -107,9 +109,7 @@ def print_plan(
         settings.add_row(name, "" if value is None else json.dumps(value, ensure_ascii=False))
     console.print(settings)
     workers = plain_table("role", "number", "each holds", title="workers")
-    counts = ((Role.PREFILL, plan.num_prefills), (Role.DECODE, plan.num_decodes),
-              (Role.KVSTORE, plan.num_kvstores))  # fmt: skip
-    for role, number in counts:
+    for role, number in (*plan.engines, (Role.KVSTORE, plan.num_kvstores)):
         if number:
             workers.add_row(role.value, str(number), holdings(plan, role))
     console.print()
@@ -150,7 +150,8 @@ def _rank_table(plan: ServePlan, role: Role) -> Table:
         nodes = -(-number * shape.pp // (node.num_gpus // shape.tp))
         engines = f"{number} engine{'s' * (number > 1)}"
         where += f", {engines} on {nodes} node{'s' * (nodes > 1)}"
-    title = f"memory of each rank of an engine of {shape}, {where}"
+    of_whom = "a worker with the experts" if memory.only_experts else "an engine"
+    title = f"memory of each rank of {of_whom} of {shape}, {where}"
     names = ["rank", "weights", "KV", "tokens", "steps", "exchange", "libraries", "sum", "of"]
     if shape.pp > 1:
         names.insert(1, "layers")

@@ -97,6 +97,7 @@ def cluster_workers(
         Role.KVSTORE: plan.num_kvstores,
         Role.DECODE: plan.num_decodes,
         Role.PREFILL: plan.num_prefills,
+        Role.EXPERTS: plan.num_experts,
     }
     if config.follows_load:
         counts |= {role: config.most_engines(role) for role in (Role.DECODE, Role.PREFILL)}
@@ -138,7 +139,7 @@ def cluster_workers(
             else msgspec.structs.replace(
                 plan.options,
                 shape=plan.ranks[role].shape,
-                head_at_start=role is not Role.PREFILL,  # it samples one token of each sequence
+                head_at_start=role is Role.DECODE,  # prefill samples one token of each sequence
             ),
             stage_hosts=[]
             if role is Role.KVSTORE or plan.ranks[role].shape.pp == 1
@@ -168,16 +169,23 @@ def own_facts(config: ServeConfig, plan: ServePlan, address: str) -> ClusterFact
 def _expert_group(
     plan: ServePlan, role: Role, index: int, gateway_address: str
 ) -> ExpertGroup | None:
-    """Return the workers with which the `index`-th worker of a role shares its experts, if any."""
-    if role is Role.KVSTORE or plan.ranks[role].shape.dp == 1:
+    """Return the workers with which the `index`-th worker of a role shares its experts, if any.
+    Those that hold nothing else come after those that use them.
+    """
+    if role is Role.KVSTORE or plan.ranks[role].shape.num_sharers == 1:
         return None
-    size = plan.ranks[role].shape.dp
-    engine, number = divmod(index, size)
+    shape, of_whom = plan.ranks[role].shape, Role.DECODE if role is Role.EXPERTS else role
+    engine, number = divmod(index, shape.experts if role is Role.EXPERTS else shape.dp)
+    counts = (of_whom, shape.dp), (Role.EXPERTS, shape.experts)
     return ExpertGroup(
-        name=f"{role.value}-{engine} of {gateway_address}",
-        number=number,
-        size=size,
-        workers=tuple(f"{role.value}-{engine * size + other}" for other in range(size)),
+        name=f"{of_whom.value}-{engine} of {gateway_address}",
+        number=number + (shape.dp if role is Role.EXPERTS else 0),
+        size=shape.num_sharers,
+        workers=tuple(
+            f"{each.value}-{engine * count + other}"
+            for each, count in counts
+            for other in range(count)
+        ),
     )
 
 

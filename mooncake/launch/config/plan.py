@@ -24,7 +24,15 @@ from mooncake.base import (
     Shape,
     format_bytes,
 )
-from mooncake.base.parallel import DCP_FLAG, DP_FLAG, EP_FLAG, PP_FLAG, TP_FLAG, stage_layers
+from mooncake.base.parallel import (
+    DCP_FLAG,
+    DP_FLAG,
+    EP_FLAG,
+    EXPERTS_FLAG,
+    PP_FLAG,
+    TP_FLAG,
+    stage_layers,
+)
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EAGLE3, MTP, EngineConfig
 from mooncake.engine.expert_placement import EplbConfig, check_slots
@@ -109,7 +117,7 @@ class ServePlan:
 
     @property
     def num_engines(self) -> int:
-        return self.num_prefills + self.num_decodes
+        return sum(number for _, number in self.engines)
 
     @property
     def num_ranks(self) -> int:
@@ -118,8 +126,18 @@ class ServePlan:
     @property
     def engines(self) -> list[tuple[Role, int]]:
         """Roles with a model, and how many workers of each run on this machine."""
-        counts = (Role.PREFILL, self.num_prefills), (Role.DECODE, self.num_decodes)
+        counts = (
+            (Role.PREFILL, self.num_prefills),
+            (Role.DECODE, self.num_decodes),
+            (Role.EXPERTS, self.num_experts),
+        )
         return [(role, number) for role, number in counts if number]
+
+    @property
+    def num_experts(self) -> int:
+        """How many workers hold routed experts and nothing else, on this machine."""
+        shape = self.ranks[Role.DECODE].shape
+        return self.num_decodes // shape.dp * shape.experts
 
     def engine_of(self, role: Role) -> EngineConfig:
         """Return the limits of an engine of `role`. Its ranks share the pages evenly. While each
@@ -131,7 +149,7 @@ class ServePlan:
             num_blocks=-(-self.engine.num_blocks // shape.dcp) * shape.dcp,
             num_homes=shape.dcp,
             num_stages=shape.pp,
-            in_lockstep=shape.dp > 1,
+            in_lockstep=shape.num_sharers > 1,
             max_steps_in_flight=shape.pp + 1 if shape.pp > 1 else self.engine.max_steps_in_flight,
         )
 
@@ -177,19 +195,22 @@ class ServePlan:
             pages = f"{memory.num_pages} pages of {self.engine.block_tokens} tokens"
             num_ranks = memory.shape.tp * len(memory.stages)
             ranks = number * num_ranks
-            rows += [
+            rows.append(
                 (
                     f"weights ({self._weights_as}){of_whom}",
                     memory.sum(lambda rank: rank.weights) // num_ranks,
                     ranks,
-                ),
-                (f"KV cache, {pages}{of_whom}", self._kv(memory), number),
+                )
+            )
+            if not memory.only_experts:
+                rows.append((f"KV cache, {pages}{of_whom}", self._kv(memory), number))
+            rows.append(
                 (
                     f"activations and libraries{of_whom}",
                     memory.sum(lambda rank: rank.overhead) // num_ranks,
                     ranks,
-                ),
-            ]
+                )
+            )
             dram = memory.sum(lambda rank: rank.dram)
             if dram:
                 rows.append((f"routed experts in DRAM{of_whom}", dram // num_ranks, ranks))
@@ -282,7 +303,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     draft_bytes = _draft_bytes(config, model, shapes)
     num_prefills, num_decodes, num_kvstores = _counts(config, shapes)
     num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
-    num_ranks += num_decodes * shapes[Role.DECODE].num_ranks
+    of_decode = shapes[Role.DECODE]
+    num_ranks += num_decodes * of_decode.num_ranks + num_decodes // of_decode.dp * of_decode.experts
     num_threads = config.num_threads or max(1, cores // max(1, num_ranks))
     device, num_gpus = _devices(config, gpu_node)
     if gpu_node is None and device == "cuda" and num_gpus:
@@ -326,6 +348,12 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
             num_pages = max(1, ranks[role].num_pages * shape.dcp)
         else:
             ranks[role] = instance_memory(needs, shape, num_pages)
+    if of_decode.experts:
+        ranks[Role.EXPERTS] = (
+            instance_memory(needs, of_decode, 0, only_experts=True)
+            if gpu_node is None
+            else gpu_node.with_experts(needs, of_decode)
+        )
     kvstore = KvStoreConfig(
         ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
         object_store=_object_store(config),
@@ -401,16 +429,20 @@ def _object_store(config: ServeConfig) -> ObjectStoreConfig | None:
 def _shapes(config: ServeConfig, model: ModelPlan) -> dict[Role, Shape]:
     """Return the shape of each role's engines. Raises ConfigError when a shape is not possible."""
     shapes = {}
+    if config.experts and not config.enable_expert_parallel:
+        raise ConfigError(f"{EXPERTS_FLAG}: workers hold whole experts; add --{EP_FLAG}")
     for role, own in ((Role.PREFILL, config.prefill_set), (Role.DECODE, config.decode_set)):
         given = dict(own)
         tp = given.get(TP_FLAG, config.tensor_parallel_size)
         dp = given.get(DP_FLAG, config.data_parallel_size)
+        experts = config.experts if role is Role.DECODE else 0
         shape = shapes[role] = Shape(
             tp=tp,
             pp=given.get(PP_FLAG, config.pipeline_parallel_size),
             dcp=given.get(DCP_FLAG, config.decode_context_parallel_size),
             dp=dp,
-            ep=tp * dp if config.enable_expert_parallel else 1,
+            ep=experts or (tp * dp if config.enable_expert_parallel else 1),
+            experts=experts,
         )
         check_cuts(model.spec, model.quantization, shape)
         stage_layers(model.spec.num_hidden_layers, shape.pp)
@@ -460,7 +492,7 @@ def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
 
 def check_no_sharing(shapes: Iterable[Shape]) -> None:
     """Raise ConfigError if engines of these shapes share experts: they cannot have an MTP layer."""
-    shared = [str(shape) for shape in shapes if shape.dp > 1]
+    shared = [str(shape) for shape in shapes if shape.num_sharers > 1]
     if shared:
         raise ConfigError(
             "speculative-config (of the whole cluster): mtp is not for engines that share experts "
@@ -612,25 +644,34 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             "leave one of them out, or give each to a role of its own (--prefill-set "
             f"{PP_FLAG}={shape.pp}, --decode-set {DP_FLAG}=2)"
         )
-    if shape.dp > 1 and device == "cuda" and config.expert_device == "cpu":
+    shares = shape.num_sharers > 1
+    flag = f"{EXPERTS_FLAG}={shape.experts}" if shape.experts else f"{DP_FLAG}={shape.dp}"
+    if shares and device == "cuda" and config.expert_device == "cpu":
         raise ConfigError(
-            f"{DP_FLAG}={shape.dp}: engines on GPUs do not share experts in DRAM yet "
-            "(expert-device=cpu); leave one of them out"
+            f"{flag}: engines on GPUs do not share experts in DRAM yet (expert-device=cpu); leave "
+            "one of them out"
         )
-    if shape.dp > 1 and config.colocated:
+    if shape.experts and device == "cuda":
+        raise ConfigError(f"{flag}: it is not served on GPUs yet; use --device cpu, or {DP_FLAG}")
+    if shares and config.colocated:
         raise ConfigError(
-            f"{DP_FLAG}={shape.dp}: one process (--colocated) has one worker, which has nobody to "
-            "share experts with; leave one of them out"
+            f"{flag}: one process (--colocated) has one worker, which has nobody to share experts "
+            "with; leave one of them out"
         )
-    if shape.dp > 1 and config.follows_load:
+    if shares and config.follows_load:
         raise ConfigError(
             f"autoscale: workers that share experts ({shape}) start and end together, so `mooncake "
             "serve` cannot start one alone; leave it out"
         )
-    if shape.dp > 1 and config.role_switching:
+    if shares and config.role_switching:
         raise ConfigError(
             f"role-switching: workers that share experts ({shape}) cannot change their role; "
             "leave it out"
+        )
+    if shape.experts and (config.role is not None or config.join is not None):
+        raise ConfigError(
+            f"{flag}: workers that join a running cluster hold their experts themselves; leave it "
+            f"out, or raise {DP_FLAG}"
         )
     if config.stage_hosts and device == "cuda":
         raise ConfigError(

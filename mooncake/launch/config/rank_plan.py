@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from mooncake.base import ConfigError, KvLayout, ModelSpec, Shape, format_bytes
-from mooncake.base.parallel import DP_FLAG, PP_FLAG, TP_FLAG, divisors, stage_layers
+from mooncake.base.parallel import (
+    DP_FLAG,
+    EXPERTS_FLAG,
+    PP_FLAG,
+    TP_FLAG,
+    divisors,
+    stage_layers,
+)
 from mooncake.model.checkpoint.quant_format import INT4_GROUP, Int4Group, QuantFormat
 from mooncake.model.checkpoint.tensor_cuts import cuts, said_of_cuts
 from mooncake.model.memory import (
@@ -103,6 +110,8 @@ class InstanceMemory:
     shape: Shape
     stages: tuple[RankMemory, ...]
     """One rank of each stage, first stage first. All have as many pages."""
+    only_experts: bool = False
+    """True of a worker that holds the routed experts of instances of `shape`, and nothing else."""
 
     @property
     def num_pages(self) -> int:
@@ -114,20 +123,29 @@ class InstanceMemory:
         return self.shape.tp * sum(of_rank(rank) for rank in self.stages)
 
 
-def instance_memory(needs: RankNeeds, shape: Shape, num_pages: int) -> InstanceMemory:
-    """Return the memory of the ranks of an instance that has `num_pages` pages.
+def instance_memory(
+    needs: RankNeeds, shape: Shape, num_pages: int, *, only_experts: bool = False
+) -> InstanceMemory:
+    """Return the memory of the ranks of an instance that has `num_pages` pages, or of a worker that
+    holds only the routed experts of such an instance.
 
     With `dcp` each rank holds its share of the pages, otherwise all of them.
     """
     stages = stage_layers(needs.spec.num_hidden_layers, shape.pp)
     ranks = tuple(
-        _rank_memory(needs, shape, stage, layers, num_pages) for stage, layers in enumerate(stages)
+        _rank_memory(needs, shape, stage, layers, num_pages, only_experts)
+        for stage, layers in enumerate(stages)
     )
-    return InstanceMemory(shape=shape, stages=ranks)
+    return InstanceMemory(shape=shape, stages=ranks, only_experts=only_experts)
 
 
 def _rank_memory(
-    needs: RankNeeds, shape: Shape, stage: int, layers: range, num_pages: int
+    needs: RankNeeds,
+    shape: Shape,
+    stage: int,
+    layers: range,
+    num_pages: int,
+    only_experts: bool,
 ) -> RankMemory:
     libraries = GPU_LIBRARY_BYTES if needs.on_gpu else HOST_LIBRARY_BYTES
     communication = communication_bytes(
@@ -148,9 +166,12 @@ def _rank_memory(
         shape=shape,
         layers=layers,
         elsewhere=needs.elsewhere,
+        only_experts=only_experts,
     )
     num_kv_layers, draft_bytes = len(layers), 0
-    if stage == shape.pp - 1:  # an MTP layer has KV behind that of the model's layers
+    if (
+        stage == shape.pp - 1 and not only_experts
+    ):  # an MTP layer has KV behind that of the model's layers
         num_kv_layers, draft_bytes = needs.layout.num_layers - layers.start, needs.draft_bytes
     return RankMemory(
         layers=layers,
@@ -160,7 +181,7 @@ def _rank_memory(
             needs.spec,
             needs.dtype,
             step_tokens=needs.step_tokens,
-            step_sequences=needs.step_sequences,
+            step_sequences=0 if only_experts else needs.step_sequences,
             num_ranks=shape.tp,
         ),
         communication=communication,
@@ -224,6 +245,15 @@ class GpuNode:
             stages=tuple(dataclasses.replace(rank, num_pages=num_pages) for rank in ranks),
         )
 
+    def with_experts(self, needs: RankNeeds, shape: Shape) -> InstanceMemory:
+        """Return the memory of a worker that holds only routed experts. Below 0 pages, they do not
+        fit.
+        """
+        memory = instance_memory(needs, shape, 0, only_experts=True)
+        ranks = [self._filled(rank) for rank in memory.stages]
+        none = [dataclasses.replace(each, num_pages=min(0, each.num_pages)) for each in ranks]
+        return dataclasses.replace(memory, stages=tuple(none))
+
     def _filled(self, rank: RankMemory) -> RankMemory:
         resident = rank.weights + rank.communication + rank.libraries
         memory = GpuMemory(self.gpu_bytes, resident, rank.activations)
@@ -255,6 +285,16 @@ class GpuNode:
         on_a_node = min(num_engines * shape.pp, self.num_gpus // shape.tp) * shape.tp
         most = max(rank.dram for rank in memory.stages)
         check_dram(on_a_node, most, self.dram_bytes, f"on {self.name}")
+        if memory.only_experts:
+            if memory.num_pages < 0:
+                raise ConfigError(
+                    f"{shape} on {self.name} does not fit: a worker holds "
+                    f"{format_bytes(memory.stages[0].weights)} of routed experts and "
+                    f"{format_bytes(memory.stages[0].overhead)} for steps, communication and "
+                    f"libraries, of {format_bytes(int(self.gpu_bytes * self.utilization))}; raise "
+                    f"--{EXPERTS_FLAG}"
+                )
+            return
         filled = self.filled(needs, shape)
         each = shape.dcp * needs.layout.block_tokens
         tokens = max(0, filled.num_pages) * each
@@ -327,7 +367,7 @@ def check_one_machine(engines: Sequence[Shape], num_gpus: int, *, sized: bool) -
     may share a GPU.
     """
     num_ranks = sum(shape.num_ranks for shape in engines)
-    of_engines = all(shape.num_ranks == shape.dp == 1 for shape in engines)
+    of_engines = all(shape.num_ranks == shape.num_sharers == 1 for shape in engines)
     if num_ranks <= max(1, num_gpus):
         return
     if not num_gpus:
@@ -335,7 +375,7 @@ def check_one_machine(engines: Sequence[Shape], num_gpus: int, *, sized: bool) -
     if of_engines and sized:
         return
     for shape in engines:
-        together = shape.num_ranks * shape.dp
+        together = shape.num_ranks * shape.num_sharers
         if together <= num_gpus:
             continue
         flag, what = f"{PP_FLAG}={shape.pp}", "stages on GPUs are all on the worker's machine"

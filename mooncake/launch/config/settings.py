@@ -297,6 +297,9 @@ class ServeConfig:
     enable_expert_parallel: bool = setting(False, truth, CLUSTER, "",
         "give each rank of an engine some whole routed experts, instead of some columns of all",
         switch=True, short="-ep")
+    experts: int = setting(0, count(0, 1024), CLUSTER, "N",
+        "number of workers that hold the routed experts of a decode engine, and nothing else; its "
+        "decode workers then hold none (with --enable-expert-parallel)")
     enable_eplb: bool = setting(False, truth, CLUSTER, "",
         "move and copy the experts with the most rows between ranks that share experts, while they "
         "serve",

@@ -47,7 +47,7 @@ def meet(group: ExpertGroup, credential: Credential, options: ModelOptions) -> P
     try:
         if group.number:
             return _come(group, credential, deadline_s)
-        file = make_file(options.group_kind, options.shape.ep)
+        file = make_file(options.group_kind, options.shape.tp * options.shape.num_sharers)
         try:
             return _gather(group, credential, file, deadline_s)
         except BaseException:

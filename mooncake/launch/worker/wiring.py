@@ -28,6 +28,7 @@ from mooncake.base.messages import Asleep, CheckWeights
 from mooncake.decode import DecodeWorker
 from mooncake.engine.engine import Engine
 from mooncake.instance import Instance
+from mooncake.instance.expert_worker import ExpertWorker
 from mooncake.instance.instance import InstancePorts
 from mooncake.instance.rank_pages import FollowerPages
 from mooncake.instance.sleeper import Sleeper
@@ -158,6 +159,8 @@ def build(
             f"cluster ({settings.weights_revision})"
         )
     model.load(lambda done, whole: progress("loading weights", done, whole))
+    if settings.role is Role.EXPERTS:
+        return _expert_worker(settings, hello, channel, opened, seeds, model)
     progress("allocating KV pages", 0, 0)
     config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
     array = PageArray(layout, config.num_blocks, config.num_homes)
@@ -220,6 +223,25 @@ def build(
         machine, ref, channel, opened,
         transfer=transfer, polled=polled, seeds=seeds, pages=pages,
     )  # fmt: skip
+
+
+def _expert_worker(
+    settings: WorkerSettings,
+    hello: WorkerHello,
+    channel: PolledChannel,
+    opened: contextlib.ExitStack,
+    seeds: SeedAddresses,
+    model: ModelSource,
+) -> Worker:
+    config = dataclasses.replace(settings.engine, speculation=None)
+    model.num_pages(settings.layout, config)  # it computes in the steps that others measure
+    runner = model.runner(settings.layout, config, None, settings.options.num_threads)
+    machine = ExpertWorker(
+        hello, channel, settings.gateway_address, seeds, settings.instance.report_interval_s,
+        model.is_released,
+    )  # fmt: skip
+    opened.callback(runner.close)
+    return Worker(machine, hello.worker, channel, opened, polled=[runner], seeds=seeds)
 
 
 def _pool_node(

@@ -18,6 +18,7 @@ from mooncake.base.messages import NextLife
 from mooncake.base.pool_messages import PoolState
 from mooncake.identity import Credential
 from mooncake.instance import RoleWorker
+from mooncake.instance.expert_worker import ExpertWorker
 from mooncake.instance.sleeper import Sleeper
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.host.driver import Driver
@@ -36,7 +37,7 @@ if TYPE_CHECKING:  # a worker without a model has no torch either
 
 FIGURES_S = 2.0
 """A driver that does not answer within this time is left out of the metrics."""
-WorkerMachine = RoleWorker[Any] | Sleeper | KvNode
+WorkerMachine = RoleWorker[Any] | Sleeper | KvNode | ExpertWorker
 
 
 class Worker:
@@ -119,7 +120,7 @@ class Worker:
         """Return its figures as Prometheus families. There are none when its driver does not answer
         or has ended. From any thread.
         """
-        if self.sleeps:
+        if isinstance(self.machine, Sleeper | ExpertWorker):
             return []
         asked = self.driver.call(lambda machine, _: _figures(machine))
         try:
@@ -137,9 +138,9 @@ class Worker:
 
     def leave(self, limit_s: float, *, waits: bool = False) -> None:
         """End the driver. Before that, for at most `limit_s`, an engine finishes what others do not
-        take over, and a pool node accepts nothing new and saves what is worth it. An engine that
-        `waits` serves until another one of its role has taken its place. Returns at once; from any
-        thread.
+        take over, a pool node accepts nothing new and saves what is worth it, and a worker that
+        holds experts waits for those that use them. An engine that `waits` serves until another
+        one of its role has taken its place. Returns at once; from any thread.
         """
         self._leaves = True
         if limit_s <= 0 or self.sleeps:
@@ -149,6 +150,8 @@ class Worker:
         def done(machine: Any) -> bool:
             if isinstance(machine, KvNode):
                 return machine.drained
+            if isinstance(machine, ExpertWorker):
+                return machine.quiet
             return bool(machine.quiet and (machine.instance.membership.relieved or not waits))
 
         self.driver.call(lambda machine, now: machine.handle(Drain(), now))

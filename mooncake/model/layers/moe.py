@@ -39,9 +39,29 @@ class Experts(Protocol):
 
 
 def slots_of(placement: Placement, rank: int, num_ranks: int) -> Sequence[int]:
-    """Return the experts in the slots of one rank."""
+    """Return the experts in the slots of one rank. There are none below rank 0."""
     each = len(placement) // num_ranks
-    return placement[rank * each : (rank + 1) * each]
+    return placement[rank * each : (rank + 1) * each] if rank >= 0 else ()
+
+
+class NoExperts:
+    """Stands for the experts of a rank that holds none. Adds nothing to any row."""
+
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        del experts, weights
+        return torch.zeros_like(x)
+
+    def choices(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, slabs: int
+    ) -> torch.Tensor:
+        """Return -0.0, [rows, k, hidden] float32, which changes no bit of a sum."""
+        del weights, slabs
+        return x.new_full((*experts.shape, x.shape[1]), -0.0, dtype=torch.float32)
+
+    def slot(self, number: int) -> list[torch.Tensor]:
+        raise AssertionError(f"this rank holds no experts, and has no slot {number}")
 
 
 class ExpertSlots:
@@ -123,8 +143,8 @@ class ExpertSlots:
 
     def _read(self) -> None:
         """Fill the tables: [experts + 1, most slots of one] -> slot of this rank, or `NOBODY`."""
-        size, rank = self._ranks.all.size, self._ranks.all.rank
-        each = len(self.placement) // size
+        rank = self._ranks.place
+        each = len(self.placement) // self._ranks.num_holders
         slots: list[list[int]] = [[] for _ in range(self._num_experts)]
         for slot, expert in enumerate(self.placement):
             slots[expert].append(slot % each if slot // each == rank else NOBODY)
@@ -145,16 +165,19 @@ class MoeWeights:
     """Weights of one layer.
 
     router: [experts, hidden], float32, or bfloat16 where `Backends.keeps_router`. router_bias:
-    [experts], float32. experts: the tensors of the op `experts_op` ("experts", "experts_fp8",
+    [experts], float32. A rank that has nothing but routed experts routes no rows: there both have
+    no experts. experts: the tensors of the op `experts_op` ("experts", "experts_fp8",
     "experts_int4"), see its reference. Plain ones have the model's dtype. shared: None when the
-    model has no shared expert.
+    model has no shared expert, or this rank does not have it.
     """
 
     router: torch.Tensor
     router_bias: torch.Tensor
     experts_op: str
     experts: tuple[torch.Tensor, ...]
-    """The experts in this rank's slots, in order; all experts if ranks do not share them out."""
+    """The experts in this rank's slots, in order; all experts if ranks do not share them out. No
+    tensors: this rank holds none.
+    """
     shared: GatedMlp | None
 
 
@@ -179,9 +202,11 @@ class Moe:
         host: HostExperts | None = None,
         slabs: int = 0,
         sharing: ExpertRanks | None = None,
+        num_slots: int = 0,
     ) -> None:
         """group: the ranks that each have columns of every expert; None: this one has all. sharing:
-        the ranks that each have some whole routed experts instead of columns. host: computes the
+        the ranks that each have some whole routed experts instead of columns, in `num_slots` slots
+        on all of them together. host: computes the
         routed experts; None: `backends` does, where the rest of the model is. slabs: how many slabs
         of an expert's inner columns this rank has, when sums are made of slabs; 0: they are not.
         """
@@ -198,16 +223,17 @@ class Moe:
         self._shared = weights.shared
         self._copies = None if host is None else host.copies
         computing = backends if host is None else host.backends
-        self._experts, self.experts_by = computing.experts(weights.experts_op, *weights.experts)
+        self._experts, self.experts_by = NoExperts(), "other ranks"
+        if weights.experts:
+            self._experts, self.experts_by = computing.experts(weights.experts_op, *weights.experts)
         self._slabs = slabs
         self._routed = partial(self._experts.choices, slabs=slabs) if slabs else self._experts
         self.slots: ExpertSlots | None = None
         if sharing is not None:
-            num_slots = sharing.all.size * len(weights.experts[0])
+            where = weights.experts[0].device if weights.experts else weights.router.device
             self.slots = self._routed = ExpertSlots(
-                sharing, spec.n_routed_experts, num_slots, self._experts, self._routed,
-                weights.experts[0].device,
-            )  # fmt: skip
+                sharing, spec.n_routed_experts, num_slots, self._experts, self._routed, where
+            )
         self._route = backends.route
         self._side = backends.side
 

@@ -42,10 +42,15 @@ class GatheredRows:
     Rows are padded to the number of the rank that has most.
     """
 
-    def __init__(self, group: Group, device: torch.device | None = None) -> None:
-        """`device`: of this rank's rows, on which the group exchanges; None: the host."""
+    def __init__(
+        self, group: Group, device: torch.device | None = None, num_without: int = 0
+    ) -> None:
+        """device: of this rank's rows, on which the group exchanges; None: the host.
+        num_without: see `ExpertRanks`.
+        """
         self._group = group
         self._device = device
+        self._num_without = num_without
         self.num_steps = 0
         """The number of steps that were agreed on."""
         self.waited_s = 0.0
@@ -104,13 +109,19 @@ class GatheredRows:
 
     def _look(self, waited_s: list[float]) -> None:
         """Count the step that has ended, in which each rank waited for `waited_s`. A rank is not
-        slow because one with fewer rows waits for it.
+        slow because one with fewer rows waits for it, nor because ranks without experts wait for
+        those that have all of them, or those for ranks without.
         """
         if not self._agreed:
             return
         rows = [each for each, _ in self._agreed]
         for rank, own_s in enumerate(waited_s):
-            waiting = (s for s, num in zip(waited_s, rows, strict=True) if num >= rows[rank])
+            first = rank < self._num_without
+            waiting = (
+                s
+                for other, (s, num) in enumerate(zip(waited_s, rows, strict=True))
+                if num >= rows[rank] and (other < self._num_without) == first
+            )
             self._late_s[rank] += max(waiting) - own_s
         self._window_s += self._ended_s - self._began_s
         if self._window_s < SLOW_WINDOW_S:
@@ -175,24 +186,51 @@ class ExpertRanks:
     """The ranks that hold the routed experts together, seen from one of them.
 
     all: every one of them. exchange: the exchange with ranks of other instances; None: one instance
-    has all experts.
+    has all experts. num_without: so many of the ranks, the first ones, use the experts but hold
+    none; the others hold the experts and nothing else. 0: each rank holds some, beside its part of
+    the rest.
     """
 
     all: Group
     exchange: GatheredRows | None
     num_instances: int = 1
+    num_without: int = 0
+
+    @property
+    def num_holders(self) -> int:
+        """The number of ranks that hold experts."""
+        return self.all.size - self.num_without
+
+    @property
+    def place(self) -> int:
+        """The place of this rank among those that hold experts; below zero: it holds none."""
+        return self.all.rank - self.num_without
+
+    @property
+    def has_rest(self) -> bool:
+        """True if this rank has its part of the model besides experts."""
+        return not self.num_without or self.place < 0
 
     @property
     def own(self) -> range:
+        """The places of this instance's ranks among those that hold experts."""
+        if self.num_without:
+            return range(max(0, self.place), self.place + 1)
         return range(self.all.rank % self.num_instances, self.all.size, self.num_instances)
 
     @classmethod
     def of_instances(
-        cls, ranks: Group, num_instances: int, device: torch.device | None = None
+        cls,
+        ranks: Group,
+        num_instances: int,
+        device: torch.device | None = None,
+        num_without: int = 0,
     ) -> ExpertRanks:
         """Return these ranks when each `num_instances` consecutive ranks have the same part of
-        different instances. device: see `GatheredRows`.
+        different instances. device: see `GatheredRows`. num_without: see the class; then each
+        instance is one rank.
         """
         if num_instances == 1:
             return cls(ranks, None)
-        return cls(ranks, GatheredRows(ranks.part(num_instances), device), num_instances)
+        exchange = GatheredRows(ranks.part(num_instances), device, num_without)
+        return cls(ranks, exchange, num_instances, num_without)

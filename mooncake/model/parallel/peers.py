@@ -164,6 +164,11 @@ class Peers:
         with contextlib.suppress(GroupError):
             self._tell(_LEAVES)
 
+    def have_left(self, numbers: range) -> bool:
+        """Whether these instances take part in no further step."""
+        with self._lock:
+            return self._ended.issuperset(numbers)
+
     def close(self) -> None:
         """Close the links. If an instance was lost, first wait for the others to end, and kill
         those that do not. May be called twice.

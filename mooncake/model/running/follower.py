@@ -505,9 +505,11 @@ def join_experts(
     Ranks with the same part come one after the other. See `joining.join`.
     """
     shape = options.shape
-    place = rank * shape.dp + number
-    ranks = join(options.group_kind, shape.ep, place, descriptor, timeout_s)
-    return ExpertRanks.of_instances(ranks, shape.dp, torch.device(options.device_of(rank)))
+    num_instances, device = shape.num_sharers, torch.device(options.device_of(rank))
+    place = rank * num_instances + number
+    ranks = join(options.group_kind, shape.tp * num_instances, place, descriptor, timeout_s)
+    without = shape.dp if shape.experts else 0
+    return ExpertRanks.of_instances(ranks, num_instances, device, without)
 
 
 def heard(link: socket.socket, guesses: Guesses, silent_s: float = LEAD_SILENT_S) -> Iterator[Word]:

@@ -207,8 +207,7 @@ class Conductor:
         view = self._views[hello.worker.worker_id] = InstanceView.of(hello)
         if hello.role == Role.KVSTORE:
             self._pools.add(view)
-        else:
-            fleet = self._fleet(hello.role)
+        elif (fleet := self._fleet(hello.role)) is not None:
             view.on_change = fleet.touch
             fleet.add(view)
         tier = Tier.DRAM if hello.role == Role.KVSTORE else Tier.HBM
@@ -260,8 +259,8 @@ class Conductor:
         if view is None:
             return
         self._pools.remove(worker_id)
-        if view.role != Role.KVSTORE:
-            self._fleet(view.role).remove(worker_id)
+        if (fleet := self._fleet(view.role)) is not None:
+            fleet.remove(worker_id)
         self._index.remove_worker(worker_id)
         self._fetch.forget(worker_id)
         self.bookings.on_worker_lost(worker_id)
@@ -363,8 +362,9 @@ class Conductor:
 
     # -------------------------------------------------------- internals
 
-    def _fleet(self, role: Role) -> Fleet:
-        return self._prefills if role == Role.PREFILL else self._decodes
+    def _fleet(self, role: Role) -> Fleet | None:
+        """Return the workers of a role if requests are placed on it."""
+        return {Role.PREFILL: self._prefills, Role.DECODE: self._decodes}.get(role)
 
     def _replicate(self, keys: Sequence[BlockKey], prefix_match: PrefixMatch, now: float) -> int:
         """Return how many leading blocks should get one more copy."""

@@ -251,7 +251,9 @@ def flags_of(shapes: dict[str, Shape]) -> list[str]:
         flags += [f"--{role}-set", f"pipeline-parallel-size={shape.pp}"]
         flags += [f"--{role}-set", f"decode-context-parallel-size={shape.dcp}"]
         flags += [f"--{role}-set", f"data-parallel-size={shape.dp}"]
-    return [*flags, *(["-ep"] if any(shape.ep > 1 for shape in shapes.values()) else [])]
+    experts = max(shape.experts for shape in shapes.values())
+    shares = experts or any(shape.ep > 1 for shape in shapes.values())
+    return [*flags, *(["-ep"] if shares else []), "--experts", str(experts)]
 
 
 def check_who_is_slow(
@@ -339,6 +341,63 @@ def test_workers_that_share_experts(
             assert "decode-1, which shares experts with this worker, has said nothing" in (
                 server.output
             )
+
+
+@pytest.mark.parametrize("words", ["tp1-experts1", "tp1-dp2-experts2"])
+def test_attention_and_experts_apart(
+    model: Path,
+    alone: dict[tuple[int, ...], list[int]],
+    fixed: list[list[float]],
+    tmp_path: Path,
+    words: str,
+) -> None:
+    """Tokens are those of one process, with fixed sums bit for bit. A worker with experts gets no
+    requests and has no KV. One that is killed in mid-stream ends all it steps with; requests go on
+    once they are back, each with one end.
+    """
+    shape = Shape.parse(words)
+    flags = flags_of({"prefill": Shape(), "decode": shape})
+    if shape.experts > 1:
+        eplb = {"window_size": 4, "step_interval": 8, "num_redundant_experts": 4}
+        flags += ["--deterministic", "--enable-eplb", "--eplb-config", json.dumps(eplb)]
+    decodes = [f"decode-{number}" for number in range(shape.dp)]
+    experts = [f"experts-{number}" for number in range(shape.experts)]
+    everyone = {*decodes, *experts, "prefill-0", "kvstore-0"}
+    with serving(str(model), *flags, *SMALL, log=tmp_path / "log") as server:
+
+        def all_up() -> bool:
+            status = server.status()
+            up = {each["id"] for each in status["workers"] if each["state"] == "up"}
+            return up == everyone and status["load"]["num_inflight"] == 0
+
+        wait_until(all_up, 120, "all workers up")
+        check_tokens(server, alone)
+        if shape.experts > 1:
+            with ThreadPoolExecutor(len(PROMPTS)) as pool:
+                assert list(pool.map(partial(logprobs_of, server), PROMPTS)) == fixed
+        loads = {each["id"]: each["load"] for each in server.status()["workers"]}
+        for name in experts:
+            assert not loads[name].get("num_total_blocks")
+            assert loads[name]["counters"]["expert_waited_s"] > 0
+            if shape.experts > 1:
+                assert loads[name]["counters"]["expert_moves"]
+        [streaming, _], workers = (
+            FLIGHTS["kill leads"],
+            [psutil.Process(server.pid_of(worker)) for worker in (*decodes, *experts)],
+        )
+        begun = threading.Semaphore(0)
+        with ThreadPoolExecutor(len(streaming)) as pool:
+            answers = [
+                pool.submit(stream, server, tokens, LONG, begun=begun) for tokens in streaming
+            ]
+            for _ in streaming:
+                assert begun.acquire(timeout=60)
+            psutil.Process(server.pid_of(experts[0])).kill()
+            found = [answer.result(200) for answer in answers]
+        assert [answer["ends"] for answer in found] == [["length"]] * len(streaming)
+        assert [answer["ids"] for answer in found] == [alone[tuple(each)] for each in streaming]
+        assert not any(worker.is_running() for worker in workers), "all end"
+        wait_until(all_up, 120, "all workers up again")
 
 
 def test_kill_9_of_stages_in_mid_stream(

@@ -204,6 +204,7 @@ CLASSES: dict[str, dict[str, Class]] = {
     "docs/design/soak-hosts.md": {"make soak-hosts": Target()},
     "docs/experts.md": {
         "mooncake serve DIR -tp 2 -ep": PLANNED,
+        "mooncake serve DIR --experts": PLANNED,
         "mooncake serve DIR --decode-set": PLANNED,
     },
     "docs/k2-demo.md": {

@@ -19,6 +19,8 @@ from mooncake.base.parallel import divisors, stage_layers
         ("tp2-ep2", Shape(tp=2, ep=2)),
         ("tp1-dp16-ep16", Shape(dp=16, ep=16)),
         ("tp8-dcp8-dp2-ep16", Shape(tp=8, dcp=8, dp=2, ep=16)),
+        ("tp1-experts1", Shape(ep=1, experts=1)),
+        ("tp1-dp4-experts2", Shape(dp=4, ep=2, experts=2)),
     ],
 )
 def test_a_shape_is_written_as_it_is_read(words: str, shape: Shape) -> None:
@@ -49,6 +51,14 @@ def test_shapes_that_cannot_be() -> None:
         ConfigError, match="ep is 8, but experts lie on 1 rank or are shared out among all 16"
     ):
         Shape(tp=8, dp=2, ep=8)
+    with pytest.raises(ConfigError, match=r"experts=2: .* one rank each, and tensor-parallel-size"):
+        Shape(tp=2, ep=2, experts=2)
+    with pytest.raises(
+        ConfigError, match=r"experts=1: .* one rank each, and pipeline-parallel-siz"
+    ):
+        Shape(pp=2, experts=1)
+    with pytest.raises(ConfigError, match="ep is 4, but 2 workers hold the experts"):
+        Shape(dp=4, ep=4, experts=2)
 
 
 def test_a_shape_as_flags() -> None:
@@ -57,6 +67,14 @@ def test_a_shape_as_flags() -> None:
         "--tensor-parallel-size 2 --decode-context-parallel-size 2 --data-parallel-size 2 "
         "--enable-expert-parallel"
     )
+    assert Shape(dp=2, ep=1, experts=1).flags == (
+        "--tensor-parallel-size 1 --data-parallel-size 2 --enable-expert-parallel --experts 1"
+    )
+
+
+def test_workers_that_step_together() -> None:
+    assert Shape(tp=2, dp=4, ep=8).num_sharers == 4
+    assert Shape(dp=4, ep=2, experts=2).num_sharers == 6
 
 
 def test_divisors() -> None:

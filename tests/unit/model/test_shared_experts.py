@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends, settle
 from mooncake.model.loading import WeightSource, load_model
+from mooncake.model.memory import weights_bytes
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.running import runner
 from mooncake.model.running.runner import ModelRunner
+from tests.support.model.held_bytes import held_bytes
 from tests.support.model.ranks import ThreadRanks
 from tests.support.model.thread_group import ThreadGroup
 from tests.support.model.tiny_models import (
@@ -42,7 +45,9 @@ from tests.unit.model.test_ranks import MOST, compare, logprobs
 
 
 class ThreadInstances:
-    """`dp` instances of `tp` ranks each, all threads of this process, that share the experts."""
+    """`dp` instances of `tp` ranks each, all threads of this process, that share the experts. Or
+    `experts` further ones hold these alone.
+    """
 
     def __init__(
         self,
@@ -52,24 +57,30 @@ class ThreadInstances:
         eplb: EplbConfig | None = None,
         dtype: torch.dtype = torch.float32,
         backends: Backends | None = None,
+        experts: int = 0,
     ) -> None:
-        shape = Shape(tp=tp, dp=dp, ep=tp * dp)
-        self.tp = tp
-        self.all = ThreadGroup.make(dp * tp)
-        inside = [ThreadGroup.make(tp) for _ in range(dp)]
+        shape = Shape(tp=tp, dp=dp, ep=experts or tp * dp, experts=experts)
+        self.tp, size = tp, shape.num_sharers
+        self.all = ThreadGroup.make(size * tp)
+        inside = [ThreadGroup.make(tp) for _ in range(size)]
+        self._without = dp if experts else 0
         self.models = [
             [
                 load_model(
                     source, dtype=dtype, device=CPU, group=inside[instance][rank],
                     shape=shape, eplb=eplb, backends=backends,
-                    sharing=ExpertRanks.of_instances(self.all[rank * dp + instance], dp),
+                    sharing=ExpertRanks.of_instances(
+                        self.all[rank * size + instance], size, None, self._without
+                    ),
                 )
                 for rank in range(tp)
             ]
-            for instance in range(dp)
+            for instance in range(size)
         ]  # fmt: skip
+        self.holders = self.models[self._without :]
+        """The instances that hold experts."""
         self.kv = [[kv_for(source.spec) for _ in range(tp)] for _ in range(dp)]
-        self._threads = ThreadPoolExecutor(dp * tp)
+        self._threads = ThreadPoolExecutor(size * tp)
 
     def step(
         self, slots: list[list[StepSlot]], whole: bool = False
@@ -77,9 +88,10 @@ class ThreadInstances:
         """Return the logits of a step of every instance, of which some may have no slots."""
 
         def one(instance: int, rank: int) -> dict[int, torch.Tensor]:
-            model, kv = self.models[instance][rank], self.kv[instance][rank]
+            model = self.models[instance][rank]
             try:
-                if slots[instance]:
+                if instance < len(slots) and slots[instance]:
+                    kv = self.kv[instance][rank]
                     return forward(model, kv, slots[instance], whole=whole)
                 with torch.inference_mode():
                     model.serve()
@@ -88,9 +100,10 @@ class ThreadInstances:
                 self.all[0].fail()
                 raise
 
-        ranks = [(instance, rank) for instance in range(len(slots)) for rank in range(self.tp)]
+        size = len(self.models)
+        ranks = [(instance, rank) for instance in range(size) for rank in range(self.tp)]
         found = list(self._threads.map(lambda pair: one(*pair), ranks))
-        return found[:: self.tp]
+        return found[:: self.tp][: len(slots)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -100,15 +113,18 @@ def test_ranks_of_one_instance_share_the_experts(name: str, num_ranks: int) -> N
     compare(ours(source), ThreadRanks(lambda _: source, num_ranks, whole_experts=True))
 
 
-@pytest.mark.parametrize(("dp", "tp", "redundant"), [(2, 1, 0), (4, 1, 4), (2, 2, 4)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "redundant", "experts"),
+    [(2, 1, 0, 0), (4, 1, 4, 0), (2, 2, 4, 0), (1, 1, 0, 1), (2, 1, 0, 1), (2, 1, 4, 2)],
+)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_instances_share_the_experts(name: str, dp: int, tp: int, redundant: int) -> None:
+def test_instances_share_the_experts(
+    name: str, dp: int, tp: int, redundant: int, experts: int
+) -> None:
     """Each has rows of its own, others than the rest, or none; prompts and single tokens mixed."""
     source = source_of(truth(name, vocab_size=212))
-    one, together = (
-        ours(source),
-        ThreadInstances(source, dp, tp, EplbConfig(num_redundant_experts=redundant)),
-    )
+    eplb = EplbConfig(num_redundant_experts=redundant)
+    one, together = ours(source), ThreadInstances(source, dp, tp, eplb, experts=experts)
     tokens = [random_tokens(12 + 3 * number, seed=number) for number in range(dp)]
     alone = [kv_for(source.spec) for _ in range(dp)]
     cuts = [0, 7, 10, 11]
@@ -133,6 +149,51 @@ def test_instances_share_the_experts(name: str, dp: int, tp: int, redundant: int
         for model in instance
     ]
     assert all(each == counts[0] for each in counts)
+
+
+def test_no_instance_holds_what_another_kind_holds() -> None:
+    """As the plan of memory has it, to the few bytes of rotations and of tables."""
+    source = source_of(truth("plain", vocab_size=212))
+    together = ThreadInstances(source, 2, experts=2)
+    shape = Shape(dp=2, ep=2, experts=2)
+    told: list[tuple[int, int]] = []
+    tables = sum(
+        part.numel() * part.element_size()
+        for slots in together.models[0][0].expert_slots
+        for part in (slots.counts, slots._one, slots._slots, slots._num_slots)
+    )
+    whole = weights_bytes(source.spec, "float32")
+    for number, [model] in enumerate(together.models):
+        held = held_bytes(model) - tables
+        planned = weights_bytes(source.spec, "float32", shape=shape, only_experts=number > 1)
+        assert 0 <= held - planned < 4096, (number, held, planned)
+        assert model.has_rest == (number < 2)
+        told.append((held, planned))
+    routed = 2 * told[2][1]
+    assert told[0][1] + routed == whole, "each tensor is on one kind"
+    with pytest.raises(AssertionError, match="holds no experts"):
+        together.models[0][0].expert_slots[0].weights(0)
+
+
+def test_a_loader_says_how_many_tensors_it_reads() -> None:
+    source = source_of(truth("plain", vocab_size=212))
+
+    def tell(to: list[tuple[int, int]], done: int, whole: int) -> None:
+        to.append((done, whole))
+
+    for experts, without in ((0, 0), (1, 1)):
+        size, told = 2, dict[int, list[tuple[int, int]]]()
+        group = ThreadGroup.make(size)
+        for number in range(size):
+            sharing = ExpertRanks.of_instances(group[number], size, None, without)
+            load_model(
+                source, dtype=torch.float32, device=CPU, sharing=sharing,
+                shape=Shape(dp=size - experts, ep=experts or size, experts=experts),
+                progress=partial(tell, told.setdefault(number, [])),
+            )  # fmt: skip
+            assert told[number][-1] == (len(told[number]),) * 2
+        if experts:
+            assert sum(map(len, told.values())) == len(source.tensors)
 
 
 class Woken(Peers):
@@ -201,8 +262,10 @@ def test_where_no_row_is_read_all_ranks_still_meet_in_the_last_layer() -> None:
     assert (logprobs(found[2]) - logprobs(expected[2])).abs().max() <= MOST
 
 
-@pytest.mark.parametrize(("dp", "tp", "redundant"), [(2, 1, 0), (2, 2, 4)])
-def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int) -> None:
+@pytest.mark.parametrize(
+    ("dp", "tp", "redundant", "experts"), [(2, 1, 0, 0), (2, 2, 4, 0), (2, 1, 4, 2)]
+)
+def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int, experts: int) -> None:
     """A router that likes a few experts most, all of them on the first ranks. Between two steps
     one expert moves, or two; answers stay those of one rank, and weights lie where the table says.
     """
@@ -211,7 +274,7 @@ def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int) -> N
         if name.endswith("e_score_correction_bias"):
             bias[:2] += 0.4
     eplb = EplbConfig(window_size=4, step_interval=8, num_redundant_experts=redundant)
-    one, together = ours(source), ThreadInstances(source, dp, tp, eplb)
+    one, together = ours(source), ThreadInstances(source, dp, tp, eplb, experts=experts)
     alone = [kv_for(source.spec) for _ in range(dp)]
     tokens = [random_tokens(60, seed=number) for number in range(dp)]
     layers = [[model.expert_slots for model in instance] for instance in together.models]
@@ -228,17 +291,17 @@ def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int) -> N
             for rank in instance:
                 assert [layer.placement for layer in rank] == now, "alike on all ranks"
     assert now != before
-    spec, size = source.spec, dp * tp
-    balancers = [instance[0].balancer for instance in together.models]
+    spec, size = source.spec, experts or dp * tp
+    balancers = [instance[0].balancer for instance in together.holders]
     rows = [balancer.rows for balancer in balancers if balancer is not None]
     assert abs(sum(map(sum, rows)) - 4 * dp * spec.num_experts_per_tok * len(now)) <= sum(
         map(len, rows)
     ), "of the last window, each on one instance"
     assert all(min(each) >= 0 < max(each) for each in rows)
     # The same bits as of ranks that were given these experts when they were loaded.
-    for number, instance in enumerate(layers):
+    for number, instance in enumerate(layers[-len(together.holders) :]):
         for rank, mine in enumerate(instance):
-            place = rank * dp + number
+            place = rank * len(together.holders) + number
             for layer, slots_of_layer in enumerate(mine):
                 each = len(slots_of_layer.placement) // size
                 for index in range(each):
@@ -250,9 +313,12 @@ def test_experts_move_while_they_are_used(dp: int, tp: int, redundant: int) -> N
 
 @pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("dp", "tp", "redundant"), [(2, 1, 4), (2, 2, 4), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "redundant", "experts"),
+    [(2, 1, 4, 0), (2, 2, 4, 0), (1, 2, 0, 0), (2, 1, 4, 2)],
+)
 def test_deterministic_bits_are_those_of_one_rank_while_experts_move(
-    dp: int, tp: int, redundant: int, dtype: torch.dtype
+    dp: int, tp: int, redundant: int, experts: int, dtype: torch.dtype
 ) -> None:
     """Whatever rows other instances have meanwhile, or none."""
     source = source_of(truth("plain", vocab_size=212))
@@ -262,7 +328,7 @@ def test_deterministic_bits_are_those_of_one_rank_while_experts_move(
     fixed = settle("auto", "auto", CPU, deterministic=True, dtype=dtype)
     eplb = EplbConfig(window_size=2, step_interval=3, num_redundant_experts=redundant)
     one = load_model(source, dtype=dtype, device=CPU, backends=fixed)
-    together = ThreadInstances(source, dp, tp, eplb, dtype, fixed)
+    together = ThreadInstances(source, dp, tp, eplb, dtype, fixed, experts)
     alone = [kv_for(source.spec) for _ in range(dp)]
     tokens = [random_tokens(60, seed=number) for number in range(dp)]
     placements = set()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.base import ConfigError, Shape
+from mooncake.base import ConfigError, Role, Shape
 from mooncake.base.cluster_mode import Weights
 from mooncake.launch.cluster.facts import encode_facts, read_facts, with_weights
 from mooncake.launch.cluster.ray_cluster import ClusterFacts
@@ -63,6 +63,34 @@ def test_workers_that_share_their_experts_join_together(facts: ClusterFacts) -> 
     again = joining_workers(resolve(given, None, {}), facts, "hush")[0].expert_group
     assert again is not None
     assert len({*groups, again.name}) == 2, "another group meets elsewhere"
+
+
+def test_those_that_hold_experts_alone_come_after_those_that_use_them(tmp_path: Path) -> None:
+    """Two decode engines, each of two workers and one with their experts. Prefill has its own."""
+    model = write_config_only(tmp_path / "small")
+    given = {
+        "model": str(model), "device": "cpu", "decode": 2, "decode_set": "data-parallel-size=2",
+        "enable_expert_parallel": True, "experts": 1,
+    }  # fmt: skip
+    config = resolve(given, None, {})
+    plan = make_plan(config, 8)
+    assert (plan.num_engines, plan.num_ranks, plan.options.num_threads) == (7, 7, 1)
+    workers = cluster_workers(config, plan, "tcp://127.0.0.1:1", "hush", "here")
+    groups = {each.worker_id: each.expert_group for each in workers}
+    assert groups["prefill-0"] is groups["kvstore-0"] is None
+    for engine in range(2):
+        names = (f"decode-{2 * engine}", f"decode-{2 * engine + 1}", f"experts-{engine}")
+        found = [groups[name] for name in names]
+        assert [each and (each.number, each.size, each.workers) for each in found] == [
+            (number, 3, names) for number in range(3)
+        ]
+        assert len({each and each.name for each in found}) == 1
+    assert len({each and each.name for each in groups.values()}) == 3
+    for each in workers:
+        if each.expert_group is not None:
+            assert each.options.shape == Shape(dp=2, ep=1, experts=1)
+            assert each.engine.in_lockstep
+    assert own_facts(config, plan, "tcp://127.0.0.1:1").worker.role is Role.DECODE
 
 
 def test_workers_that_share_their_experts_do_not_join_where_an_mtp_layer_drafts(

@@ -289,6 +289,63 @@ def test_some_shapes_are_planned_and_not_served_yet(
             plan_for(model, **served, **settings)
 
 
+def test_experts_apart_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """K2 in FP8: what a GPU has no room for beside experts, it has without; the experts are where
+    there is no KV.
+    """
+    model = write_k2(tmp_path / "k2", "fp8")
+    words = f"serve {model} --dry-run --hardware h200x8 --prefill 0 -dp 4 -ep"
+    assert cli.run(words.split()) == 2
+    capsys.readouterr()
+    plan = plan_for(
+        model, hardware="h200x8", prefill=0, data_parallel_size=4, enable_expert_parallel=True,
+        experts=12,
+    )  # fmt: skip
+    check_memory(plan, None)
+    assert [role for role, _ in plan.engines] == [Role.DECODE, Role.EXPERTS]
+    [attention], [experts] = (plan.ranks[role].stages for role, _ in plan.engines)
+    assert 12 * experts.weights + attention.weights == pytest.approx(1027e9, rel=0.03)
+    assert attention.weights < 25e9
+    assert (experts.kv, experts.num_pages) == (0, 0)
+    assert attention.num_pages * plan.layout.block_tokens > 1_000_000
+    assert cli.run([*words.split(), "--experts", "12"]) == 0
+    shown = capsys.readouterr().out
+    assert "memory of each rank of a worker with the experts of tp1-dp4-experts12" in shown
+    assert "of routed experts" in shown
+    assert cli.run([*words.split(), "--experts", "4"]) == 2
+    assert "of routed experts and" in (told := capsys.readouterr().err)
+    assert "raise --experts" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "experts: workers hold whole experts; add --enable-expert-parallel"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 2},
+         "experts=2: engines whose experts are on other workers have one rank each, and "
+         "tensor-parallel-size is 2"),
+        ({"enable_expert_parallel": True, "pipeline_parallel_size": 2},
+         "one rank each, and pipeline-parallel-size is 2"),
+        ({"enable_expert_parallel": True, "experts": 5}, "384 experts do not divide among 5 ranks"),
+        ({"enable_expert_parallel": True, "colocated": True},
+         "experts=2: one process .--colocated. has one worker"),
+        ({"enable_expert_parallel": True, "role_switching": True}, "role-switching: workers that"),
+        ({"enable_expert_parallel": True, "autoscale": "prefill=1..2,decode=1..4"},
+         "autoscale: workers that"),
+        ({"enable_expert_parallel": True, "role": "decode", "join": "h:1"},
+         "experts=2: workers that join a running cluster hold their experts themselves"),
+        ({"enable_expert_parallel": True, "device": "cuda"}, "experts=2: it is not served on GPUs"),
+    ],
+)  # fmt: skip
+def test_where_experts_are_not_apart(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    model = write_k2(tmp_path / "k2", "int4")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ConfigError, match=message):
+        plan_for(model, **{"experts": 2, "dry_run": False, "device": "cpu", **settings})
+
+
 def test_stages_hold_their_layers(tmp_path: Path) -> None:
     """K2 in FP8 on 16 H800, as its recipe: 65 GB of weights a rank, and one page is the same block
     in both stages.

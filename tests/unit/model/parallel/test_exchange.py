@@ -108,18 +108,22 @@ class Scripted(Told):
         return x
 
 
-@pytest.mark.parametrize(("num_rows", "slow"), [(1, {1: 10.0}), (0, {})])
+@pytest.mark.parametrize(
+    ("num_rows", "without", "slow"),
+    [(1, 0, {1: 10.0}), (0, 0, {}), (1, 1, {1: 10.0}), (1, 2, {1: 10.0})],
+)
 def test_a_slow_rank_is_named_unless_it_has_more_rows(
-    monkeypatch: pytest.MonkeyPatch, num_rows: int, slow: dict[int, float]
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, without: int, slow: dict[int, float]
 ) -> None:
     """A step takes 1.25 s by a clock that goes on by a quarter at each look, 0.75 s of them in
-    exchanges; the window of 10 s is eight steps.
+    exchanges; the window of 10 s is eight steps. Where the others hold other parts, one of the same
+    kind waits for it.
     """
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 4)
     group = Scripted.make(3)[1]
     monkeypatch.setattr(Scripted, "num_rows", num_rows)
-    exchange, own = GatheredRows(group), rows_of(1, 1, torch.float32)
+    exchange, own = GatheredRows(group, None, without), rows_of(1, 1, torch.float32)
     for _ in range(8):
         exchange.agree(1, 1)
         exchange.collect(exchange.spread(own).x, 1)
@@ -127,3 +131,27 @@ def test_a_slow_rank_is_named_unless_it_has_more_rows(
     exchange.agree(1, 1)
     assert exchange.take_slow() == slow
     assert exchange.take_slow() == {}, "it is told once"
+
+
+class Beside(Scripted):
+    """The second of two ranks; the other one waits for 2 s in each step."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.uint8:
+            return torch.cat((x, x), dim=-1)
+        return torch.cat((torch.tensor([4, 1, 0, 2_000_000_000]), x))
+
+
+@pytest.mark.parametrize(("without", "slow"), [(0, {1: 10.0}), (1, {})])
+def test_the_only_rank_with_experts_is_not_slow(
+    monkeypatch: pytest.MonkeyPatch, without: int, slow: dict[int, float]
+) -> None:
+    """One that uses them always waits while the rank computes that has all of them."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 4)
+    exchange = GatheredRows(Beside.make(2)[1], None, without)
+    own = rows_of(0, 1, torch.float32)
+    for _ in range(9):
+        exchange.agree(0, 0)
+        exchange.collect(exchange.spread(own).x, 0)
+    assert exchange.take_slow() == slow

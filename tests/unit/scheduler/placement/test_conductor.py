@@ -51,6 +51,19 @@ def refused(made: Conductor, generate: Any) -> Rejection:
     return result
 
 
+def test_nothing_is_placed_on_a_worker_that_holds_experts_alone() -> None:
+    made = conductor([P0, D0])
+    experts = hello("x0", Role.EXPERTS, num_blocks=0, profile=[])
+    assert made.on_hello(experts) is None
+    assert made.view("x0") is not None, "it is shown"
+    for seed in range(4):
+        placed = place(made, request(f"r{seed}", 16 * (1 + seed)))
+        assert (placed.prefill, placed.decode) == (P0.worker, D0.worker)
+    made.on_lost("x0")
+    assert made.view("x0") is None
+    refused(conductor([P0, experts]), request())
+
+
 def test_other_weights_are_taken_once_the_workers_of_the_old_ones_have_left() -> None:
     given = small_layout(block_tokens=BLOCK_TOKENS, fingerprint=FINGERPRINT)
     made = Conductor(SchedulerConfig(), SeededIds(0), layout=given)
