@@ -227,7 +227,9 @@ class Moe:
         if weights.experts:
             self._experts, self.experts_by = computing.experts(weights.experts_op, *weights.experts)
         self._slabs = slabs
-        self._routed = partial(self._experts.choices, slabs=slabs) if slabs else self._experts
+        self._routed: Computing = self._experts
+        if slabs:
+            self._routed = partial(self._experts.choices, slabs=slabs)
         self.slots: ExpertSlots | None = None
         if sharing is not None:
             where = weights.experts[0].device if weights.experts else weights.router.device
